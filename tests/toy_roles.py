@@ -90,13 +90,15 @@ class Toy:
         self.heard.append(("backward", columns_of(batch), float(total.detach())))
         metrics: dict[str, Metric[float | Counts]] = {"loss": Metric(value=float(total.detach()))}
         for name, kind in outputs[0].metrics.items():
-            if kind.over == "mean":
-                metrics[name] = Metric(value=sum(float(output.metrics[name].value) for output in outputs))
+            parts = torch.stack([output.metrics[name].value.double() for output in outputs])
+            value = {"min": parts.amin, "max": parts.amax}.get(kind.over, parts.sum)(0)
+            metrics[name] = replace(kind, value=tuple(value.tolist()) if value.dim() else float(value))
         return metrics
 
-    async def step(self, learning_rate: float) -> StepResult:
+    async def step(self, learning_rate: float, scale: float = 1.0) -> StepResult:
         gradient, self.gradient = self.gradient, None
         assert gradient is not None
+        gradient = gradient * scale
         self.weights = self.weights - learning_rate * gradient
         self.heard.append(("step", learning_rate, self.weights.numpy().tobytes()))
         return StepResult(grad_norm=float(gradient.norm()))

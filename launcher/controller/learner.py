@@ -67,9 +67,9 @@ class LearnerGroup(Learner):
         return next(answer for answer in answers if answer is not None)
 
     @override
-    async def step(self, learning_rate: float) -> StepResult | SkippedStep:
+    async def step(self, learning_rate: float, scale: float = 1.0) -> StepResult | SkippedStep:
         """A skipped step has the culprits of all ranks."""
-        answers: list[StepResult | SkippedStep] = await self._group.each("step", self._role, learning_rate)
+        answers: list[StepResult | SkippedStep] = await self._group.each("step", self._role, learning_rate, scale)
         if skipped := [a for a in answers if isinstance(a, SkippedStep)]:  # then all did
             return replace(skipped[0], culprits=tuple(c for a in skipped for c in a.culprits))
         return answers[0]

@@ -71,9 +71,9 @@ class _Learner(_Frozen):
         await self.servers.release()
         return await self.learner.backward(batch, loss)
 
-    async def step(self, learning_rate: float) -> StepResult | SkippedStep:
+    async def step(self, learning_rate: float, scale: float = 1.0) -> StepResult | SkippedStep:
         await self.servers.release()
-        return await self.learner.step(learning_rate)
+        return await self.learner.step(learning_rate, scale)
 
     async def save(self, folder: Path) -> Mapping[str, Digest]:
         return await self.learner.save(folder)

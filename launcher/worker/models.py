@@ -167,9 +167,10 @@ class RankModels:
         learner = self._learner(role)
         return learner.backward(micro_batches, loss, num_tokens=num_tokens, num_sequences=num_sequences)
 
-    def step(self, role: str, learning_rate: float) -> StepResult | SkippedStep:
-        """Make an optimizer step with the accumulated gradients. Raises RLMegatronError if there are none."""
-        return self._learner(role).step(learning_rate)
+    def step(self, role: str, learning_rate: float, scale: float = 1.0) -> StepResult | SkippedStep:
+        """Make an optimizer step with ``scale`` times the accumulated gradients. Raises RLMegatronError if there are
+        none."""
+        return self._learner(role).step(learning_rate, scale)
 
     def save(self, role: str, folder: Path) -> dict[str, Digest]:
         """Write this rank's shards. Returns the digests of its files, by name. Raises CheckpointError."""

@@ -8,12 +8,14 @@ data-parallel and context-parallel ranks add up to the loss for any cut. ``lengt
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 from torch import Tensor
 
 from rl_megatron.types import LossInputs
 
 Aggregation = Callable[[LossInputs, Tensor, int], Tensor]
+Denominator = Literal["num_tokens", "num_sequences"]
 
 
 def token_mean(inputs: LossInputs, lengths: Tensor, max_length: int = 0) -> Tensor:
@@ -42,3 +44,10 @@ AGGREGATIONS: Mapping[str, Aggregation] = {
     "seq_mean_token_sum": seq_mean_token_sum,
     "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
 }
+DENOMINATORS: Mapping[str, Denominator] = {
+    "token_mean": "num_tokens",
+    "seq_mean_token_mean": "num_sequences",
+    "seq_mean_token_sum": "num_sequences",
+    "seq_mean_token_sum_norm": "num_sequences",
+}
+"""The one count of the whole batch that the weights of each choice are over."""

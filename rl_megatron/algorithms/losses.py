@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.aggregation import AGGREGATIONS, seq_mean_token_mean, token_mean
+from rl_megatron.algorithms.aggregation import AGGREGATIONS, DENOMINATORS, Denominator
 from rl_megatron.algorithms.auxiliary import PreferenceLoss
 from rl_megatron.algorithms.corrections import correction_weights, with_proximal
 from rl_megatron.algorithms.divergence import k3
@@ -22,7 +22,8 @@ from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, RATIO_LEVELS, masked
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.types import Loss, LossInputs, LossOutput, Metric
 
-_RATIO_MEANS = {"token": token_mean, "sequence": seq_mean_token_mean, "sequence_sum": seq_mean_token_mean}
+_RATIO_MEANS = {"token": "token_mean", "sequence": "seq_mean_token_mean", "sequence_sum": "seq_mean_token_mean"}
+_OF_RATIOS = ("ratio/", "clip_fraction")
 
 
 def loss_of(row: AlgorithmSection, *, kl_coefficient: float, max_new_tokens: int) -> Loss:
@@ -75,6 +76,16 @@ class PolicyLoss:
         metrics = {**output.metrics, **{f"loss/{name}": Metric(value=part.detach()) for name, part in parts.items()}}
         return replace(output, loss=(per_token * weights).sum() + sum(parts.values()), metrics=metrics)
 
+    def denominator(self, name: str) -> Denominator:
+        """The count of the whole batch that ``loss``, or the mean ``name`` of its metrics, is over.
+
+        A batch that is trained in waves gives them over planned counts, which these correct. ``loss/nll`` has none of
+        the two: its denominator is in the samples.
+        """
+        if name == "loss" or name.startswith("loss/"):
+            return DENOMINATORS[self.row.aggregation]
+        return DENOMINATORS[_RATIO_MEANS[self.row.ratio_level]] if name.startswith(_OF_RATIOS) else "num_tokens"
+
     def _extra_terms(self, inputs: LossInputs, weights: Tensor) -> dict[str, Tensor]:
         """The terms of the loss, [] each, that it adds to the objective."""
         out = {}
@@ -92,8 +103,9 @@ class PolicyLoss:
         log_ratio = raw.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         ratio = log_ratio.exp()
         mismatch = (inputs.old_logprobs - inputs.rollout_logprobs).abs()
-        over_tokens = token_mean(inputs, lengths)
-        over_ratios = _RATIO_MEANS[self.row.ratio_level](inputs, lengths)
+        over_tokens, over_ratios = (
+            AGGREGATIONS[name](inputs, lengths, 0) for name in ("token_mean", _RATIO_MEANS[self.row.ratio_level])
+        )
         means = {
             "entropy": (inputs.entropy * over_tokens).sum(),
             "kl/old_policy": (k3(inputs.old_logprobs, inputs.logprobs) * over_tokens).sum(),

@@ -157,8 +157,9 @@ class MegatronLearner(MegatronScorer):
         self._added.append((micro_batches, add))
         return reduce_outputs(outputs) if parallel_state.is_pipeline_last_stage() else None
 
-    def step(self, learning_rate: float) -> StepResult | SkippedStep:
-        """Make an optimizer step with the gradients since the last. If they are not finite, all ranks skip the step.
+    def step(self, learning_rate: float, scale: float = 1.0) -> StepResult | SkippedStep:
+        """Make an optimizer step with ``scale`` times the gradients since the last. If they are not finite, all ranks
+        skip the step.
 
         Raises RLMegatronError if ``backward`` was not called since the last step.
         """
@@ -169,6 +170,9 @@ class MegatronLearner(MegatronScorer):
         self._heap.step()
         activity.part("optimizer")
         finalize_model_grads(self._trained)
+        if scale != 1.0:  # the gradients of a whole batch keep their bits
+            for chunk in self._trained:
+                chunk.scale_gradients(scale)
         grad_norm = step(self._optimizer, learning_rate)
         self._optimizer.zero_grad()  # frees copies in float32
         activity.part("after the optimizer")
