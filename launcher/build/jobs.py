@@ -27,6 +27,7 @@ from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.jobs.sft import Supervised
 from rl_megatron.training.loop import Loop, Pace
 from rl_megatron.training.update import Update
+from rl_megatron.training.waves import WaveUpdate
 
 
 def loops_of(
@@ -41,7 +42,7 @@ def loops_of(
         attention_width=shape.num_layers * shape.num_heads * shape.head_dim,
     )
     at_peak = seconds_at_peak(shape, roles.gpus)
-    update = Update(
+    update = (WaveUpdate if config.train.stream_micro_batches else Update)(
         config=config,
         roles=roles,
         attention_cost=attention_cost,

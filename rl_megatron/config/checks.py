@@ -9,6 +9,7 @@ from rl_megatron.config.modes import problems_of_modes
 from rl_megatron.config.reads import problems_of_unread_keys
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.weights import NODE_MEMORY, TRANSPORT_KINDS
+from rl_megatron.config.waves import problems_of_waves
 from rl_megatron.options.table import problems as option_problems
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *_separate_problems(config),
         *_colocation_problems(config),
         *problems_of_modes(config),
+        *problems_of_waves(config),
         *problems_of_unread_keys(config),
     ]
 

@@ -100,11 +100,7 @@ METRICS: Mapping[str, Documented] = _rows(
     ("critic/learning_rate", "", "learning rate of the critic"),
     ("critic/value_mean", "", "mean value of a trained position"),
     ("critic/clip_fraction", "", "share of tokens whose clipped value (algorithm.critic.clip) gives the larger loss"),
-    (
-        "critic/explained_variance",
-        "",
-        "1 - Var(returns - values) / Var(returns) before the update: 1 is a perfect critic",
-    ),
+    ("critic/explained_variance", "", "1 - Var(returns - values) / Var(returns) before the update: 1 is perfect"),
     ("staleness/mean", "versions", "mean of the trained version minus the version that sampled, over the completions"),
     ("staleness/max", "versions", "greatest staleness of a completion"),
     ("mismatch/logprob_abs_mean", "nats", "mean |learner - engine| log-prob of a sampled token, equal weights"),
@@ -177,6 +173,8 @@ METRICS: Mapping[str, Documented] = _rows(
     ("observer/<name>", "", "a metric of an installed package's observer, by the reduction that it names"),
     ("packing/imbalance", "", "work of the slowest rank at each micro-batch over the mean rank's; 1 is even"),
     ("packing/padding_fraction", "", "share of the packed positions that are padding"),
+    ("waves/count", "waves", "backward passes of the step, with train.stream_micro_batches"),
+    ("waves/early_fraction", "", "share of trained positions whose backward pass was before the batch's last groups"),
     ("weights/bytes", "bytes", "weight bytes that crossed a process boundary to the rollout engine"),
     (
         "weights/route",
@@ -234,11 +232,7 @@ METRICS: Mapping[str, Documented] = _rows(
     ("seconds/eval", "s", "held-out evaluation; only in rows that evaluated"),
     ("checkpoint/bytes", "bytes", "what ranks wrote into the previous step's checkpoint; only in rows after one"),
     ("seconds/checkpoint", "s", "writing the previous step's checkpoint; only in rows after one"),
-    (
-        "seconds/step",
-        "s",
-        "since the previous row: the step, its evaluation, and the previous step's checkpoint",
-    ),
+    ("seconds/step", "s", "since the previous row: the step, its evaluation, the previous step's checkpoint"),
     ("metrics/non_finite", "", "values of this row that were NaN or infinite and are null; only if there are any"),
 )
 

@@ -154,6 +154,8 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Groups with equal rewards", metric="groups/zero_advantage_fraction"),
             Curve(title="Packing imbalance", metric="packing/imbalance"),
             Curve(title="Packing padding", metric="packing/padding_fraction"),
+            Curve(title="Waves of a step", metric="waves/count"),
+            Curve(title="Trained before the batch was whole", metric="waves/early_fraction"),
             Curve(title="Correction weight", metric="correction/weight_mean"),
             Curve(title="Tokens dropped by the correction", metric="correction/dropped_fraction"),
             Curve(title="Error of quantised weights", metric="weights/quantization_error"),

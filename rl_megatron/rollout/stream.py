@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rl_megatron.config.sections.rollout import RolloutSection
@@ -86,6 +86,8 @@ class Stream:
         self._changed = asyncio.Event()
         self._closed = False
         self._took: float | None = None  # the time of the last ``take``
+        self._waited = 0.0  # seconds since
+        self._given: list[Waiting] = []  # by ``finished``, to the step that is being made
 
     def admit(self) -> None:
         """Draw and send what the rule allows; in the learner's processes one batch, if none is being sampled."""
@@ -103,8 +105,8 @@ class Stream:
         Raises what sampling or scoring any group raised.
         """
         assert step == self.version + 1, (step, self.version)
-        began = asyncio.get_running_loop().time()
-        chosen = await self._next(step)
+        chosen = sorted(self._given, key=lambda place: place.key) or await self._next(step)
+        self._given = []
         while not (kept := [one for one in chosen if one.kept]) and self._may_open(self._size):
             self._left_out += chosen
             self._open(self._size)
@@ -113,8 +115,31 @@ class Stream:
         self._left_out = []
         self._ledger.end(step, kept, dropped)
         self._ledger.check(self._drawn)
-        self._adapt(began)
+        self._adapt()
         return RolloutBatch.of([one.answered for one in (*kept, *dropped) if one.answered is not None])
+
+    async def finished(self, step: int) -> AsyncIterator[RolloutGroup]:
+        """The groups of ``step``, each as soon as it is finished and older ones that are not leave it a place. ``take``
+        then returns their batch. Raises as ``take`` does.
+        """
+        assert step == self.version + 1, (step, self.version)
+        self.admit()
+        while True:
+            while len(self._given) < self._size:
+                while not self._may_give(step):
+                    await self._change()
+                self._check()
+                place = self._places[self._ready.pop(0)[1]]
+                self._remove(place)
+                self._given.append(place)
+                if place.answered is not None and place.answered.group is not None:
+                    yield place.answered.group
+            if any(place.kept for place in self._given) or not self._may_open(self._size):
+                return
+            self._left_out += self._given
+            self._given = []
+            self._open(self._size)
+            self.admit()
 
     async def settled(self) -> None:
         """Wait until weights may be pushed: an engine in the learner's processes must have sampled all that is drawn.
@@ -269,11 +294,24 @@ class Stream:
                 return False
         return True
 
+    def _may_give(self, step: int) -> bool:
+        """Whether the finished group that is due first leaves a place for each of the others by its due."""
+        if not self._ready:
+            return False
+        left, first = len(self._given) + 1 - self._size, self._ready[0][0]
+        for due in sorted(self._dues):
+            left += self._dues[due] - (due == first)
+            if left > (due - step) * self._size:
+                return False
+        return True
+
     async def _change(self) -> None:
         """Wait until a group ends. Raises what sampling raised."""
         self._check()
         self._changed.clear()
+        began = asyncio.get_running_loop().time()
         await self._changed.wait()
+        self._waited += asyncio.get_running_loop().time() - began
         self._check()
 
     def _check(self) -> None:
@@ -298,12 +336,13 @@ class Stream:
         """The places that one step may have drawn again."""
         return (self._section.max_refills - 1) * self._size
 
-    def _adapt(self, began: float) -> None:
+    def _adapt(self) -> None:
         """Let sampling be further ahead after a step that waited, and less far after many that did not."""
         last, self._took = self._took, asyncio.get_running_loop().time()
+        seconds, self._waited = self._waited, 0.0
         if not self._apart or not self._most or last is None:
             return
-        waited = self._took - began > _PATIENCE * (self._took - last)
+        waited = seconds > _PATIENCE * (self._took - last)
         self._calm = 0 if waited else self._calm + 1
         if not self._calm:
             self._ahead = min(self._most, self._ahead + 1)

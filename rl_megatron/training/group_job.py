@@ -21,6 +21,7 @@ from rl_megatron.training.checkpoints import TrainerState, files_of
 from rl_megatron.training.credit import groups_that_differ
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.update import Update
+from rl_megatron.training.waves import WaveUpdate
 from rl_megatron.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -90,10 +91,7 @@ class GroupJob(ABC):
     async def step(self, number: int, watch: Stopwatch) -> Row:
         """Take a batch, train on it and push the weights. Returns the metrics row."""
         self.number = number
-        with watch("rollout"):
-            batch = await self.take()
-        self.recorder.write_samples(number, batch.groups)
-        row = self._describe(batch) | await self.update(batch.groups, number, watch)
+        row = await self._train(watch)
         if not row["tokens/train"]:
             logger.warning("step %d has no token to train on and is skipped: the weights do not change", number)
         if self.stream is not None:
@@ -111,6 +109,18 @@ class GroupJob(ABC):
         if pushed.quantization_error is not None:
             row["weights/quantization_error"] = pushed.quantization_error
         return {**row, **self.roles.engine_metrics(), **self.roles.rank_metrics()}
+
+    async def _train(self, watch: Stopwatch) -> Row:
+        """Train on the step's batch: in waves while it is sampled, where that is configured. Returns its metrics."""
+        if isinstance(self.update, WaveUpdate) and self.stream is not None:
+            row = await self.update.over(self.stream.finished(self.number), self.number, watch)
+            batch = await self.take()
+            self.recorder.write_samples(self.number, batch.groups)
+            return self._describe(batch) | row
+        with watch("rollout"):
+            batch = await self.take()
+        self.recorder.write_samples(self.number, batch.groups)
+        return self._describe(batch) | await self.update(batch.groups, self.number, watch)
 
     def teaches(self, groups: Sequence[RolloutGroup]) -> list[bool]:
         """Whether each group has different rewards, and so a gradient."""

@@ -25,6 +25,7 @@ class Measured:
     current: Tensor | None  # [N] log-probs of the policy at the start of the update
     next_values: Tensor | None  # [S]
     routes: Tensor | None  # [N, MoE layers, top_k] the experts that its pass used, where asked for
+    engine_routes: Tensor | None = None  # likewise of the engine, where they are compared and not replayed
 
 
 def mismatch_row(found: Measured) -> Row:

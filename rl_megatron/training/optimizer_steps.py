@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import Learner
 from rl_megatron.training.measures import Made
-from rl_megatron.types import Batch, Loss, Prompt, Samples, SkippedStep, StepResult
+from rl_megatron.types import Batch, Counts, Loss, Metric, Prompt, Samples, SkippedStep, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +32,19 @@ class OptimizerSteps:
         Logs a skipped step and returns None. Raises RLMegatronError if more than ``most`` in a row were skipped.
         """
         said = await learner.backward(batch, loss)
-        result = await learner.step(learning_rate)
+        return self.judge(await learner.step(learning_rate), said, batch, prompts)
+
+    def judge(
+        self,
+        result: StepResult | SkippedStep,
+        of_loss: Mapping[str, Metric[float | Counts]],
+        batch: Batch,
+        prompts: Iterable[Prompt],
+    ) -> Made | None:
+        """What `step` returns, logs and raises of the ``result`` of a step on all micro-batches of ``batch``."""
         if isinstance(result, StepResult):
             self.in_a_row = 0
-            return Made(said, result)
+            return Made(of_loss, result)
         self.in_a_row += 1
         told = f"the {self.name}'s gradient norm is {result.grad_norm}: {_cause(result, batch, prompts)}"
         if self.in_a_row > self.most:

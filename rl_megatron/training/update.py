@@ -26,6 +26,7 @@ from rl_megatron.interfaces import Roles, Scorer
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.credit import (
     AlgorithmState,
+    Rewards,
     assign_credit,
     explained_variance,
     mean_over_completions,
@@ -82,12 +83,25 @@ class Update:
         if not groups:
             self.state = rewards.state
             return row
+        found, samples, state = await self._scored(groups, rewards, step, watch)
+        row |= self._gaps(found)
+        if not samples.mask.any():
+            self.state = state
+            return row
+        samples = self._with_second_moment_limited(samples, found.current, row)
+        row |= await self._train(samples, step, watch, [group.prompt for group in groups])
+        row |= await self._flips(found, watch)
+        self.state = self._with_kl_controlled(state, samples, row)
+        return row
+
+    async def _scored(
+        self, groups: Sequence[RolloutGroup], rewards: Rewards, step: int, watch: Stopwatch
+    ) -> tuple[Measured, Samples, AlgorithmState]:
+        """All scores of the groups, the samples to train on, and the algorithm's next state."""
+        section = self.config.algorithm
         sampled = self._samples_of(groups)
-        replays = self.config.algorithm.routing_replay == "r3"
-        found = await self._measure(sampled if replays else replace(sampled, routes=None), watch)
-        row |= mismatch_row(found)
-        if sampled.routes is not None and found.routes is not None and not replays:
-            row |= engine_flips(sampled.routes, found.routes, sampled.mask)
+        found = await self._measure(sampled if self._replays else replace(sampled, routes=None), watch)
+        found = replace(found, engine_routes=None if self._replays else sampled.routes)
         samples, state = assign_credit(
             found.samples,
             groups,
@@ -96,14 +110,17 @@ class Update:
             success_reward=self.config.eval.success_reward,
             next_values=found.next_values,
         )
-        if not samples.mask.any():
-            self.state = state
-            return row
-        samples = self._with_second_moment_limited(samples, found.current, row)
-        samples = self._with_proximal_share(samples, groups, step)
-        row |= await self._train(samples, step, watch, [group.prompt for group in groups])
-        row |= await self._flips(found, watch)
-        self.state = self._with_kl_controlled(state, samples, row)
+        return found, self._with_proximal_share(samples, groups, step), state
+
+    @property
+    def _replays(self) -> bool:
+        return self.config.algorithm.routing_replay == "r3"
+
+    def _gaps(self, found: Measured) -> Row:
+        """Metrics of the gap between engine and learner, and of the tokens that they route to other experts."""
+        row = mismatch_row(found)
+        if found.engine_routes is not None and found.routes is not None:
+            row |= engine_flips(found.engine_routes, found.routes, found.samples.mask)
         return row
 
     def _samples_of(self, groups: Sequence[RolloutGroup]) -> Samples:
@@ -242,10 +259,7 @@ class Update:
                     valued = at_once.begin("critic", asked)
                 if trained is not None:
                     policy_steps.append(await at_once.end(trained))
-                    if self.training_flops is not None:
-                        row["flops/train"] = float(row.get("flops/train") or 0) + self.training_flops(_lengths(batch))
-                    if self.seconds_at_peak is not None:
-                        watch.at_peak("train", self.seconds_at_peak(_lengths(batch)))
+                    self._count_work(batch, row, watch)
                 if valued is not None:
                     critic_steps.append(await at_once.end(valued))
         row["steps/skipped"] = [*policy_steps, *critic_steps].count(None)
@@ -254,6 +268,13 @@ class Update:
             row |= {"critic/learning_rate": critic_rate, "critic/explained_variance": explained_variance(samples)}
             row |= critic_row(learnt)
         return row
+
+    def _count_work(self, batch: Batch, row: Row, watch: Stopwatch) -> None:
+        """Add what training on the batch takes to flops/train and to the phase's seconds at the GPUs' peak."""
+        if self.training_flops is not None:
+            row["flops/train"] = float(row.get("flops/train") or 0) + self.training_flops(positions_of(batch))
+        if self.seconds_at_peak is not None:
+            watch.at_peak("train", self.seconds_at_peak(positions_of(batch)))
 
 
 class AtOnce:
@@ -300,7 +321,7 @@ def token_versions(groups: Sequence[RolloutGroup], samples: Samples) -> Tensor:
     return versions
 
 
-def _lengths(batch: Batch) -> list[int]:
+def positions_of(batch: Batch) -> list[int]:
     """Positions of every sequence that ranks compute."""
     return [n for row in batch.micro_batches for samples in row for n in samples.cu_seqlens.diff().tolist()]
 

@@ -3,7 +3,9 @@ and expert ranks."""
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,17 @@ from typing import Any
 import pytest
 import torch
 
+from rl_megatron.algorithms.aggregation import Denominator
 from rl_megatron.algorithms.auxiliary import ValueLoss
-from rl_megatron.algorithms.losses import loss_of
+from rl_megatron.algorithms.losses import PolicyLoss, loss_of
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack, unpack
+from rl_megatron.data.samples import select
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.training.measures import Made
+from rl_megatron.training.waves import of_whole_batch
 from rl_megatron.types import Loss, Samples, SkippedStep
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import run_ranks
@@ -26,6 +31,8 @@ from tests.optimizer_step import train_step
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
+IN_WAVES = ("cispo", "dr_grpo", "gspo", "topr", "sapo", "decoupled_ppo", "kl and entropy", "interpolated")
+"""Losses of every aggregation, ratio level and term, each with one denominator."""
 CRITIC_STEPS = 3
 LAYOUTS = {
     "alone": {},
@@ -123,6 +130,8 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
     fill(policy)
     for name, job in jobs().items():
         seen[name] = step(policy, *job, 0.0)
+    every = jobs() if learner.dims.world_size > 1 else {}
+    seen["waves"] = {n: waves(policy, learner, max_tokens, dp, every[n][0], every[n][2]) for n in IN_WAVES if every}
     halved = {name: tensor * 0.5 for name, tensor in policy.tensors.items()}
     samples = make_samples()
     batch = pack(samples, dims=learner.dims, max_tokens=max_tokens)
@@ -142,6 +151,54 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
     seen["values"] = [[x.tolist() for x in said.get("values", ())] for said in values]
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
     world.leave()
+
+
+def waves(
+    policy: Any, learner: LearnerSection, max_tokens: int, dp: int, loss: Loss, samples: Samples
+) -> dict[str, float]:
+    """How a step of three waves, of an uneven cut and planned counts, differs from one on the whole batch, relative.
+
+    Ranks without the loss's metrics leave these out.
+    """
+    assert isinstance(loss, PolicyLoss)
+    samples = replace(samples, nll_weights=None)
+    order = torch.randperm(samples.num_sequences, generator=torch.Generator().manual_seed(9))
+    whole = pack(samples, dims=learner.dims, max_tokens=max_tokens)
+    actual: dict[Denominator, int] = {"num_tokens": whole.num_tokens, "num_sequences": whole.num_sequences}
+    planned: dict[Denominator, int] = {"num_tokens": 1009, "num_sequences": 31}
+    scales = {name: planned[name] / actual[name] for name in actual}
+    of_whole = policy.backward(whole.micro_batches[dp], loss, **actual)
+    norm, gradient = policy.step(0.0).grad_norm, reduced(policy)
+    said = []
+    for cut in order.split([1, 9, 14]):
+        wave = pack(select(samples, cut), dims=learner.dims, max_tokens=max_tokens)
+        said.append(policy.backward(wave.micro_batches[dp], loss, **planned))
+    of_waves = policy.step(0.0, scales[loss.denominator("loss")]).grad_norm
+    out = {
+        "gradient": float((reduced(policy) - gradient).norm() / gradient.norm()),
+        "norm": abs(of_waves - norm) / norm,
+    }
+    if of_whole is not None:
+        for name, metric in of_whole_batch(said, loss, scales).items():
+            numbers = [torch.tensor(one.value, dtype=torch.float64) for one in (metric, of_whole[name])]
+            out[name] = float((numbers[0] - numbers[1]).abs().max() / numbers[1].abs().max().clamp(min=1e-2))
+    return out
+
+
+def reduced(policy: Any) -> torch.Tensor:
+    """A copy of this rank's shard of the gradients, which alone is reduced under the distributed optimizer."""
+    from megatron.core.distributed.param_and_grad_buffer import shard_buffer
+
+    groups = [g for chunk in policy._trained for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+    return torch.cat(
+        [
+            shard_buffer(bucket.grad_data, group.intra_distributed_optimizer_instance_size)[
+                group.intra_distributed_optimizer_instance_rank
+            ]
+            for group in groups
+            for bucket in group.buckets
+        ]
+    )
 
 
 def run(folder: Path, model: Path, layout: str, max_tokens: int) -> list[dict[str, Any]]:
@@ -174,11 +231,18 @@ def assert_same(found: list[Any], wanted: list[Any], name: str) -> None:
         assert moved <= 4, name  # of about 460 tokens: a ratio on the edge of its bin
 
 
+@pytest.fixture(scope="module")
+def of_layout(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+    """What the ranks of a layout saw, which run once."""
+    folder = tmp_path_factory.mktemp("layouts")
+    return functools.cache(lambda layout: run(folder / layout, model, layout, 200))
+
+
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "alone"])
 def test_losses_critic_and_reference_do_not_depend_on_the_layout(
-    layout: str, model: Path, alone: dict[str, Any], tmp_path: Path
+    layout: str, alone: dict[str, Any], of_layout: Callable[[str], list[dict[str, Any]]]
 ) -> None:
-    ranks = run(tmp_path / "run", model, layout, 200)
+    ranks = of_layout(layout)
     last_stage = [seen for seen in ranks if seen["gspo"] is not None]
     assert last_stage
     for seen in last_stage:
@@ -192,6 +256,16 @@ def test_losses_critic_and_reference_do_not_depend_on_the_layout(
     for name in ("own", "halved", "own again"):
         parts = [torch.tensor(seen[f"score {name}"]) for seen in ranks if f"score {name}" in seen]
         torch.testing.assert_close(torch.stack(parts).sum(0), torch.tensor(alone[f"score {name}"]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "alone"])
+def test_waves_of_any_cut_are_the_whole_batch(layout: str, of_layout: Callable[[str], list[dict[str, Any]]]) -> None:
+    """Gradient, its norm and the metrics; the loss itself is a float32 sum of large terms of either sign."""
+    for rank in of_layout(layout):
+        assert set(rank["waves"]) == set(IN_WAVES)
+        gaps = [(gap, of, name) for name, found in rank["waves"].items() for of, gap in found.items()]
+        assert max(gap for gap in gaps if gap[1] != "loss")[0] < 1e-6, sorted(gaps)[-5:]
+        assert max(gaps)[0] < 1e-5, sorted(gaps)[-5:]
 
 
 def test_the_reference_pass_leaves_the_policy_as_it_was(alone: dict[str, Any]) -> None:

@@ -1,0 +1,37 @@
+"""Which count each mean of a loss is over, of every row that is shipped: twice that count halves it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rl_megatron.algorithms.losses import PolicyLoss, loss_of
+from rl_megatron.config.io import load_config
+from tests.property.test_losses_metrics import batch
+from tests.unit.test_waves_configuration import NAMES
+
+PAIRS = "dpo"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != PAIRS])
+def test_every_mean_has_one_denominator_which_the_loss_names(name: str) -> None:
+    terms = ["algorithm.kl.coefficient=0.3", "algorithm.kl.placement=loss", "algorithm.entropy_coefficient=0.1"]
+    section = load_config("tiny_cpu", [f"algorithm={name}", *terms]).algorithm
+    loss = loss_of(section, kl_coefficient=0.3, max_new_tokens=8)
+    assert isinstance(loss, PolicyLoss)
+    inputs = batch([3, 5, 2], 1, scale=0.5)
+    said = loss(inputs)
+    means = {"loss": said.loss} | {n: m.value for n, m in said.metrics.items() if m.over == "mean"}
+    assert {"loss", "loss/kl", "entropy", "ratio/mean", "clip_fraction"} <= set(means)
+    doubled = {count: loss(replace(inputs, **{count: 2 * getattr(inputs, count)})) for count in COUNTS}
+    for key, value in means.items():
+        for count, other in doubled.items():
+            found = other.loss if key == "loss" else other.metrics[key].value
+            torch.testing.assert_close(
+                found, value / (2 if loss.denominator(key) == count else 1), msg=f"{key} {count}"
+            )
+
+
+COUNTS = ("num_tokens", "num_sequences")
