@@ -114,8 +114,12 @@ def push_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float, floa
 def server_shape(
     config: RunConfig, server: ServerSection, weights: Elements, shape: ModelShape, gpu: Gpu
 ) -> ServerShape:
-    """A server that holds ``weights``, bytes of `weights_served`, with the cache that its memory_fraction leaves."""
-    cache = ((server.memory_fraction or _USUAL_FRACTION) - KERNELS) * gpu.memory * GB - weights_on_gpu(server, weights)
+    """A server that holds ``weights``, bytes of `weights_served`, with the cache that its memory_fraction leaves.
+
+    Engines take the fraction of what CUDA reports: 81,559 MiB of an H100 of 80 GB, and so on for the table's.
+    """
+    fraction = (server.memory_fraction or _USUAL_FRACTION) - KERNELS
+    cache = fraction * gpu.memory * (GB if gpu.measured else 2**30) - weights_on_gpu(server, weights)
     experts = 3.0 * shape.hidden_size * shape.expert_width * len(shape.moe_layers)
     others = shape.active_parameters - experts * shape.experts_per_token
     # Of the embedding a token reads a row.

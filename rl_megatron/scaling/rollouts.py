@@ -19,8 +19,15 @@ from rl_megatron.scaling.hardware import Gpu
 GB = 1e9
 READ = 0.6  # share of a GPU's memory rate at which engines read weights and caches; assumed
 COMPUTED = 0.5  # share of the peak in prompts' passes and large batches; assumed
-TOKEN_SECONDS = 2e-3  # launches, sampling and scheduling of a token; assumed
-LAYER_SECONDS = 1e-4  # messages and launches of a layer in engines of several GPUs; set after 11 published steps
+TOKEN_SECONDS = 2e-3  # sampling and scheduling of a token; assumed
+LAYER_SECONDS, FAR_LAYER_SECONDS = 7e-5, 4.6e-4
+"""Launches and messages of a layer of a token, in engines inside NVLink's domain and in larger ones.
+
+What is left of published tokens beside `TOKEN_SECONDS` and what they read: DeepSeek-R1 in float8 on 8 H200, 12.8 to
+34.6 ms for 8 to 64 rows (SemiAnalysisAI/InferenceX, issue 870: 55 to 80 µs a layer); Qwen3-30B-A3B on an A100, 9.6 ms
+(tenstorrent/tt-inference-server, issue 340: 54 µs); DeepSeek-R1 on two nodes of 8 H100, 31.2 ms for one row
+(tt-inference-server, issue 356).
+"""
 SPREAD = 0.6  # standard deviation of the logarithm of lengths; assumed
 _CLASSES = 64
 
@@ -82,8 +89,8 @@ def token_seconds(shape: ModelShape, server: ServerShape, gpu: Gpu, rows: float,
     cache = cache_bytes(shape) * context * rows / server.dp / _cache_ranks(shape, server)
     read = (weights + cache) / (READ * gpu.hbm * GB)
     computed = 2 * shape.active_parameters * rows / server.ranks / (gpu.peak.bfloat16 * 1e12 * COMPUTED)
-    messages = LAYER_SECONDS * shape.num_layers if server.ranks > 1 else 0.0
-    return max(read, computed) + TOKEN_SECONDS + messages
+    layer = LAYER_SECONDS if server.ranks <= gpu.domain else FAR_LAYER_SECONDS
+    return max(read, computed) + TOKEN_SECONDS + layer * shape.num_layers
 
 
 def cache_bytes(shape: ModelShape) -> float:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.scaling.constants import MEMORY
 from rl_megatron.scaling.hardware import Gpu
+from rl_megatron.scaling.layers.products import product_seconds, rate_of
 from rl_megatron.scaling.machines.calibration import MachineEntry
-from rl_megatron.scaling.time import product_seconds, rate_of
 
 _DENSE_WASTE_FLOPS = 12e6  # models.experts.MAX_DENSE_WASTE_FLOPS, which a test compares
 _PADDED = 1.5  # rows of the grouped product over those that were chosen; assumed

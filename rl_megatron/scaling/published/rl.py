@@ -1,9 +1,15 @@
 """Published steps of reinforcement learning beside what `rl_step` predicts of them. No torch.
 
 Of such a point the learner's layout, the servers' tensor parallelism, the mean length of completions and the seconds of
-a step are known. Assumed are: where steps overlap (staleness above 0), half of the GPUs sample; prompts are as long as
-the median point's tokens a second say; log-probs of the policy and of a reference are computed; servers have as much of
-a GPU as engines take by default, or 0.6 of it where they take turns with the learner; groups have 16 completions.
+a step are known. What else a point may say in ``rl`` is ``engine_gpus``, those that only sample, and the
+``memory_fraction`` of servers. The rest is as in the recipes of NeMo-RL, from which the points are (NVIDIA-NeMo/RL,
+examples/configs, v0.6.0): half of the GPUs sample where steps overlap (staleness above 0); servers have 0.8 of a GPU
+there, else 0.6; a learner of several stages computes whole layers again; gradients are bfloat16 and travel while layers
+compute; log-probs of the policy and of a reference are computed; and the optimizer waits in the host's memory while
+servers on its GPUs sample. Prompts are as long as the median point's tokens a second say, and groups have 16
+completions.
+
+A push is NeMo-RL's own, which takes the whole model through each GPU (`_refit_seconds`).
 """
 
 from __future__ import annotations
@@ -17,13 +23,16 @@ from pydantic import ValidationError
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.scaling.hardware import GPUS
+from rl_megatron.scaling.memory import GB, weights_served
 from rl_megatron.scaling.points import Prediction, section_of_point, shape_of_point
 from rl_megatron.scaling.rl_step import rl_step
 from rl_megatron.scaling.rollouts import lengths_of
 
 _GROUP = 16
-_TURNS = 0.6  # of a GPU for a server that takes turns with the learner
+_TURNS, _APART = 0.6, 0.8  # of a GPU for a server, that takes turns with the learner or has its own
+_COLOCATED, _BROADCAST = 1342 / 47.2, 1342 / 14  # GB/s, of DeepSeek-V3 in bfloat16
 _KEYS = ("mean_tokens", "samples_per_step", "train_batch", "engine_tp", "staleness")
 
 
@@ -47,7 +56,8 @@ def rl_predictions(points: Sequence[Mapping[str, Any]], refused: list[str] | Non
             refused.append(f"{point['id']}: {error}")
             continue
         lengths = lengths_of(own["mean_tokens"], point["sequence_tokens"] - prompt)
-        found = rl_step(config, shape, gpu, lengths, prompt=prompt, staleness=own["staleness"])
+        k = own["staleness"]
+        found = rl_step(config, shape, gpu, lengths, prompt=prompt, staleness=k, push=_refit_seconds(config, shape))
         yield Prediction(
             name=point["id"],
             kind="rl",
@@ -73,15 +83,32 @@ def _tokens(point: Mapping[str, Any]) -> float:
     return total / float(point["rl"]["samples_per_step"])
 
 
+def _refit_seconds(config: RunConfig, shape: ModelShape) -> float:
+    """Seconds in which NeMo-RL gathers the whole model on every GPU of the learner, and hands it to servers there, or
+    broadcasts it to others.
+
+    By what its authors measured of DeepSeek-V3 on H100: 47.2 s (v0.3, EP64 PP8 to TP64) and 14 s (posts "Journey of
+    Optimizing Weight Transfer in Large MoE Models", 2025-08-12, and "Optimizing Non-Colocated Refit", 2026-02-26). The
+    latter's 5 s and 1.5 s of Qwen3-235B-A22B and Qwen3-30B-A3B come out as 4.9 and 0.6.
+    """
+    whole = weights_served(config, shape).both
+    return whole / GB / (_COLOCATED if config.rollout.server.colocated else _BROADCAST)
+
+
 def _config(point: Mapping[str, Any]) -> RunConfig:
     """A run with the point's learner and servers. Raises ConfigError if its layout cannot be."""
     own, gpus, each = point["rl"], point["gpus"], GPUS[point["gpu"]].per_node
     overlaps = own["staleness"] > 0
-    engines = gpus // 2 if overlaps else gpus
-    learner = section_of_point(point)
+    engines = own.get("engine_gpus") or (gpus // 2 if overlaps else gpus)
+    unknown = {"recompute": "full" if point["pp"] > 1 else None, "gradient_dtype": "bf16"}
+    learner = section_of_point({**point, **{k: v for k, v in unknown.items() if point[k] is None}})
+    learner["overlap"] = {"gradients": True, "parameters": True}
     learner["dp"] = (gpus - engines * overlaps) // (learner["tp"] * learner["pp"] * learner["cp"])
     server = {"tp": own["engine_tp"], "replicas": engines // own["engine_tp"], "concurrency": 1 << 20}
-    server |= {} if overlaps else {"colocated": True, "memory_fraction": _TURNS}
+    server["memory_fraction"] = own.get("memory_fraction") or (_APART if overlaps else _TURNS)
+    if not overlaps:
+        server["colocated"] = True
+        learner["offload"] = {"while_sampling": "optimizer"}
     tree = {
         "learner": learner,
         "algorithm": {"kl": {"coefficient": 0.01}},

@@ -46,6 +46,23 @@ def test_a_token_reads_the_weights_that_some_row_uses_and_the_cache() -> None:
     assert cache_bytes(NAMED["deepseek-v3"]) == 2 * 61 * 576
 
 
+def test_published_tokens_take_the_predicted_seconds() -> None:
+    """DeepSeek-R1 in float8 on 8 H200 and on two nodes of 8 H100, Qwen3-30B-A3B on an A100: milliseconds of a token of
+    so many rows that three public issues name (`rollouts.LAYER_SECONDS`)."""
+    deepseek = NAMED["deepseek-v3"]
+    for gpu, tp, rows, measured in (
+        ("h200", 8, 8, 12.8),
+        ("h200", 8, 16, 17.2),
+        ("h200", 8, 32, 25.6),
+        ("h200", 8, 64, 34.6),
+        ("h100", 16, 1, 31.2),
+    ):
+        server = ServerShape(tp=tp, dp=1, cache=1e9, experts=1.0, others=1.0)
+        assert 1e3 * token_seconds(deepseek, server, GPUS[gpu], rows, 1536) == pytest.approx(measured, rel=0.1)
+    alone = ServerShape(tp=1, dp=1, cache=1e9)
+    assert 1e3 * token_seconds(SHAPE, alone, GPUS["a100"], 1, 192) == pytest.approx(9.6, rel=0.15)
+
+
 def simulated(rows: list[float], slots: int, prompt: float) -> float:
     """Seconds until the last of ``rows`` ends, if each that ends makes room for the next; 16 tokens at a time."""
     waiting, now, running = list(rows), 0.0, list[list[float]]()
