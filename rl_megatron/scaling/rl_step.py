@@ -13,9 +13,11 @@ from functools import partial
 from math import ceil, inf
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.implementation import wants_transformer_engine
+from rl_megatron.options.kept import offloaded
 from rl_megatron.options.option import BYTES, Elements
 from rl_megatron.options.padding import padded_tokens
 from rl_megatron.scaling.constants import Constants
@@ -83,7 +85,16 @@ def learner_work(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float) ->
         sync_hidden=learner.overlap.gradients and learner.overlap.parameters,
         offloaded=learner.offload.optimizer,
         natural=gpu.measured is None or d.ep * d.etp > 1,
+        moved=_moved(learner, shape, mean),
     )
+
+
+def _moved(learner: LearnerSection, shape: ModelShape, mean: float) -> tuple[float, float]:
+    """Bytes of a token of a context-parallel rank that leave its GPU, of a layer without experts and of one with."""
+    sparse = set(shape.moe_layers)
+    first = [next((n for n in range(shape.num_layers) if (n in sparse) is kind), None) for kind in (False, True)]
+    dense, moe = (0.0 if n is None else sum(offloaded(learner, shape, n, mean)) for n in first)
+    return dense, moe
 
 
 def filled(config: RunConfig, most: float, dp: int, mean: float) -> tuple[float, float]:
@@ -96,7 +107,7 @@ def filled(config: RunConfig, most: float, dp: int, mean: float) -> tuple[float,
 
 def forward_seconds(work: LearnerWork, batches: int, constants: Constants | None = None) -> float:
     """A pass without gradients over what ``batches`` optimizer steps train on."""
-    scored = replace(work, again=frozenset(), micro_batches=work.micro_batches * batches, scored=True)
+    scored = replace(work, again=work.again & {"head"}, micro_batches=work.micro_batches * batches, scored=True)
     return sum(step_terms(scored, constants).values())
 
 

@@ -13,8 +13,9 @@ from typing import Literal
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.scaling.constants import MEMORY, Constants
 from rl_megatron.scaling.hardware import Gpu
-from rl_megatron.scaling.layers.products import GB, Kind
-from rl_megatron.scaling.layers.seconds import Seconds, head_seconds, layer_seconds
+from rl_megatron.scaling.layers.messages import replicated
+from rl_megatron.scaling.layers.products import GB, LayerKind
+from rl_megatron.scaling.layers.seconds import Seconds, embedding_seconds, head_seconds, layer_seconds
 from rl_megatron.scaling.parameters import rank_parameters
 from rl_megatron.types import ParallelDims
 
@@ -36,7 +37,8 @@ class LearnerWork:
     again, as in ``learner.recompute``, "full" for whole ones, "experts" for torch's products of gate and up, "head" for
     the output layer.
     ``graphs``: whether launches are recorded; ``sync_hidden``: whether gradients and parameters travel while layers
-    compute; ``offloaded``: the share of the optimizer in the host's memory; ``months``: the age of the software.
+    compute; ``offloaded``: the share of the optimizer in the host's memory; ``moved``: bytes of a token that leave a
+    layer without experts, and one with them, for the host's; ``months``: the age of the software.
     ``scored``: there is no backward pass, as for log-probs.
     """
 
@@ -57,6 +59,7 @@ class LearnerWork:
     graphs: bool = False
     sync_hidden: bool = False
     offloaded: float = 0.0
+    moved: tuple[float, float] = (0.0, 0.0)
     months: float = 0.0
     scored: bool = False
 
@@ -67,11 +70,17 @@ def step_terms(work: LearnerWork, constants: Constants | None = None) -> Seconds
     kinds = [_kind(work, is_sparse, c) for is_sparse in (False, True)]
     dense, sparse = (layer_seconds(kind) for kind in kinds)
     head = head_seconds(kinds[bool(work.shape.num_experts)], work.drafts)
+    ends = (head, embedding_seconds(kinds[0]))
     counts, last = _counts(work, sum(sparse.values()), sum(head.values()))
     chunk: Seconds = {}
-    for terms, times in ((dense, counts[0]), (sparse, counts[1]), (head, 1.0 if last else 0.0)):
+    here = (float(last), float(d.pp == 1 or not last))  # the first stage is one of the others
+    for terms, times in ((dense, counts[0]), (sparse, counts[1]), *zip(ends, here, strict=True)):
         for name, seconds in terms.items():
             chunk[name] = chunk.get(name, 0.0) + seconds * times
+    for terms, times, moved in zip((dense, sparse), counts, work.moved, strict=True):
+        if moved and times and not work.scored:
+            waits = _exposed(sum(terms.values()), moved * work.tokens / d.cp / (PCIE * GB))
+            chunk["activations on the host"] = chunk.get("activations on the host", 0.0) + waits * times
     ways = 2 - work.scored
     p2p = ways * (2.0 * _boundary(work) / (work.gpu.network * GB * c.links) * (0.3 * d.vpp if d.vpp > 1 else 1))
     if d.pp > 1:
@@ -79,10 +88,16 @@ def step_terms(work: LearnerWork, constants: Constants | None = None) -> Seconds
     whole = work.micro_batches * (1 + c.age) ** work.months
     terms = {name: seconds * whole for name, seconds in chunk.items() if seconds}
     if d.pp > 1:
-        every = ((dense, _kinds(work)[0]), (sparse, _kinds(work)[1]), (head, 1.0))
+        every = ((dense, _kinds(work)[0]), (sparse, _kinds(work)[1]), *((end, 1.0) for end in ends))
         mean = sum(sum(one.values()) * times for one, times in every) / d.pp
         terms["bubble"] = (d.pp - 1) / d.vpp * (mean + p2p) * (1 + c.age) ** work.months
     return terms if work.scored else terms | _update(work, c, sum(chunk.values()))
+
+
+def _exposed(layer: float, copy: float) -> float:
+    """What copies of ``copy`` seconds each way take longer than a layer's forward pass, a third of ``layer`` seconds,
+    and its backward pass."""
+    return max(0.0, copy - layer / 3) + max(0.0, copy - layer * 2 / 3)
 
 
 def step_seconds(work: LearnerWork, constants: Constants | None = None) -> float:
@@ -90,9 +105,9 @@ def step_seconds(work: LearnerWork, constants: Constants | None = None) -> float
     return sum(step_terms(work, constants).values())
 
 
-def _kind(work: LearnerWork, sparse: bool, constants: Constants) -> Kind:
+def _kind(work: LearnerWork, sparse: bool, constants: Constants) -> LayerKind:
     d = work.dims
-    return Kind(
+    return LayerKind(
         shape=work.shape,
         gpu=work.gpu,
         sparse=sparse,
@@ -155,7 +170,12 @@ def _update(work: LearnerWork, c: Constants, chunk: float) -> Seconds:
     inside = d.tp * d.cp * d.dp <= gpu.domain
     link = (gpu.nvlink if inside else gpu.network) * GB * c.links
     moved = sum(n * (1 - 1 / shards[of]) for of, n in (("dense", dense), ("experts", experts)))
-    sync = moved * (work.gradient_bytes + (4 if work.precision == "float32" else 2)) / link
+    # Without overlap each of megatron-core's two optimizers, of experts and of the rest, gathers all parameters.
+    gathers = 2 if s.num_experts and not work.sync_hidden else 1
+    sync = moved * (work.gradient_bytes + gathers * (4 if work.precision == "float32" else 2)) / link
+    if d.tp > 1:  # gradients of what a tensor-parallel group holds whole; an all-reduce sends twice its bytes
+        whole = replicated(s, s.num_layers / d.pp, len(s.moe_layers) / d.pp, last=False)
+        sync += 2 * whole * work.gradient_bytes * (d.tp - 1) / d.tp / (gpu.nvlink * GB * c.links)
     held = dense / shards["dense"] + experts / shards["experts"]
     on_gpu = held * (1 - work.offloaded)
     out = {

@@ -1,9 +1,7 @@
 """Bytes of the collectives of a learner rank's step by kind, in closed form, beside which a dry run counts. No torch.
 
-Bytes of a collective are those of its larger side, as `rl_megatron.learner.dry_run.meter` counts them. With sequence
-parallelism (arXiv:2205.05198) each block of a layer gathers its input, again in the backward pass for the gradient of
-its weights, where it also gathers the gradient of its output; it scatters the sums of its output and of its input's
-gradient. Experts' tokens and their probabilities are sent and combined.
+Bytes of a collective are those of its larger side, as `rl_megatron.learner.dry_run.meter` counts them; a token's are in
+`layers.messages`, from which `time` has its seconds. Experts' tokens and their probabilities are sent and combined.
 """
 
 from __future__ import annotations
@@ -15,9 +13,15 @@ from itertools import accumulate
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.option import BYTES, Terms
-
-_FLOAT, _COUNT = 4, 8  # bytes of probabilities and log-probs, and of counts of tokens
-_LOGPROBS = 4  # numbers of each token that the output layer's ranks reduce: maxima, sums, logits, entropies
+from rl_megatron.scaling.layers.messages import (
+    COUNT,
+    LOGPROBS,
+    PROBABILITY,
+    backward_columns,
+    forward_columns,
+    head_gathers,
+    replicated,
+)
 
 
 def uncounted(learner: LearnerSection, shape: ModelShape) -> str:
@@ -49,29 +53,27 @@ def collectives(
     first, last = stage == 0, stage == d.pp - 1
     out: dict[str, float] = defaultdict(float)
     if d.tp > 1:
-        blocks = _blocks(shape, len(layers), sparse)
-        latent = tokens * size * len(layers) * _latents(shape)
-        out["all-gather"] += whole * (blocks["out"] + blocks["in"] * (2 + again)) + latent * (2 + again)
-        out["all-gather"] += tokens * size * len(layers) * (shape.latent.rope_dim * (1 + again) if shape.latent else 0)
-        out["reduce-scatter"] += whole * (blocks["out"] * (1 + again) + blocks["in"]) + latent
-        out["reduce-scatter"] += tokens * size * len(layers) * (shape.latent.rope_dim if shape.latent else 0)
-        head = 1 if learner.head_dtype is not None else 2
-        out["all-gather"] += whole * (first + head * last)
+        for kind, count in ((False, len(layers) - sparse), (True, sparse)):
+            forward, backward = forward_columns(shape, sparse=kind), backward_columns(shape, sparse=kind)
+            times = tokens * size * count
+            out["all-gather"] += times * (forward.gathered * (1 + again) + backward.gathered)
+            out["reduce-scatter"] += times * (forward.scattered * (1 + again) + backward.scattered)
+        out["all-gather"] += whole * (first + head_gathers(float32=learner.head_dtype is not None) * last)
         out["reduce-scatter"] += whole * (first + last)
     if d.ep > 1 and sparse:
         rows = tokens / d.tp * shape.experts_per_token
-        out["all-to-all"] += sparse * rows * (shape.hidden_size * size * 2 * (2 + again) + _FLOAT * (2 + again))
-        out["all-gather"] += sparse * (1 + again) * d.ep * shape.num_experts * _COUNT
+        out["all-to-all"] += sparse * rows * (shape.hidden_size * size * 2 * (2 + again) + PROBABILITY * (2 + again))
+        out["all-gather"] += sparse * (1 + again) * d.ep * shape.num_experts * COUNT
     if d.pp > 1:  # each way over each side of each chunk
         out["send"] = out["receive"] = whole / d.tp * (2 * d.vpp - first - last)
     if last and d.tp > 1:
-        out["all-reduce"] += tokens * _FLOAT * _LOGPROBS
+        out["all-reduce"] += tokens * 4 * LOGPROBS
     out = defaultdict(float, {kind: moved * micro_batches for kind, moved in out.items()})
     out["reduce-scatter"] += held["gradients"]
     out["all-gather"] += held["parameters"] * (2 if sparse else 1)  # megatron-core's two optimizers each gather all
     if d.tp > 1:
         kept = held["gradients"] / held["parameters"] * size  # of one parameter's gradient
-        out["all-reduce"] += kept * _replicated(shape, len(layers), sparse, last)
+        out["all-reduce"] += kept * replicated(shape, len(layers), sparse, last=last)
     return {kind: moved for kind, moved in out.items() if moved}
 
 
@@ -81,24 +83,3 @@ def layers_of(learner: LearnerSection, shape: ModelShape, stage: int) -> list[in
     counts = learner.stages or (shape.num_layers // (d.pp * d.vpp),) * (d.pp * d.vpp)
     ends = list(accumulate(counts))
     return [n for chunk in range(stage, len(counts), d.pp) for n in range(ends[chunk] - counts[chunk], ends[chunk])]
-
-
-def _blocks(shape: ModelShape, layers: int, sparse: int) -> Mapping[str, int]:
-    """Blocks of the layers whose whole input is gathered, and whose output is scattered."""
-    mlps = layers - sparse + (sparse if shape.shared_width else 0)
-    return {"in": mlps + (layers if shape.latent is None else 0), "out": mlps + layers}
-
-
-def _latents(shape: ModelShape) -> int:
-    """Columns of latents that are gathered before they are projected up."""
-    return (shape.latent.query_rank or 0) + shape.latent.kv_rank if shape.latent is not None else 0
-
-
-def _replicated(shape: ModelShape, layers: int, sparse: int, last: bool) -> float:
-    """Parameters that all ranks of a tensor-parallel group hold whole: norms, routers, down-projections."""
-    h, m = shape.hidden_size, shape.latent
-    each = 2.0 * h + (2 * shape.head_dim if shape.qk_norm == "head" else 0)
-    if m is not None:
-        rank = (m.query_rank or 0) + m.kv_rank
-        each += h * (rank + m.rope_dim) + rank
-    return each * layers + sparse * shape.num_experts * h + h * last

@@ -20,7 +20,7 @@ BYTES_READ = {"float32": 4.0, "bfloat16": 2.0, "float8": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class LayerKind:
     """All that a layer's seconds depend on, so that layouts which differ otherwise share them."""
 
     shape: ModelShape
@@ -63,8 +63,13 @@ def product_seconds(
 
 
 def rate_of(gpu: Gpu, precision: str, constants: Constants) -> float:
-    """FLOP/s that large products reach. The clocks of GPUs with few watts for their peak fall (`Constants.power`)."""
+    """FLOP/s that large products reach. The clocks of GPUs with few watts for their peak fall (`Constants.power`).
+
+    Float32 is multiplied as such, not as TF32, outside of the tensor cores; a calibrated machine has one peak.
+    """
     peak = gpu.peak
+    if precision == "float32" and peak.float32 is not None:
+        return peak.float32 * 1e12 * constants.gemm
     share = pow(min(1.0, gpu.watts / peak.bfloat16 / _AMPLE), constants.power)
     if precision == "float8" and peak.float8 is not None:
         return peak.float8 * 1e12 * constants.gemm_fp8 * share
@@ -74,14 +79,14 @@ def rate_of(gpu: Gpu, precision: str, constants: Constants) -> float:
 _AMPLE = 700 / 989.5  # W for a TFLOP/s: an H100's
 
 
-def products(k: Kind, sizes: Sequence[tuple[float, float, float]]) -> Iterator[float]:
+def products(k: LayerKind, sizes: Sequence[tuple[float, float, float]]) -> Iterator[float]:
     """Seconds of each product of such (rows, wide, deep)."""
     rate, size = rate_of(k.gpu, k.precision, k.constants), BYTES_READ[k.precision]
     for rows, wide, deep in sizes:
         yield product_seconds(rows, wide, deep, rate, k.gpu, k.constants, size)
 
 
-def linears(k: Kind) -> list[tuple[float, float, float]]:
+def linears(k: LayerKind) -> list[tuple[float, float, float]]:
     """Products of a layer without its experts, as (rows, wide, deep) of a rank."""
     s, rows, tp = k.shape, k.tokens / k.cp, k.tp
     h = s.hidden_size
@@ -101,7 +106,7 @@ def linears(k: Kind) -> list[tuple[float, float, float]]:
     return [*out, *gated(k, s.shared_width)] if s.shared_width else out
 
 
-def latent_up(k: Kind) -> list[tuple[float, float, float]]:
+def latent_up(k: LayerKind) -> list[tuple[float, float, float]]:
     """Products that project latents up to heads."""
     s, rows, m = k.shape, k.tokens / k.cp, k.shape.latent
     assert m is not None
@@ -109,7 +114,7 @@ def latent_up(k: Kind) -> list[tuple[float, float, float]]:
     return [*of_queries, (rows, m.kv_rank, s.num_heads * (m.nope_dim + m.value_dim) / k.tp)]
 
 
-def gated(k: Kind, width: int) -> list[tuple[float, float, float]]:
+def gated(k: LayerKind, width: int) -> list[tuple[float, float, float]]:
     """Products of a gated MLP: gate and up together, then down."""
     rows, h = k.tokens / k.cp, k.shape.hidden_size
     return [(rows, h, 2 * width / k.tp), (rows, width / k.tp, h)]

@@ -10,10 +10,18 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from rl_megatron.scaling.constants import MEMORY
+from rl_megatron.scaling.layers.messages import (
+    COUNT,
+    LOGPROBS,
+    PROBABILITY,
+    backward_columns,
+    forward_columns,
+    head_gathers,
+)
 from rl_megatron.scaling.layers.products import (
     BYTES_READ,
     GB,
-    Kind,
+    LayerKind,
     attention_flops,
     gated,
     latent_up,
@@ -27,7 +35,7 @@ Seconds = dict[str, float]
 
 
 @lru_cache(maxsize=4096)
-def layer_seconds(k: Kind) -> Mapping[str, float]:
+def layer_seconds(k: LayerKind) -> Mapping[str, float]:
     """Seconds of one layer, forward, backward and what is computed again, by term."""
     sparse = len(k.shape.moe_layers)
     if not (sparse if k.sparse else k.shape.num_layers - sparse):
@@ -35,10 +43,7 @@ def layer_seconds(k: Kind) -> Mapping[str, float]:
     forward, full, c = _forward(k), "full" in k.again, k.constants
     out = {}
     for name, seconds in forward.items():
-        backward = (
-            2.5 if name == "attention" else 1.0 if name in _MESSAGES else c.backward if name in _PRODUCTS else 2.0
-        )
-        out[name] = seconds * (1 + backward * (not k.scored))
+        out[name] = seconds * (1 + _backward(k, name) * (not k.scored))
     again = forward if full else _parts_again(k, forward)
     out["computed again"] = sum(seconds for name, seconds in again.items() if name not in _MESSAGES)
     for name in _MESSAGES & again.keys():
@@ -55,7 +60,17 @@ _MESSAGES = {"all-to-all", "tensor parallel", "context parallel"}
 _PRODUCTS = {"linears", "experts"}
 
 
-def _parts_again(k: Kind, forward: Mapping[str, float]) -> Mapping[str, float]:
+def _backward(k: LayerKind, name: str) -> float:
+    """Seconds of a term's backward pass over those of its forward pass."""
+    if name == "tensor parallel":
+        columns = (backward_columns(k.shape, sparse=k.sparse).both, forward_columns(k.shape, sparse=k.sparse).both)
+        return columns[0] / columns[1]
+    return (
+        2.5 if name == "attention" else 1.0 if name in _MESSAGES else k.constants.backward if name in _PRODUCTS else 2.0
+    )
+
+
+def _parts_again(k: LayerKind, forward: Mapping[str, float]) -> Mapping[str, float]:
     """Forward seconds of the parts of a layer that are computed again."""
     out: Seconds = {}
     between = forward["between products"]
@@ -77,20 +92,20 @@ def _parts_again(k: Kind, forward: Mapping[str, float]) -> Mapping[str, float]:
     return out
 
 
-def _forward(k: Kind) -> Seconds:
+def _forward(k: LayerKind) -> Seconds:
     s, c, gpu = k.shape, k.constants, k.gpu
     rows = k.tokens / k.cp
     own = rows / k.tp
     hbm = gpu.hbm * GB * MEMORY
-    rate = rate_of(gpu, "bfloat16", c) / c.gemm * c.attention
+    rate = rate_of(gpu, _unquantised(k), c) / c.gemm * c.attention
     out: Seconds = {
         "linears": sum(products(k, linears(k))),
         "attention": attention_flops(s, k.length) * own / rate,
         "between products": c.passes * own * s.hidden_size * k.size / hbm,
     }
     if k.tp > 1:
-        sent = 4 * rows * s.hidden_size * k.size * (k.tp - 1) / k.tp
-        out["tensor parallel"] = sent / (gpu.nvlink * GB * c.links) + c.latency
+        sent = rows * forward_columns(s, sparse=k.sparse).both * k.size
+        out["tensor parallel"] = sent * _per_byte(k) + c.latency
     if k.cp > 1:
         near = k.tp * k.cp <= gpu.domain
         link = (gpu.nvlink if near else gpu.network) * GB * c.links
@@ -103,7 +118,7 @@ def _forward(k: Kind) -> Seconds:
     return out
 
 
-def _add_experts(k: Kind, own: float, out: Seconds) -> None:
+def _add_experts(k: LayerKind, own: float, out: Seconds) -> None:
     """Products of the experts, what lies between them, and the messages of both ways."""
     s, c, gpu = k.shape, k.constants, k.gpu
     local, chosen = s.num_experts / k.ep, s.experts_per_token
@@ -121,22 +136,50 @@ def _add_experts(k: Kind, own: float, out: Seconds) -> None:
     if group > 1:
         nodes = max(1.0, group / gpu.domain)
         copies = float(chosen) if k.dispatcher == "alltoall" else nodes * (1 - (1 - 1 / nodes) ** chosen)
-        moved = own * hidden * k.size * (c.imbalance if k.natural else 1.0)
+        moved = own * (hidden * k.size + PROBABILITY / 2) * (c.imbalance if k.natural else 1.0)  # those go one way
         slow = c.plain if k.dispatcher == "alltoall" else 1.0
         far = moved * copies * (1 - 1 / nodes) / (gpu.network * GB)
         near = moved * chosen * k.etp * (1 - 1 / group) / (gpu.nvlink * GB)
-        out["all-to-all"] = 2 * max(far, near) / c.links / slow + c.latency
+        # Counts are gathered on the way there alone, not in the backward pass.
+        counts = k.ep * s.num_experts * COUNT / 2 / (gpu.network if nodes > 1 else gpu.nvlink) / GB / c.links
+        out["all-to-all"] = 2 * max(far, near) / c.links / slow + counts + c.latency
+
+
+def _per_byte(k: LayerKind) -> float:
+    """Seconds of a byte of what a tensor-parallel group gathers or scatters: each rank has its own share already."""
+    return (k.tp - 1) / k.tp / (k.gpu.nvlink * GB * k.constants.links)
+
+
+def _unquantised(k: LayerKind) -> str:
+    """The precision of what no recipe computes in float8: attention and the output layer."""
+    return "float32" if k.precision == "float32" else "bfloat16"
+
+
+def embedding_seconds(k: LayerKind) -> Mapping[str, float]:
+    """Messages of the embedding of the first stage: its sums are scattered, and their gradient gathered."""
+    if k.tp == 1:
+        return {}
+    whole = k.tokens / k.cp * k.shape.hidden_size * k.size
+    return {"tensor parallel": whole * (1 if k.scored else 2) * _per_byte(k)}
 
 
 @lru_cache(maxsize=4096)
-def head_seconds(k: Kind, drafts: int) -> Mapping[str, float]:
-    """The output layer and log-probs of the last stage, and draft layers as ``k``, forward and backward."""
+def head_seconds(k: LayerKind, drafts: int) -> Mapping[str, float]:
+    """The output layer and log-probs of the last stage, and draft layers as ``k``, forward and backward.
+
+    Where it is computed again ("head"), its products are of float32 (``learner.head_dtype``).
+    """
     s, c, rows = k.shape, k.constants, k.tokens / k.cp
-    rate = rate_of(k.gpu, "bfloat16", c)
-    times = 1 if k.scored else 1 + c.backward + ("head" in k.again)
-    logits = product_seconds(rows, s.hidden_size, s.vocab_size / k.tp, rate, k.gpu, c, k.size) * times
+    again = "head" in k.again
+    rate, size = rate_of(k.gpu, "float32" if again else _unquantised(k), c), 4.0 if again else k.size
+    times = 1 if k.scored else 1 + c.backward + again
+    logits = product_seconds(rows, s.hidden_size, s.vocab_size / k.tp, rate, k.gpu, c, size) * times
     read = c.logits * (3 if k.scored else 6) * rows * s.vocab_size / k.tp * 4 / (k.gpu.hbm * GB * MEMORY)
     out = {"output layer": (logits + read) * (1 + drafts)}
+    if k.tp > 1:
+        whole = rows * s.hidden_size * k.size * (1 if k.scored else 1 + head_gathers(float32=again))
+        reduced = 2 * rows * LOGPROBS * 4  # an all-reduce sends twice its bytes
+        out["tensor parallel"] = (whole + reduced) * (1 + drafts) * _per_byte(k)
     if drafts:
         merge = 3 * product_seconds(rows, 2 * s.hidden_size, s.hidden_size / k.tp, rate, k.gpu, c, k.size)
         out["draft layers"] = drafts * (sum(layer_seconds(k).values()) + merge)

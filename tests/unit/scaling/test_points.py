@@ -53,7 +53,7 @@ def test_errors_beside_published_steps_of_reinforcement_learning_are_these() -> 
     measured = {point.name: point.measured for point in found}
     assert measured["nemorl-deepseek-v3-h100-256-off0"] == 134  # as NeMo-RL's page has it
     assert not refused
-    assert "11 points: mean error 25.6% (bar 30 %)" in summary(found)[0]
+    assert "11 points: mean error 25.7% (bar 30 %)" in summary(found)[0]
     assert ordered_pairs(found) == (0, 0)
 
 

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.scaling.constants import PRIOR
+from rl_megatron.scaling.exact.collectives import collectives
 from rl_megatron.scaling.flops import PASSES, forward_flops, training_flops
 from rl_megatron.scaling.hardware import GPUS, Gpu, gpu_named
+from rl_megatron.scaling.layers.messages import replicated
+from rl_megatron.scaling.parameters import rank_parameters
 from rl_megatron.scaling.time import LearnerWork, step_seconds, step_terms
 from rl_megatron.types import ParallelDims
 
@@ -93,15 +97,79 @@ def test_the_slowest_stage_sets_the_pace() -> None:
 
 def test_bytes_of_messages_take_their_link() -> None:
     """Qwen3-30B-A3B, 4,096 tokens of 2,048 bfloat16: 16.8 MB, times 8 experts of which 7 of 8 are on other ranks of an
-    NVLink domain; 2 ways, forward and backward, 48 layers; over the network half of all, one copy for a node."""
+    NVLink domain; 2 ways, forward and backward, 48 layers; over the network half of all, one copy for a node. With them
+    go a float32 probability, one way, and once each rank's counts of 128 experts, of 8 bytes."""
+    token = 2048 * 2 + 4 / 2
     slow = replace(FREE, nvlink=450.0, network=50.0)
     inside = step_terms(work("qwen3-30b-a3b", slow, dp=8, ep=8), IDEAL)["all-to-all"]
-    assert inside == pytest.approx(4096 * 2048 * 2 * 8 * 7 / 8 / 450e9 * 2 * 2 * 48, rel=1e-6)
+    assert inside == pytest.approx(48 * (4096 * token * 8 * 7 / 8 * 2 * 2 + 8 * 128 * 8) / 450e9, rel=1e-6)
     across = step_terms(work("qwen3-30b-a3b", slow, dp=16, ep=16), IDEAL)["all-to-all"]
-    assert across == pytest.approx(4096 * 2048 * 2 * 2 * (1 - 0.5**8) * 0.5 / 50e9 * 2 * 2 * 48, rel=1e-6)
+    assert across == pytest.approx(48 * (4096 * token * 2 * (1 - 0.5**8) * 0.5 * 2 * 2 + 16 * 128 * 8) / 50e9, rel=1e-6)
     plain = replace(work("qwen3-30b-a3b", slow, dp=16, ep=16), dispatcher="alltoall")
     copies = step_terms(plain, replace(IDEAL, plain=1.0))["all-to-all"]
-    assert copies == pytest.approx(4096 * 2048 * 2 * 8 * 0.5 / 50e9 * 2 * 2 * 48, rel=1e-6)
+    assert copies == pytest.approx(48 * (4096 * token * 8 * 0.5 * 2 * 2 + 16 * 128 * 8) / 50e9, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])
+@pytest.mark.parametrize("again", [False, True])
+def test_messages_take_the_bytes_of_the_closed_form_that_dry_runs_confirm(name: str, again: bool) -> None:
+    """Of a gathered or scattered tensor a rank sends or gets (tp - 1) / tp, of an all-to-all (ep - 1) / ep."""
+    shape, link, sizes = NAMED[name], 1e9, {"parameters": 2.0, "gradients": 4.0}
+    degrees = {"tp": 4, "ep": 8, "dp": 2}
+    learner = LearnerSection.model_validate(
+        {**degrees, "dtype": "bfloat16", "max_tokens_per_micro_batch": LENGTH, "recompute": {"uniform": again or None}}
+    )
+    layers = range(shape.num_layers)
+    counted = collectives(learner, shape, 0, sizes, layers=layers, micro_batches=1)
+    sparse = len(shape.moe_layers)
+    held = replicated(shape, shape.num_layers, sparse, last=True) * 4  # gradients, once a step
+    of_counts = sparse * (1 + again) * 8 * shape.num_experts * 8
+    parts = counted["all-gather"] - 2 * sizes["parameters"] - of_counts + counted["reduce-scatter"] - sizes["gradients"]
+    parts += 2 * (counted["all-reduce"] - held)
+    near = replace(FREE, nvlink=link / 1e9)
+    given = replace(work(shape, near, **degrees), dispatcher="alltoall", again=frozenset({"full"} if again else ()))
+    found = step_terms(given, replace(IDEAL, plain=1.0))
+    assert found["tensor parallel"] == pytest.approx(parts * 3 / 4 / link, rel=1e-9)
+    sent = counted["all-to-all"] * 7 / 8 + of_counts
+    assert found["all-to-all"] == pytest.approx(sent / link, rel=1e-4 if again else 1e-9)
+
+
+def test_without_overlap_two_optimizers_gather_all_parameters() -> None:
+    """As dry runs count: of a model with experts each of the two gathers the other's too."""
+    slow = replace(FREE, nvlink=1.0)
+    shape = NAMED["qwen3-30b-a3b"]
+    dense = replace(shape, num_experts=0, dense_width=6144)
+
+    def seconds(of: ModelShape, hidden: bool) -> float:
+        given = replace(work(of, slow, dp=2), sync_hidden=hidden)
+        return step_terms(given, IDEAL)["gradients, parameters"]
+
+    _, experts = rank_parameters(shape, ParallelDims(dp=2))
+    attention, _ = rank_parameters(shape, ParallelDims(dp=2))
+    assert seconds(shape, False) == pytest.approx((experts + attention) / 2 * (4 + 2 * 2) / 1e9, rel=1e-6)
+    held, _ = rank_parameters(dense, ParallelDims(dp=2))
+    assert seconds(dense, False) == pytest.approx(held / 2 * (4 + 2) / 1e9, rel=1e-6)
+
+
+def test_float32_is_multiplied_at_its_own_peak() -> None:
+    """67 TFLOP/s of an H100 (its data sheet), outside of tensor cores, not 989.5; so is a float32 head."""
+    given = work("qwen3-30b-a3b")
+    one, four = (sum(step_terms(replace(given, precision=p), IDEAL).values()) for p in ("bfloat16", "float32"))
+    assert four / one == pytest.approx(989.5 / 67, rel=1e-6)
+    head = step_terms(replace(given, again=frozenset({"head"})), IDEAL)["output layer"]
+    assert head == pytest.approx(4 * 2 * LENGTH * 2048 * 151936 / 67e12, rel=1e-3)
+    assert step_terms(replace(given, precision="float8"), IDEAL)["attention"] == step_terms(given, IDEAL)["attention"]
+
+
+def test_copies_of_activations_count_where_they_take_longer_than_the_layer() -> None:
+    """A layer of 48 takes a third of its seconds forward; 25 GB/s over PCIe, each way."""
+    given = replace(work(replace(NAMED["qwen3-30b-a3b"], vocab_size=1)))
+    layer = step_seconds(given, IDEAL) / 48
+    copied = 25e9 * layer / LENGTH  # bytes of a token that take as long as both passes
+    for share in (0.2, 0.5, 1.0):
+        terms = step_terms(replace(given, moved=(0.0, copied * share)), IDEAL)
+        wanted = 48 * layer * (max(0.0, share - 1 / 3) + max(0.0, share - 2 / 3))
+        assert terms.get("activations on the host", 0.0) == pytest.approx(wanted, rel=1e-4)
 
 
 def test_recomputing_whole_layers_adds_their_forward_pass() -> None:
