@@ -13,6 +13,7 @@ from dataclasses import asdict
 from launcher.processes.environment import inherited
 from launcher.processes.parent import die_with
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.types import DryRun
 
@@ -21,8 +22,9 @@ _SHOWN = 1500  # characters
 
 
 def dry_runs(config: RunConfig, model: str, ranks: Sequence[int]) -> list[DryRun]:
-    """Build each of ``ranks`` at its real size without its memory, and make a step of as many micro-batches as the
-    pipeline has stages. ``model`` is a known model's name or a folder.
+    """Build each of ``ranks`` at its real size without its memory, and make a step of `counted_micro_batches`.
+
+    ``model`` is a known model's name or a folder.
 
     The processes run side by side; each takes about a gigabyte, and a core for minutes. Raises RLMegatronError with the
     reason if one fails.
@@ -31,6 +33,12 @@ def dry_runs(config: RunConfig, model: str, ranks: Sequence[int]) -> list[DryRun
         with inherited(threads=1, device="cpu"):
             processes = [stack.enter_context(_asked(config, model, rank)) for rank in ranks]
         return [_answer(rank, process) for rank, process in zip(ranks, processes, strict=True)]
+
+
+def counted_micro_batches(learner: LearnerSection) -> int:
+    """As many as bring each stage to the most that it ever has in flight: the pipeline's stages, or with virtual stages
+    twice that, as the first stage runs ahead by 2 (pp - 1) + (vpp - 1) pp chunks (arXiv:2104.04473) of m vpp."""
+    return learner.pp * (2 if learner.vpp > 1 else 1)
 
 
 @contextlib.contextmanager
@@ -73,7 +81,7 @@ def main() -> None:
         config.learner,
         asked["rank"],
         sequence=config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
-        micro_batches=config.learner.pp,
+        micro_batches=counted_micro_batches(config.learner),
     )
     print(json.dumps(asdict(found)))
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
-from launcher.programs.dry_run import dry_runs
+from launcher.programs.dry_run import counted_micro_batches, dry_runs
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
@@ -101,7 +101,12 @@ def _collectives(
         if not uncounted(learner, shape):
             layers = layers_of(learner, shape, run.stage)
             formula = collectives(
-                learner, shape, run.stage, planned[run.stage], layers=layers, micro_batches=learner.pp
+                learner,
+                shape,
+                run.stage,
+                planned[run.stage],
+                layers=layers,
+                micro_batches=counted_micro_batches(learner),
             )
         for kind in {**run.collectives, **formula}:
             calls, size = run.collectives.get(kind, (0, 0))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launcher.programs.dry_run import dry_runs
+from launcher.programs.dry_run import counted_micro_batches, dry_runs
 from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED
 from rl_megatron.placement.names import LEARNER
@@ -46,7 +46,9 @@ def test_stages_build_step_and_hold_what_is_planned(recipe: str) -> None:
             assert run.passes == pytest.approx(passes, rel=0.03)
         learner = config.learner
         layers = layers_of(learner, shape, run.stage)
-        found = collectives(learner, shape, run.stage, terms, layers=layers, micro_batches=learner.pp)
+        found = collectives(
+            learner, shape, run.stage, terms, layers=layers, micro_batches=counted_micro_batches(learner)
+        )
         counted = {kind: sent for kind, (_, sent) in run.collectives.items()}
         assert not uncounted(learner, shape)
         assert found == {kind: pytest.approx(sent, rel=0.03) for kind, sent in counted.items()}

@@ -186,7 +186,8 @@ echo "$job"
 """,
     "squeue": """#!/bin/sh
 [ -e forgotten ] && { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }
-printf '12_0|RUNNING|%s|node3\\n12_1|PENDING|%s|(JobArrayTaskLimit)\\n12_3|COMPLETED|%s|\\n' ${NAME=runs} $NAME $NAME
+printf '12_0|RUNNING|%s|node3\\n12_1|PENDING|%s|(%s)\\n12_3|COMPLETED|%s|\\n' \
+    ${NAME=runs} $NAME ${REASON=JobArrayTaskLimit} $NAME
 """,
     "sacct": """#!/bin/sh
 [ -e broken ] && { cat broken >&2; exit 1; }
@@ -275,6 +276,19 @@ def test_a_cell_that_waits_is_known_by_another_label(cluster: Path, capsys: pyte
     assert after[0].arm == "renamed"
     assert [cell.name for cell in after] == [cell.name for cell in before]
     assert "nothing was sent" in called(capsys, "submit")
+
+
+@pytest.mark.parametrize("reason", ["JobArrayTaskLimit", "JobHeldUser"])
+def test_a_cell_that_somebody_holds_is_named(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reason: str
+) -> None:
+    """A submit that was killed before it released its array leaves cells that never start by themselves."""
+    cells = cells_of(study_of(cluster))
+    called(capsys, "submit")
+    monkeypatch.setenv("REASON", reason)
+    said = [line for line in called(capsys, "submit", "--dry-run").splitlines() if line.startswith("held: ")]
+    line = f"held: {cells[1].name}: job 12_1: PENDING ({reason}); after a submit that was ended, scancel it and repeat"
+    assert said == ([line] if reason == "JobHeldUser" else [])
 
 
 def test_cells_with_less_time_left_are_in_the_same_array(cluster: Path) -> None:
