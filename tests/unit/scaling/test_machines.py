@@ -233,7 +233,8 @@ def test_a_pass_without_gradients_is_the_forward_pass_alone() -> None:
 
 
 def test_messages_cost_their_latency_each_way_and_elements_of_float32_four_bytes() -> None:
-    """Each of 4096 tokens goes to 8 experts, of which three quarters are on other ranks, there and back."""
+    """Each of 4096 tokens goes to 8 experts, of which three quarters are on other ranks, there and back; with it a
+    probability of 4 bytes one way, and once the counts of 128 experts of 4 ranks, of 8 bytes."""
     slow = replace(FREE, nvlink=1.0, domain=8)
     found = step_terms(
         LearnerWork(
@@ -246,8 +247,8 @@ def test_messages_cost_their_latency_each_way_and_elements_of_float32_four_bytes
             precision="float32",
         )
     )
-    each_way = 2 * prod((4096, 8, 2048, 4)) * 0.75 / 1e9 + 0.5
-    assert found["all-to-all"] == pytest.approx(48 * 2 * each_way, rel=1e-6)
+    each_way = (2 * prod((4096, 8, 2048, 4)) + prod((4096, 8, 4))) * 0.75 / 1e9 + 0.5
+    assert found["all-to-all"] == pytest.approx(48 * (2 * each_way + prod((4, 128, 8)) / 1e9), rel=1e-9)
 
 
 def test_the_embedded_engine_computes_all_experts_up_to_the_models_own_bound() -> None:
