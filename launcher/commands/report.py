@@ -11,8 +11,17 @@ import typer
 def report(
     runs: Annotated[list[Path], typer.Argument(help="run folders; the report compares several", show_default=False)],
     out: Annotated[Path | None, typer.Option(help="the HTML file [default: report.html in the first run]")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="also write the timeline of one run, for ui.perfetto.dev; .gz compresses it")
+    ] = None,
 ) -> None:
     """Write a self-contained report.html about one run, or one that compares several."""
+    from rl_megatron.errors import ConfigError
     from rl_megatron.observability.report import write_report
+    from rl_megatron.observability.timeline.trace import write_trace
 
+    if trace is not None and len(runs) > 1:
+        raise ConfigError(f"--trace writes the timeline of one run, but {len(runs)} folders are given; give one")
     print(write_report(runs, out or runs[0] / "report.html"))
+    if trace is not None:
+        print(write_trace(runs[0], trace))

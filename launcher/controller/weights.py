@@ -11,6 +11,7 @@ from typing_extensions import override
 from launcher.controller.group import WorkerGroup
 from rl_megatron.errors import CorruptionError, SyncError
 from rl_megatron.interfaces import WeightSync
+from rl_megatron.observability.timeline import spans
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes
@@ -31,14 +32,16 @@ class WeightGroup(WeightSync):
 
         Raises CorruptionError if boxes arrived corrupted twice.
         """
-        updates, failures = await self._stage(version)
-        if failures:
-            logger.warning("weights were corrupted in transfer and are sent again: %s", failures[0])
-            again, failures = await self._stage(version)
-            updates += again
-        if failures:
-            raise failures[0]
-        await self._group.each("commit", version)
+        with spans.during(spans.PUSHES, "push", version=version):
+            updates, failures = await self._stage(version)
+            if failures:
+                logger.warning("weights were corrupted in transfer and are sent again: %s", failures[0])
+                again, failures = await self._stage(version)
+                updates += again
+            if failures:
+                raise failures[0]
+            with spans.during(spans.PUSHES, "commit"):
+                await self._group.each("commit", version)
         return _joined(version, updates)
 
     async def held(self) -> list[dict[str, int]]:
@@ -47,7 +50,8 @@ class WeightGroup(WeightSync):
         return held
 
     async def _stage(self, version: int) -> tuple[list[WeightUpdate], list[CorruptionError]]:
-        answers: list[WeightUpdate | CorruptionError] = await self._group.each("stage", version)
+        with spans.during(spans.PUSHES, "stage"):
+            answers: list[WeightUpdate | CorruptionError] = await self._group.each("stage", version)
         return (
             [answer for answer in answers if isinstance(answer, WeightUpdate)],
             [answer for answer in answers if isinstance(answer, CorruptionError)],

@@ -161,6 +161,31 @@ def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[tu
     )
 
 
+def histogram_chart(title: str, unit: str, what: str, counts: Sequence[float]) -> Chart:
+    """A bar for each of 0, 1, 2 and on: how many of ``what``, as a share of all. Some count is above 0."""
+    shares = [count / sum(counts) for count in counts]
+    y_ticks, y = _y_axis(0.0, max(shares))
+    slot = (RIGHT - LEFT) / len(counts)
+    centers = [LEFT + (place + 0.5) * slot for place in range(len(counts))]
+    boxes = (
+        f"M{_r(at - slot * 0.42)} {BOTTOM}V{y(share)}h{_r(slot * 0.84)}V{BOTTOM}Z"
+        for at, share in zip(centers, shares, strict=True)
+    )
+    ages = [t for t in _ticks(0, len(counts) - 1, 8) if t == int(t)]
+    told = [f"{share:.1%} ({number_text(count)})" for share, count in zip(shares, counts, strict=True)]
+    return Chart(
+        title=title,
+        unit=unit,
+        summary="; ".join(f"{place}: {text}" for place, text in enumerate(told)),
+        y_ticks=y_ticks,
+        x_ticks=[Tick(at=_r(centers[int(t)]), text=number_text(t)) for t in ages],
+        warm_end=None,
+        marks=[Mark(kind="bar", style=0, path="".join(boxes))],
+        names=[(what, 0)],
+        hover=[(_r(at), f"staleness {i}", [(0, y(shares[i]), told[i])]) for i, at in enumerate(centers)],
+    )
+
+
 def _r(value: float) -> float:
     return round(value, 1)
 

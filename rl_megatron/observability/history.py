@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from rl_megatron.errors import DataError
+from rl_megatron.observability.charts import number_text
 from rl_megatron.observability.files import JsonRow, read_jsonl
 from rl_megatron.observability.samples import SampleRow, read_samples
 
@@ -29,6 +30,17 @@ class Run:
         """The recorded values of a metric in step order, without nulls."""
         rows = self.rl if phase == "rl" else self.warm_start
         return [value for row in rows if (value := number(row, name)) is not None]
+
+    def counts(self, name: str) -> list[float]:
+        """The sums over all rows of a metric that is a list of counts, as long as the longest one."""
+        total: list[float] = []
+        for row in self.rl:
+            found = row.get(name)
+            given: list[float] = found if isinstance(found, list) else []
+            total += [0.0] * (len(given) - len(total))
+            for place, count in enumerate(given):
+                total[place] += count
+        return total
 
     @property
     def success_reward(self) -> float:
@@ -52,6 +64,34 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise DataError(f"the same run folder is given twice: {', '.join(map(str, folders))}; give each once")
     return [_load(folder, label) for folder, label in zip(folders, _labels(folders), strict=True)]
+
+
+def headline_figures(run: Run) -> dict[str, str]:
+    """Headline figures by label; a dash for what the run has not recorded."""
+    warm, rl = run.numbers("eval/accuracy", phase="warm_start"), run.numbers("eval/accuracy")
+    at_zero = [v for row in run.rl if row["step"] == 0 and (v := number(row, "eval/accuracy")) is not None]
+    seconds, tokens = sum(run.numbers("seconds/step")), sum(run.numbers("tokens/rollout"))
+    all_seconds = seconds + sum(run.numbers("seconds/step", phase="warm_start"))
+    minutes, rest = divmod(round(all_seconds), 60)
+    last = int(number(run.rl[-1], "step") or 0) if run.rl else 0
+    mismatch = run.numbers("mismatch/logprob_abs_mean")
+    rewards = run.numbers("reward/mean")
+    tail = rewards[-max(1, len(rewards) // 10) :]
+    return {
+        "name": run.label,
+        "before": _share((warm or at_zero)[:1]),
+        "warm": _share(warm[-1:]),
+        "after": _share(rl[-1:]),
+        "reward": number_text(sum(tail) / len(tail)) if tail else "-",
+        "steps": f"{last} of {run.config['train.steps']}" if "train.steps" in run.config else str(last),
+        "time": f"{minutes} min {rest} s" if all_seconds else "-",
+        "speed": f"{tokens / seconds:,.0f}" if seconds and tokens else "-",
+        "mismatch": number_text(sum(mismatch) / len(mismatch)) if mismatch else "-",
+    }
+
+
+def _share(values: Sequence[float]) -> str:
+    return f"{100 * values[0]:.1f} %" if values else "-"
 
 
 def _load(folder: Path, label: str) -> Run:

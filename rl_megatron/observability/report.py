@@ -16,16 +16,17 @@ from rl_megatron.observability.charts import (
     Chart,
     Point,
     Series,
+    histogram_chart,
     line_chart,
-    number_text,
     stacked_bars,
     styles,
 )
 from rl_megatron.observability.files import JsonRow
-from rl_megatron.observability.history import Run, load_runs, number
+from rl_megatron.observability.history import Run, headline_figures, load_runs, number
 from rl_megatron.observability.intervals import mean_interval
 from rl_megatron.observability.metrics import PHASE_SECONDS, documented
 from rl_megatron.observability.samples import SampleRow
+from rl_megatron.observability.timeline.strip import Strip, strip_of_run
 
 MAX_BANDS = 3  # more single runs than this and their shaded bands hide the lines
 SAMPLES_PER_STEP = 4
@@ -210,11 +211,14 @@ def write_report(run_folders: Sequence[Path], out: Path) -> Path:
     """
     runs = load_runs(run_folders)
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs compared"
-    return write_page(group_runs(runs), out, title=title)
+    strip = strip_of_run(run_folders[0]) if len(runs) == 1 else None
+    return write_page(group_runs(runs), out, title=title, strip=strip)
 
 
-def write_page(arms: Sequence[Arm], out: Path, *, title: str, panels: Sequence[Panel] = ()) -> Path:
-    """Write the page about these arms, in their colours, with ``panels`` above the curves."""
+def write_page(
+    arms: Sequence[Arm], out: Path, *, title: str, panels: Sequence[Panel] = (), strip: Strip | None = None
+) -> Path:
+    """Write the page about these arms, in their colours: ``panels``, the curves, and a run's last steps."""
     runs = [run for arm in arms for run in arm.runs]
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
@@ -228,6 +232,7 @@ def write_page(arms: Sequence[Arm], out: Path, *, title: str, panels: Sequence[P
         means=_means(arms),
         seed_bands=_band_note(arms),
         panels=panels,
+        strip=strip,
         headlines=_charts(HEADLINES, arms),
         sections=_sections(arms),
         samples=[(arm.runs[0].label, arm.style, _samples(arm.runs[0])) for arm in arms if arm.runs[0].samples],
@@ -262,7 +267,7 @@ def _rows(arms: Sequence[Arm], differences: Mapping[str, Sequence[str]]) -> list
         for run in arm.runs:
             keys = [values[len(rows)] for values in differences.values()]
             is_best = best is not None and ends.get(id(run)) == best
-            rows.append({**_summary(run), "style": arm.style, "keys": keys, "best": is_best})
+            rows.append({**headline_figures(run), "style": arm.style, "keys": keys, "best": is_best})
     return rows
 
 
@@ -293,6 +298,8 @@ def _sections(arms: Sequence[Arm]) -> list[tuple[str, list[Chart]]]:
     sections = [(name, _charts(curves, arms)) for name, curves in SECTIONS]
     firsts = [arm.runs[0] for arm in arms]
     sections[-1][1].extend(chart for run in firsts if (chart := _phases(run, named=len(arms) > 1)))
+    health = next(charts for name, charts in sections if name == "Health")
+    health.extend(chart for run in firsts if (chart := _staleness(run, named=len(arms) > 1)))
     return [(name, charts) for name, charts in sections if charts]
 
 
@@ -363,32 +370,11 @@ def _phases(run: Run, *, named: bool) -> Chart | None:
     return stacked_bars("Where the time goes" + (f": {run.label}" if named else ""), "s", steps, parts)
 
 
-def _summary(run: Run) -> dict[str, str]:
-    """Headline figures by label; a dash for what the run has not recorded."""
-    warm, rl = run.numbers("eval/accuracy", phase="warm_start"), run.numbers("eval/accuracy")
-    at_zero = [v for row in run.rl if row["step"] == 0 and (v := number(row, "eval/accuracy")) is not None]
-    seconds, tokens = sum(run.numbers("seconds/step")), sum(run.numbers("tokens/rollout"))
-    all_seconds = seconds + sum(run.numbers("seconds/step", phase="warm_start"))
-    minutes, rest = divmod(round(all_seconds), 60)
-    last = int(number(run.rl[-1], "step") or 0) if run.rl else 0
-    mismatch = run.numbers("mismatch/logprob_abs_mean")
-    rewards = run.numbers("reward/mean")
-    tail = rewards[-max(1, len(rewards) // 10) :]
-    return {
-        "name": run.label,
-        "before": _share((warm or at_zero)[:1]),
-        "warm": _share(warm[-1:]),
-        "after": _share(rl[-1:]),
-        "reward": number_text(sum(tail) / len(tail)) if tail else "-",
-        "steps": f"{last} of {run.config['train.steps']}" if "train.steps" in run.config else str(last),
-        "time": f"{minutes} min {rest} s" if all_seconds else "-",
-        "speed": f"{tokens / seconds:,.0f}" if seconds and tokens else "-",
-        "mismatch": number_text(sum(mismatch) / len(mismatch)) if mismatch else "-",
-    }
-
-
-def _share(values: Sequence[float]) -> str:
-    return f"{100 * values[0]:.1f} %" if values else "-"
+def _staleness(run: Run, *, named: bool) -> Chart | None:
+    """The run's completions by staleness."""
+    counts = run.counts("staleness/histogram")
+    title = "Completions by staleness" + (f": {run.label}" if named else "")
+    return histogram_chart(title, "versions", "completions", counts) if sum(counts) else None
 
 
 def _samples(run: Run) -> list[tuple[int, list[tuple[SampleRow, bool]]]]:

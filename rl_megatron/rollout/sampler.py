@@ -17,11 +17,14 @@ from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import RewardError
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
+from rl_megatron.observability.timeline.spans import FreeLanes
 from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.rollout.batch import Answered, Drawn
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+_IN_FLIGHT, _SCORING = FreeLanes("sampling", "request"), FreeLanes("sampling", "reward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +136,7 @@ class RolloutSampler:
         self, prompt: Prompt, request: GenerationRequest, begun: Mapping[str, Sequence[Completion | None]] | None
     ) -> Answered:
         if not self.apart or begun is None:
-            return await self._scored(prompt, tuple(await self.engine.generate(request)))
+            return await self._scored(prompt, await self._generated(request))
         before = begun[request.id] or (None,) * request.num_completions
         parts = [_alone(request, i, one) for i, one in enumerate(before)]
         try:
@@ -147,13 +150,20 @@ class RolloutSampler:
                 self.sampled.pop(part.id, None)
 
     async def _completion(self, request: GenerationRequest) -> Completion:
-        (completion,) = await self.engine.generate(request)
+        (completion,) = await self._generated(request)
         self.sampled[request.id] = completion
         return completion
 
+    async def _generated(self, request: GenerationRequest) -> tuple[Completion, ...]:
+        with _IN_FLIGHT.during("generate", request=request.id) as span:
+            completions = tuple(await self.engine.generate(request))
+            span.say(**_said(completions))
+        return completions
+
     async def _scored(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Answered:
         texts = await asyncio.to_thread(self._texts, completions)  # decoding long ones would block the event loop
-        scored = await score(self.reward_function, prompt, completions, texts, limit=self.reward.timeout_seconds)
+        with _SCORING.during("reward", prompt=prompt.id):
+            scored = await score(self.reward_function, prompt, completions, texts, limit=self.reward.timeout_seconds)
         on_error = self.reward.on_error
         if told := errors_of(scored):
             function = ", ".join(self.reward.functions.values())
@@ -166,6 +176,13 @@ class RolloutSampler:
         rewards = tuple(one.total if one.error is None else float(on_error) for one in scored)
         group = single_turns(prompt, completions, texts, rewards)
         return Answered(group=group, rewards=rewards, scored=scored)
+
+
+def _said(completions: Sequence[Completion]) -> dict[str, int]:
+    """What the timeline says of them: tokens, and the first and the last version that sampled some."""
+    versions = [span.version for one in completions for span in one.spans]
+    tokens = sum(len(one.token_ids) for one in completions)
+    return {"tokens": tokens} | ({"oldest": min(versions), "newest": max(versions)} if versions else {})
 
 
 def _named(kind: str, drawn: Drawn) -> str:

@@ -93,7 +93,7 @@ class TraceFile:
         head = "" if numbers is not None else self._named(lane)
         shift = self._wall + (lane.clock.offset if lane.clock is not None else 0)
         first, last = (begin + shift) // 1000, (end + shift) // 1000  # whole ones, so that what was nested stays so
-        more = f',"args":{json.dumps(said)}' if said else ""
+        more = _args(tuple(said.items())) if said else ""
         numbers = self._threads[lane.process, lane.thread]
         return f'{head}{{"ph":"X","name":{_quoted(name)},"ts":{first},"dur":{last - first},{numbers}{more}}},\n'
 
@@ -187,6 +187,11 @@ def _lines(path: Path, skipped: int) -> Iterator[tuple[int, bytes]]:
 
 def _meta(event: str, process: int, thread: int = 0, /, **said: str | int) -> str:
     return f'{{"ph":"M","name":"{event}","pid":{process},"tid":{thread},"args":{json.dumps(said)}}},\n'
+
+
+@lru_cache(4096)
+def _args(said: tuple[tuple[str, str | int | float], ...]) -> str:
+    return f',"args":{json.dumps(dict(said))}'
 
 
 @lru_cache(4096)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import EngineError
+from rl_megatron.observability.timeline.spans import FreeLanes
 from rl_megatron.rollout.servers.adapter import Adapter, ForeignWeights
 from rl_megatron.rollout.servers.answers import joined, problem_of, rest_of
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
@@ -39,6 +40,7 @@ class Attempts:
         self._adapter, self._replicas, self._section = adapter, replicas, section
         self._vocab_size = vocab_size
         self._places = Places()
+        self._lanes: dict[int, FreeLanes] = {}  # of the timeline, by replica
         self._running: set[_Attempt] = set()
         self._aborts: set[asyncio.Task[None]] = set()
         self.so_far: dict[str, Completion | None] = {}
@@ -84,7 +86,7 @@ class Attempts:
         attempt = _Attempt(server, asked, f"{asked.id} {uuid.uuid4().hex}")
         self._running.add(attempt)
         try:
-            with server.busy(asked.num_completions):
+            with server.busy(asked.num_completions), self._lanes_of(replica).during("attempt", request=asked.id):
                 completions = await replica.while_alive(self._adapter.generate(server, asked, attempt.name))
             for completion in completions:
                 if problem := problem_of(completion, asked, vocab_size=self._vocab_size):
@@ -102,6 +104,9 @@ class Attempts:
         finally:
             self._running.discard(attempt)
             attempt.over.set()
+
+    def _lanes_of(self, replica: Replica) -> FreeLanes:
+        return self._lanes.setdefault(replica.number, FreeLanes(f"replica {replica.number}", "request"))
 
     async def _abort(self, attempt: _Attempt) -> None:
         """Have the server abort the request; it may otherwise notice a closed connection only seconds later."""

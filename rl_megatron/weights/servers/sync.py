@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from rl_megatron.errors import ReplicasLost
 from rl_megatron.interfaces import WeightSync
+from rl_megatron.observability.timeline import spans
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.servers.delivery import Deliver, Delivery
 from rl_megatron.weights.servers.trust import Trust, Verified
@@ -65,7 +66,8 @@ class ServedWeights(WeightSync):
         async with self._lock:
             self._served = None
             try:
-                update, self._served = await self._serve(version)
+                with spans.during(spans.PUSHES, "push", version=version):
+                    update, self._served = await self._serve(version)
             except BaseException:
                 self._servers.refuse()
                 raise
@@ -84,12 +86,15 @@ class ServedWeights(WeightSync):
             await self._trust.end()
 
     async def _attempt(self, version: int, deliver: Deliver) -> tuple[WeightUpdate, _Served]:
-        delivered = await deliver(private=self._trust.private, meanwhile=partial(self._trust.begin, version))
+        with spans.during(spans.PUSHES, "deliver"):
+            delivered = await deliver(private=self._trust.private, meanwhile=partial(self._trust.begin, version))
         update, checksums = delivered.update, delivered.seal.checksums
         started = time.perf_counter()
-        verified = await self._trust.verify(version, delivered.reports, checksums)
+        with spans.during(spans.PUSHES, "verify"):
+            verified = await self._trust.verify(version, delivered.reports, checksums)
         update = replace(update, verify_seconds=update.verify_seconds + time.perf_counter() - started)
-        await self._servers.commit(version)
+        with spans.during(spans.PUSHES, "commit"):
+            await self._servers.commit(version)
         return update, _Served(version=version, checksums=checksums, verified=verified)
 
     async def refit(self, name: str) -> None:

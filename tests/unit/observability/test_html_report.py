@@ -53,7 +53,7 @@ class Page(HTMLParser):
         return [dict(re.findall(r"(--\w+): (#\w{6})", theme)) for theme in themes]
 
 
-def _run(folder: Path, *, steps: int = 6, warm: int = 2, scale: float = 1.0, **config: Any) -> Path:
+def a_run(folder: Path, *, steps: int = 6, warm: int = 2, scale: float = 1.0, **config: Any) -> Path:
     folder.mkdir(parents=True)
     resolved = RunConfig.model_validate({"train": {"steps": steps}, "run": {"name": "r"}, **config})
     (folder / "config.yaml").write_text(yaml.safe_dump(resolved.model_dump(mode="json")))
@@ -71,14 +71,14 @@ def _run(folder: Path, *, steps: int = 6, warm: int = 2, scale: float = 1.0, **c
 
 
 def test_headlines_are_the_runs_figures(tmp_path: Path) -> None:
-    page = Page(write_report([_run(tmp_path / "a")], tmp_path / "a" / "report.html"))
+    page = Page(write_report([a_run(tmp_path / "a")], tmp_path / "a" / "report.html"))
     text = re.sub(r"\s+", " ", page.text)
     for part in ("0.0 %→20.0 %→90.0 %", "Final reward 0.6 ", "6 of 6", "0 min 12 s", "Sampled tokens/s 150 "):
         assert part.replace(" ", "") in text.replace(" ", ""), part
 
 
 def test_each_recorded_point_can_be_read_by_hovering(tmp_path: Path) -> None:
-    charts = Page(write_report([_run(tmp_path / "a")], tmp_path / "r.html")).charts()
+    charts = Page(write_report([a_run(tmp_path / "a")], tmp_path / "r.html")).charts()
     points = charts["Held-out accuracy"]["points"]
     assert [(label, values[0][2]) for _, label, values in points] == [
         ("warm-start step 0", "0"),
@@ -95,7 +95,11 @@ def test_each_recorded_point_can_be_read_by_hovering(tmp_path: Path) -> None:
 
 
 def test_runs_compared_share_axes_and_show_what_differs(tmp_path: Path) -> None:
-    runs = [_run(tmp_path / "a"), _run(tmp_path / "b", scale=0.5, steps=4, seed=7), _run(tmp_path / "x" / "a", warm=0)]
+    runs = [
+        a_run(tmp_path / "a"),
+        a_run(tmp_path / "b", scale=0.5, steps=4, seed=7),
+        a_run(tmp_path / "x" / "a", warm=0),
+    ]
     page = Page(write_report(runs, tmp_path / "out" / "r.html"))
     charts = page.charts()
     assert charts["Reward"]["names"] == [[f"{tmp_path.name}/a", 0], [f"{tmp_path.name}/b", 1], ["x/a", 2]]
@@ -113,7 +117,7 @@ def test_runs_that_differ_in_the_seed_alone_are_one_arm_with_a_band(tmp_path: Pa
     """Band of four seeds by Student's t of 3 degrees, 3.182; of two, from the least to the greatest."""
     scales = {"fast": [1.0, 1.1, 0.9, 1.2], "slow": [0.5, 0.7]}
     runs = [
-        _run(tmp_path / f"{name}-s{seed}", scale=scale, seed=seed, train={"steps": 6, "learning_rate": rate})
+        a_run(tmp_path / f"{name}-s{seed}", scale=scale, seed=seed, train={"steps": 6, "learning_rate": rate})
         for (name, each), rate in zip(scales.items(), (1e-3, 1e-4), strict=True)
         for seed, scale in enumerate(each)
     ]
@@ -139,13 +143,13 @@ def test_runs_that_differ_in_the_seed_alone_are_one_arm_with_a_band(tmp_path: Pa
     [(("loss-s0", "loss-s1"), "loss"), (("bias_seed=10", "bias_seed=11"), "bias"), (("lens-0-a", "lens-1-b"), "lens")],
 )
 def test_an_arm_is_named_by_what_its_runs_have_in_common(tmp_path: Path, names: tuple[str, ...], arm: str) -> None:
-    runs = [_run(tmp_path / name, seed=seed) for seed, name in enumerate(names)]
+    runs = [a_run(tmp_path / name, seed=seed) for seed, name in enumerate(names)]
     charts = Page(write_report(runs, tmp_path / "r.html")).charts()
     assert charts["Reward"]["names"] == [[f"{arm} (2 seeds)", 0]]
 
 
 def test_equal_runs_are_compared_not_averaged(tmp_path: Path) -> None:
-    runs = [_run(tmp_path / name, seed=seed) for name, seed in (("before", 0), ("after", 0), ("other", 1))]
+    runs = [a_run(tmp_path / name, seed=seed) for name, seed in (("before", 0), ("after", 0), ("other", 1))]
     names = Page(write_report(runs, tmp_path / "r.html")).charts()["Reward"]["names"]
     assert [name for name, _ in names] == ["before", "after", "other"]
 
@@ -158,7 +162,7 @@ def _relative_luminance(color: str) -> float:
 
 
 def test_twenty_runs_are_told_apart_and_each_can_be_hidden(tmp_path: Path) -> None:
-    page = Page(write_report([_run(tmp_path / f"r{i}", steps=1, warm=0) for i in range(20)], tmp_path / "r.html"))
+    page = Page(write_report([a_run(tmp_path / f"r{i}", steps=1, warm=0) for i in range(20)], tmp_path / "r.html"))
     lines = page.styles("line")
     rules = re.findall(r"\n\.(s\d+)\{--c:var\((--c\d)\);--on:(\d+)px;--off:(\d+)px\}", page.text)
     looks = {style: (color, off != "0" and (on, off)) for style, color, on, off in rules}
@@ -175,7 +179,7 @@ def test_twenty_runs_are_told_apart_and_each_can_be_hidden(tmp_path: Path) -> No
 
 
 def test_no_two_phases_of_a_step_have_one_color(tmp_path: Path) -> None:
-    page = Page(write_report([_run(tmp_path / "a")], tmp_path / "r.html"))
+    page = Page(write_report([a_run(tmp_path / "a")], tmp_path / "r.html"))
     colors = dict(re.findall(r"\.stack \.(s\d+)\{--c:var\((--p\d)\)\}", page.text))
     assert len(page.styles("bar")) == len(PHASE_SECONDS) + 1
     for theme in page.themes():
@@ -183,7 +187,7 @@ def test_no_two_phases_of_a_step_have_one_color(tmp_path: Path) -> None:
 
 
 def test_each_reward_part_has_a_chart_of_its_own(tmp_path: Path) -> None:
-    folder = _run(tmp_path / "a", steps=1)
+    folder = a_run(tmp_path / "a", steps=1)
     assert not [title for title in Page(write_report([folder], tmp_path / "r.html")).charts() if "part" in title]
     row = {"step": 2, "phase": "rl", "reward/part/right": 0.25, "reward/part/style": 1.0}
     with (folder / "metrics.jsonl").open("a") as file:
@@ -194,16 +198,16 @@ def test_each_reward_part_has_a_chart_of_its_own(tmp_path: Path) -> None:
 
 
 def test_samples_are_of_the_first_middle_and_last_step_and_marked(tmp_path: Path) -> None:
-    text = Page(write_report([_run(tmp_path / "a", steps=9)], tmp_path / "r.html")).text
+    text = Page(write_report([a_run(tmp_path / "a", steps=9)], tmp_path / "r.html")).text
     assert [s for s in range(1, 10) if f"said-{s};" in text] == [1, 5, 9]
     assert text.count("✓ right") == 3
-    folder = _run(tmp_path / "b", steps=2)
+    folder = a_run(tmp_path / "b", steps=2)
     text = Page(write_report([folder], tmp_path / "r.html")).text
     assert (text.count("✓ right"), text.count("✗ wrong")) == (1, 1)
 
 
 def test_variables_of_a_job_are_not_shown(tmp_path: Path) -> None:
-    runs = [_run(tmp_path / n, slurm={"environment": {"WANDB_API_KEY": f"secret-{n}"}}) for n in ("a", "b")]
+    runs = [a_run(tmp_path / n, slurm={"environment": {"WANDB_API_KEY": f"secret-{n}"}}) for n in ("a", "b")]
     for shown in (runs[:1], runs):
         page = write_report(shown, tmp_path / "r.html").read_text()
         assert "secret-" not in page
@@ -212,9 +216,9 @@ def test_variables_of_a_job_are_not_shown(tmp_path: Path) -> None:
 
 def test_nothing_from_a_run_is_markup_and_nothing_is_fetched(tmp_path: Path) -> None:
     def tags(sample: str, name: str) -> list[str]:
-        folder = _run(tmp_path / name, data={"type": "files", "train": sample, "eval": "e"})
+        folder = a_run(tmp_path / name, data={"type": "files", "train": sample, "eval": "e"})
         SamplesWriter(folder).write([SampleRow(step=9, prompt=sample, completion=sample, answer=sample, reward=0)])
-        other = _run(tmp_path / f"other {name}")
+        other = a_run(tmp_path / f"other {name}")
         page = Page(write_report([folder, other], tmp_path / "r.html"))
         if sample == EVIL:
             assert page.text.count(EVIL.replace("\ud800", "?")) >= 4
@@ -228,7 +232,7 @@ def test_nothing_from_a_run_is_markup_and_nothing_is_fetched(tmp_path: Path) -> 
 
 
 def test_a_run_that_still_goes_or_lacks_figures_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
-    folder = _run(tmp_path / "a", steps=1, warm=0)
+    folder = a_run(tmp_path / "a", steps=1, warm=0)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "phase": "rl", "loss": null}\n{"step": 3, "pha')
     (folder / "samples.jsonl").unlink()
@@ -236,7 +240,7 @@ def test_a_run_that_still_goes_or_lacks_figures_is_shown_as_far_as_it_is(tmp_pat
     assert [label for _, label, _ in page.charts()["Loss"]["points"]] == ["step 1"]
     assert "Held-out accuracy" not in page.charts()
     assert "Sample completions" not in page.text
-    warm_only = _run(tmp_path / "w", steps=1)
+    warm_only = a_run(tmp_path / "w", steps=1)
     lines = (warm_only / "metrics.jsonl").read_text().splitlines(keepends=True)
     (warm_only / "metrics.jsonl").write_text("".join(lines[:3]))
     points = Page(write_report([warm_only], tmp_path / "r.html")).charts()["Held-out accuracy"]["points"]
@@ -256,7 +260,7 @@ def test_a_run_that_still_goes_or_lacks_figures_is_shown_as_far_as_it_is(tmp_pat
     ],
 )
 def test_missing_and_broken_files_are_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
-    folder = _run(tmp_path / "a")
+    folder = a_run(tmp_path / "a")
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_text(content)
@@ -266,7 +270,7 @@ def test_missing_and_broken_files_are_named(tmp_path: Path, name: str, content: 
 
 
 def test_no_folder_and_a_folder_given_twice_are_refused(tmp_path: Path) -> None:
-    folder = _run(tmp_path / "a")
+    folder = a_run(tmp_path / "a")
     with pytest.raises(DataError, match="no run folder is given"):
         write_report([], tmp_path / "r.html")
     with pytest.raises(DataError, match="given twice"):
