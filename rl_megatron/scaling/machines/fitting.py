@@ -73,7 +73,8 @@ def fit_load(curves: Curves, *, device: str, dtype: str) -> MachineLoad:
     constants = fit_steps(gpu, [p for p in curves.probes if p.ep == 1], dtype, _OF_STEPS)
     if split := [p for p in curves.probes if p.ep > 1]:
         known = replace(gpu, constants=replace(gpu.constants, **constants))
-        constants |= fit_steps(known, split, dtype, {"latency": max(entry.latency, 1e-4)})
+        # Beside bytes on a link, tokens are permuted and sorted, as they are not where one rank has all experts.
+        constants |= fit_steps(known, split, dtype, {"latency": max(entry.latency, 1e-4), "plain": entry.plain})
     decoded = fit_decoding(gpu, curves.decoded) if curves.decoded else {}
     return MachineLoad(curves=curves, entry=entry.model_copy(update={**constants, **decoded}))
 

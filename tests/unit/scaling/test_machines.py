@@ -194,6 +194,19 @@ def test_the_seconds_that_a_layers_messages_take_beside_their_bytes_are_fitted_t
     assert fit_steps(without, split, "float32", {"latency": 3e-4})["latency"] == pytest.approx(1e-3, rel=0.03)
 
 
+def test_what_a_dispatch_takes_beside_bare_messages_is_fitted_to_steps_over_ranks() -> None:
+    """Steps in which a token's way to its experts takes three times the bare all-to-all's bytes: it is permuted."""
+    machine = calibrated(entry=ENTRY.model_copy(update={"plain": 0.3}))
+    alike = probes(machine, 2, [(2, 1), (2, 2)])
+    curves = machine.load(2).curves.model_copy(update={"probes": tuple(alike)})
+    found = fit_load(curves, device="cpu", dtype="float32").entry
+    assert found.plain == pytest.approx(0.3, rel=0.1)
+    other = alike[-1].model_copy(update={"tokens": 3000, "sizes": WIDE.model_copy(update={"hidden": 384, "layers": 5})})
+    ours = calibrated(entry=found)
+    here, there = (step_seconds(probe_work(other, m.gpu(2), "float32")) for m in (ours, machine))
+    assert here == pytest.approx(there, rel=0.05)
+
+
 def terms(constants: dict[str, float], **more: object) -> dict[str, float]:
     """Seconds of Qwen3-30B-A3B's step on a machine that has nothing but ``constants``."""
     work = LearnerWork(
