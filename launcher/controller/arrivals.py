@@ -9,13 +9,14 @@ import logging
 import os
 import socket
 import subprocess
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import override
 
@@ -25,6 +26,7 @@ from launcher.controller.rank_process import Ending, RankProcess
 from launcher.controller.roles import roles_of
 from launcher.controller.speeds import Speeds
 from launcher.processes.last_words import end_of
+from launcher.processes.own_thread import OwnThread
 from launcher.wire import channel
 from launcher.wire.greetings import Hello
 from launcher.wire.setup import Setup
@@ -45,17 +47,17 @@ class ConnectedRank(RankProcess):
     def __init__(self, connection: Connection, hello: Hello) -> None:
         self.connection, self.role, self.rank, self.hello = connection, hello.role, hello.rank, hello
         self.node, self.pid, self.where = hello.node, hello.pid, f"pid {hello.pid} on {hello.node}"
-        self._stream = socket.socket(fileno=os.dup(connection.fileno()))
-        self._gone = threading.Event()
         self.folder: Path | None = None  # of its output file
 
     @override
-    def ending(self, hung_up: threading.Event) -> Ending:
-        """Waits for the end of the stream, the only sign from another node."""
-        hung_up.wait()
-        self._gone.set()
+    def over(self, hung_up: asyncio.Future[None]) -> asyncio.Future[Any]:
+        """The end of the stream is the only sign from another node."""
+        return hung_up
+
+    @override
+    async def ending(self) -> Ending:
         file = file_stem(self.role, self.rank)
-        tail = end_of(self.folder / f"{file}.txt") if self.folder is not None else ""
+        tail = await _files()(end_of, self.folder / f"{file}.txt") if self.folder is not None else ""
         said = f"ends with:{tail}" if tail else "has its output"
         how = f"hung up: it was killed, crashed or lost its node; {file}.txt {said}"
         return Ending(how=how, expected=True, killed=True)
@@ -69,12 +71,14 @@ class ConnectedRank(RankProcess):
     @override
     def kill(self) -> None:
         """Closes the stream, upon which the rank ends within seconds."""
-        with contextlib.suppress(OSError):  # it hung up first
-            self._stream.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as stream:
+            stream.shutdown(socket.SHUT_RDWR)  # unless it hung up first
 
-    @override
-    def join(self, seconds: float) -> bool:
-        return self._gone.wait(seconds)
+
+@cache
+def _files() -> OwnThread:
+    """Reads the ends of ranks' output: their disk may never answer."""
+    return OwnThread("output of ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,8 +108,7 @@ async def serving(
         raise
     finally:
         watching.cancel()
-        for handle in workers:
-            handle.stop()
+        await asyncio.gather(*(handle.stop() for handle in workers))
         stacks.tidy(folder.parent)
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from launcher.controller.failure import Failure
-from launcher.controller.rank_process import Ending, RankProcess
+from launcher.controller.rank_process import RankProcess
+from launcher.controller.rank_stream import RankStream
 from launcher.processes import limits
 from launcher.wire import messages
 from launcher.wire.messages import STACKS
@@ -39,11 +37,10 @@ class WorkerHandle:
         self._closing = self._raised = False
         self._loop = asyncio.get_running_loop()
         self._waiting: list[asyncio.Future[Any]] = []
-        self._hung_up = threading.Event()
-        name = called(self.role, self.rank)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"send {name}")  # a full pipe must not block the loop
-        for target in (self._read, self._watch):
-            threading.Thread(target=target, name=f"{target.__name__} {name}", daemon=True).start()
+        self._stream = RankStream(process.connection, self._heard)
+        self._saying: asyncio.Task[None] | None = None
+        self._over = process.over(self._stream.hung_up)
+        self._over.add_done_callback(self._gone)
 
     def prepare(self, setup: Setup) -> asyncio.Future[Any]:
         """Send the setup that the worker waits for; the name of its GPU, if any, once it is ready to serve."""
@@ -66,33 +63,18 @@ class WorkerHandle:
 
     def dump(self) -> None:
         """Have it write its stacks, whatever it is doing."""
-        self._writer.submit(self._write, STACKS)
+        self._stream.send(STACKS)
 
     def _send(self, name: str, message: Any) -> asyncio.Future[Any]:
         answer = self._loop.create_future()
         self._waiting.append(answer)
         self._calls.append(name)
         self._times.asked(name)
-        self._writer.submit(self._write, messages.pack(message))
+        self._stream.send(messages.pack(message))
         return answer
 
-    def _write(self, message: messages.Message) -> None:
-        with contextlib.suppress(OSError):  # _watch says how the process ended
-            messages.send(self.process.connection, message)
-
-    def _read(self) -> None:
-        with contextlib.suppress(EOFError, OSError):  # likewise
-            while True:
-                self._tell(self._answer, *messages.unpack(messages.receive(self.process.connection)))
-        self._hung_up.set()
-
-    def _watch(self) -> None:
-        ending = self.process.ending(self._hung_up)
-        self._tell(self._ended, ending)
-
-    def _tell(self, function: Any, *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(function, *arguments)
+    def _heard(self, message: messages.Message) -> None:
+        self._answer(*messages.unpack(message))
 
     def _answer(self, status: str, value: Any, spent: Spent | None, timed: RankTimed | None = None) -> None:
         self.quiet = 0
@@ -122,17 +104,26 @@ class WorkerHandle:
             self._raised = True
             self._died(f"raised {value}", at_once=False)
 
-    def _ended(self, ending: Ending) -> None:
-        if self._raised or (ending.expected and self._closing):
-            return
-        self._died(ending.how, at_once=ending.killed)
+    def _gone(self, _: asyncio.Future[Any]) -> None:
+        self._stream.drain()
+        self._saying = self._loop.create_task(self._say())
+
+    async def _say(self) -> None:
+        """Report the end, unless the rank itself said why, or was asked to end."""
+        ending = await self.process.ending()
+        if not (self._raised or (ending.expected and self._closing)):
+            self._died(ending.how, at_once=ending.killed)
 
     def _died(self, what: str, *, at_once: bool) -> None:
         self._failure.report(WorkerDied(limits.explained(f"{self.who} {what}")), at_once=at_once, whose=self.process)
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """Let the process finish, then kill it, each with a time limit."""
-        if not self.process.join(STOP_SECONDS):
+        if not (await asyncio.wait({self._over}, timeout=STOP_SECONDS))[0]:
             self.process.kill()
-            self.process.join(STOP_SECONDS)
-        self._writer.shutdown(wait=False, cancel_futures=True)
+            await asyncio.wait({self._over}, timeout=STOP_SECONDS)
+        self._over.remove_done_callback(self._gone)
+        if self._saying is not None:
+            self._saying.cancel()
+        self._stream.close()
+        self._over.cancel()

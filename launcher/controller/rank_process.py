@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class RankProcess(Protocol):
@@ -18,8 +18,12 @@ class RankProcess(Protocol):
     where: str  # its name in messages: "pid 12", "pid 12 on node2"
     connection: Connection
 
-    def ending(self, hung_up: threading.Event) -> Ending:
-        """Block until it has ended. ``hung_up`` is set once its stream has ended."""
+    def over(self, hung_up: asyncio.Future[None]) -> asyncio.Future[Any]:
+        """Done once it has ended. ``hung_up`` is done once its stream has ended."""
+        ...
+
+    async def ending(self) -> Ending:
+        """How it ended, once `over` is done."""
         ...
 
     def wake(self) -> None:
@@ -28,10 +32,6 @@ class RankProcess(Protocol):
 
     def kill(self) -> None:
         """Kill it."""
-        ...
-
-    def join(self, seconds: float) -> bool:
-        """Whether it ended within ``seconds``."""
         ...
 
 

@@ -15,8 +15,9 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
+from typing import Any
 
 from typing_extensions import override
 
@@ -43,11 +44,15 @@ class ForkedRank(RankProcess):
         self._last_words, self._code = last_words, code
 
     @override
-    def ending(self, hung_up: threading.Event) -> Ending:
-        """Waits for the child's exit code, which tells more than the end of its pipe."""
+    def over(self, hung_up: asyncio.Future[None]) -> asyncio.Future[Any]:
+        """The child's exit code tells more than the end of its stream."""
+        return asyncio.wrap_future(self._code)
+
+    @override
+    async def ending(self) -> Ending:
         code = self._code.result()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        tail = self._last_words.tail()
+        tail = await self._last_words.tail()
         said = f"its last output:{tail}" if tail else "log.txt has its output"
         return Ending(how=f"{how}; {said}", expected=code == 0, killed=code < 0)
 
@@ -63,10 +68,6 @@ class ForkedRank(RankProcess):
         if not self._code.done():
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.kill(self.pid, number)
-
-    @override
-    def join(self, seconds: float) -> bool:
-        return bool(wait([self._code], seconds).done)
 
 
 class Nursery:
@@ -117,6 +118,7 @@ class Nursery:
                     logger.warning("ranks start slower, each with imports of its own: %s", plain)
                 if code is None:
                     living[pid] = Future()
+                    living[pid].set_running_or_notify_cancel()  # who stops waiting for it must not cancel it
                     answer = self._asked.popleft()
                     if answer.set_running_or_notify_cancel():
                         answer.set_result((pid, living[pid]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
 
 _LINES = 8
@@ -23,6 +25,7 @@ class LastWords:
     def __init__(self, who: str) -> None:
         self._ours, self.theirs = multiprocessing.Pipe(duplex=False)
         self._lines: deque[str] = deque(maxlen=_LINES)
+        self._heard: Future[None] = Future()  # done once all of it is read
         self._hearing = threading.Thread(target=self._hear, name=f"stderr of {who}", daemon=True)
 
     def listen(self) -> None:
@@ -31,16 +34,19 @@ class LastWords:
         self._hearing.start()
 
     def _hear(self) -> None:
+        self._heard.set_running_or_notify_cancel()  # who stops waiting for it must not cancel it
         with os.fdopen(os.dup(self._ours.fileno()), errors="replace") as stream:
             while line := stream.readline(_LONGEST):
                 self._lines.append(line)
                 with contextlib.suppress(OSError, ValueError):  # our own stderr is closed
                     print(line, end="", file=sys.stderr, flush=True)
         self._ours.close()
+        self._heard.set_result(None)
 
-    def tail(self) -> str:
+    async def tail(self) -> str:
         """The last lines of an ended child; empty if it wrote none."""
-        self._hearing.join(_DRAIN_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(self._heard), _DRAIN_SECONDS)
         return _indented(tuple(self._lines))
 
 

@@ -110,7 +110,6 @@ def arrived(folder: Path, absent: Collection[int], blamed: list[str]) -> Mapping
             rank.connection.send_bytes(str(rank.rank).encode())
             assert held[rank.rank].recv_bytes() == str(rank.rank).encode()
             rank.connection.close()
-            rank._stream.close()
         return {rank.rank: rank for rank in ranks}
     finally:
         for stream in held.values():

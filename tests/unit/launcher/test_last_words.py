@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import signal
@@ -25,7 +26,9 @@ def test_the_last_lines_of_a_killed_child_are_kept_and_passed_on(capfd: pytest.C
     child.start()
     words.listen()
     child.join()
-    assert words.tail() == "".join(f"\n  line {n}" for n in range(14, 20)) + "\n  socket: Too many open files"
+    assert (
+        asyncio.run(words.tail()) == "".join(f"\n  line {n}" for n in range(14, 20)) + "\n  socket: Too many open files"
+    )
     assert capfd.readouterr().err.startswith("line 0\nline 1\n")
 
 

@@ -84,12 +84,21 @@ def test_columns_arrive_read_only_and_the_small_ones_inside_the_pickle(ends: tup
     assert not any(column.flags.writeable for one in found for column in (one.token_ids, one.logprobs))
 
 
-def test_a_stream_that_ends_inside_a_message_says_so(ends: tuple[Connection, Connection]) -> None:
+@pytest.mark.parametrize("before", [1, 12, 20, 30, -1000])
+def test_a_stream_that_ends_inside_a_message_says_so(ends: tuple[Connection, Connection], before: int) -> None:
     ours, theirs = ends
-    pickled, buffers = messages.pack(TENSORS["routes"])
-    ours.send_bytes((len(buffers[0])).to_bytes(8, "little"))
-    ours.send_bytes(pickled)
-    os.write(ours.fileno(), buffers[0][:1000])
+    os.write(ours.fileno(), b"".join(messages.parts(messages.pack(TENSORS["routes"])))[:before])
     ours.close()
     with pytest.raises(EOFError, match="inside a message"):
         messages.receive(theirs)
+
+
+@pytest.mark.parametrize("size", [5, 4096, 10_000_000])
+def test_messages_in_pieces_of_any_size_are_the_same(size: int) -> None:
+    sent = [messages.pack(value) for value in (TENSORS, None, [TENSORS["routes"]] * 3, "text")] + [messages.STACKS]
+    stream = memoryview(b"".join(part for message in sent for part in messages.parts(message)))
+    coming, found = messages.Incoming(), []
+    for i in range(0, len(stream), size):
+        found += coming.fed(stream[i : i + size])
+    assert not coming.inside
+    assert found == sent

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from launcher.hosts.forks import Nursery
+from launcher.hosts.forks import ForkedRank, Nursery
 from rl_megatron.errors import WorkerDied
 from rl_megatron.placement.names import LEARNER
 from tests.e2e.processes import eventually
@@ -23,6 +23,11 @@ def words_of(process: psutil.Process) -> list[str]:
     return process.cmdline()
 
 
+def over(rank: ForkedRank) -> asyncio.Future[Any]:
+    """Its process's end; that of its stream says nothing."""
+    return rank.over(asyncio.get_running_loop().create_future())
+
+
 def test_ranks_end_with_it_and_say_so() -> None:
     async def forked() -> None:
         with Nursery(["a module that is not there"]) as forks:
@@ -30,12 +35,14 @@ def test_ranks_end_with_it_and_say_so() -> None:
             processes = [psutil.Process(int(rank.where.removeprefix("pid "))) for rank in ranks]
             (nursery,) = {process.parent() for process in processes}
             assert nursery is not None
+            ends = [over(rank) for rank in ranks]
             ranks[0].kill()
-            assert ranks[0].join(60)
-            assert not ranks[1].join(0)
+            await asyncio.wait_for(ends[0], 60)
+            assert not ends[1].done()
             nursery.kill()
+            await asyncio.wait_for(ends[1], 60)
             for rank in ranks:
-                ending = rank.ending(threading.Event())
+                ending = await rank.ending()
                 assert ending.killed
                 assert "was killed by signal 9" in ending.how
             assert not psutil.wait_procs(processes, 60)[1]
@@ -64,8 +71,8 @@ def test_ranks_are_plain_processes_where_it_must_not_fork(
             ]
             for rank in ranks:
                 rank.connection.close()  # upon which it ends
-                assert rank.join(60)
-                assert rank.ending(threading.Event()).expected
+                await asyncio.wait_for(over(rank), 60)
+                assert (await rank.ending()).expected
         assert not psutil.wait_procs(processes, 60)[1]
 
     asyncio.run(started())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
-import threading
 from collections.abc import Callable, Coroutine
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -32,16 +31,15 @@ class _Process:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
-    def ending(self, hung_up: threading.Event) -> Ending:
-        hung_up.wait()
+    def over(self, hung_up: asyncio.Future[None]) -> asyncio.Future[Any]:
+        return hung_up
+
+    async def ending(self) -> Ending:
         return Ending(how="ended", expected=True, killed=False)
 
     def wake(self) -> None: ...
 
     def kill(self) -> None: ...
-
-    def join(self, seconds: float) -> bool:
-        return True
 
 
 def _with_a_rank(check: Callable[[WorkerHandle, Connection], Coroutine[Any, Any, None]]) -> None:
@@ -54,13 +52,13 @@ def _with_a_rank(check: Callable[[WorkerHandle, Connection], Coroutine[Any, Any,
             await check(handle, theirs)
         finally:
             theirs.close()
-            handle.stop()
+            await handle.stop()
 
     asyncio.run(main())
 
 
 async def _answered(answer: asyncio.Future[Any], rank: Connection) -> None:
-    messages.receive(rank)
+    await asyncio.to_thread(messages.receive, rank)
     messages.send(rank, messages.pack(("ok", None, None)))
     await answer
 
@@ -111,7 +109,7 @@ def test_the_controller_hears_whatever_ends_a_rank(error: BaseException, said: s
             await asyncio.wait_for(failure.known, 60)
         finally:
             theirs.close()
-            handle.stop()
+            await handle.stop()
 
     with pytest.raises(RLMegatronError, match=said):
         asyncio.run(main())

@@ -1,0 +1,168 @@
+"""The controller's streams to its ranks: the event loop serves all of them, and waits for none."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launcher.controller.failure import Failure
+from launcher.controller.group import WorkerGroup
+from launcher.controller.handle import WorkerHandle
+from launcher.controller.rank_process import Ending, RankProcess
+from launcher.processes import limits
+from launcher.wire import messages
+from rl_megatron.errors import WorkerDied
+from rl_megatron.placement.names import LEARNER
+
+LARGE = 50_000_000
+LIMIT = 60.0
+
+
+class Process(RankProcess):
+    """A rank that ends when its test says so, or hangs up."""
+
+    role, node, pid = LEARNER, "here", 1
+
+    def __init__(self, rank: int, connection: Connection, *, end: asyncio.Future[None] | None = None) -> None:
+        self.rank, self.where, self.connection, self._end = rank, f"pid {rank}", connection, end
+
+    def over(self, hung_up: asyncio.Future[None]) -> asyncio.Future[Any]:
+        return self._end or hung_up
+
+    async def ending(self) -> Ending:
+        return Ending(how="was killed by signal 9", expected=False, killed=True)
+
+    def wake(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+def with_ranks(count: int, check: Callable[[WorkerGroup, list[Connection]], Coroutine[Any, Any, None]]) -> None:
+    """Have ``check`` use both ends of ranks' streams."""
+
+    async def main() -> None:
+        failure, streams = Failure(), [Pipe() for _ in range(count)]
+        handles = [WorkerHandle(Process(rank, ours), failure, None) for rank, (ours, _) in enumerate(streams)]
+        try:
+            await asyncio.wait_for(check(WorkerGroup(handles, failure), [theirs for _, theirs in streams]), LIMIT)
+        finally:
+            for _, theirs in streams:
+                theirs.close()
+            await asyncio.gather(*(handle.stop() for handle in handles))
+        assert all(ours.closed for ours, _ in streams)
+
+    asyncio.run(main())
+
+
+def answers(stream: Connection, value: object) -> Any:
+    """Hear a call, and answer it. Returns what was heard."""
+    heard = messages.unpack(messages.receive(stream))
+    messages.send(stream, messages.pack(("ok", value, None)))
+    return heard
+
+
+def test_a_rank_that_does_not_read_holds_up_nobody_and_its_arrays_are_not_copied() -> None:
+    async def check(group: WorkerGroup, streams: list[Connection]) -> None:
+        array = np.zeros(LARGE, np.uint8)
+        waiting = [group.workers[0].call("hold", array), group.workers[0].call("score", 1)]
+        for number in range(100):
+            asked = asyncio.ensure_future(group.ask("step", {1: (number,)}))
+            assert await asyncio.to_thread(answers, streams[1], -number) == ("step", (number,))
+            assert await asked == [-number]
+        assert not waiting[0].done()
+        array[-1] = 7  # still to be sent
+        name, (found,) = await asyncio.to_thread(answers, streams[0], "held")
+        assert (name, found.nbytes, found.sum()) == ("hold", LARGE, 7)
+        assert await asyncio.to_thread(answers, streams[0], "scored") == ("score", (1,))
+        assert await group.gather(waiting) == ["held", "scored"]
+
+    with_ranks(2, check)
+
+
+def test_large_answers_of_all_ranks_arrive_between_small_ones() -> None:
+    sent = np.random.default_rng(0).integers(0, 255, (4, LARGE // 4), np.uint8)
+
+    async def check(group: WorkerGroup, streams: list[Connection]) -> None:
+        asked = asyncio.ensure_future(group.each("generate"))
+        say = [asyncio.to_thread(answers, stream, sent[rank]) for rank, stream in enumerate(streams)]
+        await asyncio.gather(*say)
+        for rank, (found, stream) in enumerate(zip(await asked, streams, strict=True)):
+            assert np.array_equal(found, sent[rank])
+            messages.send(stream, messages.pack(("alive", (f"rank {rank}", 3), None)))
+        while {worker.doing for worker in group.workers} != {f"rank {rank}" for rank in range(4)}:
+            await asyncio.sleep(0)
+
+    with_ranks(4, check)
+
+
+def test_a_rank_that_dies_with_a_large_message_half_sent_is_named_and_the_rest_is_dropped() -> None:
+    async def check(group: WorkerGroup, streams: list[Connection]) -> None:
+        array = np.zeros(LARGE, np.uint8)
+        held, asked = weakref.ref(array), [group.workers[0].call("hold", array), group.workers[1].call("hold", None)]
+        del array
+        await asyncio.to_thread(os.read, streams[0].fileno(), 1_000_000)
+        streams[0].close()
+        with pytest.raises(WorkerDied, match=r"^rank 0 \(pid 0\) was killed by signal 9$"):
+            await group.gather(asked)
+        group.workers[0].call("hold", np.zeros(LARGE, np.uint8))  # as of one who does not know yet
+        gc.collect()
+        assert held() is None
+
+    with_ranks(2, check)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_error_that_ended_a_rank_is_heard_though_its_end_is_known_first(ended: bool) -> None:
+    """As when both happen while a call holds up the event loop."""
+
+    async def main() -> None:
+        (ours, theirs), failure = Pipe(), Failure()
+        end = asyncio.get_running_loop().create_future()
+        handle = WorkerHandle(Process(3, ours, end=end), failure, None)
+        messages.send(theirs, messages.pack(("alive", ("backward", 1), None)))
+        messages.send(theirs, messages.pack(("erred", "KeyError: planted", None)))
+        if ended:
+            theirs.close()
+        end.set_result(None)
+        try:
+            await asyncio.wait_for(failure.known, LIMIT)
+        finally:
+            theirs.close()
+            await handle.stop()
+
+    with pytest.raises(WorkerDied, match=r"^rank 3 \(pid 3\) raised KeyError: planted$"):
+        asyncio.run(main())
+
+
+@pytest.fixture
+def _many_files() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits.raise_open_files()
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("_many_files")
+def test_384_ranks_need_no_thread() -> None:
+    async def check(group: WorkerGroup, streams: list[Connection]) -> None:
+        asked = asyncio.ensure_future(group.each("step", 1))
+        await asyncio.sleep(0)
+        assert threading.active_count() == before
+        for rank, stream in enumerate(streams):
+            answers(stream, rank)
+        assert await asked == list(range(384))
+        assert threading.active_count() == before
+
+    before = threading.active_count()
+    with_ranks(384, check)
