@@ -40,9 +40,11 @@ def train(
         print(line, flush=True)
     print(f"rl-megatron: run {named.run.dir / str(named.run.name)}", flush=True)  # the imports below take seconds
     try:
+        from launcher.controller.loop_watch import TimedLoop
         from launcher.programs import train as program
 
-        asyncio.run(program.train(named, reward, resume=resume))
+        with asyncio.Runner(loop_factory=TimedLoop) as runner:
+            runner.run(program.train(named, reward, resume=resume))
     except KeyboardInterrupt:
         print("interrupted; the last checkpoint stands, and --resume continues from it", file=sys.stderr)
         raise typer.Exit(130) from None

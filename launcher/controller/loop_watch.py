@@ -1,4 +1,4 @@
-"""Watches the controller's own event loop from a thread."""
+"""Watches the controller's own event loop from a thread, and times its turns."""
 
 from __future__ import annotations
 
@@ -7,41 +7,127 @@ import contextlib
 import faulthandler
 import logging
 import os
+import selectors
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from typing_extensions import override
+
 from launcher.processes import stacks
+from launcher.processes.stacks import Stack
 from rl_megatron.config.run import RunConfig
 
 logger = logging.getLogger(__name__)
 
+LONG_SECONDS = 0.2
+_LOOK_SECONDS = 0.05
+_LOOKS = 20  # between two messages to the loop. They are counted: a run that is suspended as a whole does not hang
+_FRAMES = 8  # of a stack that is logged
+_GROWN = 2.0  # a place that has been reported is reported again once it takes so many times as long
+
+
+class TimedLoop(asyncio.SelectorEventLoop):
+    """An event loop that knows how long its turns take, in which nothing else is served."""
+
+    def __init__(self) -> None:
+        self.turns = _Turns()
+        super().__init__(self.turns)
+
+
+class _Turns(selectors.DefaultSelector):
+    """A turn is the time between two looks at the streams."""
+
+    longest = 0.0  # seconds
+    began: float | None = None  # of the turn under way; None while the loop waits
+    long: Callable[[float, float], None] | None = None  # called with the beginning and the seconds of a long one
+
+    @override
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        began, self.began = self.began, None
+        if began is not None:
+            seconds = time.monotonic() - began
+            self.longest = max(self.longest, seconds)
+            if seconds > LONG_SECONDS and self.long is not None:
+                self.long(began, seconds)
+        found = super().select(timeout)
+        self.began = time.monotonic()
+        return found
+
 
 class LoopWatch:
-    """Watches the controller's own event loop from a thread, because a call that blocks it stops everything.
+    """Watches the `TimedLoop` that runs it from a thread, because a call that blocks it stops everything.
 
-    Such a call may never return, so this ends the process, and with it the children.
+    What blocks it for more than ``LONG_SECONDS`` is logged with its stack. What blocks it for ``run.watchdog_seconds``
+    may never return, so this then ends the process, and with it the children.
     """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self._limit, self._folder = config.watchdog_seconds, folder
-        self._loop, self._beat, self._over = asyncio.get_running_loop(), threading.Event(), threading.Event()
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, TimedLoop)
+        self._loop, self._turns, self._of_loop = loop, loop.turns, threading.get_ident()
+        self._held = 0.0  # seconds: the longest that no thread could run
+        self._seen: tuple[float, Stack] | None = None  # a long turn's beginning, and where it was
+        self._spent = _spent()
+        self._said: dict[str, float] = {}  # seconds by place, of what was logged
+        self._beat, self._over = threading.Event(), threading.Event()
+        self._turns.long = self._long
         threading.Thread(target=self._watch, name="loop watch", daemon=True).start()
 
     def stop(self) -> None:
         """Stop watching, before the loop ends."""
+        self._turns.long = None
         self._over.set()
 
+    def row(self) -> dict[str, float]:
+        """The metric of the time since the last call. Called in the loop."""
+        assert self._turns.began is not None
+        longest = max(self._turns.longest, self._held, time.monotonic() - self._turns.began)
+        self._turns.longest = self._held = 0.0
+        return {"loop/longest_ms": longest * 1e3}
+
     def _watch(self) -> None:
-        still = 0
-        while still <= self._limit and not self._over.wait(1.0):
-            still = 0 if self._beat.is_set() else still + 1
-            self._beat.clear()
-            with contextlib.suppress(RuntimeError):  # it is closed, and `stop` follows
-                self._loop.call_soon_threadsafe(self._beat.set)
-        if not self._over.is_set():
-            self._end()
+        still = looks = 0
+        while still <= self._limit:
+            looked = time.monotonic()
+            if self._over.wait(_LOOK_SECONDS):
+                return
+            self._look(time.monotonic() - looked - _LOOK_SECONDS)
+            looks += 1
+            if looks % _LOOKS == 0:
+                self._spent = _spent()
+                still = 0 if self._beat.is_set() else still + 1
+                self._beat.clear()
+                with contextlib.suppress(RuntimeError):  # it is closed, and `stop` follows
+                    self._loop.call_soon_threadsafe(self._beat.set)
+        self._end()
+
+    def _look(self, late: float) -> None:
+        """Remember where a long turn is. ``late``: seconds that this thread could not run, nor could the loop's."""
+        began = self._turns.began
+        self._held = max(self._held, late)
+        if began is not None and time.monotonic() - began > LONG_SECONDS:
+            self._seen = (began, stacks.of_thread(self._of_loop))
+        elif late > LONG_SECONDS:
+            spent = _spent()
+            busiest = max(spent, key=lambda ident: spent[ident] - self._spent.get(ident, 0.0))
+            self._report(late, stacks.of_thread(busiest))
+
+    def _long(self, began: float, seconds: float) -> None:
+        self._report(seconds, self._seen[1] if self._seen is not None and self._seen[0] == began else None)
+
+    def _report(self, seconds: float, stack: Stack | None) -> None:
+        """Log a place when it is new, or takes much longer than what was logged."""
+        place = "a call that held Python's lock, or the machine did not run it" if stack is None else stack.place
+        if seconds < _GROWN * self._said.get(place, 0.0):
+            return
+        self._said[place] = seconds
+        frames = "" if stack is None else "".join(f"\n  {frame}" for frame in stack.frames[:_FRAMES])
+        logger.warning("the event loop was blocked for %.1f s, and everything waited: %s%s", seconds, place, frames)
 
     def _end(self) -> NoReturn:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -57,3 +143,9 @@ class LoopWatch:
         logger.error("the run ends: %s", text)
         print(f"error: {text}", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def _spent() -> dict[int, float]:
+    """CPU seconds of each of Python's threads, by its identifier."""
+    idents = [thread.ident for thread in threading.enumerate() if thread.ident is not None]
+    return {ident: time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in idents}

@@ -12,6 +12,7 @@ import linecache
 import os
 import re
 import signal
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -91,6 +92,15 @@ class Stack:
         skip = [frame for frame in self.frames if not self.collective or _COLLECTIVES not in frame.file]
         led = next((f for f in skip if any(room in f.file for room in _OURS)), inner)
         return str(led) if self.collective or led == inner else f"{inner}, by {led}"
+
+
+def of_thread(ident: int) -> Stack:
+    """Where a thread of this process is now."""
+    frames, frame = [], sys._current_frames().get(ident)
+    while frame is not None:
+        frames.append(Frame(file=frame.f_code.co_filename, line=frame.f_lineno, name=frame.f_code.co_name))
+        frame = frame.f_back
+    return Stack(frames=tuple(frames), collective=None)
 
 
 def read(text: str) -> Stack | None:

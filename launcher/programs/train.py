@@ -46,7 +46,7 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
             goes_on = f"rl-megatron train --config {folder}/config.yaml --resume goes on"
             finished: bool | None = None  # not begun
             try:
-                finished = await _train(parts, progress, stop, start)
+                finished = await _train(parts, progress, stop, start, loop_watch)
             except Stopped as early:
                 progress.note(f"{early}; nothing is lost, and {goes_on}")
             except (RLMegatronError, OSError) as error:
@@ -77,10 +77,10 @@ def _spent(config: RunConfig, folder: Path) -> list[str]:
         return [f"the run's hours are not counted: {type(error).__name__}: {error}"]
 
 
-async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint | None) -> bool:
+async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint | None, loop_watch: LoopWatch) -> bool:
     """Train, and export the model unless the run will soon be resumed. Returns whether every step was made."""
     async with started(parts, progress, stop) as (roles, data, shape):
-        with contextlib.closing(Recorder(parts.folder, parts.config.log, progress)) as recorder:
+        with contextlib.closing(Recorder(parts.folder, parts.config.log, progress, loop_watch.row)) as recorder:
             warm_start, loop = loops_of(parts, shape, roles, data, recorder, stop)
             of_warm_start = start is None or start.state.warm_start_step is not None
             if start is None:

@@ -34,7 +34,9 @@ class Documented:
     @property
     def is_timing(self) -> bool:
         """Whether it depends on the clock or on when the run saved, so that it differs between equal runs."""
-        return self.unit in ("s", "tokens/s", "rank", "s/s") or self.name.startswith(("checkpoint/", "memory/", "mfu/"))
+        return self.unit in ("s", "ms", "tokens/s", "rank", "s/s") or self.name.startswith(
+            ("checkpoint/", "memory/", "mfu/")
+        )
 
 
 def _rows(*rows: tuple[str, str, str]) -> dict[str, Documented]:
@@ -233,6 +235,7 @@ METRICS: Mapping[str, Documented] = _rows(
     ("checkpoint/bytes", "bytes", "what ranks wrote into the previous step's checkpoint; only in rows after one"),
     ("seconds/checkpoint", "s", "writing the previous step's checkpoint; only in rows after one"),
     ("seconds/step", "s", "since the previous row: the step, its evaluation, the previous step's checkpoint"),
+    ("loop/longest_ms", "ms", "the longest since the last row that the controller served nothing; log.txt says why"),
     ("metrics/non_finite", "", "values of this row that were NaN or infinite and are null; only if there are any"),
 )
 
@@ -265,7 +268,7 @@ def render_docs() -> str:
 `runs/<name>/metrics.jsonl` holds one JSON object per line: one for each recorded supervised step of the warm start,
 then one for each RL step. Names are stable. A value that was NaN or infinite is `null`. TensorBoard tags and W&B keys
 are the same names, prefixed by `warm_start/` in rows of the warm start. Log-probs, entropies and KLs are in nats.
-Metrics in s, s/s, tokens/s and rank, and mfu, depend on the clock, those of a checkpoint on when the run saved; all
+Metrics in s, ms, s/s, tokens/s and rank, and mfu, depend on the clock, those of a checkpoint on when the run saved; all
 others are equal to the bit in equal runs.
 
 | name | unit | meaning |

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -27,9 +27,11 @@ Row = dict[str, JsonValue]
 
 
 class Recorder:
-    """Records everything of a run. Controller process only."""
+    """Records everything of a run. ``process`` has metrics of the controller itself. Controller process only."""
 
-    def __init__(self, folder: Path, log: LogSection, progress: Progress) -> None:
+    def __init__(
+        self, folder: Path, log: LogSection, progress: Progress, process: Callable[[], Mapping[str, float]] = dict
+    ) -> None:
         self._metrics = MetricsWriter(
             folder, tensorboard=log.tensorboard, wandb=log.wandb, wandb_project=log.wandb_project
         )
@@ -37,13 +39,13 @@ class Recorder:
         self._per_step = log.samples_per_step
         self._idle_steps, self._warned = 0, False  # latest steps in a row without a gradient
         self._file = folder / "samples.jsonl"
-        self.progress = progress
+        self.progress, self._process = progress, process
 
     def write(self, row: Mapping[str, JsonValue]) -> None:
         """Record and show one row of metrics. Warns once if several steps in a row had no gradient."""
         times, Stopwatch.latest = Stopwatch.latest, None
         self._timeline.step(row, times)
-        self.progress.step(self._metrics.write(row))
+        self.progress.step(self._metrics.write({**row, **self._process()}))
         equal = row.get("groups/zero_advantage_fraction")
         if equal is None:
             return

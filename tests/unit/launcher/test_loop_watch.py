@@ -1,15 +1,17 @@
-"""A controller whose event loop is blocked ends and says where."""
+"""A controller whose event loop is blocked says where, and ends if that takes too long."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 STANDING_STILL = """
 import asyncio, sys, time
 from pathlib import Path
-from launcher.controller.loop_watch import LoopWatch
+from launcher.controller.loop_watch import LoopWatch, TimedLoop
 from rl_megatron.config.io import load_config
 
 async def controller():
@@ -19,7 +21,7 @@ async def controller():
 def standing_still():
     time.sleep(10_000)
 
-asyncio.run(controller())
+asyncio.Runner(loop_factory=TimedLoop).run(controller())
 """
 
 
@@ -32,3 +34,64 @@ def test_it_ends_with_the_place_and_the_stacks(tmp_path: Path) -> None:
     assert "error: the controller's event loop has been blocked for 1 s (run.watchdog_seconds): it is at" in done.stderr
     assert "in standing_still" in done.stderr
     assert "in standing_still" in (tmp_path / "controller.txt").read_text()
+
+
+BLOCKING = """
+import asyncio, logging, re, sys, threading, time
+from pathlib import Path
+from launcher.controller.loop_watch import LoopWatch, TimedLoop
+from rl_megatron.config.io import load_config
+
+logging.basicConfig(level="WARNING", format="%(message)s", stream=sys.stdout)
+
+async def controller():
+    watch = LoopWatch(load_config("tiny_cpu", []), Path(sys.argv[1]))
+    await asyncio.sleep(0.5)
+    print("calm", watch.row()["loop/longest_ms"])
+    for _ in range(2):
+        parsing()
+        await asyncio.sleep(0.1)
+    print("blocked", watch.row()["loop/longest_ms"])
+    thread = threading.Thread(target=reward)
+    thread.start()
+    while thread.is_alive():
+        await asyncio.sleep(0.01)
+    print("held", watch.row()["loop/longest_ms"])
+    watch.stop()
+
+def parsing():
+    time.sleep(0.6)
+
+def reward():
+    re.fullmatch("(a|a)*b", "a" * BACKTRACKS)  # holds Python's lock
+
+asyncio.Runner(loop_factory=TimedLoop).run(controller())
+"""
+
+
+def test_the_longest_time_without_service_is_measured_and_what_took_it_is_named_once(tmp_path: Path) -> None:
+    """5 seconds. The oracle of a time is the sleep itself; of one that holds the lock, a process that only matches."""
+    text = BLOCKING.replace("BACKTRACKS", str(_backtracks(1.0)))
+    done = subprocess.run(
+        [sys.executable, "-c", text, tmp_path], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said = dict(re.findall(r"^(calm|blocked|held) ([0-9.]+)$", done.stdout, re.MULTILINE))
+    assert 600 <= float(said["blocked"]) < 600 + 400
+    assert float(said["calm"]) < 600
+    assert float(said["held"]) > 300
+    lines = [line for line in done.stdout.splitlines() if line.startswith("the event loop was blocked")]
+    assert len([line for line in lines if line.endswith(" in parsing")]) == 1
+    assert re.search(r"\n  <string>:\d+ in parsing\n  <string>:\d+ in controller\n", done.stdout)
+    assert any(line.endswith(" in reward") for line in lines if " in parsing" not in line)
+
+
+def _backtracks(seconds: float) -> int:
+    """Of how many letters the pattern takes about so long here: each doubles it."""
+    count, took = 16, 0.0
+    while took < seconds / 2:
+        count += 1
+        began = time.perf_counter()
+        re.fullmatch("(a|a)*b", "a" * count)
+        took = time.perf_counter() - began
+    return count

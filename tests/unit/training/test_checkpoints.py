@@ -15,7 +15,7 @@ import xxhash
 
 from launcher.controller.group import WorkerGroup
 from launcher.controller.learner import LearnerGroup
-from launcher.controller.loop_watch import LoopWatch
+from launcher.controller.loop_watch import LoopWatch, TimedLoop
 from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import fixed
@@ -121,7 +121,8 @@ def test_a_save_of_any_size_leaves_the_event_loop_free(tmp_path: Path, monkeypat
         finally:
             watch.stop()
 
-    written = asyncio.run(save())
+    with asyncio.Runner(loop_factory=TimedLoop) as runner:
+        written = runner.run(save())
     assert not ended
     assert checkpoints.read(written.folder).files["learner/__0_0.distcp"].bytes == written.num_bytes == 8 * 2**30
 
