@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from rl_megatron.errors import RewardError
+from rl_megatron.rewards.threads import in_daemon_thread
 from rl_megatron.types import Completion, Prompt, Scored
 
 MAX_DIGITS = 1000  # a sampled number with more equals no answer; Python refuses to parse 4300 and more
@@ -27,7 +28,7 @@ async def final_number(prompt: Prompt, completions: Sequence[Completion], texts:
     wanted = last_number(prompt.answer.rsplit("####", 1)[-1])
     if wanted is None:
         raise RewardError(f"prompt {prompt.id!r}: its answer {prompt.answer!r:.80} holds no number to compare with")
-    return [Scored(total=float(last_number(text) == wanted)) for text in texts]
+    return await in_daemon_thread(lambda: [Scored(total=float(last_number(text) == wanted)) for text in texts])
 
 
 def last_number(text: str) -> Fraction | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.errors import ConfigError
+from rl_megatron.rewards.threads import in_daemon_thread
 from rl_megatron.types import Completion, Prompt, Scored
 
 
@@ -21,7 +22,8 @@ class FormatReward:
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
         """1.0 or 0.0 for each text."""
-        return [Scored(total=float(self._pattern.fullmatch(text) is not None)) for text in texts]
+        matches = self._pattern.fullmatch
+        return await in_daemon_thread(lambda: [Scored(total=float(matches(text) is not None)) for text in texts])
 
 
 def format_reward(section: RewardSection) -> FormatReward:
