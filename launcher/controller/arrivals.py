@@ -25,13 +25,14 @@ from launcher.controller.group import serving
 from launcher.controller.rank_process import Ending, RankProcess
 from launcher.controller.roles import roles_of
 from launcher.controller.speeds import Speeds
+from launcher.processes import limits
 from launcher.processes.last_words import end_of
 from launcher.processes.own_thread import OwnThread
 from launcher.wire import channel
 from launcher.wire.greetings import Hello
 from launcher.wire.setup import Setup
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import WorkerDied
+from rl_megatron.errors import ConfigError, WorkerDied
 from rl_megatron.interfaces import Roles
 from rl_megatron.placement.names import called, file_stem
 from rl_megatron.placement.ranks import Placement
@@ -150,12 +151,15 @@ async def learner(
 
 
 async def arrivals(listener: socket.socket, awaited: Awaited) -> list[ConnectedRank]:
-    """All ranks of all roles, in order. Raises WorkerDied if some cannot connect, or do not in time."""
+    """All ranks of all roles, in order. Raises WorkerDied if some cannot connect, or do not in time, and ConfigError if
+    this process may not have so many streams."""
     arrived: dict[tuple[str, int], ConnectedRank] = {}
     where = awaited.where()
     waiting = asyncio.ensure_future(_welcome(listener, awaited, arrived))
     ended = asyncio.ensure_future(awaited.started)
     try:
+        if said := limits.problem_of_files(len(where), here=False):
+            raise ConfigError(said)
         await asyncio.wait({waiting, ended}, timeout=awaited.seconds, return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():
             waiting.result()

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
+from launcher.processes import limits
 from rl_megatron.config.run import RunConfig
 
 _SECONDS = 4.0  # the limit for the driver's answer
@@ -58,13 +59,15 @@ def check(subject: Subject) -> Iterator[Found]:
 
 
 def _processes(config: RunConfig) -> Iterator[Found]:
-    """Compares the memory of a CPU learner's ranks with this machine's."""
+    """Compares what a CPU learner's ranks need with this machine's memory, and with its limit of open files."""
     ranks, memory = config.learner.dims.world_size, psutil.virtual_memory().total
     if ranks * _RANK_BYTES > memory:
         yield problem(
             f"{ranks} learner ranks (tp*cp*dp*pp) are {ranks} processes on this machine of {memory / 2**30:.0f} GiB, "
             f"each {_RANK_BYTES >> 20} MiB at the very least; lower learner.tp, cp, dp, pp or ep"
         )
+    if said := limits.problem_of_files(ranks, here=True):
+        yield problem(said)
 
 
 def _servers_on(subject: Subject) -> str:

@@ -6,6 +6,7 @@ import resource
 
 _MOST_FILES = 1 << 20  # a hard limit may be infinite, and some programs visit every number below the soft one
 _FILES_OF_A_RANK, _FILES_OF_A_PEER = 85, 11  # on CPUs, measured with worlds of 2 and 4 whose ranks share all groups
+_FILES_OF_CONTROLLER = 256  # without the streams of ranks
 _THREADS = "no thread could be started: raise the limit of processes (ulimit -u) or of memory (ulimit -v)"
 _SIGNS = {
     "Too many open files": "the limit of open files is reached; raise the hard one (ulimit -Hn), or have fewer ranks a "
@@ -27,6 +28,23 @@ def raise_open_files() -> int:
         return wanted if soft == resource.RLIM_INFINITY else soft
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return wanted
+
+
+def problem_of_files(ranks: int, *, here: bool) -> str:
+    """Why a run cannot have so many ranks under this machine's limit of open files; empty if it can.
+
+    ``here``: they are processes of this machine, on CPUs.
+    """
+    limit = raise_open_files()
+    needed, who = ranks + _FILES_OF_CONTROLLER, "the controller"
+    if here and (of_rank := _FILES_OF_A_RANK + _FILES_OF_A_PEER * ranks) > needed:
+        needed, who = of_rank, "each of them"
+    if needed <= limit:
+        return ""
+    return (
+        f"{ranks} ranks: {who} opens about {needed} files, but the limit here is {limit}; raise the hard limit of open "
+        "files (ulimit -Hn), or have fewer ranks"
+    )
 
 
 def describe_open_files() -> str:

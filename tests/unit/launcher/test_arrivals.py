@@ -17,7 +17,7 @@ from launcher.controller.arrivals import Awaited, ConnectedRank, arrivals
 from launcher.processes import limits
 from launcher.wire import channel
 from launcher.wire.greetings import Hello
-from rl_megatron.errors import WorkerDied
+from rl_megatron.errors import ConfigError, WorkerDied
 from rl_megatron.placement.ranks import place
 from rl_megatron.types import ParallelDims
 
@@ -150,3 +150,11 @@ def test_many_missing_ranks_are_named_by_ranges(tmp_path: Path) -> None:
     rest = ", ".join(f"rank {8 * i}-{8 * i + 7} on node{i}" for i in range(2, 48))
     with pytest.raises(WorkerDied, match=f"before rank 1, 2 on node0, rank 8-10, 12-15 on node1, {rest} connected"):
         arrived(tmp_path, set(range(RANKS)) - {0, 3, 4, 5, 6, 7, 11}, [])
+
+
+def test_more_ranks_than_this_process_may_have_files_are_refused_before_one_connects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (RANKS + 255,) * 2)
+    with pytest.raises(ConfigError, match=r"384 ranks: the controller opens about 640 files, .* is 639; .*ulimit -Hn"):
+        arrived(tmp_path, set(range(RANKS)), [])
