@@ -61,8 +61,8 @@ class _Turns(selectors.DefaultSelector):
 class LoopWatch:
     """Watches the `TimedLoop` that runs it from a thread, because a call that blocks it stops everything.
 
-    What blocks it for more than ``LONG_SECONDS`` is logged with its stack. What blocks it for ``run.watchdog_seconds``
-    may never return, so this then ends the process, and with it the children.
+    From `begin` on, what blocks it for more than ``LONG_SECONDS`` is logged with its stack. What blocks it for
+    ``run.watchdog_seconds`` may never return, so this then ends the process, and with it the children.
     """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
@@ -75,8 +75,13 @@ class LoopWatch:
         self._spent = _spent()
         self._said: dict[str, float] = {}  # seconds by place, of what was logged
         self._beat, self._over = threading.Event(), threading.Event()
-        self._turns.long = self._long
+        self._begun = False
         threading.Thread(target=self._watch, name="loop watch", daemon=True).start()
+
+    def begin(self) -> None:
+        """Measure from here on. Before, imports in threads hold Python's lock, and nothing waits for the loop."""
+        self._begun, self._turns.long = True, self._long
+        self._turns.longest = self._held = 0.0
 
     def stop(self) -> None:
         """Stop watching, before the loop ends."""
@@ -112,7 +117,7 @@ class LoopWatch:
         self._held = max(self._held, late)
         if began is not None and time.monotonic() - began > LONG_SECONDS:
             self._seen = (began, stacks.of_thread(self._of_loop))
-        elif late > LONG_SECONDS:
+        elif late > LONG_SECONDS and self._begun:
             spent = _spent()
             busiest = max(spent, key=lambda ident: spent[ident] - self._spent.get(ident, 0.0))
             self._report(late, stacks.of_thread(busiest))
@@ -147,5 +152,9 @@ class LoopWatch:
 
 def _spent() -> dict[int, float]:
     """CPU seconds of each of Python's threads, by its identifier."""
-    idents = [thread.ident for thread in threading.enumerate() if thread.ident is not None]
-    return {ident: time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in idents}
+    spent = {}
+    for thread in threading.enumerate():
+        with contextlib.suppress(OSError):  # it has just ended
+            clock = (~(thread.native_id or 0) << 3) | 6  # Linux: of a thread by its number, also where that has ended
+            spent[thread.ident or 0] = time.clock_gettime(clock)
+    return spent

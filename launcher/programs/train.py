@@ -82,6 +82,7 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
     async with started(parts, progress, stop) as (roles, data, shape):
         with contextlib.closing(Recorder(parts.folder, parts.config.log, progress, loop_watch.row)) as recorder:
             warm_start, loop = loops_of(parts, shape, roles, data, recorder, stop)
+            loop_watch.begin()
             of_warm_start = start is None or start.state.warm_start_step is not None
             if start is None:
                 recorder.truncate_after(-1)  # killed before its first checkpoint, a run starts over

