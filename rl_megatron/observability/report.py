@@ -179,6 +179,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Seconds of weight digests", metric="seconds/verify"),
             Curve(title="Passes, median and slowest rank", metric="seconds/passes_median", peak="seconds/passes_max"),
             Curve(title="A fixed computation, slowest rank over median", metric="ranks/slowness"),
+            Curve(title="Longest that the controller served nothing, ms", metric="loop/longest_ms"),
             Curve(title="Slowest rank", metric="ranks/slowest"),
             Curve(title="Most memory that a rank has held", metric="memory/peak"),
         ),
