@@ -93,7 +93,7 @@ class Attempts:
                     raise AttemptFailed(f"{server.url}: {problem}")
             if begun is not None:
                 completions = [joined(begun, more) for more in completions]
-            if asked.id in self.so_far:
+            if asked.id in self.so_far and len(completions[0].token_ids):
                 self.so_far[asked.id] = completions[0]
             return completions
         except asyncio.CancelledError:

@@ -66,6 +66,8 @@ class ServedEngine:
         if not request.num_completions:
             return []
         self._check(request)
+        if request.begun is not None and not len(request.begun.token_ids):
+            request = replace(request, begun=None)  # it has no version
         if request.num_completions == 1:
             self._attempts.so_far[request.id] = request.begun
         try:
@@ -77,7 +79,7 @@ class ServedEngine:
     async def _generated(self, request: GenerationRequest) -> Sequence[Completion]:
         before, begun = await self.weights.served_version(request), request.begun
         if request.birth is None:
-            request = replace(request, birth=begun.spans[0].version if begun and begun.spans else before)
+            request = replace(request, birth=before if begun is None else begun.spans[0].version)
         if begun is None:
             state = self._state(before)
             started = await self._attempts.sampled(request)

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx2
@@ -24,6 +24,7 @@ from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.engine_token import VARIABLE
 from rl_megatron.rollout.servers.http import Server
+from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.servers.mirror import Mirror
 from tests.unit.rollout.test_local_engine import request
@@ -67,6 +68,31 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     raise AssertionError(f"the server is not ready: {process.poll()}")
 
 
+async def describes_itself(adapter: EmbeddedAdapter, server: Server) -> None:
+    described = await adapter.describe(server)
+    assert (described.version, described.dtype, described.max_length) == (adapter.tested, "float32", 128)
+    assert described.architecture == "Qwen3MoeForCausalLM"
+
+
+async def interrupted(engine: ServedEngine, asked: Sequence[GenerationRequest]) -> dict[str, Completion]:
+    """What is known then of requests of one completion that have a token, by their ids."""
+    await engine.interrupt()
+    known = {one.id: got for one in asked if (got := engine.so_far(one.id)) is not None}
+    assert known
+    assert known.keys() <= {one.id for one in asked if one.num_completions == 1}
+    return known
+
+
+def begins(whole: Completion, known: Completion | None) -> None:
+    """What was known before the push is the beginning of what was answered."""
+    if known is None:
+        return
+    made = len(known.token_ids)
+    assert 0 < made <= len(whole.token_ids)
+    assert known.token_ids.tolist() == whole.token_ids[:made].tolist()
+    assert known.spans == ((0, 1),)
+
+
 def test_a_push_while_requests_run_labels_every_token_with_the_weights_that_made_it(
     url: str,
     model_folder: Path,
@@ -78,7 +104,8 @@ def test_a_push_while_requests_run_labels_every_token_with_the_weights_that_made
     shape, path, weights = read_shape(model_folder), tmp_path / "mirror" / "model.safetensors", make_engine(1)
     Mirror.make(path, hf_layout(shape).local_shapes(0), torch.float32, model_folder / "config.json")
     mirror = Mirror(path, hf_layout(shape).local_shapes(0), torch.float32)
-    asked = [request(f"p{n}", (n, 7, n), 2, seed=n, max_new_tokens=100) for n in range(6)]
+    asked = [request(f"p{n}", (n, 7, n), 1 + n % 2, seed=n, max_new_tokens=100) for n in range(6)]
+    known: dict[str, Completion] = {}
 
     def write(model: Qwen3MoeForCausalLM, version: int) -> list[int]:
         load(weights, model, version)
@@ -91,9 +118,7 @@ def test_a_push_while_requests_run_labels_every_token_with_the_weights_that_made
     async def run() -> list[list[object]]:
         adapter = EmbeddedAdapter(shape)
         server = Server(url, token=TOKEN, timeout_seconds=60)
-        described = await adapter.describe(server)
-        assert (described.version, described.dtype, described.max_length) == (adapter.tested, "float32", 128)
-        assert described.architecture == "Qwen3MoeForCausalLM"
+        await describes_itself(adapter, server)
         engine = ServedEngine(adapter, [server], ServerSection(), max_length=128, vocab_size=41)
 
         async def push(model: Qwen3MoeForCausalLM, version: int) -> None:
@@ -105,14 +130,14 @@ def test_a_push_while_requests_run_labels_every_token_with_the_weights_that_made
         try:
             await push(theirs, 1)
             scored = await adapter.score(server, [3, 1, 4, 1, 5])
-            with torch.no_grad():
-                logprobs = theirs(torch.tensor([[3, 1, 4, 1, 5]])).logits[0].log_softmax(-1)
+            logprobs = theirs(torch.tensor([[3, 1, 4, 1, 5]])).logits[0].detach().log_softmax(-1)
             np.testing.assert_allclose(scored, logprobs[range(4), [1, 4, 1, 5]], rtol=0, atol=1e-4)
             with pytest.raises(EngineError, match="max_new_tokens=0"):
                 await adapter.generate(server, request("none", (1,), 1, max_new_tokens=0), "none")
             running = [asyncio.ensure_future(engine.generate(one)) for one in asked]
             while await adapter.tokens(server) < 60:
                 assert not all(one.done() for one in running)
+            known.update(await interrupted(engine, asked))
             await push(newer, 2)
             return [list(answer) for answer in await asyncio.gather(*running)]
         finally:
@@ -126,4 +151,5 @@ def test_a_push_while_requests_run_labels_every_token_with_the_weights_that_made
             spans.add(tuple(span.version for span in got.spans))
             wanted = expected({1: theirs, 2: newer}, one, got, keep=False)
             np.testing.assert_allclose(got.logprobs, wanted, rtol=0, atol=1e-4)
+            begins(got, known.get(one.id))
     assert (1, 2) in spans
