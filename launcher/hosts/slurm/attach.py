@@ -53,7 +53,7 @@ def follow(run: Path, show: Callable[[str], None], *, seconds: float = _LOOK_SEC
     Raises ConfigError if the run has no job, or the job has already ended.
     """
     job = jobs.job_of(run)
-    status = jobs.status_of(job)
+    status = jobs.status_of(job, run)
     if status.over:
         raise ConfigError(f"{run}: job {job} has ended: {status.text}; rl-megatron logs {run} shows its output")
     show(f"{run}: job {job}, {status.text}; Ctrl-C leaves it running")
@@ -64,7 +64,7 @@ def follow(run: Path, show: Callable[[str], None], *, seconds: float = _LOOK_SEC
         time.sleep(seconds)
         looks += 1
         if looks % _ASK_EVERY == 0:
-            before, status = status, jobs.status_of(job)
+            before, status = status, jobs.status_of(job, run)
             if status.text != before.text:
                 show(f"job {job}: {status.text}")
     for line in follower.new():

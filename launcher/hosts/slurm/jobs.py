@@ -21,7 +21,9 @@ def describe(run: Path) -> str:
     local = not (run / "jobs" / "id").is_file()
     if local and not (run / "log.txt").is_file():
         raise ConfigError(f"{run}: it holds no run, and no job was submitted from it; give a run's folder")
-    lines = [f"{run}: a run without a job"] if local else [f"{run}: job {job_of(run)}, {status_of(job_of(run)).text}"]
+    lines = (
+        [f"{run}: a run without a job"] if local else [f"{run}: job {job_of(run)}, {status_of(job_of(run), run).text}"]
+    )
     metrics = run / "metrics.jsonl"
     steps = [row["step"] for row in read_jsonl(metrics) if row.get("phase") == "rl"] if metrics.is_file() else []
     lines.append(f"step {steps[-1]}" if steps else "no step yet")
@@ -86,12 +88,15 @@ _OVER = {
 }
 
 
-def status_of(job: str) -> Status:
-    """A job's status, from Slurm's controller or accounting; of a heterogeneous job, the first component's."""
+def status_of(job: str, run: Path) -> Status:
+    """The status of the job of ``run``, from Slurm's controller or accounting; of a heterogeneous job, the first
+    component's. The controller's job of that number is another's if it prints elsewhere: numbers are given out again.
+    """
     shown = _slurm("scontrol", "show", "job", "-o", job, check=False).splitlines()
     # The first entry of a name counts, because a later comment may hold any text. An array shows all tasks.
     parts = [dict(reversed(re.findall(r"(\S+?)=(\S*)", line))) for line in shown]
-    if parts := [part for part in parts if job in (part.get("JobId"), part.get("HetJobId"), _task(part))]:
+    named = [part for part in parts if job in (part.get("JobId"), part.get("HetJobId"), _task(part))]
+    if parts := [part for part in named if _prints_beside(run, part.get("StdOut", ""))]:
         found = parts[0]
         waits = f" ({found['Reason']})" if found.get("Reason", "None") != "None" else ""
         nodes = [part["NodeList"] for part in parts if part.get("NodeList", "") not in ("", "(null)")]
@@ -103,6 +108,15 @@ def status_of(job: str) -> Status:
         if said:
             return Status(name=said.split()[0], text=said)
     return Status(name="GONE", text="gone from Slurm's memory")
+
+
+def _prints_beside(run: Path, log: str) -> bool:
+    """Whether a job's output goes to the folder of ``run``, or to one beside it, as that of an array's other tasks.
+
+    True where Slurm does not say it, and where spaces in the folder's name end what is read of it.
+    """
+    folder = run.resolve().parent
+    return not log or " " in str(folder) or Path(log).resolve().is_relative_to(folder)
 
 
 def states_of(tasks: Sequence[str], job_name: str) -> dict[str, Status]:

@@ -33,5 +33,10 @@ def test_the_status_is_what_slurm_said(
     (tmp_path / "scontrol").write_text(f"#!/bin/sh\ncat {tmp_path}/said\n")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = status_of(job)
+    logs = [line.partition(" StdOut=")[2].partition(" ")[0] for line in RECORDED[situation]]
+    found = status_of(job, Path(logs[0]).parent / "run")
     assert (found.text, found.over) == (text, over)
+    if logs[0]:
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        elsewhere = status_of(job, tmp_path / "another" / "run")
+        assert (elsewhere.name, elsewhere.over) == ("GONE", True)

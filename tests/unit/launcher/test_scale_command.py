@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher.programs.dry_run import counted_micro_batches
 from launcher.programs.exact import refuse_hidden, visible
 from rl_megatron.config.io import load_config
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from tests.unit.launcher.commands import Said
 from tests.unit.launcher.sites import site
@@ -96,3 +98,15 @@ def test_points_are_compared_alone(said: Said) -> None:
     assert "--points compares a file's runs and takes no MODEL: --exact" in with_dry_run
     refused = said("kimi-k2", "--points", str(REPO / "bench" / "published_runs.json"), status=1)
     assert "--points compares a file's runs and takes no MODEL: kimi-k2" in refused
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 2), (4, 2), (8, 4), (8, 1)])
+def test_a_dry_run_has_as_many_micro_batches_in_flight_as_there_ever_are(pp: int, vpp: int) -> None:
+    """The first stage of an interleaved pipeline has passed 2 (pp - 1) + (vpp - 1) pp + 1 chunks forward when the first
+    goes back (arXiv:2104.04473); as many micro-batches as stages have fewer."""
+    learner = LearnerSection.model_construct(pp=pp, vpp=vpp)
+    count = counted_micro_batches(learner)
+    ahead = pp if vpp == 1 else 2 * (pp - 1) + (vpp - 1) * pp + 1
+    assert count % pp == 0, "megatron-core's interleaved schedule wants whole rounds"
+    assert count * vpp >= ahead
+    assert vpp == 1 or pp * vpp < ahead
