@@ -18,7 +18,8 @@ from transformers import AutoConfig
 
 import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here, before others bind its functions
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.learner import checkpoint, world
+from rl_megatron.learner import world
+from rl_megatron.learner.checkpoint import loading
 from rl_megatron.learner.model.build import build_chunks, make_config
 from rl_megatron.weights.formats.hf_folder import companions
 from rl_megatron.weights.layouts.families import read_shape
@@ -41,7 +42,7 @@ def main() -> None:
                 out.mkdir()
                 dist_checkpointing.save(model.sharded_state_dict(), str(out))
             else:
-                checkpoint.load_weights(source, [model])
+                loading.load_weights(source, [model])
                 bridge.safetensor_io = bridge._get_safetensor_io(str(source))
                 bridge.save_weights([model], str(out))
         for path in {*companions(source), source / "config.json"}:

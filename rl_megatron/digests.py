@@ -6,7 +6,7 @@ delivers, SHA-256 at 1 to 2 GB/s a core. It finds no forgery; nor would SHA-256 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,8 +33,16 @@ def digest_of(data: bytes) -> Digest:
     return Digest(bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data))
 
 
-def digest_file(path: Path) -> Digest:
-    """Of a file, in bounded memory; it tells `activity` how far it is. Raises OSError."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What was written of a save: the digests of its files by name, and the seconds of whoever took longest."""
+
+    files: Mapping[str, Digest]
+    seconds: float
+
+
+def digest_file(path: Path, tell: Callable[[str, str], None] = activity.part) -> Digest:
+    """Of a file, in bounded memory; ``tell`` is called as `activity.part` is. Raises OSError."""
     import xxhash
 
     sums, done = xxhash.xxh3_128(), 0
@@ -42,15 +50,15 @@ def digest_file(path: Path) -> Digest:
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             if done // _SIGN_BYTES != (done + count) // _SIGN_BYTES or not done:
-                activity.part("checksum", path.name)
+                tell("checksum", path.name)
             sums.update(buffer[:count])
             done += count
     return Digest(bytes=done, xxh3_128=sums.hexdigest())
 
 
-def digests(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
-    """Of the files ``names`` in ``folder``."""
-    return {name: digest_file(folder / name) for name in names}
+def digests(folder: Path, names: Iterable[str], tell: Callable[[str, str], None] = activity.part) -> dict[str, Digest]:
+    """Of the files ``names`` in ``folder``; see `digest_file`."""
+    return {name: digest_file(folder / name, tell) for name in names}
 
 
 def deal_out(files: Mapping[str, Digest], count: int) -> list[dict[str, Digest]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from rl_megatron.digests import Digest
+from rl_megatron.digests import Digest, Written
 from rl_megatron.types import (
     Batch,
     Completion,
@@ -106,6 +106,21 @@ class FrozenModel(Scorer, Protocol):
         ...
 
 
+class Saving(Protocol):
+    """A save that training need not wait for."""
+
+    async def written(self) -> bool:
+        """Whether every rank has written its shards, or failed to: `durable` then waits for no disk."""
+        ...
+
+    async def durable(self) -> Written:
+        """Wait until everything is written and synced; what those who wrote say of each file, by its name.
+
+        Raises CheckpointError that says why nothing could be written.
+        """
+        ...
+
+
 class Learner(FrozenModel, Protocol):
     """A model that is trained, a policy or a critic, and its optimizer, over however many ranks.
 
@@ -124,11 +139,11 @@ class Learner(FrozenModel, Protocol):
         then. After waves ``scale`` is the planned count over the actual one."""
         ...
 
-    async def save(self, folder: Path) -> Mapping[str, Digest]:
-        """Write model and optimizer shards into ``folder`` (which exists); durable when it returns.
+    async def save(self, folder: Path) -> Saving:
+        """Write model and optimizer shards into ``folder`` (which exists), as they are now.
 
-        What those who wrote say of each file, by its name in ``folder``. Raises CheckpointError that says why nothing
-        could be written.
+        Returns once training may go on: with ``checkpoint.async_save`` when they are copied, else when written.
+        The one before must be durable. Raises CheckpointError that says why nothing could be written.
         """
         ...
 

@@ -69,11 +69,18 @@ def loops_of(
         "route": route_of(config).name,
     }
     job = _on_groups(common, sampler, data, parts.folder)
-    store = CheckpointStore(parts.folder / "checkpoints", keep=config.checkpoint.keep, config=fixed(config))
-    looped = partial(Loop, checkpoints=store, recorder=recorder, stop=stop)
+    saves = config.checkpoint
+    store = CheckpointStore(
+        parts.folder / "checkpoints",
+        keep=saves.keep,
+        keep_every=saves.keep_every,
+        keep_best=saves.keep_best,
+        config=fixed(config),
+    )
+    looped = partial(Loop, checkpoints=store, recorder=recorder, stop=stop, async_save=saves.async_save)
     check, train = config.warm_start.check_every, config.train.steps
     first = Pace(steps=config.warm_start.steps, rows=check, evaluations=check, checkpoints=None)
-    then = Pace(steps=train, rows=1, evaluations=config.eval.every, checkpoints=config.checkpoint.every)
+    then = Pace(steps=train, rows=1, evaluations=config.eval.every, checkpoints=saves.every)
     return looped(job=warm, pace=first), looped(job=job, pace=then)
 
 

@@ -11,9 +11,9 @@ from typing_extensions import override
 
 from launcher.controller.group import WorkerGroup
 from rl_megatron import digests
-from rl_megatron.digests import Digest
+from rl_megatron.digests import Digest, Written
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.interfaces import Learner
+from rl_megatron.interfaces import Learner, Saving
 from rl_megatron.training import checkpoints
 from rl_megatron.types import (
     Batch,
@@ -95,10 +95,9 @@ class LearnerGroup(Learner):
         return {rank: cut[d, self._routed[rank]] for rank, d in numbers.items()}
 
     @override
-    async def save(self, folder: Path) -> dict[str, Digest]:
-        """Every rank writes its shards. Returns all digests in one mapping."""
-        answers: list[dict[str, Digest]] = await self._group.each("save", self._role, folder)
-        return {name: digest for answer in answers for name, digest in answer.items()}
+    async def save(self, folder: Path) -> Saving:
+        await self._group.each("save", self._role, folder)
+        return _Saving(self._group, self._role)
 
     @override
     async def load(self, folder: Path, files: Mapping[str, Digest]) -> None:
@@ -109,6 +108,24 @@ class LearnerGroup(Learner):
         if any(problems):
             raise checkpoints.unsound(folder.parent, [line for lines in problems for line in lines])
         await self._group.each("load", self._role, folder)
+
+
+class _Saving(Saving):
+    """The save of all ranks that hold the model of ``role``."""
+
+    def __init__(self, group: WorkerGroup, role: str) -> None:
+        self._group, self._role = group, role
+
+    @override
+    async def written(self) -> bool:
+        return all(await self._group.each("written", self._role))
+
+    @override
+    async def durable(self) -> Written:
+        """The files of all ranks, and the seconds of the slowest."""
+        answers: list[Written] = await self._group.each("durable", self._role)
+        files = {name: digest for answer in answers for name, digest in answer.files.items()}
+        return Written(files=files, seconds=max(answer.seconds for answer in answers))
 
 
 def _with_layers(row: Sequence[Samples], layers: Sequence[int]) -> tuple[Samples, ...]:

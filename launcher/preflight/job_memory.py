@@ -9,7 +9,7 @@ import psutil
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config.run import RunConfig
-from rl_megatron.scaling.host_memory import host_bytes
+from rl_megatron.scaling.host_memory import copies_bytes, host_bytes
 from rl_megatron.scaling.memory import GB, check_memory
 
 _UNITS: Mapping[str, int] = {"K": 2**10, "": 2**20, "M": 2**20, "G": 2**30, "T": 2**40}  # of Slurm's --mem
@@ -25,16 +25,25 @@ def check(subject: Subject) -> Iterator[Found]:
         return
     if check_memory(config, subject.shape) is None:
         yield unchecked("the memory of the GPUs, because slurm.gpu_memory_gb is not set")
-    if not (needed := host_bytes(config, subject.shape)):
+    away, copied = host_bytes(config, subject.shape), copies_bytes(config, subject.shape)
+    if not (needed := away + copied):
         return
     has, said = _node(subject)
+    keys = [key for key, there in (("learner.offload", away), ("checkpoint.async_save", copied)) if there]
     if has is None:
-        yield unchecked(f"that a node has {needed / GB:.0f} GB of memory for learner.offload")
-    elif needed > has:
+        yield unchecked(f"that a node has {needed / GB:.0f} GB of memory for {' and '.join(keys)}")
+    elif away > has:
         yield problem(
-            f"{_given(config)} needs {needed / GB:.1f} GB of a node's memory for what the learner keeps off its GPUs, "
+            f"{_given(config)} needs {away / GB:.1f} GB of a node's memory for what the learner keeps off its GPUs, "
             f"but {said} {has / GB:.1f} GB; take nodes with more memory, or more nodes (slurm.nodes with learner.dp or "
             "learner.ep), or keep less there"
+        )
+    elif needed > has:
+        besides = f" besides {away / GB:.1f} GB for learner.offload" if away else ""
+        yield problem(
+            f"checkpoint.async_save=true needs {copied / GB:.1f} GB of a node's memory for copies of what is saved"
+            f"{besides}, but {said} {has / GB:.1f} GB; take nodes with more memory, or more nodes (slurm.nodes with "
+            "learner.dp or learner.ep), or set checkpoint.async_save=false: training then waits for each checkpoint"
         )
 
 

@@ -125,10 +125,10 @@ def _hours(config: RunConfig, guess: Estimate, row: Mapping[str, Any]) -> Iterat
 
 
 def _step(guess: Estimate) -> float | None:
-    """Seconds that the user stated; or predicted ones, and a checkpoint's, which each of a rehearsal's steps writes."""
+    """Seconds that the user stated; or predicted ones, and a checkpoint's if each step of a rehearsal waits for it."""
     if guess.step is None or (guess.step.predicted is None and not guess.step.stated):
         return None
-    return guess.step.seconds + (0.0 if guess.step.stated else guess.save.seconds)
+    return guess.step.seconds + (0.0 if guess.step.stated else guess.save.held)
 
 
 def _memory(config: RunConfig, shape: ModelShape, peaks: Sequence[float]) -> TableLine:
@@ -165,8 +165,9 @@ def _push(guess: Estimate, row: Mapping[str, Any], step: float | None) -> Iterat
 def _save(config: RunConfig, guess: Estimate, row: Mapping[str, Any], step: float | None) -> Iterator[TableLine]:
     """Seconds are bound by what one checkpoint in ``checkpoint.every`` steps may take."""
     every = config.checkpoint.every
-    seconds, written = _number(row, "seconds/checkpoint"), _number(row, "checkpoint/bytes")
-    alone = None if step is None or seconds is None else step - seconds
+    seconds, written = _number(row, "checkpoint/write_seconds"), _number(row, "checkpoint/bytes")
+    held = _number(row, "seconds/checkpoint")
+    alone = None if step is None or held is None else step - held
     yield TableLine(
         what="checkpoint",
         unit="s",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl_megatron.digests import Digest
-from rl_megatron.interfaces import FrozenModel, Learner, Roles, WeightSync
+from rl_megatron.interfaces import FrozenModel, Learner, Roles, Saving, WeightSync
 from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.types import Batch, Counts, Loss, Metric, Scores, SkippedStep, StepResult, Want, WeightUpdate
 
@@ -75,7 +75,7 @@ class _Learner(_Frozen):
         await self.servers.release()
         return await self.learner.step(learning_rate, scale)
 
-    async def save(self, folder: Path) -> Mapping[str, Digest]:
+    async def save(self, folder: Path) -> Saving:
         return await self.learner.save(folder)
 
     async def load(self, folder: Path, files: Mapping[str, Digest]) -> None:

@@ -1,4 +1,4 @@
-"""The models that one rank holds, by role. All calls but ``verify`` are collective: every rank of the
+"""The models that one rank holds, by role. All calls but ``written`` and ``verify`` are collective: every rank of the
 world makes them.
 
 The roles are "policy" and "critic", which are trained, and "reference". The learner's ranks hold all roles that do not
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from launcher.wire.setup import Setup
 from rl_megatron import digests
 from rl_megatron.config.run import RunConfig
-from rl_megatron.digests import Digest
+from rl_megatron.digests import Digest, Written
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.options.offload import SLAB, leaving
 from rl_megatron.placement.names import LEARNER
@@ -23,6 +23,7 @@ from rl_megatron.types import Counts, Loss, Metric, Samples, SkippedStep, StepRe
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rl_megatron.learner.checkpoint.saving import ShardSave
     from rl_megatron.learner.scorer import MegatronScorer
     from rl_megatron.learner.trained import MegatronLearner
 
@@ -34,7 +35,7 @@ class RankModels:
 
     CALLS: tuple[str, ...] = (
         *("start_from", "release", "score", "routed_layers", "backward", "step"),
-        *("save", "verify", "load", "close"),
+        *("save", "written", "durable", "verify", "load", "close"),
     )
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
@@ -63,6 +64,8 @@ class RankModels:
         self._scorers: dict[str, MegatronScorer] = {**self._learners, **self._make_frozen(config, setup.role)}
         self._reference: dict[str, Tensor] = {}  # weights that replace the policy's when it scores as the reference
         self._leaving, self._parked = leaving(config.learner), Parked(SLAB)
+        self._saves_apart = config.checkpoint.async_save
+        self._saving: dict[str, ShardSave] = {}  # those in hand, by role
         self._shares_gpus = setup.role == LEARNER  # with servers; separate roles have nodes of their own
         self._hf = hf_layout(self._shape)
         self._layout = learner_layout(config, self._shape)
@@ -172,9 +175,17 @@ class RankModels:
         none."""
         return self._learner(role).step(learning_rate, scale)
 
-    def save(self, role: str, folder: Path) -> dict[str, Digest]:
-        """Write this rank's shards. Returns the digests of its files, by name. Raises CheckpointError."""
-        return self._learner(role).save(folder)
+    def save(self, role: str, folder: Path) -> None:
+        """Write this rank's shards, or with ``checkpoint.async_save`` begin to. Raises CheckpointError."""
+        self._saving[role] = self._learner(role).start_save(folder, apart=self._saves_apart)
+
+    def written(self, role: str) -> bool:
+        """Whether this rank's part of the save is written, or could not be."""
+        return self._saving[role].written
+
+    def durable(self, role: str) -> Written:
+        """Finish the save with the other ranks. Raises CheckpointError."""
+        return self._saving.pop(role).durable()
 
     def verify(self, folder: Path, files: Mapping[str, Digest]) -> list[str]:
         """Problems of a checkpoint's files, of which this rank reads a share; see digests.misfits."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from rl_megatron.config.keeping import problems_of_keeping
 from rl_megatron.config.modes import problems_of_modes
 from rl_megatron.config.reads import problems_of_unread_keys
 from rl_megatron.config.sections.rollout import RolloutSection
@@ -33,6 +34,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *_colocation_problems(config),
         *problems_of_modes(config),
         *problems_of_waves(config),
+        *problems_of_keeping(config),
         *problems_of_unread_keys(config),
     ]
 

@@ -27,7 +27,9 @@ from torch import Tensor
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.digests import Digest
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.learner import checkpoint, cpu
+from rl_megatron.learner import cpu
+from rl_megatron.learner.checkpoint import loading, saving
+from rl_megatron.learner.checkpoint.saving import ShardSave
 from rl_megatron.learner.forward import run_loss
 from rl_megatron.learner.heads import Head, ValueHead
 from rl_megatron.learner.model.build import with_dtypes
@@ -46,6 +48,7 @@ from rl_megatron.options.offload import SLAB, leaving
 from rl_megatron.options.table import keywords
 from rl_megatron.types import Counts, Culprit, Loss, LossOutput, Metric, Samples, SkippedStep, StepResult, Want
 from rl_megatron.weights.bytes.parked import Parked
+from rl_megatron.weights.bytes.staged import Staged
 
 Added = tuple[Sequence[Samples], Callable[[Sequence[PackedMicroBatch]], object]]
 """Micro-batches, and the function that accumulates the gradients of micro-batches."""
@@ -76,7 +79,7 @@ class MegatronLearner(MegatronScorer):
         self._buckets = Buckets(config, self._trained)
         self._heap = cpu.Heap()
         self._added: list[Added] = []  # since the last step
-        self._leaving, self._parked = leaving(learner), Parked(SLAB)
+        self._leaving, self._parked, self._staged = leaving(learner), Parked(SLAB), Staged()
         self._activations = Activations(models, learner.offload.activations.parts)
         config.grad_scale_func = self._optimizer.scale_loss
         super().__init__(shape, learner, device, models, head, self._trained)
@@ -97,7 +100,7 @@ class MegatronLearner(MegatronScorer):
         """Load the model of a ``torch_dist`` checkpoint, except a critic's value layer. Raises CheckpointError."""
         self.unpark()
         is_critic = isinstance(self._head, ValueHead)
-        checkpoint.load_weights(folder, self._trained, without="output_layer." if is_critic else None)
+        loading.load_weights(folder, self._trained, without="output_layer." if is_critic else None)
         self.adopt()
 
     def park(self, *, pushed: bool) -> None:
@@ -240,18 +243,24 @@ class MegatronLearner(MegatronScorer):
         data_rank, rank, node = parallel_state.get_data_parallel_rank(), dist.get_rank(), socket.gethostname()
         return tuple(Culprit(data_rank=data_rank, micro_batch=m, rank=rank, node=node) for m in found)
 
-    def save(self, folder: Path) -> dict[str, Digest]:
+    def save(self, folder: Path) -> Mapping[str, Digest]:
         """Write this rank's shards into ``folder``. Returns its files' digests, by name. Raises CheckpointError.
 
         What has left the GPU's memory is written from the host's.
         """
+        return self.start_save(folder, apart=False).durable().files
+
+    def start_save(self, folder: Path, *, apart: bool = True) -> ShardSave:
+        """As `save`, but with ``apart`` it returns once the shards are copied in the host's memory, and a thread writes
+        them. The next one writes over that memory, so this one must be durable before."""
         self.gather()
-        return checkpoint.save(folder, self._trained, self._optimizer, self._parked.on_host)
+        staged = self._staged if apart else None
+        return saving.save_shards(folder, self._trained, self._optimizer, self._parked.on_host, staged)
 
     def load(self, folder: Path) -> None:
         """Load the shards that ``save`` wrote. Raises CheckpointError."""
         self.unpark()
-        checkpoint.load(folder, self._trained, self._optimizer)
+        loading.load(folder, self._trained, self._optimizer)
 
 
 def _buffers(chunk: DistributedDataParallel) -> list[Any]:

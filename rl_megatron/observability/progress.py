@@ -93,8 +93,8 @@ class Progress:
             self._rewards.append(reward)
         if (accuracy := _number(row, "eval/accuracy")) is not None:
             self._accuracy = accuracy, self._position()
-        if "seconds/checkpoint" in row:
-            self._checkpoint = int(_number(row, "step") or 0) - 1
+        if (saved := _number(row, "checkpoint/step")) is not None:
+            self._checkpoint = int(saved)
         if self._live is None:
             self._print(self._line())
 
@@ -115,7 +115,7 @@ class Progress:
             fields.append(f"tokens/s={speed:.0f}")
         if self._row.get("phase") == "rl":
             fields += [f"eta={eta}" for eta in [self._eta()] if eta]
-        if "seconds/checkpoint" in self._row:
+        if "checkpoint/step" in self._row:
             fields.append(f"checkpoint={self._checkpoint}")
         return " ".join([self._position(), *fields])
 

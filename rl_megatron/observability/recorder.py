@@ -96,7 +96,7 @@ class Stopwatch:
         self._began = spans.now()
         self._seconds: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
-        self._bytes: dict[str, int] = {}
+        self._noted: dict[str, float] = {}
         self._at_peak: dict[str, float] = {}
 
     @contextmanager
@@ -114,9 +114,9 @@ class Stopwatch:
         """Record how many tokens ``phase`` processed, for ``tokens_per_second/<phase>``."""
         self._tokens[phase] = tokens
 
-    def weigh(self, phase: str, num_bytes: int) -> None:
-        """Record how many bytes ``phase`` wrote, for ``<phase>/bytes``."""
-        self._bytes[phase] = num_bytes
+    def note(self, name: str, value: float) -> None:
+        """Record the metric ``name`` of something that ended in this step."""
+        self._noted[name] = value
 
     def at_peak(self, phase: str, seconds: float) -> None:
         """Add seconds that ``phase`` would take GPUs at their peak, for ``mfu/<phase>``."""
@@ -130,11 +130,10 @@ class Stopwatch:
             if self._seconds.get(phase)
         }
         seconds = {f"seconds/{phase}": value for phase, value in self._seconds.items()}
-        sizes = {f"{phase}/bytes": value for phase, value in self._bytes.items()}
         shares = {
             f"mfu/{phase}": least / self._seconds[phase]
             for phase, least in self._at_peak.items()
             if self._seconds.get(phase)
         }
         began, ended = Stopwatch.latest = self._began, spans.now()
-        return {**seconds, **rates, **sizes, **shares, "seconds/step": (ended - began) / 1e9}
+        return {**seconds, **rates, **self._noted, **shares, "seconds/step": (ended - began) / 1e9}

@@ -177,6 +177,8 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Training speed", metric="tokens_per_second/train"),
             Curve(title="Share of the GPUs' peak in training (MFU)", metric="mfu/train"),
             Curve(title="Seconds of weight digests", metric="seconds/verify"),
+            Curve(title="Seconds for which a step waited for a save's copy", metric="checkpoint/stage_seconds"),
+            Curve(title="Seconds in which a checkpoint was written", metric="checkpoint/write_seconds"),
             Curve(title="Passes, median and slowest rank", metric="seconds/passes_median", peak="seconds/passes_max"),
             Curve(title="A fixed computation, slowest rank over median", metric="ranks/slowness"),
             Curve(title="Longest that the controller served nothing, ms", metric="loop/longest_ms"),

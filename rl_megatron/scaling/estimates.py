@@ -113,6 +113,7 @@ class Estimate:
         if not self.push.hops:
             yield "  its bytes and seconds are those of your own code"
         yield self.save.describe()
+        yield self.save.describe_disk()
         if self.step is not None:
             push, saves = self.step.share(self.push.seconds), self.step.share(self.save.seconds_a_step)
             yield from self.step.lines()

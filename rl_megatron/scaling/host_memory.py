@@ -1,4 +1,5 @@
-"""Computes the host's memory that a node needs for what the learner keeps off its GPUs (``learner.offload``).
+"""Computes the host's memory that a node needs for what the learner keeps off its GPUs (``learner.offload``), and for
+copies of what is saved.
 
 Most of it is pinned. torch's allocator of pinned memory rounds every request up to a power of two.
 """
@@ -16,6 +17,7 @@ from rl_megatron.options.pipeline import in_flight
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.scaling.memory import gpu_terms
 from rl_megatron.scaling.parameters import layers_held, ranks_of
+from rl_megatron.scaling.saves import copied_by_rank
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.learner import learner_layout
 
@@ -29,13 +31,30 @@ def host_bytes(config: RunConfig, shape: ModelShape) -> float:
     Raises ConfigError if the layout does not divide the model's sizes.
     """
     learner, layout = config.learner, learner_layout(config, shape)
-    inner, each = learner.dims.world_size // learner.dims.pp, config.slurm.gpus_per_node or learner.dims.world_size
+    inner, each = learner.dims.world_size // learner.dims.pp, _ranks_of_a_node(config)
     by_stage = [
         _parked(config, layout, rank) + _stepped(config, layout, rank) + _activations(config, shape, rank)
         for rank in ranks_of(config, layout)
     ]
     held = [by_stage[rank // inner] for rank in range(learner.dims.world_size)]
     return max(sum(held[first : first + each]) for first in range(0, len(held), each))
+
+
+def copies_bytes(config: RunConfig, shape: ModelShape) -> float:
+    """Bytes on the node that needs most for copies of what is saved while training goes on (``checkpoint.async_save``).
+
+    Raises ConfigError if the layout does not divide the model's sizes.
+    """
+    if not config.checkpoint.async_save:
+        return 0.0
+    models = 2 if config.algorithm.needs_critic and "critic" not in config.roles.separate else 1
+    each, held = _ranks_of_a_node(config), copied_by_rank(config, shape)
+    world = range(0, config.learner.dims.world_size, each)
+    return models * max(sum(held.get(rank, 0) for rank in range(first, first + each)) for first in world)
+
+
+def _ranks_of_a_node(config: RunConfig) -> int:
+    return config.slurm.gpus_per_node or config.learner.dims.world_size
 
 
 def pinned(num_bytes: float) -> int:

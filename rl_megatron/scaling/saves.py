@@ -25,19 +25,28 @@ class Save:
     seconds: float
     speed: str
     every: int  # steps; 0: only after the last
+    held: float  # seconds for which training waits
+    most: int  # checkpoints that are on the disk at once
 
     def describe(self) -> str:
         """A line to show."""
         when = f"every {self.every} steps" if self.every else "after the last step"
+        waits = f", of which training waits {self.held:,.1f} s" if self.held < self.seconds else ""
         return (
             f"a checkpoint, {when}: {self.total / GB:,.1f} GB, up to {self.by_node / GB:,.1f} GB by one node: "
-            f"{self.seconds:,.1f} s at {self.speed}"
+            f"{self.seconds:,.1f} s at {self.speed}{waits}"
+        )
+
+    def describe_disk(self) -> str:
+        """A line to show of the disk that the run needs."""
+        return (
+            f"  up to {self.most} checkpoints at once: {self.most * self.total / GB:,.1f} GB of disk (checkpoint.keep*)"
         )
 
     @property
     def seconds_a_step(self) -> float:
-        """Seconds, shared out over the steps from one checkpoint to the next."""
-        return self.seconds / self.every if self.every else 0.0
+        """Seconds for which training waits, shared out over the steps from one checkpoint to the next."""
+        return self.held / self.every if self.every else 0.0
 
 
 def bytes_by_rank(config: RunConfig, shape: ModelShape) -> dict[int, int]:
@@ -63,6 +72,30 @@ def bytes_by_rank(config: RunConfig, shape: ModelShape) -> dict[int, int]:
     return out
 
 
+def copied_by_rank(config: RunConfig, shape: ModelShape) -> dict[int, float]:
+    """Bytes of the host's memory that each learner rank takes for one model while its checkpoint is written apart.
+
+    That is a copy of what it writes. Where data-parallel ranks share the optimizer's state out, each copies its shards
+    too, which the first then gathers.
+    """
+    layout, learner = learner_layout(config, shape), config.learner
+    d, out = learner.dims, Counter[int]()
+    for rank, count in bytes_by_rank(config, shape).items():
+        out[rank] += count
+    if not learner.optimizer.distributed or learner.optimizer.name == "muon":
+        return dict(out)
+    groups = d.dp * d.cp, d.tp * d.cp * d.dp // (d.etp * d.ep)
+    inner = d.world_size // d.pp
+    for stage in range(d.pp):
+        trained = trained_elements(config, layout, stage)
+        each = sum(
+            _STATE * n // size for n, size in zip((trained.dense, trained.experts), groups, strict=True) if size > 1
+        )
+        for rank in range(stage * inner, (stage + 1) * inner):
+            out[rank] += each
+    return dict(out)
+
+
 def save_cost(config: RunConfig, shape: ModelShape) -> Save:
     """A checkpoint of a run, with its critic's. In a job it goes to a shared file system, else to this machine's disk.
 
@@ -72,7 +105,8 @@ def save_cost(config: RunConfig, shape: ModelShape) -> Save:
     world, models = config.learner.dims.world_size, 2 if config.algorithm.needs_critic else 1
     per_node = world if local else config.slurm.tasks_per_node(world)
     by_node: Counter[int] = Counter()
-    for rank, count in bytes_by_rank(config, shape).items():
+    by_rank = bytes_by_rank(config, shape)
+    for rank, count in by_rank.items():
         by_node[rank // per_node] += count
     total, busiest = models * by_node.total(), max(by_node.values())  # one learner saves after the other
     seconds = models * max(busiest / speeds.storage_node, by_node.total() / speeds.storage) / GB
@@ -80,4 +114,21 @@ def save_cost(config: RunConfig, shape: ModelShape) -> Save:
     if local:
         seconds, speed = total / (speeds.memory * GB), f"{speeds.memory:g} GB/s"
     together = 1 if "critic" in config.roles.separate else models  # on one node
-    return Save(total=total, by_node=together * busiest, seconds=seconds, speed=speed, every=config.checkpoint.every)
+    copying = models * max(by_rank.values()) / (speeds.memory * GB)  # by each rank into its node's memory
+    return Save(
+        total=total,
+        by_node=together * busiest,
+        seconds=seconds,
+        held=min(copying, seconds) if config.checkpoint.async_save else seconds,
+        speed=speed,
+        every=config.checkpoint.every,
+        most=_most_at_once(config),
+    )
+
+
+def _most_at_once(config: RunConfig) -> int:
+    """Checkpoints on the disk while the last is written: those that the rules keep, and itself."""
+    section, steps = config.checkpoint, config.train.steps
+    written = bool(config.warm_start.steps) + (-(-steps // section.every) if section.every else bool(steps))
+    for_good = steps // section.keep_every if section.keep_every else 0
+    return min(section.keep + section.keep_best + for_good + 1, written)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -20,7 +21,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from rl_megatron.digests import KIND, Digest, digest_of, misfits
 from rl_megatron.durable import publish_folder, remove_folder
 from rl_megatron.errors import CheckpointError
-from rl_megatron.interfaces import Learner
+from rl_megatron.interfaces import Learner, Saving
 from rl_megatron.rollout.stream import StreamState
 from rl_megatron.training.credit import AlgorithmState
 
@@ -48,6 +49,7 @@ class _Manifest:
     checksum: Literal["xxh3_128"]
     config: dict[str, JsonValue]  # see Checkpoint
     files: dict[str, Digest]
+    accuracy: float | None = None  # held-out, of these weights
 
 
 _STATE = TypeAdapter(TrainerState)
@@ -56,35 +58,48 @@ _MANIFEST = TypeAdapter(_Manifest)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A checkpoint that was written: its folder, and the bytes that ranks wrote into it."""
+    """What ranks wrote into a checkpoint's folder; seconds of the slowest, those of one model after the other."""
 
     folder: Path
     num_bytes: int
+    write_seconds: float
 
 
 class CheckpointStore:
     """The checkpoints of one run. Controller process only."""
 
-    def __init__(self, folder: Path, *, keep: int, config: Mapping[str, JsonValue]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        config: Mapping[str, JsonValue],
+        keep_every: int | None = None,
+        keep_best: int = 0,
+    ) -> None:
         """``config``: see Checkpoint."""
-        self._folder, self._keep, self._config = folder, keep, dict(config)
+        self._folder, self._config = folder, dict(config)
+        self._keep, self._keep_every, self._keep_best = keep, keep_every, keep_best
 
-    async def save(self, state: TrainerState, learners: Mapping[str, Learner]) -> Saved:
-        """Write a checkpoint with a folder for each of ``learners``, and remove the oldest beyond ``keep``.
+    async def save(
+        self, state: TrainerState, learners: Mapping[str, Learner], accuracy: float | None = None
+    ) -> Unfinished:
+        """Begin a checkpoint of this moment, with a folder for each of ``learners``; the one before must be finished.
 
-        A kill at any moment leaves the previous checkpoint whole. Files are written in threads, so the event loop is
-        not blocked. Raises CheckpointError, for example if the controller cannot see a file that a rank wrote.
+        ``accuracy``: of these weights, held-out, where it was measured. Returns once training may go on. A kill at any
+        moment leaves the previous checkpoint whole. Files are written in threads, so the event loop is not blocked.
+        Raises CheckpointError.
         """
         warm = state.warm_start_step
         final = self._folder / (f"step_{state.step:06d}" if warm is None else f"warm_start_{warm:06d}")
         temporary = self._folder / f"{_TEMPORARY}{final.name}"
         await asyncio.to_thread(self._make_room, temporary, learners)
-        files: dict[str, Digest] = {}
-        for name, learner in learners.items():
-            written = await learner.save(temporary / name)
-            files |= {f"{name}/{file}": digest for file, digest in written.items()}
-        await asyncio.to_thread(self._publish, temporary, final, state, files)
-        return Saved(folder=final, num_bytes=sum(digest.bytes for digest in files.values()))
+        text, savings = await asyncio.gather(
+            asyncio.to_thread(_STATE.dump_json, state),  # now: training changes what it refers to
+            asyncio.gather(*(learner.save(temporary / name) for name, learner in learners.items())),
+        )
+        publish = partial(self._publish, temporary, final, text, accuracy)
+        return Unfinished(final, dict(zip(learners, savings, strict=True)), publish)
 
     def _make_room(self, temporary: Path, learners: Mapping[str, Learner]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +108,9 @@ class CheckpointStore:
         for name in learners:
             (temporary / name).mkdir(parents=True)
 
-    def _publish(self, temporary: Path, final: Path, state: TrainerState, files: dict[str, Digest]) -> None:
+    def _publish(
+        self, temporary: Path, final: Path, text: bytes, accuracy: float | None, files: dict[str, Digest]
+    ) -> None:
         """Check the ranks' files, add the controller's, rename the folder, and remove old checkpoints."""
         problems = misfits(temporary, files, read=False)
         there = {path.relative_to(temporary).as_posix() for path in temporary.rglob("*") if path.is_file()}
@@ -103,14 +120,77 @@ class CheckpointStore:
         if problems:
             title = f"{temporary} does not hold what the ranks wrote; run.dir must be one shared folder on all nodes"
             raise CheckpointError(_listed([title, *problems]))
-        text = _STATE.dump_json(state)
         (temporary / _STATE_FILE).write_bytes(text)
-        manifest = _Manifest(checksum=KIND, config=self._config, files={**files, _STATE_FILE: digest_of(text)})
+        everything = {**files, _STATE_FILE: digest_of(text)}
+        manifest = _Manifest(checksum=KIND, config=self._config, files=everything, accuracy=accuracy)
         (temporary / _MANIFEST_FILE).write_bytes(_MANIFEST.dump_json(manifest, indent=1))
         remove_folder(final)  # a resumed run reached the same step again: both checkpoints are equal
         publish_folder(temporary, final)
-        for old in _all(self._folder)[: -self._keep]:
+        for old in self._superseded(_all(self._folder)):
             remove_folder(old)
+
+    def _superseded(self, found: Sequence[Path]) -> list[Path]:
+        """Those of ``found``, oldest first, that no rule keeps."""
+        kept = set(found[-self._keep :])
+        if self._keep_every is not None:
+            kept |= {path for path in found if (step := _step_of(path)) and step % self._keep_every == 0}
+        if self._keep_best:
+            known = ((_manifest(path).accuracy, place, path) for place, path in enumerate(found))
+            scored = sorted((one for one in known if one[0] is not None), reverse=True)
+            kept |= {path for _, _, path in scored[: self._keep_best]}
+        return [path for path in found if path not in kept]
+
+
+class Unfinished:
+    """A checkpoint that is being written while training goes on."""
+
+    def __init__(
+        self, folder: Path, savings: Mapping[str, Saving], publish: Callable[[dict[str, Digest]], None]
+    ) -> None:
+        self.folder, self._savings, self._publish = folder, savings, publish
+        self._saved: Saved | None = None
+        self._published: asyncio.Task[None] | None = None
+
+    async def written(self) -> Saved | None:
+        """What ranks wrote, the first time that all have; else None. Training waits for no disk here."""
+        if self._saved is None and all([await saving.written() for saving in self._savings.values()]):
+            return await self._make_durable()
+        return None
+
+    @property
+    def published(self) -> bool:
+        """Whether the checkpoint has its final name. Raises CheckpointError or OSError if it cannot have it."""
+        if self._published is None or not self._published.done():
+            return False
+        self._published.result()
+        return True
+
+    async def finish(self) -> Saved | None:
+        """Wait until the checkpoint has its final name; what ranks wrote, if `written` has not said it.
+
+        Raises CheckpointError or OSError.
+        """
+        saved = await self._make_durable() if self._saved is None else None
+        assert self._published is not None
+        await self._published
+        return saved
+
+    async def _make_durable(self) -> Saved:
+        """Collect what ranks wrote, and publish it in a thread: files of many ranks take long to look at."""
+        written = await asyncio.gather(*(saving.durable() for saving in self._savings.values()))
+        named = zip(self._savings, written, strict=True)
+        files = {f"{name}/{file}": digest for name, one in named for file, digest in one.files.items()}
+        self._published = asyncio.create_task(asyncio.to_thread(self._publish, files))
+        self._published.add_done_callback(_seen)
+        num_bytes, seconds = sum(digest.bytes for digest in files.values()), sum(one.seconds for one in written)
+        self._saved = Saved(folder=self.folder, num_bytes=num_bytes, write_seconds=seconds)
+        return self._saved
+
+
+def _seen(task: asyncio.Task[None]) -> None:
+    """Where the run ends by another error before anybody asked, asyncio would warn of this one."""
+    if not task.cancelled():
+        task.exception()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +219,12 @@ def _all(folder: Path) -> list[Path]:
     found = folder.iterdir() if folder.is_dir() else ()
     named = [(match[1] == "step", int(match[2]), p) for p in found if (match := _NAME.fullmatch(p.name))]
     return [path for _, _, path in sorted(named)]
+
+
+def _step_of(folder: Path) -> int | None:
+    """The step of reinforcement after which a checkpoint was written; None in a warm start."""
+    match = _NAME.fullmatch(folder.name)
+    return int(match[2]) if match is not None and match[1] == "step" else None
 
 
 def read(folder: Path) -> Checkpoint:

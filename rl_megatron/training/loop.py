@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from rl_megatron.errors import Stopped
 from rl_megatron.interfaces import Learner
+from rl_megatron.observability.files import JsonValue
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
-from rl_megatron.training.checkpoints import Checkpoint, CheckpointStore, TrainerState
+from rl_megatron.training.checkpoints import Checkpoint, CheckpointStore, Saved, TrainerState, Unfinished
 from rl_megatron.training.stopping import unless_stopped
 
 
@@ -86,8 +88,10 @@ class Loop:
     checkpoints: CheckpointStore
     recorder: Recorder
     stop: asyncio.Event
+    async_save: bool = True  # steps go on while a checkpoint is written
     done: int = 0  # steps
-    saved: int | None = None  # the step that a resume goes on from; None before the first
+    saved: int | None = None  # the step of the newest checkpoint, which may be in hand; None before the first
+    in_hand: Unfinished | None = None
 
     async def run(self) -> bool:
         """Make all steps. Returns False if a stop ended the job early; a checkpoint is then written.
@@ -105,28 +109,30 @@ class Loop:
         while not ended and not self.stop.is_set():
             self.done += 1
             row = await self.job.step(self.done, watch)
+            await self._look_at_save(watch)
             if self._due(self.pace.evaluations):
                 row |= await self.job.evaluate(watch)
             if self._due(self.pace.rows):
                 self.recorder.write(row | watch.row())  # before the checkpoint: a resume keeps rows up to its step
                 watch = Stopwatch()
             if self.pace.checkpoints is not None and self._due(self.pace.checkpoints):
-                with watch("checkpoint"):
-                    watch.weigh("checkpoint", await self.save())
+                await self.save(watch, row.get("eval/accuracy"))
             ended = self.done >= self.pace.steps or self.job.enough(row)
         if not ended and self.saved != self.done:
-            await self.save()
+            await self.save(watch)
+        await self._finish_save(watch)
         return ended
 
     async def _start(self) -> None:
-        fresh = self.saved is None
+        fresh, watch = self.saved is None, Stopwatch()
         if fresh and self.job.first_step_is_saved:  # else a stop would lose weights that no checkpoint holds
             await self._first_row(fresh=True)
-            await self.save()
+            await self.save(watch)
         else:
             await unless_stopped(self.stop, self._first_row(fresh=fresh))
             self.saved = self.done if fresh else self.saved
         if self.stop.is_set():
+            await self._finish_save(watch)
             raise Stopped(f"stopped before the first step ({self.job.name})")
 
     async def _first_row(self, *, fresh: bool) -> None:
@@ -137,15 +143,46 @@ class Loop:
     def _due(self, every: int) -> bool:
         return self.done == self.pace.steps or (every > 0 and self.done % every == 0)
 
-    async def save(self) -> int:
-        """Write a checkpoint of the present state. Returns its bytes."""
-        await self.job.before_save()
-        written = await self.checkpoints.save(self.job.state(), self.job.learners())
+    async def save(self, watch: Stopwatch, accuracy: JsonValue = None) -> None:
+        """Begin a checkpoint of the present state, after the one in hand; without ``async_save`` write it.
+
+        ``accuracy``: the held-out one, where this step measured it.
+        """
+        await self._finish_save(watch)
+        began = time.perf_counter()
+        with watch("checkpoint"):
+            await self.job.before_save()
+            known = accuracy if isinstance(accuracy, float) else None
+            self.in_hand = await self.checkpoints.save(self.job.state(), self.job.learners(), known)
+        watch.note("checkpoint/stage_seconds", time.perf_counter() - began)
         self.saved = self.done
-        return written.num_bytes
+        if not self.async_save:
+            await self._finish_save(watch)
+
+    async def _look_at_save(self, watch: Stopwatch) -> None:
+        """Take the checkpoint in hand further if no rank is still writing. Raises what its ranks or threads raised."""
+        if self.in_hand is not None:
+            with watch("checkpoint"):
+                _note(watch, await self.in_hand.written())
+            if self.in_hand.published:
+                watch.note("checkpoint/step", self.saved or 0)
+                self.in_hand = None
+
+    async def _finish_save(self, watch: Stopwatch) -> None:
+        if self.in_hand is not None:
+            with watch("checkpoint"):
+                _note(watch, await self.in_hand.finish())
+            watch.note("checkpoint/step", self.saved or 0)
+            self.in_hand = None
 
     async def restore(self, checkpoint: Checkpoint, done: int) -> None:
         """Continue after step ``done``, from its checkpoint."""
         await checkpoint.load(self.job.learners())
         await self.job.restore(checkpoint.state)
         self.done = self.saved = done
+
+
+def _note(watch: Stopwatch, saved: Saved | None) -> None:
+    if saved is not None:
+        watch.note("checkpoint/bytes", saved.num_bytes)
+        watch.note("checkpoint/write_seconds", saved.write_seconds)

@@ -201,7 +201,7 @@ def stepped_apart(policy: Any, moments: str) -> dict[str, float]:
 
 def main_weights(policy: Any) -> torch.Tensor:
     """The optimizer's float32 weights, in the order of the model's parameters."""
-    from rl_megatron.learner.checkpoint import _values_of
+    from rl_megatron.learner.checkpoint.state import _values_of
     from rl_megatron.learner.optimizer import inner_optimizers
 
     parts = inner_optimizers(policy._optimizer)

@@ -43,7 +43,7 @@ def learner(share: float, pp: int = 1, **optimizer: float) -> LearnerSection:
 def rank_main(rank: int, folder: Path, name: str) -> None:
     """One policy for each share, one after the other, and some that continue."""
     torch.set_num_threads(1)
-    from rl_megatron.learner import checkpoint, world
+    from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_policy
 
     run = RUNS[name]
@@ -59,15 +59,16 @@ def rank_main(rank: int, folder: Path, name: str) -> None:
         before = steps(policy, BEFORE)
         written = folder / f"{share}"
         written.mkdir(exist_ok=True)
-        checkpoint.save(written, policy._trained, policy._optimizer)
+        saving = policy.start_save(written)
         seen[str(share)] = {"steps": before + steps(policy, 1), "bytes": held(policy)}
+        saving.durable()
     resumed = []
     for was, share in run.resumed:
         policy = make_policy(run.shape, learner(share, run.pp), device, temperature=1.0)
-        checkpoint.load(folder / f"{was}", policy._trained, policy._optimizer)
+        policy.load(folder / f"{was}")
         resumed += steps(policy, 1)
     policy = make_policy(run.shape, learner(0.5, run.pp, weight_decay=0.5, beta1=0.7), device, temperature=1.0)
-    checkpoint.load(folder / "0.5", policy._trained, policy._optimizer)
+    policy.load(folder / "0.5")
     steps(policy, 1)
     said = {"shares": seen, "resumed": resumed, "settings": settings(policy)}
     (folder / f"rank{rank}.json").write_text(json.dumps(said))

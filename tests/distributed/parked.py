@@ -18,6 +18,7 @@ from rl_megatron.types import Samples
 from rl_megatron.weights.bytes.parked import Parked
 from tests.distributed.ragged import ragged_samples
 from tests.rows import policy_loss
+from tests.savings import hold_back
 
 if TYPE_CHECKING:
     from launcher.worker.learner_rank import Worker
@@ -71,8 +72,14 @@ def rank_main(rank: int, name: str, keys: Sequence[str], root: Path, model: Path
         worker.commit(version)
         said = {"sampling": alive(), "pinned": pinned(), "pushed": worker.checksums()}
         if version == SAVED:
+            go = hold_back()
             said["saved"] = saved(worker, folder)
         seen[version] = said | step(worker, config, rank, interrupted=version == STEPS)
+        if version == SAVED:  # what has left the GPU since then is written over what had left before
+            worker.release()
+            go.set()
+            for role in ("policy", "critic"):
+                worker.durable(role)
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
     worker.close()
 
@@ -81,7 +88,7 @@ def saved(worker: Worker, folder: Path) -> int:
     """Bytes that are alive after a checkpoint."""
     for role in ("policy", "critic"):
         (folder / role).mkdir(exist_ok=True)
-        worker.save(role, folder / role)
+        worker.save(role, folder / role)  # by another thread, while the caller goes on
     return alive()
 
 

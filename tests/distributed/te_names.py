@@ -202,9 +202,9 @@ def named(policy: Any) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedBase
 
-    from rl_megatron.learner import checkpoint
+    from rl_megatron.learner.checkpoint.state import weights
 
-    state = [checkpoint._weights(chunk) for chunk in policy._trained]
+    state = [weights(chunk) for chunk in policy._trained]
     parts = [part for part in nested_values(state) if isinstance(part, ShardedBase)]
     projection = policy._models[0].decoder.layers[0].self_attention.linear_proj
     return {

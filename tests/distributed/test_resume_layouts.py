@@ -29,6 +29,7 @@ from tests.distributed.ragged import ragged_samples
 from tests.distributed.ranks import run_ranks
 from tests.optimizer_step import train_step
 from tests.rows import policy_loss
+from tests.savings import held_back
 
 if TYPE_CHECKING:
     from rl_megatron.learner.trained import MegatronLearner
@@ -146,8 +147,10 @@ def leg(rank: int, folder: Path, relay: str, number: int) -> dict[str, Any]:
                 megatron.save(folder / f"{relay}-{number}-{role}-loaded")
         seen[role] = {"first": steps(megatron, learner, rank, loss)}
         if number < len(layouts) - 1:
-            megatron.save(folder / f"{relay}-{number}-{role}")
-            seen[role]["then"] = steps(megatron, learner, rank, loss)
+            with held_back():  # written after the steps behind it, as it was before them
+                saving = megatron.start_save(folder / f"{relay}-{number}-{role}")
+                seen[role]["then"] = steps(megatron, learner, rank, loss)
+            saving.durable()
     world.leave()
     return seen
 

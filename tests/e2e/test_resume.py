@@ -113,7 +113,10 @@ def test_a_checkpoint_has_the_bytes_that_are_planned(reference: Run) -> None:
     layout, (planned,) = learner_layout(config, shape := starting_shape(config)), bytes_by_rank(config, shape).values()
     frames = 2048 * 4 * layout.num_parameters(0)  # of a parameter, its float32 copy and two moments
     written = {r["checkpoint/bytes"] for r in reference.rows() if "checkpoint/bytes" in r}
-    assert [r["step"] for r in reference.rows() if "checkpoint/bytes" in r] == [3, 5]
+    begun = [r["step"] for r in reference.rows() if "checkpoint/stage_seconds" in r]
+    ended = [r["checkpoint/step"] for r in reference.rows() if "checkpoint/step" in r]
+    assert begun == [3, 5]
+    assert ended in ([0, 2, 4], [0, 2])  # the last but one may end while the last step runs
     assert planned < min(written) <= max(written) < planned + frames + 200_000  # and .metadata
 
 

@@ -163,6 +163,7 @@ def _install_cuda() -> None:
         "get_device_capability": lambda *given: (9, 0),
         "get_device_properties": _properties,
         "get_device_name": lambda *given: _properties().name,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *given: 0, cudaHostUnregister=lambda *given: 0),
         "is_current_stream_capturing": lambda: False,
         "mem_get_info": lambda *given: (BYTES, BYTES),
         "get_rng_state": _no_state,

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
 
 from launcher.preflight import job_memory
-from launcher.preflight.subject import Subject
+from launcher.preflight.subject import Found, Subject
 from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED
+from rl_megatron.scaling.host_memory import copies_bytes
+from rl_megatron.scaling.saves import save_cost
+
+WAITS = "checkpoint.async_save=false"
+
+
+def checked(*keys: str, for_job: bool) -> list[Found]:
+    config = load_config("qwen3_30b_a3b_80gb", ["model.path=/models/given", "run.launcher=slurm", *keys])
+    subject = Subject(config, for_job)
+    subject.__dict__["shape"] = NAMED["qwen3-30b-a3b"]  # without the model's folder
+    return list(job_memory.check(subject))
 
 
 @pytest.mark.parametrize(
@@ -33,11 +45,7 @@ def test_a_node_without_the_memory_that_leaves_gpus_is_told_so(
 ) -> None:
     """369.4 GB: 8 ranks of 43 GiB, which is what tests/unit/launcher/test_memory.py computes by hand."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=has_gb * 10**9))
-    keys = ["model.path=/models/given", "run.launcher=slurm", *([f"slurm.memory_per_node={asked}"] if asked else [])]
-    config = load_config("qwen3_30b_a3b_80gb", keys)
-    subject = Subject(config, for_job)
-    subject.__dict__["shape"] = NAMED["qwen3-30b-a3b"]  # without the model's folder
-    found = list(job_memory.check(subject))
+    found = checked(*([f"slurm.memory_per_node={asked}"] if asked else []), WAITS, for_job=for_job)
     if message == "not known":
         assert [(one.kind, one.text) for one in found] == [
             ("unchecked", "that a node has 369 GB of memory for learner.offload")
@@ -47,3 +55,38 @@ def test_a_node_without_the_memory_that_leaves_gpus_is_told_so(
         assert [message in text and "learner.offload.while_sampling=optimizer" in text for text in told] == (
             [True] if message else []
         )
+
+
+def test_copies_of_what_is_saved_by_hand() -> None:
+    """14 bytes a parameter over the first of each data-parallel group, and 12 for the shards of what two share out;
+    each expert is one rank's alone."""
+    config = load_config("qwen3_30b_a3b_80gb", ["model.path=/models/given", "run.launcher=slurm"])
+    experts, vocab = 48 * 128 * 3 * 768 * 2048, 2 * 151936 * 2048
+    dense = vocab + 48 * (2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128 + 128 * 2048)
+    shape = NAMED["qwen3-30b-a3b"]
+    assert copies_bytes(config, shape) == pytest.approx(14 * (experts + dense) + 12 * dense, rel=0.003)  # routers
+    waits = load_config("qwen3_30b_a3b_80gb", ["model.path=/models/given", "run.launcher=slurm", WAITS])
+    assert copies_bytes(waits, shape) == 0
+    assert save_cost(config, shape).most == 3  # two are kept
+    rules = ("train.steps=400", "checkpoint.every=20", "checkpoint.keep_every=100", "checkpoint.keep_best=2")
+    kept = load_config("qwen3_30b_a3b_80gb", ["model.path=/models/given", "run.launcher=slurm", *rules])
+    assert save_cost(kept, shape).most == 2 + 4 + 2 + 1  # newest, of every 100th step, best, and the one being written
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "text"),
+    [
+        ("840G", None, ""),  # 902 GB
+        (
+            "700G",
+            "problem",
+            r"needs 446\.9 GB .* saved besides 369\.4 GB for learner\.offload, but .*_save=false: train",
+        ),
+        ("0", "unchecked", r"that a node has 816 GB of memory for learner\.offload and checkpoint\.async_save"),
+    ],
+)
+def test_a_node_without_memory_for_copies_of_what_is_saved_is_told_so(asked: str, kind: str | None, text: str) -> None:
+    found = checked(f"slurm.memory_per_node={asked}", for_job=True)
+    told = [one for one in found if "async_save" in one.text]
+    assert [one.kind for one in told] == ([kind] if kind else [])
+    assert all(re.search(text, one.text) for one in told)

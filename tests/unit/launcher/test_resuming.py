@@ -15,17 +15,18 @@ from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.resume import FREE, fixed, is_free, table
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileData
-from rl_megatron.digests import Digest, digests
+from rl_megatron.digests import digests
 from rl_megatron.errors import CheckpointError
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
+from tests.savings import Ended
 
 REPO = Path(__file__).resolve().parents[3]
 
 
 class Weights:
-    async def save(self, folder: Path) -> dict[str, Digest]:
+    async def save(self, folder: Path) -> Ended:
         (folder / "weights").write_bytes(b"weights")
-        return digests(folder, ["weights"])
+        return Ended(digests(folder, ["weights"]))
 
 
 def run_of(folder: Path, config: RunConfig, held: Mapping[str, Any] | None = None) -> Path:
@@ -33,7 +34,11 @@ def run_of(folder: Path, config: RunConfig, held: Mapping[str, Any] | None = Non
     store = CheckpointStore(folder / "checkpoints", keep=1, config=held or fixed(config))
     state = TrainerState(step=1, prompts={}, stream=None)
     learner: Any = Weights()
-    asyncio.run(store.save(state, {"learner": learner}))
+
+    async def write() -> None:
+        await (await store.save(state, {"learner": learner})).finish()
+
+    asyncio.run(write())
     save_resolved(config, folder / "config.yaml")
     return folder
 

@@ -11,16 +11,22 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.digests import digests
 from rl_megatron.errors import CheckpointError
-from rl_megatron.learner import checkpoint, world
+from rl_megatron.learner import world
+from rl_megatron.learner.checkpoint import loading
 from rl_megatron.learner.megatron import make_policy
 from rl_megatron.learner.model.layers import GroupedColumnLinear, RMSNorm
+from rl_megatron.learner.optimizer import state_of
 from rl_megatron.learner.trained import MegatronLearner
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.layouts.families import read_shape
+from tests.distributed.ragged import ragged_samples
+from tests.savings import held_back
 
 SECTION = LearnerSection()
 
@@ -94,6 +100,82 @@ def save(learner: MegatronLearner, folder: Path) -> Path:
     return folder
 
 
+def train(learner: MegatronLearner, steps: int) -> None:
+    samples = ragged_samples(3, torch.Generator().manual_seed(4))
+    for _ in range(steps):
+        learner.backward([samples], CrossEntropy(), num_tokens=60, num_sequences=3)
+        assert learner.step(1e-2).grad_norm > 0
+
+
+def state(learner: MegatronLearner) -> dict[str, torch.Tensor]:
+    """Copies of parameters, of their float32 weights, and of AdamW's state."""
+    held = [(f"{name}", tensor) for name, tensor in learner.tensors.items()]
+    return {name: t.clone() for name, t in [*held, *((f"{n}", t) for n, t in enumerate(state_of(learner._optimizer)))]}
+
+
+def test_what_is_written_while_training_goes_on_is_the_state_at_its_start(hf: Path, tmp_path: Path) -> None:
+    learner, blocks = drawn(hf, 7), list[int]()
+    train(learner, 1)
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        folder.mkdir()
+        before = state(learner)
+        with held_back():
+            saving = learner.start_save(folder)
+            train(learner, 3)
+            assert not saving.written
+            assert not list(folder.glob("*.distcp"))
+        files = saving.durable().files
+        assert files.keys() == {path.name for path in folder.iterdir()}
+        assert files == digests(folder, files)
+        blocks.append(learner._staged.num_bytes)
+        loaded = policy(hf)
+        loaded.load(folder)
+        found = state(loaded)
+        assert found.keys() == before.keys()
+        for key, tensor in before.items():
+            assert torch.equal(found[key], tensor), key
+        assert any(not torch.equal(tensor, before[key]) for key, tensor in state(learner).items())
+        loaded.load_weights(folder)  # of float32 the optimizer's copies, which are loaded last, are the weights
+        for key, tensor in loaded.tensors.items():
+            assert torch.equal(tensor, before[key]), key
+    trained = sum(t.numel() for t in learner.tensors.values())
+    assert blocks[0] == blocks[1]  # no save takes more memory than the one before
+    assert 16 * trained <= blocks[0] < 16.1 * trained + 256 * 100  # weights, their copy and moments, all float32 here
+
+
+def test_an_asynchronous_save_writes_the_bytes_of_a_synchronous_one(hf: Path, tmp_path: Path) -> None:
+    learner = drawn(hf, 8)
+    train(learner, 1)
+    at_once = save(learner, tmp_path / "waits")
+    (tmp_path / "apart").mkdir()
+    learner.start_save(tmp_path / "apart").durable()
+    for file in at_once.iterdir():
+        if file.name != ".metadata":  # which has the offsets in shards, in the order of a set
+            assert (tmp_path / "apart" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_a_disk_that_is_full_while_a_thread_writes_is_named_by_who_waits_for_it(hf: Path, tmp_path: Path) -> None:
+    learner, folder = drawn(hf, 9), tmp_path / "full"
+    folder.mkdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with held_back():
+        saving = learner.start_save(folder)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        saving._thread.join()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert saving.written
+    with pytest.raises(CheckpointError) as caught:  # there is room again, but not when it wrote
+        saving.durable()
+    assert f"{folder} cannot be written: File too large; free space" in str(caught.value)
+    again = save(learner, tmp_path / "again")
+    fresh = policy(hf)
+    fresh.load(again)
+    assert_same(fresh, learner)
+
+
 def assert_same(one: MegatronLearner, other: MegatronLearner) -> None:
     assert one.tensors.keys() == other.tensors.keys()
     for name, tensor in one.tensors.items():
@@ -144,7 +226,7 @@ def test_a_full_disk_is_named_and_not_by_a_traceback(hf: Path, tmp_path: Path) -
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.skipif(checkpoint._READS_WITHOUT_COMMON, reason="the megatron-core here reads both forms")
+@pytest.mark.skipif(loading.READS_WITHOUT_COMMON, reason="the megatron-core here reads both forms")
 def test_a_checkpoint_of_a_newer_megatron_core_is_refused_with_what_reads_it(hf: Path, tmp_path: Path) -> None:
     folder = save(drawn(hf, 6), tmp_path / "newer")
     (folder / "common.pt").unlink()  # which it has among the shards, under this name

@@ -293,6 +293,7 @@ def test_every_number_of_a_run_has_a_place_on_the_page() -> None:
         "weights/bytes",
         "weights/route",
         "checkpoint/bytes",
+        "checkpoint/step",
     }
     assert METRICS.keys() - shown - axes_and_totals == {"metrics/non_finite"}
     assert shown <= METRICS.keys()

@@ -31,9 +31,7 @@ def test_plain_lines_are_exact() -> None:
         progress.step(WARM)
         progress.phase("rollout")
         progress.step(RL)
-        progress.step(
-            {**RL, "step": 5, "loss": None, "eval/accuracy": 0.75, "seconds/step": 4.0, "seconds/checkpoint": 0.1}
-        )
+        progress.step({**RL, "step": 5, "loss": None, "eval/accuracy": 0.75, "seconds/step": 4.0, "checkpoint/step": 4})
         progress.step({**RL, "step": 10, EQUAL: 0.375})
         progress.step({**RL, "step": 10, EQUAL: 1.0})
     assert file.getvalue().splitlines() == [
@@ -61,7 +59,7 @@ def test_the_live_panel_shows_the_state_of_the_run() -> None:
         progress.note("a note [with brackets]")
         progress.phase("warm start", total=40)
         progress.step(WARM)
-        progress.step({**RL, "reward/mean": 0.0, "seconds/checkpoint": 0.5})
+        progress.step({**RL, "reward/mean": 0.0, "checkpoint/step": 3})
         progress.step({**RL, "step": 5, "reward/mean": 1.0})
     text = file.getvalue()
     assert "a note [with brackets]" in text

@@ -314,7 +314,10 @@ def test_the_first_of_a_data_parallel_group_writes_its_part_of_a_checkpoint() ->
     found = save_cost(config, SHAPE)
     assert (found.total, found.by_node) == (16 * (dense + experts),) * 2  # both ranks are on the first node
     assert found.seconds == found.total / 5e9
-    assert found.seconds_a_step == found.seconds / 50
+    assert found.held == 16 * (dense + experts // 2) / (config.slurm.speeds.memory * 1e9)  # the first rank copies most
+    assert found.seconds_a_step == found.held / 50
+    waits = save_cost(tiny("learner.ep=2", "learner.dp=4", "slurm.nodes=2", "checkpoint.async_save=false"), SHAPE)
+    assert waits.held == waits.seconds == found.seconds
     spread = save_cost(tiny("learner.ep=2", "slurm.nodes=2", "slurm.speeds.storage=1"), SHAPE)
     assert (spread.total, spread.by_node) == (found.total, 16 * (dense + experts // 2))
     assert spread.seconds == spread.total / 1e9
@@ -331,13 +334,23 @@ def test_the_floor_of_a_step_by_hand() -> None:
     assert estimate(tiny(), SHAPE).step is None
 
 
+WAITS = ("checkpoint.async_save=false",)
+
+
 @pytest.mark.parametrize(
     ("keys", "warnings"),
     [
         ((), []),
         (("slurm.speeds.step_seconds=100",), []),
-        (("slurm.speeds.step_seconds=40",), ["checkpoints take 4.3 s of a step's 40, 11%, at assumed speeds"]),
-        (("slurm.speeds.step_seconds=40", "checkpoint.every=25"), []),
+        (("slurm.speeds.step_seconds=40",), []),
+        (
+            (
+                *WAITS,
+                "slurm.speeds.step_seconds=40",
+            ),
+            ["checkpoints take 4.3 s of a step's 40, 11%, at assumed speeds"],
+        ),
+        ((*WAITS, "slurm.speeds.step_seconds=40", "checkpoint.every=25"), []),
         (
             ("slurm.speeds.step_seconds=50", "weights.transport=auto"),
             ["a push of weights takes 6.9 s of a step's 50, 14%, at assumed speeds"],

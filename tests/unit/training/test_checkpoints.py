@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +19,7 @@ from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig
-from rl_megatron.digests import Digest, digests
+from rl_megatron.digests import Digest
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
 from rl_megatron.observability.metrics import deterministic
@@ -32,23 +31,9 @@ from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.loop import Loop, Pace
 from rl_megatron.types import ParallelDims
+from tests.savings import FILES, Ended, Shards
 
 STATE = TrainerState(step=3, prompts={"epoch": 0, "next": 8}, stream=None)
-FILES = {f"__{i}_0.distcp": bytes(range(i, 200 + i)) * 400 for i in range(5)}
-
-
-@dataclass
-class Shards:
-    """A learner whose ranks write the files of ``content``."""
-
-    content: Mapping[str, bytes] = field(default_factory=lambda: FILES)
-    saves: int = 0
-
-    async def save(self, folder: Path) -> dict[str, Digest]:
-        self.saves += 1
-        for name, data in self.content.items():
-            (folder / name).write_bytes(data)
-        return digests(folder, self.content)
 
 
 class Ranks:
@@ -72,7 +57,13 @@ class Ranks:
 
 def saved(folder: Path, learner: Any = None) -> Path:
     store = CheckpointStore(folder, keep=2, config=fixed(RunConfig()))
-    return asyncio.run(store.save(STATE, {"learner": learner or cast(Learner, Shards())})).folder
+    return asyncio.run(write(store, learner or Shards())).folder
+
+
+async def write(store: CheckpointStore, learner: Any) -> Saved:
+    saved = await (await store.save(STATE, {"learner": learner})).finish()
+    assert saved is not None
+    return saved
 
 
 def loaded(folder: Path) -> Ranks:
@@ -109,15 +100,15 @@ def test_a_save_of_any_size_leaves_the_event_loop_free(tmp_path: Path, monkeypat
     class Large:
         """8 GB that take no room on the disk; its ranks would have read them, the controller must not."""
 
-        async def save(self, folder: Path) -> dict[str, Digest]:
+        async def save(self, folder: Path) -> Ended:
             with (folder / "__0_0.distcp").open("wb") as file:
                 file.truncate(8 * 2**30)
-            return {"__0_0.distcp": Digest(bytes=8 * 2**30, xxh3_128="0" * 32)}
+            return Ended({"__0_0.distcp": Digest(bytes=8 * 2**30, xxh3_128="0" * 32)})
 
     async def save() -> Saved:
         watch = LoopWatch(config, tmp_path / "stacks")
         try:
-            return await CheckpointStore(tmp_path, keep=2, config={}).save(STATE, {"learner": cast(Learner, Large())})
+            return await write(CheckpointStore(tmp_path, keep=2, config={}), Large())
         finally:
             watch.stop()
 
@@ -180,10 +171,10 @@ def test_a_manifest_that_lists_nothing_is_refused(tmp_path: Path, change: Any, m
 
 def test_what_no_rank_wrote_or_nobody_sees_here_is_no_checkpoint(tmp_path: Path) -> None:
     class Elsewhere(Shards):
-        async def save(self, folder: Path) -> dict[str, Digest]:
+        async def save(self, folder: Path) -> Ended:
             said = await super().save(folder)
             (folder / "__1_0.distcp").unlink()
-            return {name: digest for name, digest in said.items() if name != "__2_0.distcp"}
+            return Ended({name: digest for name, digest in said.files.items() if name != "__2_0.distcp"})
 
     with pytest.raises(CheckpointError) as caught:
         saved(tmp_path, Elsewhere())
@@ -265,9 +256,9 @@ def test_the_row_after_a_checkpoint_has_its_bytes_and_seconds(tmp_path: Path) ->
         stop=asyncio.Event(),
     )
     assert asyncio.run(loop.run())
-    after = [name for name in rows[2] if "checkpoint" in name]
+    after = [name for name in rows[2] if "checkpoint" in name and name != "checkpoint/step"]  # a thread publishes it
     assert (sorted(after), rows[2]["checkpoint/bytes"]) == (
-        ["checkpoint/bytes", "seconds/checkpoint"],
+        ["checkpoint/bytes", "checkpoint/stage_seconds", "checkpoint/write_seconds", "seconds/checkpoint"],
         sum(map(len, FILES.values())),
     )
     assert not any("checkpoint" in name for row in rows[:2] for name in row)

@@ -1,0 +1,33 @@
+"""Rules of which checkpoints are kept: those that no run could keep are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rl_megatron.config.run import RunConfig
+
+
+def problems_of_keeping(c: RunConfig) -> Iterator[str]:
+    """A line for each rule by which no checkpoint, or none but the last, would be kept."""
+    saves, every = c.checkpoint, c.checkpoint.every
+    given = {
+        f"checkpoint.keep_every={saves.keep_every}": saves.keep_every is not None,
+        f"checkpoint.keep_best={saves.keep_best}": bool(saves.keep_best),
+    }
+    for key in (key for key, there in given.items() if there and not every):
+        yield f"{key} with checkpoint.every=0: only the last step's checkpoint is written; set checkpoint.every"
+    if not every:
+        return
+    if saves.keep_every is not None and saves.keep_every % every:
+        yield (
+            f"checkpoint.keep_every={saves.keep_every} is no multiple of checkpoint.every={every}: no checkpoint is "
+            f"written at step {saves.keep_every}; set {-(-saves.keep_every // every) * every}"
+        )
+    if saves.keep_best and (not c.eval.every or every % c.eval.every):
+        yield (
+            f"checkpoint.keep_best={saves.keep_best} compares eval/accuracy, which is measured every "
+            f"eval.every={c.eval.every} steps, but checkpoints are written every checkpoint.every={every}; make this a "
+            "multiple of that"
+        )

@@ -1,0 +1,128 @@
+"""Loads model and optimizer shards with megatron's dist_checkpointing, written in this layout or another.
+
+Every rank calls both functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
+
+from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.learner.adam.groups import add_missing, own_settings
+from rl_megatron.learner.checkpoint.faults import told
+from rl_megatron.learner.checkpoint.state import inner, is_left_out, key_of, sharded_state, weights
+from rl_megatron.learner.muon.shared import LayerWise
+from rl_megatron.learner.optimizer import copy_to_host, inner_optimizers
+from rl_megatron.weights.bytes.bits import all_numbers
+
+_COMMON = "common.pt"  # what belongs to no rank, where a checkpoint was written by megatron-core 0.16
+READS_WITHOUT_COMMON = hasattr(serialization, "_legacy_common_state_exists")
+"""Whether the megatron-core here is a newer one, which reads both forms."""
+
+_NAMED = 5  # an error names at most so many tensors
+
+
+def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel], *, without: str | None = None) -> None:
+    """Load the model alone from ``folder``, except names that begin with ``without``.
+
+    Raises CheckpointError, or WeightError for NaN and infinite values.
+    """
+    wanted = {key_of(i, len(chunks)): weights(chunk, without) for i, chunk in enumerate(chunks)}
+    state = _read(wanted, folder, "this layout")  # at once: all layers must be asked for, and each chunk has some
+    with torch.no_grad():
+        for i, chunk in enumerate(chunks):
+            _fill(chunk, state[key_of(i, len(chunks))], f"{folder}, chunk {i}", without)
+            for name, parameter in inner(chunk).named_parameters():
+                if not is_left_out(name, without) and not all_numbers(parameter):
+                    raise WeightError(f"{folder}: {name} holds NaN or infinite values; fetch or convert it again")
+
+
+def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    """Load model and optimizer from ``folder``. Raises CheckpointError if shards are missing or do not fit."""
+    state = _read(sharded_state(chunks, optimizer), folder, "this layout")
+    with torch.no_grad():
+        for i, chunk in enumerate(chunks):
+            _fill(chunk, state[key_of(i, len(chunks))], f"{folder}, chunk {i}")
+        with own_settings(optimizer):
+            optimizer.load_state_dict(_in_groups(_in_links(state["optimizer"], optimizer, folder), optimizer))
+    copy_to_host(optimizer)
+
+
+def _fill(chunk: Any, state: dict[str, Any], where: str, without: str | None = None) -> None:
+    """Load ``state`` into the chunk. Raises CheckpointError if either has a tensor that the other lacks."""
+    keys = inner(chunk).load_state_dict(state, strict=False)
+    missing = [name for name in keys.missing_keys if not is_left_out(name, without)]
+    if missing or keys.unexpected_keys:
+        raise CheckpointError(
+            f"{where} does not fit the model: the checkpoint lacks {missing[:_NAMED]}, and the model lacks "
+            f"{keys.unexpected_keys[:_NAMED]}"
+        )
+
+
+def _in_links(saved: dict[Any, Any], optimizer: MegatronOptimizer, folder: Path) -> dict[Any, Any]:
+    """``saved`` with a state for each of the chained optimizers.
+
+    Older versions' checkpoints of ``learner.ep=1`` have one for all parameters: its settings and count of steps are
+    those of each. The tensors have been read by their global names, into the states of ``optimizer``'s own chain.
+    """
+    links = range(len(inner_optimizers(optimizer)))
+    if len(links) == 1 or saved.keys() == set(links) or isinstance(optimizer, LayerWise):
+        return saved
+    if "param_state" not in saved[0]:
+        raise CheckpointError(
+            f"{folder} was written with learner.ep=1 and learner.optimizer.distributed=false by an older version of "
+            "rl_megatron, in another form; resume with that version"
+        )
+    one = {key: value for key, value in saved.items() if key not in links}
+    groups = [
+        {**group, "is_expert_parallel": experts}
+        for group in one["optimizer"]["param_groups"]
+        for experts in (False, True)
+    ]
+    one["optimizer"] = {**one["optimizer"], "param_groups": groups}
+    return {link: {**one, **saved[link]} for link in links}
+
+
+def _in_groups(saved: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
+    """``saved`` with all groups of parameters: in older versions' checkpoints biases of experts may have none."""
+    parts = inner_optimizers(optimizer)
+    for link, part in enumerate(parts):
+        state = saved if len(parts) == 1 else saved.get(link, {})
+        if "param_state" in state:
+            add_missing(state["optimizer"]["param_groups"], part.optimizer.param_groups)
+    return saved
+
+
+def _read(wanted: dict[str, Any], folder: Path, into: str) -> dict[str, Any]:
+    if not READS_WITHOUT_COMMON and not (folder / _COMMON).exists() and b"common_state" in _metadata(folder):
+        raise CheckpointError(
+            f"{folder} has no {_COMMON}: a megatron-core wrote it that is newer than the one here and keeps in shards "
+            "what belongs to no rank; resume with the Python and the megatron-core that wrote it"
+        )
+    try:
+        state: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
+    except ValueError as error:  # lists of unequal lengths
+        raise CheckpointError(
+            f"{folder}: megatron cannot load these shards into {into}: {told(error)[:1000]}. Older versions had other "
+            "groups of parameters where learner.optimizer.distributed=false and experts have biases; resume such a run "
+            "with the version that wrote it"
+        ) from error
+    except (CheckpointException, CheckpointingException, OSError, RuntimeError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder}: megatron cannot load these shards into {into}: {told(error)[:1000]}"
+        ) from error
+    return state
+
+
+def _metadata(folder: Path) -> bytes:
+    return path.read_bytes() if (path := folder / ".metadata").exists() else b""

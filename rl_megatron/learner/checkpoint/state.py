@@ -1,0 +1,105 @@
+"""What a checkpoint holds of a rank: megatron's sharded tensors of the model's chunks and of the optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from rl_megatron.learner.adam.float8 import as_float32
+from rl_megatron.learner.checkpoint.gathered import Gathered
+from rl_megatron.learner.optimizer import create_state, inner_optimizers, keeps_weights
+
+# The default sharding of DistributedOptimizer is broken in 0.16.1; this one saves each parameter's state under its
+# global name and box, so that any layout can load it.
+METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+Values = Callable[[Tensor], Tensor]
+"""Gives the tensor with the values of one that holds none now."""
+
+
+def sharded_state(
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    *,
+    values: Values = lambda tensor: tensor,
+    gathered: Gathered | None = None,
+) -> dict[str, Any]:
+    """The state to save, whose optimizer states `gathered` collects, or, without it, the state to load into."""
+    create_state(optimizer)
+    state: dict[str, Any] = {key_of(i, len(chunks)): weights(chunk) for i, chunk in enumerate(chunks)}
+    models = state["model"] if len(chunks) == 1 else dict(state)
+    with _collecting(optimizer, values, gathered):
+        state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=gathered is None, metadata=dict(METADATA))
+    for part in nested_values(state):
+        if isinstance(part, ShardedBase) and isinstance(part.data, Tensor):
+            part.data = values(part.data)
+    return state
+
+
+@contextlib.contextmanager
+def _collecting(optimizer: MegatronOptimizer, values: Values, gathered: Gathered | None) -> Iterator[None]:
+    """Has a distributed optimizer's states be ``values``, which `gathered` collects."""
+    parts = [part for part in inner_optimizers(optimizer) if isinstance(part, DistributedOptimizer)]
+    for part in parts:
+        part._get_main_param_and_optimizer_states = partial(_values_of, values, part)
+        if gathered is not None:
+            part.get_parameter_state_dp_zero = partial(gathered.collect, part)
+    if gathered is not None:  # megatron collects garbage for each part, most of the time for which training would wait
+        distrib_optimizer.gc = SimpleNamespace(collect=lambda: 0)
+    try:
+        yield
+    finally:
+        distrib_optimizer.gc = gc
+        for part in parts:
+            del part._get_main_param_and_optimizer_states
+            part.__dict__.pop("get_parameter_state_dp_zero", None)
+
+
+def _values_of(values: Values, part: DistributedOptimizer, parameter: Tensor) -> dict[str, Tensor]:
+    if keeps_weights(part):
+        group, order = part.model_param_group_index_map[parameter]
+        state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
+        held = {name: as_float32(tensor, values) for name, tensor in state.items()}
+        return {"param": held.pop("master_param"), **held}
+    held = DistributedOptimizer._get_main_param_and_optimizer_states(part, parameter)
+    return {name: values(tensor) for name, tensor in held.items() if isinstance(tensor, Tensor)}
+
+
+def weights(chunk: Any, without: str | None = None) -> dict[str, Any]:
+    """The parameters and buffers of a chunk that a checkpoint holds, except names that begin with ``without``."""
+    found = inner(chunk).sharded_state_dict(metadata=dict(METADATA)).items()
+    return {name: part for name, part in found if not is_left_out(name, without)}
+
+
+def is_left_out(name: str, without: str | None) -> bool:
+    """No checkpoint holds TransformerEngine's fp8 state: recipes here have no scales of earlier steps (`options.fp8`),
+    and torch's layers have none."""
+    return "_extra_state" in name or bool(without and name.startswith(without))
+
+
+def key_of(index: int, count: int) -> str:
+    """The name of one of ``count`` chunks in a checkpoint."""
+    return "model" if count == 1 else f"model{index}"
+
+
+def inner(chunk: Any) -> Any:
+    """The GPTModel inside DDP and, for half precision, Float16Module."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk

@@ -1,0 +1,145 @@
+"""A checkpoint that is written while training goes on: its moment, kills during it, and which ones are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from pydantic import ValidationError
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.digests import misfits
+from rl_megatron.interfaces import Learner
+from rl_megatron.training import checkpoints
+from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
+from tests.savings import Ended, Shards
+
+STATE = TrainerState(step=3, prompts={"epoch": 0, "next": 8}, stream=None)
+
+
+async def write_steps(folder: Path, accuracies: Mapping[int, float | None], **rules: Any) -> list[str]:
+    store = CheckpointStore(folder, config={}, **rules)
+    for step, accuracy in accuracies.items():
+        begun = await store.save(replace(STATE, step=step), {"learner": cast(Learner, Shards({"a": b"a"}))}, accuracy)
+        await begun.finish()
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        ({"keep": 2}, (50, 60)),
+        ({"keep": 1, "keep_every": 20}, (20, 40, 60)),  # not 0, which is the warm start's
+        ({"keep": 1, "keep_best": 1}, (40, 60)),  # of equal ones the later
+        ({"keep": 1, "keep_best": 2}, (20, 40, 60)),
+        ({"keep": 2, "keep_every": 30, "keep_best": 1}, (30, 40, 50, 60)),
+    ],
+)
+def test_the_newest_every_mth_and_the_best_are_kept(tmp_path: Path, rules: Any, kept: tuple[int, ...]) -> None:
+    accuracies = {0: 0.1, 10: 0.2, 20: 0.7, 30: 0.3, 40: 0.7, 50: None, 60: 0.5}
+    assert asyncio.run(write_steps(tmp_path, accuracies, **rules)) == [f"step_{step:06d}" for step in kept]
+
+
+def test_the_best_is_known_after_a_resume_too(tmp_path: Path) -> None:
+    rules = {"keep": 1, "keep_best": 1}
+    asyncio.run(write_steps(tmp_path, {1: 0.9, 2: 0.1}, **rules))
+    assert asyncio.run(write_steps(tmp_path, {3: 0.2}, **rules)) == ["step_000001", "step_000003"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (("keep_every=30",), r"keep_every=30 is no multiple of checkpoint\.every=25: .*at step 30; set 50"),
+        (("keep_every=30", "every=0"), r"keep_every=30 with checkpoint\.every=0: only the last step's"),
+        (("keep_best=1", "every=0"), r"keep_best=1 with checkpoint\.every=0: only the last step's"),
+        (("keep_best=1",), r"keep_best=1 compares eval/accuracy, .*eval\.every=10 steps, .*checkpoint\.every=25"),
+    ],
+)
+def test_rules_by_which_nothing_would_be_kept_are_refused(keys: tuple[str, ...], reason: str) -> None:
+    RunConfig.model_validate({"checkpoint": {"every": 20, "keep_every": 40, "keep_best": 3}})
+    given = dict(key.split("=") for key in keys)
+    with pytest.raises(ValidationError, match=reason):
+        RunConfig.model_validate({"checkpoint": {"every": 25, **{key: int(value) for key, value in given.items()}}})
+
+
+class Slow(Shards):
+    """A learner whose shards are written when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = False
+
+    async def save(self, folder: Path) -> Any:
+        done, outer = await super().save(folder), self
+
+        class Later(Ended):
+            async def written(self) -> bool:
+                return outer.go
+
+        return Later(done.files)
+
+
+def test_what_a_checkpoint_holds_is_of_the_moment_when_it_was_begun(tmp_path: Path) -> None:
+    async def run() -> tuple[Any, Any]:
+        prompts, learner = {"epoch": 0, "next": 8}, Slow()
+        store = CheckpointStore(tmp_path, keep=2, config={})
+        begun = await store.save(replace(STATE, prompts=prompts), {"learner": cast(Learner, learner)})
+        prompts["next"] = 16  # training goes on
+        before = await begun.written(), begun.published, checkpoints.latest(tmp_path)
+        learner.go = True
+        assert await begun.written()
+        assert await begun.written() is await begun.finish() is None  # it is said once
+        return before, begun.published
+
+    assert asyncio.run(run()) == ((None, False, None), True)
+    assert checkpoints.read(tmp_path / "step_000003").state == STATE
+
+
+EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree")
+
+
+def killed_at(folder: Path, moment: int) -> bool:
+    """Write a checkpoint of step 4 in a process that ends as by kill -9 at its ``moment``-th event with files; whether
+    it came to that."""
+    pid = os.fork()
+    if pid == 0:
+        count = 0
+
+        def hear(event: str, given: tuple[Any, ...]) -> None:
+            nonlocal count
+            if event in EVENTS and str(folder) in str(given[0]):
+                count += 1
+                if count == moment:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hear)
+        asyncio.run(write_steps(folder, {4: None}, keep=1))
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
+
+
+def test_killed_at_any_moment_of_a_save_a_whole_checkpoint_stands(tmp_path: Path) -> None:
+    """The files that a process opens, makes, renames and removes are counted, and it is killed at each of them."""
+    found, moment = list[str](), 0
+    asyncio.run(write_steps(tmp_path, {3: None}, keep=1))
+    while killed_at(tmp_path, moment := moment + 1):
+        latest = checkpoints.latest(tmp_path)
+        assert latest is not None
+        checkpoint = checkpoints.read(latest)
+        assert not misfits(latest, checkpoint.files, read=True)
+        found.append(f"{checkpoint.state.step}")
+        if latest.name == "step_000004":  # begin again from the one before
+            shutil.rmtree(tmp_path)
+            asyncio.run(write_steps(tmp_path, {3: None}, keep=1))
+    assert moment > 15
+    assert set(found) == {"3", "4"}
+    assert found == sorted(found)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000004"]  # what kills left is gone
