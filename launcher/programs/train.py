@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from pathlib import Path
 
@@ -10,13 +11,13 @@ from launcher.build.jobs import loops_of
 from launcher.build.model import starting_shape
 from launcher.build.roles import Parts, allocation_of, started
 from launcher.controller.loop_watch import LoopWatch
-from launcher.rehearsal.spent import lines_of_spent
+from launcher.rehearsal.spent import lines_of_spent, planned_metrics
 from launcher.runs.name import claim
 from launcher.runs.resume import find
 from launcher.runs.stop import Stop, stop_signals
 from rl_megatron.config.io import save_resolved
 from rl_megatron.config.run import RunConfig
-from rl_megatron.durable import remove_folder
+from rl_megatron.durable import remove_folder, write_atomically
 from rl_megatron.errors import RLMegatronError, Stopped
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.observability.files import read_jsonl
@@ -42,6 +43,7 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
         save_resolved(config, folder / "config.yaml")
         progress = Progress(config.train.steps, config.log.progress, config.run.name, run_folder=folder)
         with run_log(folder, role="controller"), progress, stop_signals(progress) as stop:
+            _plan(config, folder)
             loop_watch = LoopWatch(config, folder / "stacks")
             goes_on = f"rl-megatron train --config {folder}/config.yaml --resume goes on"
             finished: bool | None = None  # not begun
@@ -63,6 +65,18 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
             if finished is False:
                 progress.note(f"stopped and saved; {goes_on}")
     return folder
+
+
+def _plan(config: RunConfig, folder: Path) -> None:
+    """Write what the planner says of the metrics of a run on GPUs, for the report; no fault in it ends a run."""
+    if config.learner.device == "cpu":
+        return
+    try:
+        shape = starting_shape(config)
+        found = planned_metrics(config, shape, estimate(config, shape))
+        write_atomically(folder / "plan.json", json.dumps(found).encode())
+    except Exception as error:
+        logger.warning("the report has no plan beside memory and MFU: %s", error, exc_info=True)
 
 
 def _spent(config: RunConfig, folder: Path) -> list[str]:

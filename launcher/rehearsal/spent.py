@@ -10,9 +10,11 @@ from typing import Any
 from launcher.hosts.sites import visible_gpus
 from launcher.hosts.threads import threads_per_worker
 from rl_megatron.config.run import RunConfig
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.seats import seats_here
 from rl_megatron.scaling.estimates import Estimate, Predicted, gpus_by_role
+from rl_megatron.scaling.memory import footprints
 
 ENGINES = "engines"
 _HOUR = 3600.0
@@ -77,6 +79,24 @@ def planned(config: RunConfig, found: Predicted, steps: int) -> RunCost:
         trained=found.step.tokens * steps * config.train.epochs,
         sampled=completions * found.mean,
     )
+
+
+def planned_metrics(config: RunConfig, shape: ModelShape, guess: Estimate) -> dict[str, float]:
+    """What the plan says of metrics of a run on GPUs, by their names; nothing of one on CPUs.
+
+    memory/peak is of torch's allocator: without what engine servers on the same GPU, contexts and NCCL take. mfu/train
+    is there if ``slurm.speeds.gpu`` names the GPUs. Raises ConfigError if the layout does not divide the model's sizes.
+    """
+    if config.learner.device == "cpu":
+        return {}
+    apart = {"reserved", "engine"} if config.rollout.served else {"reserved"}
+    held = [
+        sum(taken for term, taken in one.terms.items() if term not in apart)
+        for one in footprints(config, shape)
+        if one.role == LEARNER
+    ]
+    found = guess.step.predicted if guess.step is not None else None
+    return {"memory/peak": max(held)} | ({} if found is None else {"mfu/train": found.mfu})
 
 
 def _hours(config: RunConfig, seconds: float, sampling: float) -> dict[str, float]:

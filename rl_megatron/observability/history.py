@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ class Run:
     rl: Sequence[JsonRow]
     config: Mapping[str, str]
     samples: Sequence[SampleRow]
+    plan: Mapping[str, float] = field(default_factory=dict)  # what the planner said of metrics, by name
 
     def numbers(self, name: str, *, phase: str = "rl") -> list[float]:
         """The recorded values of a metric in step order, without nulls."""
@@ -108,7 +109,17 @@ def _load(folder: Path, label: str) -> Run:
         rl=[row for row in rows if row.get("phase") == "rl"],
         config=_config(folder / "config.yaml"),
         samples=read_samples(samples) if samples.is_file() else [],  # log.samples_per_step=0 writes none
+        plan=_plan(folder / "plan.json"),
     )
+
+
+def _plan(path: Path) -> dict[str, float]:
+    """A plan of a run on GPUs; of others nothing is planned."""
+    try:
+        found = json.loads(path.read_bytes()) if path.is_file() else {}
+        return {str(name): float(value) for name, value in found.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: not a plan ({error}); remove it") from error
 
 
 _UNSHOWN = "slurm.environment."  # a job's variables may hold services' keys, and reports are shared

@@ -258,7 +258,7 @@ def arms_chart(curve: Curve, arms: Sequence[Arm]) -> Chart | None:
         return None
     title = curve.title + ("" if several or len(arms) > MAX_BANDS else curve.band)
     metric = documented(curve.metric)
-    title += " (dotted: greatest)" if len(lines) > len(arms) else ""
+    title += f" (dotted: {lines[0].label})" if len(lines) > len(arms) else ""
     return line_chart(title, metric.unit if metric else "", lines, curve.limits)
 
 
@@ -329,6 +329,9 @@ def _lines(curve: Curve, arm: Arm, num_arms: int, *, several: bool) -> list[Seri
     if curve.peak is not None and alone:
         points = [Point(x=x, y=number(row, curve.peak), label=label) for x, label, row in rows[0]]
         lines.append(Series(label="greatest", style=arm.style + DOTTED, points=points))
+    if (planned := arm.runs[0].plan.get(curve.metric)) is not None and alone:
+        points = [Point(x=x, y=planned, label=label) for x, label, _ in rows[0]]
+        lines.append(Series(label="plan", style=arm.style + DOTTED, points=points))
     band = not several and num_arms <= MAX_BANDS
     points = over_seeds([[_point(curve, x, label, row, band=band) for x, label, row in each] for each in rows])
     name = ("mean" if curve.peak else curve.metric) if alone else arm.label

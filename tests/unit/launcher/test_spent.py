@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from launcher.build.roles import Parts
+from launcher.controller.loop_watch import TimedLoop
 from launcher.programs import train
-from launcher.rehearsal.spent import devices, lines_of_spent, planned, spent
+from launcher.rehearsal.spent import devices, lines_of_spent, planned, planned_metrics, spent
 from launcher.runs.stop import Stop
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
@@ -20,6 +21,7 @@ from rl_megatron.errors import DataError
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability.progress import Progress
 from rl_megatron.scaling.estimates import estimate
+from rl_megatron.scaling.memory import fullest
 
 ROWS = [
     {"phase": "warm_start", "step": 0, "seconds/step": 360.0},
@@ -69,6 +71,19 @@ def test_cores_are_counted_on_cpus() -> None:
 
 
 SHAPE = NAMED["qwen3-30b-a3b"]
+
+
+def test_what_the_plan_says_of_metrics_is_the_learners_and_of_gpus_alone() -> None:
+    """The bytes are those of the table of `rl-megatron plan`, without the servers' and what no allocator sees."""
+    config = job("qwen3_30b_a3b", "slurm.speeds.gpu=h100", "slurm.gpu_memory_gb=80")
+    guess = estimate(config, SHAPE)
+    found = planned_metrics(config, SHAPE, guess)
+    held = fullest(config, SHAPE).terms
+    assert found["memory/peak"] == pytest.approx(sum(held.values()) - held["engine"] - 0.06 * 80e9)
+    assert 0 < found["mfu/train"] < 1
+    text = "\n".join(guess.step.lines()) if guess.step else ""
+    assert f"training at {found['mfu/train']:.0%} of the peak (MFU)" in text
+    assert planned_metrics(load_config("tiny_cpu", []), SHAPE, guess) == {}
 
 
 def test_the_plan_of_as_many_steps_is_beside_it() -> None:
@@ -138,8 +153,8 @@ def test_a_job_asks_to_come_back_before_what_can_fail_after_its_run(
     config = load_config("tiny_cpu", ["run.launcher=slurm", "run.name=r", f"run.dir={tmp_path}"])
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGINT)}
     try:
-        with pytest.raises(DataError):
-            asyncio.run(train.train(config, lambda *_: 0.0, resume=False))
+        with pytest.raises(DataError), asyncio.Runner(loop_factory=TimedLoop) as runner:
+            runner.run(train.train(config, lambda *_: 0.0, resume=False))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

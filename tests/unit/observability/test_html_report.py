@@ -297,3 +297,19 @@ def test_every_number_of_a_run_has_a_place_on_the_page() -> None:
     }
     assert METRICS.keys() - shown - axes_and_totals == {"metrics/non_finite"}
     assert shown <= METRICS.keys()
+
+
+def test_memory_and_mfu_are_beside_the_plans(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row | ({"memory/peak": 7e9} if row["phase"] == "rl" else {}) for row in lines]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "plan.json").write_text('{"memory/peak": 8.5e9, "mfu/train": 0.4}')
+    charts = Page(write_report([folder], tmp_path / "r.html")).charts()
+    found = charts["Most memory that a rank has held (dotted: plan)"]
+    assert [name for name, _ in found["names"]] == ["plan", "memory/peak"]
+    assert {tuple(text for *_, text in values) for *_, values in found["points"]} == {("8.5e9", "7e9")}
+    assert not any("MFU" in name for name in charts)  # no row has it
+    (folder / "plan.json").write_text("[1]")
+    with pytest.raises(DataError, match=r"plan\.json: not a plan"):
+        write_report([folder], tmp_path / "r.html")
