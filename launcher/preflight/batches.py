@@ -1,14 +1,15 @@
-"""Compares the sequences of a step with the data-parallel ranks that share them."""
+"""Compares the sequences of a step with the data-parallel ranks that share them, and with its waves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from launcher.preflight.subject import Found, Subject, note
+from rl_megatron.config.waves import micro_batches_filled
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Yields a note if an optimizer step has fewer sequences than data-parallel ranks."""
+    """Yields notes if an optimizer step has fewer sequences than data-parallel ranks, or a mean batch no early wave."""
     config, ranks = subject.config, subject.config.learner.dims.dp
     sequences = config.completions_per_step // config.train.minibatches
     if sequences < ranks:
@@ -17,3 +18,13 @@ def check(subject: Subject) -> Iterator[Found]:
             f"{config.train.minibatches}) for {ranks} data-parallel ranks (learner.dp), so {ranks - sequences} of them "
             "are idle; raise rollout.prompts_per_step, or lower train.minibatches"
         )
+    wave, mean = config.train.stream_micro_batches, config.slurm.speeds.mean_tokens
+    if wave and mean is not None:
+        positions = int(config.completions_per_step * (config.rollout.max_prompt_tokens + mean))
+        filled = micro_batches_filled(config.learner, positions=positions, sequences=config.completions_per_step)
+        if filled <= wave:
+            yield note(
+                f"a batch of completions of slurm.speeds.mean_tokens={mean:g} and the longest prompts fills {filled} "
+                f"micro-batches on each data-parallel rank, and a wave has train.stream_micro_batches={wave}, so it "
+                "mostly begins when the batch is whole; lower the latter"
+            )
