@@ -35,7 +35,7 @@ class Documented:
     def is_timing(self) -> bool:
         """Whether it depends on the clock or on when the run saved, so that it differs between equal runs."""
         return self.unit in ("s", "ms", "tokens/s", "rank", "s/s") or self.name.startswith(
-            ("checkpoint/", "memory/", "mfu/")
+            ("overlap/", "checkpoint/", "memory/", "mfu/")
         )
 
 
@@ -66,11 +66,7 @@ METRICS: Mapping[str, Documented] = _rows(
     ("advantage/std", "", "standard deviation of the advantages of trained tokens"),
     ("loss/kl", "nats", "the KL term's part of `loss`, coefficient included; only if the loss has one"),
     ("loss/nll", "nats", "the positive-example term's part of `loss`; only if algorithm.nll_coefficient is set"),
-    (
-        "kl/reference",
-        "nats",
-        "KL(old || reference): mean over completions of their tokens' mean, algorithm.kl.estimator",
-    ),
+    ("kl/reference", "nats", "KL(old || reference) by algorithm.kl.estimator: completions' mean of their tokens' mean"),
     ("kl/coefficient", "", "weight of the KL to the reference in this step"),
     ("kl/old_policy", "nats", "KL(old || current) per token: k3 estimate from the samples, mean over the minibatches"),
     ("kl/rollout", "nats", "KL(engine || learner) per token before the update: k3 estimate of their mismatch"),
@@ -105,6 +101,13 @@ METRICS: Mapping[str, Documented] = _rows(
     ("critic/explained_variance", "", "1 - Var(returns - values) / Var(returns) before the update: 1 is perfect"),
     ("staleness/mean", "versions", "mean of the trained version minus the version that sampled, over the completions"),
     ("staleness/max", "versions", "greatest staleness of a completion"),
+    ("staleness/p95", "versions", "95 % of the completions are at most so stale; this and the rest with max_staleness"),
+    ("staleness/tokens_mean", "versions", "mean staleness of a token, each by the version that sampled it"),
+    ("staleness/share/<name>", "", "share of the completions that are so stale: v0, v1, ... up to staleness/max"),
+    ("staleness/allowed", "versions", "how far sampling may be ahead at present; servers go from 1 to max_staleness"),
+    ("wait/due_seconds", "s", "part of seconds/rollout: waiting for groups that are due, with a batch of younger ones"),
+    ("in_flight/completions", "completions", "completions that were being sampled or scored at the push"),
+    ("overlap/fraction", "", "0 where sampling and training follow each other, 0.5 where both are always at work"),
     ("mismatch/logprob_abs_mean", "nats", "mean |learner - engine| log-prob of a sampled token, equal weights"),
     ("mismatch/logprob_abs_max", "nats", "greatest such difference"),
     ("mismatch/logprob_abs_p50", "nats", "median of such differences; this and the rest are from before the update"),
@@ -130,18 +133,14 @@ METRICS: Mapping[str, Documented] = _rows(
     ("response/truncated_fraction", "", "share of completions that reached rollout.max_new_tokens"),
     ("groups/trained", "groups", "groups that the step trains on; 0 if it is skipped because there are none"),
     ("groups/dropped", "groups", "groups left out: over-long prompt or failed reward, if the config says drop"),
-    (
-        "groups/filtered",
-        "groups",
-        "groups whose shaped rewards are all equal, left out by rollout.dynamic_sampling",
-    ),
+    ("groups/filtered", "groups", "groups of equal shaped rewards, left out by rollout.dynamic_sampling"),
     ("groups/zero_advantage_fraction", "", "share of groups whose rewards are all equal, so they give no gradient"),
-    ("ledger/drawn", "prompts", "prompts drawn since the run's start; each is in one of the next five after the push"),
-    ("ledger/queued", "prompts", "drawn and not sent to an engine yet"),
-    ("ledger/in_flight", "prompts", "being sampled or scored"),
-    ("ledger/buffered", "prompts", "scored, for a step to come"),
-    ("ledger/trained", "prompts", "trained on, each in one step (ledger.jsonl)"),
-    ("ledger/dropped", "prompts", "left out of training, each for a reason (ledger.jsonl)"),
+    (
+        "ledger/<name>",
+        "prompts",
+        "prompts `drawn` since the run's start, and where they are after the push: `queued` (not sent), `in_flight` "
+        "(being sampled or scored), `buffered` (scored), `trained`, or `dropped` (ledger.jsonl says when and why)",
+    ),
     ("moe/load_imbalance", "", "tokens of the busiest expert over the mean expert, in the worst layer; 1 is balanced"),
     ("moe/dead_experts", "", "share of experts without a token in an optimizer step, mean over layers"),
     (

@@ -87,6 +87,9 @@ class Stream:
         self._closed = False
         self._took: float | None = None  # the time of the last ``take``
         self._waited = 0.0  # seconds since
+        self._described: float | None = None  # the time of the last ``row``; the rest counts from there
+        self._busy, self._began = 0.0, 0.0  # seconds in which something was sampled, and since when it is
+        self._idle = self._idle_due = 0.0  # seconds for which the learner waited, and those for groups that are due
         self._given: list[Waiting] = []  # by ``finished``, to the step that is being made
 
     def admit(self) -> None:
@@ -160,9 +163,24 @@ class Stream:
         if self._apart and self._most and not last:
             self.admit()
 
-    def row(self) -> dict[str, int]:
-        """Metrics of the moment."""
-        return self._ledger.row()
+    def row(self) -> dict[str, float]:
+        """Metrics of a step after its push; with staleness, those of the time since the last call too."""
+        now, row = asyncio.get_running_loop().time(), dict[str, float](self._ledger.row())
+        if not self._most:
+            return row
+        if self._tasks:
+            self._busy, self._began = self._busy + now - self._began, now
+        if self._described is not None:
+            whole = now - self._described
+            work = self._busy + whole - self._idle
+            row["overlap/fraction"] = 1 - whole / work if work else 0.0
+        row |= {
+            "staleness/allowed": self._ahead,
+            "wait/due_seconds": self._idle_due,
+            "in_flight/completions": row["ledger/in_flight"] * self._section.group_size,
+        }
+        self._described, self._busy, self._idle, self._idle_due = now, 0.0, 0.0, 0.0
+        return row
 
     async def interrupt(self) -> None:
         """Have ``state`` know every token of the completions that are being sampled, where it shall have them."""
@@ -240,7 +258,9 @@ class Stream:
 
     def _send(self, places: Sequence[Waiting]) -> None:
         self._ledger.move((place.drawn.ordinal for place in places), "in_flight")
-        task = asyncio.get_running_loop().create_task(self._sample(places))
+        loop = asyncio.get_running_loop()
+        self._began = self._began if self._tasks else loop.time()
+        task = loop.create_task(self._sample(places))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -251,6 +271,8 @@ class Stream:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        if not self._tasks:
+            self._busy += asyncio.get_running_loop().time() - self._began
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self._failure = self._failure or error
         self.admit()
@@ -308,10 +330,13 @@ class Stream:
     async def _change(self) -> None:
         """Wait until a group ends. Raises what sampling raised."""
         self._check()
+        loop, is_due = asyncio.get_running_loop(), len(self._ready) >= self._size
+        began = loop.time()
         self._changed.clear()
-        began = asyncio.get_running_loop().time()
         await self._changed.wait()
-        self._waited += asyncio.get_running_loop().time() - began
+        seconds = loop.time() - began
+        self._waited, self._idle = self._waited + seconds, self._idle + seconds
+        self._idle_due += seconds * is_due
         self._check()
 
     def _check(self) -> None:

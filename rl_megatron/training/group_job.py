@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.prompts import PromptStream
@@ -22,7 +23,7 @@ from rl_megatron.training.credit import groups_that_differ
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.update import Update
 from rl_megatron.training.waves import WaveUpdate
-from rl_megatron.types import RolloutGroup
+from rl_megatron.types import RolloutGroup, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,24 @@ class GroupJob(ABC):
             "response/truncated_fraction": float(np.mean(cut)),
             "staleness/mean": float(staleness.mean()),
             "staleness/max": int(staleness.max()),
+            **(self._describe_ages(trajectories, staleness) if self.config.train.max_staleness else {}),
             "tokens/rollout": int(lengths.sum()),
+        }
+
+    def _describe_ages(self, trajectories: Sequence[Trajectory], staleness: NDArray[np.int64]) -> Row:
+        """Metrics of how old completions, by their oldest token, and tokens are, in pushes."""
+        turns = [turn for one in trajectories for turn in one.turns]
+        ends = [(*(span.start for span in turn.spans[1:]), len(turn.logprobs)) for turn in turns]
+        tokens = [
+            (end - span.start, self.number - 1 - span.version)
+            for turn, until in zip(turns, ends, strict=True)
+            for span, end in zip(turn.spans, until, strict=True)
+        ]
+        shares = {f"staleness/share/v{age}": float(np.mean(staleness == age)) for age in range(staleness.max() + 1)}
+        return {
+            "staleness/p95": int(np.quantile(staleness, 0.95, method="higher")),
+            "staleness/tokens_mean": sum(n * age for n, age in tokens) / max(1, sum(n for n, _ in tokens)),
+            **shares,
         }
 
     async def evaluate(self, watch: Stopwatch) -> Row:

@@ -288,8 +288,6 @@ def test_every_number_of_a_run_has_a_place_on_the_page() -> None:
         "tokens/rollout",
         "tokens/train",
         "flops/train",
-        "ledger/drawn",
-        "ledger/trained",
         "weights/bytes",
         "weights/route",
         "checkpoint/bytes",

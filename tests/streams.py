@@ -1,0 +1,68 @@
+"""A Stream over groups that only take time, for tests on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_megatron.config.sections.rollout import RolloutSection
+from rl_megatron.data.prompts import PromptStream
+from rl_megatron.rollout.batch import Answered, Drawn
+from rl_megatron.rollout.ledger import Ledger
+from rl_megatron.rollout.stream import Stream
+from rl_megatron.types import Prompt, RolloutGroup
+
+PROMPTS = [Prompt(id=f"p{i}", text="", token_ids=(1,), answer="") for i in range(600)]
+
+
+@dataclass
+class Source:
+    """Takes ``seconds(prompt)`` for each group, all of those asked together as long as the longest."""
+
+    seconds: Callable[[str], float]
+    dropped: Callable[[str], bool] = lambda _: False
+    stream: Stream = field(init=False)
+    versions: dict[str, int] = field(default_factory=dict)  # served when a prompt was last asked for
+    asked: list[list[int]] = field(default_factory=list)
+    asked_at: list[float] = field(default_factory=list)
+
+    async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
+        self.asked.append([one.ordinal for one in drawn])
+        self.asked_at.append(asyncio.get_running_loop().time())
+        self.versions |= {one.prompt.id: self.stream.version for one in drawn}
+        await asyncio.sleep(max(self.seconds(one.prompt.id) for one in drawn))
+        return [self._answer(one.prompt) for one in drawn]
+
+    async def interrupt(self) -> None:
+        """Nothing is known of what is under way."""
+
+    def so_far(self, drawn: Drawn) -> tuple[()]:
+        return ()
+
+    def _answer(self, prompt: Prompt) -> Answered:
+        rewards = (0.0, 0.0) if self.dropped(prompt.id) else (0.0, 1.0)
+        return Answered(group=RolloutGroup(prompt=prompt, trajectories=()), rewards=rewards)
+
+
+def stream_over(
+    source: Source,
+    *,
+    size: int,
+    staleness: int,
+    served: bool = True,
+    path: Path | None = None,
+    prompts: Sequence[Prompt] = PROMPTS,
+    **section: Any,
+) -> Stream:
+    source.stream = Stream(
+        prompts=PromptStream(prompts, seed=0),
+        source=source,
+        section=RolloutSection(prompts_per_step=size, engine="vllm" if served else "local", **section),
+        max_staleness=staleness,
+        teaches=lambda groups: [not source.dropped(group.prompt.id) for group in groups],
+        ledger=Ledger(path),
+    )
+    return source.stream
