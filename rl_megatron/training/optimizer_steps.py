@@ -32,21 +32,21 @@ class OptimizerSteps:
         Logs a skipped step and returns None. Raises RLMegatronError if more than ``most`` in a row were skipped.
         """
         said = await learner.backward(batch, loss)
-        return self.judge(await learner.step(learning_rate), said, batch, prompts)
+        return self.judge(await learner.step(learning_rate), said, batch.micro_batches, prompts)
 
     def judge(
         self,
         result: StepResult | SkippedStep,
         of_loss: Mapping[str, Metric[float | Counts]],
-        batch: Batch,
+        micro_batches: Sequence[Sequence[Samples]],
         prompts: Iterable[Prompt],
     ) -> Made | None:
-        """What `step` returns, logs and raises of the ``result`` of a step on all micro-batches of ``batch``."""
+        """What `step` returns, logs and raises of the ``result`` of a step on all ``micro_batches`` [D][M]."""
         if isinstance(result, StepResult):
             self.in_a_row = 0
             return Made(of_loss, result)
         self.in_a_row += 1
-        told = f"the {self.name}'s gradient norm is {result.grad_norm}: {_cause(result, batch, prompts)}"
+        told = f"the {self.name}'s gradient norm is {result.grad_norm}: {_cause(result, micro_batches, prompts)}"
         if self.in_a_row > self.most:
             raise RLMegatronError(
                 f"{told}. The weights did not change, but {self.in_a_row} optimizer steps in a row failed like this, "
@@ -57,7 +57,7 @@ class OptimizerSteps:
         return None
 
 
-def _cause(result: SkippedStep, batch: Batch, prompts: Iterable[Prompt]) -> str:
+def _cause(result: SkippedStep, micro_batches: Sequence[Sequence[Samples]], prompts: Iterable[Prompt]) -> str:
     ranks: dict[tuple[int, int], list[str]] = {}
     for c in result.culprits:
         ranks.setdefault((c.data_rank, c.micro_batch), []).append(f"{c.rank} on {c.node}")
@@ -69,7 +69,7 @@ def _cause(result: SkippedStep, batch: Batch, prompts: Iterable[Prompt]) -> str:
     known = {p.token_ids: p.id for p in prompts}
     told = [
         f"micro-batch {m + 1} of data-parallel rank {d} (rank {_listed(who)}; prompt "
-        f"{_listed(_prompts_of(batch.micro_batches[d][m], known))})"
+        f"{_listed(_prompts_of(micro_batches[d][m], known))})"
         for (d, m), who in ranks.items()
     ]
     return f"by {_listed(told)}"

@@ -26,7 +26,7 @@ from rl_megatron.training.credit import shape_rewards
 from rl_megatron.training.measures import Measured, advantage_row, policy_row
 from rl_megatron.training.schedule import learning_rate
 from rl_megatron.training.update import Update, positions_of
-from rl_megatron.types import Batch, Counts, Metric, Prompt, RolloutGroup, Samples
+from rl_megatron.types import Batch, Counts, Metric, Prompt, RolloutGroup, Samples, SkippedStep
 
 OfLoss = Mapping[str, Metric[float | Counts]]
 
@@ -128,8 +128,8 @@ class WaveUpdate(Update):
         with watch("train"):
             result = await self.roles.policy.step(rate, scales[trained.loss.denominator("loss")])
         of_loss = of_whole_batch(trained.of_loss, trained.loss, scales)
-        every = _one_batch(trained.batches, actual)
-        made = self.policy_steps.judge(result, of_loss, every, trained.prompts)
+        rows = _rows(trained.batches) if isinstance(result, SkippedStep) else ()
+        made = self.policy_steps.judge(result, of_loss, rows, trained.prompts)
         row["steps/skipped"] = int(made is None)
         row |= policy_row([] if made is None else [made])
         row |= await self._flips(found, watch)
@@ -156,14 +156,9 @@ def of_whole_batch(waves: Sequence[OfLoss], loss: PolicyLoss, scales: Mapping[De
     return out
 
 
-def _one_batch(waves: Sequence[Batch], counts: Mapping[Denominator, int]) -> Batch:
+def _rows(waves: Sequence[Batch]) -> list[list[Samples]]:
     """The micro-batches of all waves, in their order on each rank, in which culprits are numbered."""
-    return Batch(
-        micro_batches=tuple(sum(rows, ()) for rows in zip(*(wave.micro_batches for wave in waves), strict=True)),
-        sequences=tuple(sum(rows, ()) for rows in zip(*(wave.sequences for wave in waves), strict=True)),
-        num_tokens=counts["num_tokens"],
-        num_sequences=counts["num_sequences"],
-    )
+    return [[one for wave in waves for one in wave.micro_batches[d]] for d in range(len(waves[0].micro_batches))]
 
 
 def _joined(parts: Sequence[Samples]) -> Samples:
