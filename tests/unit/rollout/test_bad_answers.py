@@ -142,7 +142,7 @@ def test_an_answer_of_another_form_is_named(engine: str, spoil: Callable[[Any], 
 def test_routes_that_are_no_array_are_named(engine: str, routes: str) -> None:
     answer = good(engine)
     (answer["choices"][0] if engine == "vllm" else answer[0]["meta_info"])["routed_experts"] = routes
-    server: Any = type("Once", (), {})()
+    server: Any = type("Once", (), {"salt": None, "priorities": False})()
 
     async def sampled(path: str, body: object, form: Any) -> object:
         return form.validate_python(answer)
@@ -157,7 +157,7 @@ def test_scores_that_are_not_of_the_text_are_named(engine: str) -> None:
     said: Any = {"prompt_logprobs": [None, {"7": {"logprob": -1.0}}]}
     if engine == "sglang":
         said = {"meta_info": {"input_token_logprobs": [[None, 1, None]]}}
-    server: Any = type("Once", (), {"url": "http://h"})()
+    server: Any = type("Once", (), {"url": "http://h", "salt": None})()
 
     async def sampled(path: str, body: object, form: Any) -> object:
         return form.validate_python(said)

@@ -63,6 +63,8 @@ def shape() -> ModelShape:
 class Answering:
     """A server that gives one answer to all it is asked."""
 
+    salt, priorities = None, False
+
     def __init__(self, answer: object) -> None:
         self.answer, self.asked = answer, {}
 
