@@ -86,6 +86,18 @@ def logprobs_of(folder: Path, prompt: Sequence[int], sampled: Sequence[int], tem
 
 
 @torch.no_grad()
+def logprobs_over_kept(old: Path, new: Path, prompt: Sequence[int], sampled: Sequence[int], cut: int) -> Tensor:
+    """Transformers' log-probs of what was sampled, where from token ``cut`` on ``new`` weights went on over keys and
+    values of the ``old`` ones: these had computed all tokens but the last that they sampled."""
+    ids = torch.tensor([[*prompt, *sampled]])
+    first = len(prompt) + cut - 1
+    before = _forward(old)(ids[:, :first], use_cache=True)
+    after = _forward(new)(ids[:, first:], past_key_values=before.past_key_values, use_cache=True)
+    logits = torch.cat((before.logits, after.logits), 1)[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(list(sampled))[:, None])[:, 0]
+
+
+@torch.no_grad()
 def routes_of(folder: Path, token_ids: Sequence[int]) -> Tensor:
     """The experts [L, layers, k] that transformers' routers choose for a sequence, a token's sorted."""
     model = _forward(folder)

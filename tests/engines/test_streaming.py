@@ -1,0 +1,118 @@
+"""Pushes while requests run: each token is of its span's version, by transformers' forward with those weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_megatron.config.sections.rollout import RunningRequests, ServerSection
+from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.types import Completion, GenerationRequest
+from tests.engines.benches import MAX_LENGTH, NEW, ServedBench, logprobs_of, logprobs_over_kept, request
+
+PROMPTS = [[(13 * i + 5 * j) % 256 for j in range(8 + 5 * i)] for i in range(8)]
+TOLERANCE = 1e-4  # nats, in float32
+
+
+def of_mode(server: ServedBench, mode: RunningRequests) -> ServedEngine:
+    """Another engine over the same servers."""
+    section = ServerSection(running_requests=mode)
+    return ServedEngine(server.engine.adapter, server.engine.servers, section, max_length=MAX_LENGTH, vocab_size=259)
+
+
+async def over_a_push(
+    server: ServedBench, mode: RunningRequests, models: tuple[Path, Path], new: int
+) -> list[tuple[GenerationRequest, Completion, Completion | None]]:
+    """Requests that ran over a push, their completions, and what was known of each before its end.
+
+    With ``abort`` all are interrupted before the push too.
+    """
+    engine, (one,) = of_mode(server, mode), server.engine.servers
+    weights = server.weights_of(engine)
+    server.sync.folder = models[0]
+    await weights.push(1)
+    asked = [replace(request(prompt, new=new), id=f"{number}") for number, prompt in enumerate(PROMPTS)]
+    running = [asyncio.create_task(engine.generate(each)) for each in asked]
+    await server.sampling(*running)
+    if mode == "abort":
+        await engine.interrupt()
+    else:
+        await engine.adapter.pause(one, mode)  # else short requests are over before a push has begun
+    known = [engine.so_far(each.id) for each in asked]
+    server.sync.folder = models[1]
+    await weights.push(2)
+    answers = [completions[0] for completions in await asyncio.gather(*running)]
+    assert [engine.so_far(each.id) for each in asked] == [None] * 8
+    return list(zip(asked, answers, known, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep_cache", "abort"])
+def test_tokens_belong_to_their_spans_over_a_push(
+    server: ServedBench, models: tuple[Path, Path], mode: RunningRequests
+) -> None:
+    """With 8 running requests. What is kept is that of the old weights: the oracle computes it with these."""
+    for new in (200, *NEW):
+        found = server.run(over_a_push(server, mode, models, new))
+        if all(len(completion.spans) == 2 for _, completion, _ in found):
+            break
+    for asked, completion, known in found:
+        prompt, tokens = asked.token_ids, completion.token_ids
+        assert (completion.finish_reason, len(tokens)) == ("length", new)
+        (_, cut), versions = zip(*completion.spans, strict=True)
+        assert versions == (1, 2)
+        assert 0 < cut < new
+        mine = torch.tensor(completion.logprobs)
+        old, whole = (logprobs_of(folder, prompt, tokens, 1.0) for folder in models)
+        kept = logprobs_over_kept(*models, prompt, tokens, cut)
+        assert largest(mine[:cut], old[:cut]) < TOLERANCE
+        assert largest(mine[cut : cut + 1], old[cut : cut + 1]) > TOLERANCE  # no token is labelled one too late
+        right, wrong = (kept, whole) if mode == "keep_cache" else (whole, kept)
+        assert largest(mine[cut:], right[cut:]) < TOLERANCE
+        assert largest(mine[cut:], wrong[cut:]) > 0.1
+        if mode == "abort":  # what was interrupted is the beginning of what was answered
+            assert known is not None
+            assert 0 < len(known.token_ids) <= cut
+            assert known.token_ids.tolist() == tokens[: len(known.token_ids)].tolist()
+            assert known.logprobs.tolist() == completion.logprobs[: len(known.token_ids)].tolist()
+            assert known.spans == ((0, 1),)
+
+
+def largest(some: Tensor, others: Tensor) -> float:
+    """The largest distance of two rows of log-probs."""
+    return float((some - others).abs().max())
+
+
+def test_prompts_find_no_prefix_of_weights_before_the_push(server: ServedBench, models: tuple[Path, Path]) -> None:
+    """Where caches are kept. Without the salt they do: they get the log-probs of the old weights' keys and values."""
+    engine, (one,) = of_mode(server, "keep_cache"), server.engine.servers
+    weights = server.weights_of(engine)
+    asked = request([(11 * j) % 256 for j in range(300)])
+
+    async def gap_after(version: int, folder: Path, *, salted: bool) -> float:
+        """To the log-probs of ``folder`` of what is sampled as ``version``, which is pushed."""
+        server.sync.folder = folder
+        await weights.push(version)
+        if not salted:
+            one.salt = None
+        for _ in range(2):  # the second time from the cache
+            (completion,) = await engine.generate(asked)
+        assert completion.spans == ((0, version),)
+        expected = logprobs_of(folder, asked.token_ids, completion.token_ids, 1.0)
+        return largest(torch.tensor(completion.logprobs), expected)
+
+    async def gaps(*, salted: bool, first: int) -> Sequence[float]:
+        return [await gap_after(first + n, models[n], salted=salted) for n in range(2)]
+
+    try:
+        assert max(server.run(gaps(salted=True, first=1))) < TOLERANCE
+        _, second = server.run(gaps(salted=False, first=3))
+        assert second > 0.1
+    finally:
+        server.push(models[0], 5)  # by an engine that drops the caches
+    assert one.salt is None
