@@ -22,6 +22,7 @@ from rl_megatron.digests import KIND, Digest, digest_of, misfits
 from rl_megatron.durable import publish_folder, remove_folder
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner, Saving
+from rl_megatron.observability.timeline import spans
 from rl_megatron.rollout.stream import StreamState
 from rl_megatron.training.credit import AlgorithmState
 
@@ -93,13 +94,14 @@ class CheckpointStore:
         warm = state.warm_start_step
         final = self._folder / (f"step_{state.step:06d}" if warm is None else f"warm_start_{warm:06d}")
         temporary = self._folder / f"{_TEMPORARY}{final.name}"
+        began = spans.now()
         await asyncio.to_thread(self._make_room, temporary, learners)
         text, savings = await asyncio.gather(
             asyncio.to_thread(_STATE.dump_json, state),  # now: training changes what it refers to
             asyncio.gather(*(learner.save(temporary / name) for name, learner in learners.items())),
         )
         publish = partial(self._publish, temporary, final, text, accuracy)
-        return Unfinished(final, dict(zip(learners, savings, strict=True)), publish)
+        return Unfinished(final, dict(zip(learners, savings, strict=True)), publish, began)
 
     def _make_room(self, temporary: Path, learners: Mapping[str, Learner]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -145,9 +147,10 @@ class Unfinished:
     """A checkpoint that is being written while training goes on."""
 
     def __init__(
-        self, folder: Path, savings: Mapping[str, Saving], publish: Callable[[dict[str, Digest]], None]
+        self, folder: Path, savings: Mapping[str, Saving], publish: Callable[[dict[str, Digest]], None], began: int
     ) -> None:
-        self.folder, self._savings, self._publish = folder, savings, publish
+        """``began``: when, by ``spans.now``."""
+        self.folder, self._savings, self._publish, self._began = folder, savings, publish, began
         self._saved: Saved | None = None
         self._published: asyncio.Task[None] | None = None
 
@@ -181,16 +184,16 @@ class Unfinished:
         named = zip(self._savings, written, strict=True)
         files = {f"{name}/{file}": digest for name, one in named for file, digest in one.files.items()}
         self._published = asyncio.create_task(asyncio.to_thread(self._publish, files))
-        self._published.add_done_callback(_seen)
+        self._published.add_done_callback(self._seen)
         num_bytes, seconds = sum(digest.bytes for digest in files.values()), sum(one.seconds for one in written)
         self._saved = Saved(folder=self.folder, num_bytes=num_bytes, write_seconds=seconds)
         return self._saved
 
-
-def _seen(task: asyncio.Task[None]) -> None:
-    """Where the run ends by another error before anybody asked, asyncio would warn of this one."""
-    if not task.cancelled():
-        task.exception()
+    def _seen(self, task: asyncio.Task[None]) -> None:
+        """The save has ended. If the run has failed before, nobody asks for its error, and asyncio would warn."""
+        spans.keep(spans.SAVES, self.folder.name, self._began, spans.now())
+        if not task.cancelled():
+            task.exception()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

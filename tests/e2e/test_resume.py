@@ -72,7 +72,8 @@ def test_the_timeline_is_a_trace_whose_seconds_are_those_of_the_rows(reference: 
         lane = processes[e["pid"]].partition(" (")[0], threads[e["pid"], e["tid"]]
         lanes.setdefault(lane, []).append((e["ts"], e["ts"] + e["dur"], e["name"]))
         queued[e["ts"], e["name"]] = e.get("args", {}).get("queued_us", 0)
-    assert {("controller", "steps"), ("controller", "phases"), ("rank 0", "calls")} <= lanes.keys()
+    assert {("controller", thread) for thread in ("steps", "phases", "pushes", "saves")} <= lanes.keys()
+    assert {("sampling", "request 0"), ("sampling", "reward 0"), ("rank 0", "calls")} <= lanes.keys()
     for spans in lanes.values():
         open_until: list[int] = []
         for begin, end, _ in spans:

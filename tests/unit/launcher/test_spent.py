@@ -142,7 +142,7 @@ def test_a_job_asks_to_come_back_before_what_can_fail_after_its_run(
 ) -> None:
     """Its last step was saved, but wrote no row, so that there is no report."""
 
-    async def saved(_: Parts, __: Progress, stop: Stop, ___: object) -> bool:
+    async def saved(_: Parts, __: Progress, stop: Stop, *___: object) -> bool:
         stop.ask("SIGUSR1")
         return False
 
