@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,22 +27,14 @@ class Run:
     config: Mapping[str, str]
     samples: Sequence[SampleRow]
     plan: Mapping[str, float] = field(default_factory=dict)  # what the planner said of metrics, by name
+    staleness: Sequence[
+        int
+    ] = ()  # completions that were trained on, by the pushes since their oldest token: 0, 1, 2 ...
 
     def numbers(self, name: str, *, phase: str = "rl") -> list[float]:
         """The recorded values of a metric in step order, without nulls."""
         rows = self.rl if phase == "rl" else self.warm_start
         return [value for row in rows if (value := number(row, name)) is not None]
-
-    def counts(self, name: str) -> list[float]:
-        """The sums over all rows of a metric that is a list of counts, as long as the longest one."""
-        total: list[float] = []
-        for row in self.rl:
-            found = row.get(name)
-            given: list[float] = found if isinstance(found, list) else []
-            total += [0.0] * (len(given) - len(total))
-            for place, count in enumerate(given):
-                total[place] += count
-        return total
 
     @property
     def success_reward(self) -> float:
@@ -110,7 +103,24 @@ def _load(folder: Path, label: str) -> Run:
         config=_config(folder / "config.yaml"),
         samples=read_samples(samples) if samples.is_file() else [],  # log.samples_per_step=0 writes none
         plan=_plan(folder / "plan.json"),
+        staleness=_staleness(folder / "ledger.jsonl"),
     )
+
+
+def _staleness(path: Path) -> list[int]:
+    """What a run's ledger says; empty without one.
+
+    A completion's spans are "<first token>:<version> ...", and step s trains version s - 1.
+    """
+    counts = Counter[int]()
+    for row in read_jsonl(path) if path.is_file() else ():
+        spans = str(row.get("spans") or "") if row.get("state") == "trained" else ""
+        try:
+            oldest = [int(one.split()[0].partition(":")[2]) for one in spans.split(", ") if one]
+        except ValueError as error:
+            raise DataError(f"{path}: step {row['step']} has the spans {spans[:80]!r}, not token:version") from error
+        counts.update(max(0, int(row["step"] or 0) - 1 - version) for version in oldest)
+    return [counts[age] for age in range(max(counts, default=-1) + 1)]
 
 
 def _plan(path: Path) -> dict[str, float]:

@@ -381,10 +381,9 @@ def _phases(run: Run, *, named: bool) -> Chart | None:
 
 
 def _staleness(run: Run, *, named: bool) -> Chart | None:
-    """The run's completions by staleness."""
-    counts = run.counts("staleness/histogram")
+    """The run's completions by the pushes since their oldest token, where some were sampled before the last push."""
     title = "Completions by staleness" + (f": {run.label}" if named else "")
-    return histogram_chart(title, "versions", "completions", counts) if sum(counts) else None
+    return histogram_chart(title, "pushes", "completions", run.staleness) if len(run.staleness) > 1 else None
 
 
 def _samples(run: Run) -> list[tuple[int, list[tuple[SampleRow, bool]]]]:

@@ -311,3 +311,24 @@ def test_memory_and_mfu_are_beside_the_plans(tmp_path: Path) -> None:
     (folder / "plan.json").write_text("[1]")
     with pytest.raises(DataError, match=r"plan\.json: not a plan"):
         write_report([folder], tmp_path / "r.html")
+
+
+def test_completions_are_counted_by_the_pushes_since_their_oldest_token(tmp_path: Path) -> None:
+    """By hand: step 3 trains version 2, so that tokens of versions 2, 0 and 1 are 0, 2 and 1 pushes old."""
+    folder = a_run(tmp_path / "a")
+    rows = [
+        {"step": 3, "ordinal": 0, "state": "trained", "spans": "0:2, 0:0 7:1 9:2, 0:1"},
+        {"step": 3, "ordinal": 1, "state": "dropped", "spans": ""},
+        {"step": 4, "ordinal": 2, "state": "trained", "spans": "0:3"},
+    ]
+    (folder / "ledger.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    charts = Page(write_report([folder], tmp_path / "r.html")).charts()
+    found = charts["Completions by staleness"]["points"]
+    assert [(label, values[0][2]) for _, label, values in found] == [
+        ("staleness 0", "50.0% (2)"),
+        ("staleness 1", "25.0% (1)"),
+        ("staleness 2", "25.0% (1)"),
+    ]
+    (folder / "ledger.jsonl").write_text('{"step": 3, "state": "trained", "spans": "x"}\n')
+    with pytest.raises(DataError, match=r"ledger\.jsonl: step 3 has the spans 'x'"):
+        write_report([folder], tmp_path / "r.html")
