@@ -11,7 +11,7 @@ import pytest
 
 from rl_megatron.observability.report import write_report
 from rl_megatron.observability.timeline import spans
-from rl_megatron.observability.timeline.spans import FreeLanes, Lane
+from rl_megatron.observability.timeline.spans import Lane
 from rl_megatron.observability.timeline.strip import WIDTH, FromTo, at_once, merged, most_at_once, strip, strip_of_run
 from rl_megatron.observability.timeline.trace import TraceEvent, TraceFile
 from tests.unit.observability.test_html_report import Page, a_run
@@ -90,15 +90,8 @@ def test_bars_are_the_union(each: Sequence[FromTo], union: Sequence[FromTo]) -> 
 def test_the_page_of_one_run_has_it_and_a_comparison_has_not(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a")
     assert strip_of_run(folder) is None
-    file, lanes = TraceFile(folder), FreeLanes("sampling", "request")
-    spans.taken()
-    with lanes.during("generate"), lanes.during("generate"):
-        pass
-    kept, _ = spans.taken()
-    begin, end = min(span[2] for span in kept), max(span[3] for span in kept)
-    file.append(
-        [*kept, (spans.STEPS, 'step <1> "x"', begin, end, None), (Lane("controller", "phases"), "y", 0, 1, None)]
-    )
+    requests = [(Lane("sampling", f"request {n}"), "generate", n * MS, (4 - n) * MS, None) for n in (0, 1)]
+    TraceFile(folder).append([*requests, (spans.STEPS, 'step <1> "x"', 0, 4 * MS, None)])
     page = Page(write_report([folder], tmp_path / "r.html"))
     labels = [a.get("aria-label") or "" for tag, a in page.tags if tag == "section"]
     assert len(labels) == 1
