@@ -93,6 +93,10 @@ class Scorer(Protocol):
         """
         ...
 
+    async def forget(self) -> None:
+        """Free what the ranks keep of batches for the step's next ones: the step has ended."""
+        ...
+
 
 class FrozenModel(Scorer, Protocol):
     """A model that nobody trains, sharded as the policy: a reference, a teacher, a reward model."""

@@ -290,12 +290,18 @@ class Loss(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The micro-batches of one optimizer step. M is equal on all data-parallel ranks, as pipelines and EP need."""
+    """The micro-batches of one optimizer step. M is equal on all data-parallel ranks, as pipelines and EP need.
 
-    micro_batches: tuple[tuple[Samples, ...], ...]  # [D][M]
-    sequences: tuple[tuple[Tensor, ...], ...]  # [D][M], int64 each: which sequences of the packed samples they hold
+    Ranks hold rows of ``samples`` and take ``sequences`` of them; ``micro_batches`` are the same in this process.
+    """
+
+    samples: Samples  # of the whole step: other batches may have the rest of them
+    sequences: tuple[tuple[Tensor, ...], ...]  # [D][M], int64 each: which sequences of the samples they hold
+    micro_batches: Sequence[Sequence[Samples]]  # [D][M], each gathered from the samples when it is read
     num_tokens: int  # masked-in targets of the whole batch
     num_sequences: int  # real sequences of the whole batch (padding sequences have no masked-in target)
+    spare: int = 1  # positions of a micro-batch without sequences: the first of the samples
+    last_tokens: bool = False  # whether each sequence has its last target as one more input
 
 
 Want = Literal["logprobs", "values", "routes", "logits"]

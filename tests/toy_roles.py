@@ -124,6 +124,9 @@ class Toy:
     async def load(self, folder: Path, files: object = None) -> None:
         self.heard.append(("load", str(folder)))
 
+    async def forget(self) -> None:
+        """It keeps nothing of a batch."""
+
 
 def columns_of(batch: Batch) -> object:
     """Everything that a batch holds, by name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from launcher.controller.group import WorkerGroup
+from launcher.controller.plane import Plane
 from rl_megatron import digests
 from rl_megatron.digests import Digest, Written
 from rl_megatron.errors import RLMegatronError
@@ -21,7 +22,6 @@ from rl_megatron.types import (
     Loss,
     Metric,
     ParallelDims,
-    Samples,
     Scores,
     SkippedStep,
     StepResult,
@@ -38,9 +38,10 @@ class LearnerGroup(Learner):
     Every call raises WorkerDied if a rank has ended.
     """
 
-    def __init__(self, group: WorkerGroup, dims: ParallelDims, role: str) -> None:
-        self._group, self._dims, self._role = group, dims, role
-        self._routed: list[tuple[int, ...]] = []  # by rank: see MegatronLearner.routed_layers
+    def __init__(self, group: WorkerGroup, dims: ParallelDims, role: str, plane: Plane) -> None:
+        """``plane`` is that of the group, which models on the same ranks share."""
+        self._group, self._dims, self._role, self._plane = group, dims, role, plane
+        self._num_routed = 0  # MoE layers of the model; 0: not known yet
 
     @override
     async def start_from(self, folder: Path) -> None:
@@ -52,19 +53,25 @@ class LearnerGroup(Learner):
 
     @override
     async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
-        """Sends each data-parallel rank its micro-batches."""
-        shares = {rank: (self._role, m, want) for rank, m in (await self._shares(batch)).items()}
-        answers: list[dict[Want, list[Tensor]] | None] = await self._group.ask("score", shares)
+        """Each data-parallel rank scores its micro-batches."""
+        await self._check_routes(batch)
+        said = await self._plane.call("score", self._role, batch, want, to_score=True)
+        answers: list[dict[Want, list[Tensor]] | None] = said
         rows = {self._dims.dp_rank(rank): answer for rank, answer in enumerate(answers) if answer is not None}
         return {what: [rows[d][what] for d in range(self._dims.dp)] for what in want}
 
     @override
     async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float | Counts]]:
-        """Sends each data-parallel rank its micro-batches."""
+        """Each data-parallel rank adds the gradients of its micro-batches."""
+        await self._check_routes(batch)
         common = (loss, batch.num_tokens, batch.num_sequences)
-        shares = {rank: (self._role, m, *common) for rank, m in (await self._shares(batch)).items()}
-        answers: list[dict[str, Metric[float | Counts]] | None] = await self._group.ask("backward", shares)
-        return next(answer for answer in answers if answer is not None)
+        answers = await self._plane.call("backward", self._role, batch, *common, to_score=False)
+        said: dict[str, Metric[float | Counts]] = next(answer for answer in answers if answer is not None)
+        return said
+
+    @override
+    async def forget(self) -> None:
+        await self._plane.forget()
 
     @override
     async def step(self, learning_rate: float, scale: float = 1.0) -> StepResult | SkippedStep:
@@ -74,25 +81,21 @@ class LearnerGroup(Learner):
             return replace(skipped[0], culprits=tuple(c for a in skipped for c in a.culprits))
         return answers[0]
 
-    async def _shares(self, batch: Batch) -> dict[int, tuple[Samples, ...]]:
-        """The micro-batches of each rank: those of its data-parallel rank, with routes of its own layers alone.
-
-        Raises RLMegatronError for routes of another model.
-        """
-        rows = batch.micro_batches
-        numbers = {w.rank: self._dims.dp_rank(w.rank) for w in self._group.workers}
-        routed = next((m.routes for m in rows[0] if m.routes is not None), None)
-        if routed is None:
-            return {rank: rows[d] for rank, d in numbers.items()}
-        self._routed = self._routed or await self._group.each("routed_layers", self._role)
-        num_layers = 1 + max(layer for layers in self._routed for layer in layers)
-        if routed.shape[1] != num_layers:
+    async def _check_routes(self, batch: Batch) -> None:
+        """Raise RLMegatronError for routes of another model."""
+        routes = batch.samples.routes
+        if routes is None:
+            return
+        self._num_routed = self._num_routed or await self._count_routed()
+        if routes.shape[1] != self._num_routed:
             raise RLMegatronError(
-                f"routes to replay have {routed.shape[1]} MoE layers, but the learner's model has {num_layers}; check "
-                "that the engine serves the same model"
+                f"routes to replay have {routes.shape[1]} MoE layers, but the learner's model has {self._num_routed}; "
+                "check that the engine serves the same model"
             )
-        cut = {key: _with_layers(rows[key[0]], key[1]) for key in zip(numbers.values(), self._routed, strict=True)}
-        return {rank: cut[d, self._routed[rank]] for rank, d in numbers.items()}
+
+    async def _count_routed(self) -> int:
+        layers: list[tuple[int, ...]] = await self._group.each("routed_layers", self._role)
+        return 1 + max(layer for of_rank in layers for layer in of_rank)
 
     @override
     async def save(self, folder: Path) -> Saving:
@@ -126,11 +129,3 @@ class _Saving(Saving):
         answers: list[Written] = await self._group.each("durable", self._role)
         files = {name: digest for answer in answers for name, digest in answer.files.items()}
         return Written(files=files, seconds=max(answer.seconds for answer in answers))
-
-
-def _with_layers(row: Sequence[Samples], layers: Sequence[int]) -> tuple[Samples, ...]:
-    """The samples with the routes of the given MoE layers alone."""
-    return tuple(
-        m if m.routes is None or len(layers) == m.routes.shape[1] else replace(m, routes=m.routes[:, list(layers)])
-        for m in row
-    )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from launcher.controller.engine import EngineGroup
 from launcher.controller.group import WorkerGroup
 from launcher.controller.learner import LearnerGroup
+from launcher.controller.plane import Plane
 from launcher.controller.speeds import Speeds
 from launcher.controller.weights import WeightGroup
 from rl_megatron.config.run import RunConfig
@@ -19,8 +20,13 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig, speeds: Speed
     dims, group = config.learner.dims, groups[LEARNER]
     trained = {"policy": True, "critic": config.algorithm.needs_critic}
     frozen = {"reference": config.algorithm.needs_reference}
+    planes = {role: Plane(its, dims) for role, its in groups.items()}
     learners, others = (
-        {role: LearnerGroup(groups.get(role, group), dims, role) for role, needed in roles.items() if needed}
+        {
+            role: LearnerGroup(groups.get(role, group), dims, role, planes.get(role, planes[LEARNER]))
+            for role, needed in roles.items()
+            if needed
+        }
         for roles in (trained, frozen)
     )
     return Roles(

@@ -53,6 +53,9 @@ class _Frozen:
         await self.servers.release()
         return await self.inner.score(batch, want)
 
+    async def forget(self) -> None:
+        await self.inner.forget()
+
     async def start_from(self, folder: Path) -> None:
         await self.servers.release()
         await self.inner.start_from(folder)

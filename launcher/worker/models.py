@@ -7,7 +7,7 @@ have their own ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,6 +23,7 @@ from rl_megatron.types import Counts, Loss, Metric, Samples, SkippedStep, StepRe
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rl_megatron.data.held import Share
     from rl_megatron.learner.checkpoint.saving import ShardSave
     from rl_megatron.learner.scorer import MegatronScorer
     from rl_megatron.learner.trained import MegatronLearner
@@ -34,12 +35,13 @@ class RankModels:
     """The models of a rank of ``setup.role``, and the world of its ranks."""
 
     CALLS: tuple[str, ...] = (
-        *("start_from", "release", "score", "routed_layers", "backward", "step"),
+        *("start_from", "release", "score", "routed_layers", "backward", "forget", "step"),
         *("save", "written", "durable", "verify", "load", "close"),
     )
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
         """``store``: see ``world.join``."""
+        from rl_megatron.data.held import HeldRows
         from rl_megatron.learner import world
         from rl_megatron.observability import speed
         from rl_megatron.weights.bytes.parked import Parked
@@ -58,6 +60,7 @@ class RankModels:
             store=store,
             first_device=setup.first_device,
         )
+        self._relay, self._rows = world.Relay(config.learner, rank), HeldRows()
         self._learners = self._make_learners(config, setup.role)
         if config.run.slow_factor is not None and config.learner.dims.world_size > 1:
             speed.begin(self._device)
@@ -151,10 +154,17 @@ class RankModels:
     def _learner(self, role: str) -> MegatronLearner:
         return _held(self._learners, role)
 
-    def score(
-        self, role: str, micro_batches: Sequence[Samples], want: frozenset[Want]
-    ) -> dict[Want, list[Tensor]] | None:
+    def _taken(self, role: str, share: Share | None) -> tuple[Samples, ...]:
+        """The micro-batches of a pass: the controller sends a data-parallel rank's share to the first of its ranks."""
+        return self._rows.take(self._relay.passed_on(share), self._scorer(role).routed_layers)
+
+    def forget(self) -> None:
+        """Free the columns of a step. Not collective."""
+        self._rows.forget()
+
+    def score(self, role: str, share: Share | None, want: frozenset[Want]) -> dict[Want, list[Tensor]] | None:
         """The scores in ``want`` of each micro-batch; None except on the rank that reports for its DP rank."""
+        micro_batches = self._taken(role, share)
         if role == "reference":
             self._parked.back("reference")
         return self._scorer(role).score(micro_batches, want, {} if role in self._scorers else self._reference)
@@ -164,11 +174,11 @@ class RankModels:
         return self._scorer(role).routed_layers
 
     def backward(
-        self, role: str, micro_batches: Sequence[Samples], loss: Loss, num_tokens: int, num_sequences: int
+        self, role: str, share: Share | None, loss: Loss, num_tokens: int, num_sequences: int
     ) -> dict[str, Metric[float | Counts]] | None:
         """Accumulate the micro-batches' gradients. Returns ``loss`` and its metrics on last-stage ranks."""
         learner = self._learner(role)
-        return learner.backward(micro_batches, loss, num_tokens=num_tokens, num_sequences=num_sequences)
+        return learner.backward(self._taken(role, share), loss, num_tokens=num_tokens, num_sequences=num_sequences)
 
     def step(self, role: str, learning_rate: float, scale: float = 1.0) -> StepResult | SkippedStep:
         """Make an optimizer step with ``scale`` times the accumulated gradients. Raises RLMegatronError if there are

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
@@ -20,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data.samples import members_of, rows_of, select, split_minibatches
+from rl_megatron.data.gathered import MicroBatches, computed_lengths
+from rl_megatron.data.samples import members_of, rows_of, split_minibatches
 from rl_megatron.errors import DataError
 from rl_megatron.options.padding import PaddingSection, padded_tokens
 from rl_megatron.types import Batch, ParallelDims, Samples
@@ -47,10 +49,13 @@ def pack(
     attention_cost: float = 0.0,
     unit: int = 1,
     padding: PaddingSection | None = None,
+    part: NDArray[np.int64] | None = None,
+    ranks: NDArray[np.int64] | None = None,
 ) -> Batch:
-    """Pack every sequence once into D x M micro-batches of at most ``max_tokens`` positions. Deterministic.
+    """Pack every sequence, or those in ``part``, once into D x M micro-batches of at most ``max_tokens`` positions.
+    Deterministic.
 
-    ``padding`` limits a micro-batch's sequences, too.
+    ``padding`` limits a micro-batch's sequences, too; ``ranks`` [S] says which data-parallel rank takes each sequence.
 
     ``unit`` neighbouring sequences (2 for preference pairs) stay together. The learner, not this function, pads for TP
     and CP; but padding counts: a padded micro-batch also has at most ``max_tokens`` positions, rounded up to the
@@ -58,20 +63,27 @@ def pack(
     in, since every rank must join the collectives, and where ``padding`` has sizes, more behind their sequence to pad
     with. Raises DataError for an empty batch and for a sequence (a unit) longer than ``max_tokens``.
     """
-    lengths = samples.cu_seqlens.diff().numpy()
+    part = np.arange(samples.num_sequences) if part is None else part
     section = padding or PaddingSection()
     plan = plan_packing(
-        lengths, dims=dims, max_tokens=max_tokens, attention_cost=attention_cost, unit=unit, most=section.sequences
+        samples.cu_seqlens.diff().numpy()[part],
+        dims=dims,
+        max_tokens=max_tokens,
+        attention_cost=attention_cost,
+        unit=unit,
+        most=section.sequences,
+        ranks=None if ranks is None else ranks[part],
     )
-    placeholder = _placeholder(samples, section.sizes[0] if section.sizes else 1)
-    sequences = tuple(tuple(torch.from_numpy(ids) for ids in row) for row in plan)
+    spare = section.sizes[0] if section.sizes else 1
+    sequences = tuple(tuple(torch.from_numpy(part[ids]) for ids in row) for row in plan)
+    rows, _ = rows_of(samples.cu_seqlens, torch.from_numpy(part))
     return Batch(
-        micro_batches=tuple(
-            tuple(select(samples, ids) if len(ids) else placeholder for ids in row) for row in sequences
-        ),
+        samples=samples,
         sequences=sequences,
-        num_tokens=int(samples.mask.sum()),
-        num_sequences=samples.num_sequences,
+        micro_batches=MicroBatches(samples, sequences, spare),
+        num_tokens=int(samples.mask[rows].sum()),
+        num_sequences=len(part),
+        spare=spare,
     )
 
 
@@ -88,27 +100,46 @@ class Packer:
     unit: int = 1
     padding: PaddingSection = field(default_factory=PaddingSection)
 
-    def pack(self, samples: Samples) -> Batch:
-        """Pack all of them; units stay together."""
-        cost = self.attention_cost
+    def pack(
+        self, samples: Samples, *, part: NDArray[np.int64] | None = None, ranks: NDArray[np.int64] | None = None
+    ) -> Batch:
+        """Pack all of them, or ``part``; units stay together."""
         return pack(
             samples,
             dims=self.dims,
             max_tokens=self.max_tokens,
-            attention_cost=cost,
+            attention_cost=self.attention_cost,
             unit=self.unit,
             padding=self.padding,
+            part=part,
+            ranks=ranks,
         )
 
     def minibatches(self, samples: Samples, *, most: int, seeds: Iterable[int]) -> Iterator[Batch]:
         """Split and pack the samples once for each seed, each time in a new order.
 
-        Into ``most`` parts, or as many as there are units.
+        Into ``most`` parts, or as many as there are units. The ``nll_weights`` of a batch are divided by how many of
+        its tokens have one.
         """
-        num = min(most, samples.num_sequences // self.unit)
         for seed in seeds:
-            for part in split_minibatches(samples, num, seed, unit=self.unit):
-                yield self.pack(part)
+            for part in self._parts(samples, most, seed):
+                yield self.pack(_over_right_tokens(samples, part), part=part)
+
+    def ranks(self, samples: Samples, *, most: int, seed: int) -> NDArray[np.int64]:
+        """The data-parallel rank [S] that trains on each sequence in the `minibatches` of the seed.
+
+        A pass over all sequences that are there already moves none of them between ranks.
+        """
+        _check(samples.cu_seqlens.diff().numpy(), self.max_tokens, self.unit)
+        out = np.empty(samples.num_sequences, np.int64)
+        for part in self._parts(samples, most, seed):
+            for d, row in enumerate(self.pack(samples, part=part).sequences):
+                out[torch.cat(row).numpy()] = d
+        return out
+
+    def _parts(self, samples: Samples, most: int, seed: int) -> list[NDArray[np.int64]]:
+        num = min(most, samples.num_sequences // self.unit)
+        return split_minibatches(samples.num_sequences, num, seed, unit=self.unit)
 
     def metrics(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Positions trained on, the share of padding among computed positions, and the imbalance of the ranks' work.
@@ -119,12 +150,11 @@ class Packer:
         slowest = mean = 0.0
         real = computed = 0
         for batch in batches:
-            work = np.zeros((len(batch.micro_batches), len(batch.micro_batches[0])))
-            for d, row in enumerate(batch.micro_batches):
-                for m, samples in enumerate(row):
-                    lengths = samples.cu_seqlens.diff().numpy()
+            work = np.zeros((len(batch.sequences), len(batch.sequences[0])))
+            for d, row in enumerate(computed_lengths(batch)):
+                for m, lengths in enumerate(row):
                     work[d, m] = sequence_work(lengths, self.attention_cost).sum()
-                    real += int(samples.cu_seqlens[-1])
+                    real += int(lengths.sum())
                     padded = int(padded_lengths(lengths, self.dims).sum())
                     multiple = _sequence_multiple(self.dims) * self.dims.tp
                     computed += padded_tokens(padded, multiple, self.padding.sizes)
@@ -151,12 +181,37 @@ def plan_packing(
     attention_cost: float = 0.0,
     unit: int = 1,
     most: int | None = None,
+    ranks: NDArray[np.int64] | None = None,
 ) -> list[list[NDArray[np.int64]]]:
-    """The sequence numbers of each micro-batch [D][M], for sequences of ``lengths`` [S] positions."""
+    """The sequence numbers of each micro-batch [D][M], for sequences of ``lengths`` [S] positions.
+
+    ``ranks`` [S] says which data-parallel rank takes each; a unit's are equal.
+    """
+    _check(lengths, max_tokens, unit)
+    units = (len(lengths) // unit, unit)
+    sizes = padded_lengths(lengths, dims).reshape(units).sum(1)
+    order = np.argsort(-sizes, kind="stable")
+    work = sequence_work(lengths, attention_cost).reshape(units).sum(1)[order]
+    budget = _round_up(max_tokens, _sequence_multiple(dims) * dims.tp)
+    seats = None if ranks is None else ranks.reshape(units)[:, 0][order]
+    fill = partial(_fill, sizes[order], work, budget=budget, most=None if most is None else most // unit)
+    bins, num_bins = fill(dp=dims.dp, ranks=seats)
+    totals = np.bincount(bins, work, num_bins).astype(np.float64)
+    place = np.empty(num_bins, np.int64)  # a bin's place, rank by rank
+    dealt = _deal(totals, dims.dp) if seats is None else _sorted(totals, dims.dp)
+    place[dealt.ravel()] = np.arange(num_bins)
+    places = place[bins]
+    cuts = np.cumsum(np.bincount(places, minlength=num_bins))[:-1]
+    parts = [members_of(ids, unit) for ids in np.split(order[np.lexsort((order, places))], cuts)]
+    num_micro = num_bins // dims.dp
+    return [parts[rank * num_micro : (rank + 1) * num_micro] for rank in range(dims.dp)]
+
+
+def _check(lengths: NDArray[np.int64], max_tokens: int, unit: int) -> None:
+    """Raise DataError for an empty batch and for a unit longer than a micro-batch."""
     if not len(lengths):
         raise DataError("nothing to pack: the batch has no sequences")
-    units = (len(lengths) // unit, unit)
-    whole = lengths.reshape(units).sum(1)
+    whole = lengths.reshape(-1, unit).sum(1)
     if whole.max() > max_tokens:
         number = int(whole.argmax()) * unit
         name = f"sequence {number} has" if unit == 1 else f"sequences {number} to {number + unit - 1} together have"
@@ -164,19 +219,6 @@ def plan_packing(
             f"{name} {int(whole.max())} positions, but a micro-batch holds at most {max_tokens}; "
             "raise learner.max_tokens_per_micro_batch or lower rollout.max_new_tokens"
         )
-    sizes = padded_lengths(lengths, dims).reshape(units).sum(1)
-    order = np.argsort(-sizes, kind="stable")
-    work = sequence_work(lengths, attention_cost).reshape(units).sum(1)[order]
-    budget = _round_up(max_tokens, _sequence_multiple(dims) * dims.tp)
-    bins, num_bins = _fill(sizes[order], work, dp=dims.dp, budget=budget, most=None if most is None else most // unit)
-    totals = np.bincount(bins, work, num_bins).astype(np.float64)
-    place = np.empty(num_bins, np.int64)  # a bin's place, rank by rank
-    place[_deal(totals, dims.dp).ravel()] = np.arange(num_bins)
-    places = place[bins]
-    cuts = np.cumsum(np.bincount(places, minlength=num_bins))[:-1]
-    parts = [members_of(ids, unit) for ids in np.split(order[np.lexsort((order, places))], cuts)]
-    num_micro = num_bins // dims.dp
-    return [parts[rank * num_micro : (rank + 1) * num_micro] for rank in range(dims.dp)]
 
 
 def padded_lengths(lengths: NDArray[np.int64], dims: ParallelDims) -> NDArray[np.int64]:
@@ -200,24 +242,39 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _fill(
-    padded: NDArray[np.int64], work: NDArray[np.float64], *, dp: int, budget: int, most: int | None
+    padded: NDArray[np.int64],
+    work: NDArray[np.float64],
+    *,
+    dp: int,
+    budget: int,
+    most: int | None,
+    ranks: NDArray[np.int64] | None,
 ) -> tuple[NDArray[np.int64], int]:
     """The bin of each sequence, and the number of bins (a multiple of ``dp``). Sequences come longest first; a bin has
-    ``most`` of them."""
-    sizes, costs = padded.tolist(), work.tolist()
-    most = len(sizes) if most is None else most
-    fewest = max(-(-int(padded.sum()) // (dp * budget)), -(-len(sizes) // (dp * most)))
+    ``most`` of them. With ``ranks`` a rank's sequences are in its own bins, which are neighbours."""
+    most = len(padded) if most is None else most
+    groups = [np.arange(len(padded))] if ranks is None else [np.flatnonzero(ranks == d) for d in range(dp)]
+    shared = dp // len(groups)  # ranks among which a group's sequences are spread
+    fewest = max(
+        max(-(-int(padded[ids].sum()) // (shared * budget)), -(-len(ids) // (shared * most)), 1) for ids in groups
+    )
+    heaviest = 0.0 if ranks is None else max(float(work[ids].sum()) for ids in groups)
     best: tuple[NDArray[np.int64], int] | None = None
     best_imbalance, num_micro = math.inf, fewest
     while True:
         num_bins = dp * num_micro
         mean = float(work.sum()) / num_bins
-        # balanced enough, or limited by the longest sequence from here on
-        settled = best_imbalance <= max(GOOD_IMBALANCE, costs[0] / mean)
-        if best is not None and (settled or num_micro > fewest + fewest // 8):
+        # balanced enough, or limited by the longest sequence or the heaviest rank from here on
+        least = max(GOOD_IMBALANCE, float(work[0]) / mean, GOOD_IMBALANCE * heaviest / (num_micro * mean))
+        if best is not None and (best_imbalance <= least or num_micro > fewest + fewest // 8):
             return best
-        bins = _longest_first(sizes, costs, num_bins, budget, most)
-        if bins is not None:
+        bins = np.full(len(padded), -1, np.int64)
+        for number, ids in enumerate(groups):
+            own = _longest_first(padded[ids].tolist(), work[ids].tolist(), shared * num_micro, budget, most)
+            if own is None:
+                break
+            bins[ids] = number * shared * num_micro + own
+        if (bins >= 0).all():
             imbalance = float(np.bincount(bins, work, num_bins).max()) / mean
             if imbalance < best_imbalance:
                 best, best_imbalance = (bins, num_bins), imbalance
@@ -268,15 +325,19 @@ def _deal(totals: NDArray[np.float64], dp: int) -> NDArray[np.int64]:
     return ranks.T
 
 
-def _placeholder(samples: Samples, spare: int) -> Samples:
-    """A sequence of one position with nothing masked in, for a rank without work to join the collectives.
+def _sorted(totals: NDArray[np.float64], dp: int) -> NDArray[np.int64]:
+    """Bins [D, M] of each rank's own, heaviest first: column m holds D bins of similar work."""
+    own = totals.reshape(dp, -1)
+    return np.argsort(-own, axis=1, kind="stable") + np.arange(dp)[:, None] * own.shape[1]
 
-    Behind it are up to ``spare`` - 1 positions that no sequence has, so that padding is not one token many times, which
-    would all go to the same experts.
-    """
-    columns = {name: torch.zeros_like(column[:spare]) for name, column in samples.columns.items()}
-    kept = {n: c[:spare].clone() for n, c in samples.columns.items() if n in ("input_ids", "targets", "routes")}
-    return Samples(**(columns | kept), cu_seqlens=torch.tensor([0, 1]))
+
+def _over_right_tokens(samples: Samples, part: NDArray[np.int64]) -> Samples:
+    """Divide the NLL marks by the number of the part's tokens that belong to right completions."""
+    if samples.nll_weights is None:
+        return samples
+    rows, _ = rows_of(samples.cu_seqlens, torch.from_numpy(part))
+    count = int((samples.nll_weights[rows] > 0).sum())
+    return replace(samples, nll_weights=samples.nll_weights / max(count, 1))
 
 
 def unpack(batch: Batch, scores: Sequence[Sequence[Tensor]], samples: Samples) -> Tensor:

@@ -96,25 +96,15 @@ def members_of(units: NDArray[np.int64], unit: int) -> NDArray[np.int64]:
     return (units[:, None] * unit + np.arange(unit)).reshape(-1)
 
 
-def split_minibatches(samples: Samples, num: int, seed: int, *, unit: int = 1) -> list[Samples]:
-    """Split into ``num`` shuffled parts whose counts of units differ by at most one.
-
-    A part's ``nll_weights`` are divided by how many of its tokens have one.
-    """
-    count = samples.num_sequences // unit
-    if not 1 <= num <= count:
+def split_minibatches(count: int, num: int, seed: int, *, unit: int = 1) -> list[NDArray[np.int64]]:
+    """The sequences of each of ``num`` parts of ``count`` sequences, shuffled; their counts of units differ by at most
+    one."""
+    units = count // unit
+    if not 1 <= num <= units:
         what = "sequences" if unit == 1 else "pairs"
-        raise DataError(f"cannot split {count} {what} into {num} minibatches; set train.minibatches to at most {count}")
-    order = np.random.default_rng(seed).permutation(count)
-    parts = np.array_split(order, num)
-    return [_over_right_tokens(select(samples, torch.from_numpy(members_of(part, unit)))) for part in parts]
-
-
-def _over_right_tokens(samples: Samples) -> Samples:
-    """Divide the NLL marks of a minibatch by the number of its tokens that belong to right completions."""
-    if samples.nll_weights is None:
-        return samples
-    return replace(samples, nll_weights=samples.nll_weights / max(int((samples.nll_weights > 0).sum()), 1))
+        raise DataError(f"cannot split {units} {what} into {num} minibatches; set train.minibatches to at most {units}")
+    order = np.random.default_rng(seed).permutation(units)
+    return [members_of(part, unit) for part in np.array_split(order, num)]
 
 
 def _join(ids: Sequence[str], rows: Sequence[TokenIds], turns: Sequence[Sequence[tuple[int, LogProbs]]]) -> Samples:

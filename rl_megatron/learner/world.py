@@ -1,14 +1,16 @@
-"""Joins and leaves a run's torch.distributed world, and makes megatron's process groups in it."""
+"""Joins and leaves a run's torch.distributed world, makes megatron's process groups in it, and passes batches on."""
 
 from __future__ import annotations
 
 import math
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from numpy.typing import NDArray
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
@@ -74,6 +76,33 @@ def make_groups(learner: LearnerSection, *, seed: int, gloo: bool = True) -> Non
         create_gloo_process_groups=gloo,
     )
     model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=learner.cuda_graphs)
+
+
+class Relay:
+    """Passes bytes from the first rank of a data-parallel rank's ranks (tp x cp x pp) on to the others.
+
+    Every rank makes one.
+    """
+
+    def __init__(self, learner: LearnerSection, rank: int) -> None:
+        d, limit = learner.dims, timedelta(seconds=learner.timeout_seconds)
+        self._group: dist.ProcessGroup | None = None
+        for data_rank in range(d.dp if d.world_size > d.dp else 0):
+            ranks = [r for r in range(d.world_size) if d.dp_rank(r) == data_rank]
+            group = dist.new_group(ranks, timeout=limit, backend="gloo")
+            if rank in ranks:
+                self._group, self._first = group, ranks[0]
+
+    def passed_on(self, data: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
+        """What the first rank has as ``data``; others have None. Collective among them."""
+        if self._group is None:
+            assert data is not None
+            return data
+        size = torch.tensor([0 if data is None else len(data)])
+        dist.broadcast(size, self._first, group=self._group)
+        tensor = torch.empty(int(size), dtype=torch.uint8) if data is None else torch.from_numpy(data)
+        dist.broadcast(tensor, self._first, group=self._group)
+        return tensor.numpy()
 
 
 def leave() -> None:

@@ -1,17 +1,22 @@
 """Trains on one rollout batch: scores it with the models, assigns credit, splits it into minibatches, packs, trains.
 
-Runs in the controller process; every tensor here is on the CPU. Randomness is a function of (seed, step, epoch).
+Runs in the controller process; every tensor here is on the CPU. Randomness is a function of (seed, step, epoch). What
+visits every token runs in a thread, beside the event loop, which serves ranks and engines.
 """
 
 from __future__ import annotations
 
 import asyncio
+from asyncio import to_thread
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_megatron.algorithms.auxiliary import ValueLoss
@@ -19,6 +24,7 @@ from rl_megatron.algorithms.corrections import proximal_share, second_moment_mas
 from rl_megatron.algorithms.kl import adaptive_beta
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.config.run import RunConfig
+from rl_megatron.data.gathered import computed_lengths, without_routes
 from rl_megatron.data.packing import Packer, packer_of, unpack
 from rl_megatron.data.samples import to_samples, with_last_tokens
 from rl_megatron.errors import DataError
@@ -41,6 +47,8 @@ from rl_megatron.training.selection import Selection, selection_of
 from rl_megatron.types import Batch, Prompt, RolloutGroup, Samples, Want
 
 T = TypeVar("T")
+Ranks: TypeAlias = NDArray[np.int64]
+"""The data-parallel rank of each sequence [S]."""
 LOGPROBS: frozenset[Want] = frozenset({"logprobs"})
 
 
@@ -73,6 +81,11 @@ class Update:
     async def __call__(self, groups: Sequence[RolloutGroup], step: int, watch: Stopwatch) -> Row:
         """Train on a rollout batch. Returns its metrics. Makes no optimizer step if no token is left to train on: there
         is no group, no completion beats another, or all are left out."""
+        row = await self._row(groups, step, watch)
+        await self.forget()
+        return row
+
+    async def _row(self, groups: Sequence[RolloutGroup], step: int, watch: Stopwatch) -> Row:
         section, longest = self.config.algorithm, self.config.rollout.max_new_tokens
         row: Row = {"tokens/train": 0}
         if not groups:
@@ -84,25 +97,31 @@ class Update:
             self.state = rewards.state
             return row
         found, samples, state = await self._scored(groups, rewards, step, watch)
-        row |= self._gaps(found)
+        row |= await to_thread(self._gaps, found)
         if not samples.mask.any():
             self.state = state
             return row
-        samples = self._with_second_moment_limited(samples, found.current, row)
+        samples = await to_thread(self._with_second_moment_limited, samples, found.current, row)
         row |= await self._train(samples, step, watch, [group.prompt for group in groups])
-        row |= await self._flips(found, watch)
-        self.state = self._with_kl_controlled(state, samples, row)
+        row |= await self._flips(found, step, watch)
+        self.state = await to_thread(self._with_kl_controlled, state, samples, row)
         return row
+
+    async def forget(self) -> None:
+        """Free what ranks hold of the step's batch."""
+        for model in self.roles.models.values():
+            await model.forget()
 
     async def _scored(
         self, groups: Sequence[RolloutGroup], rewards: Rewards, step: int, watch: Stopwatch
     ) -> tuple[Measured, Samples, AlgorithmState]:
         """All scores of the groups, the samples to train on, and the algorithm's next state."""
         section = self.config.algorithm
-        sampled = self._samples_of(groups)
-        found = await self._measure(sampled if self._replays else replace(sampled, routes=None), watch)
+        sampled = await to_thread(self._samples_of, groups)
+        found = await self._measure(sampled if self._replays else replace(sampled, routes=None), step, watch)
         found = replace(found, engine_routes=None if self._replays else sampled.routes)
-        samples, state = assign_credit(
+        samples, state = await to_thread(
+            assign_credit,
             found.samples,
             groups,
             rewards,
@@ -110,7 +129,8 @@ class Update:
             success_reward=self.config.eval.success_reward,
             next_values=found.next_values,
         )
-        return found, self._with_proximal_share(samples, groups, step), state
+        samples = await to_thread(self._with_proximal_share, samples, groups, step)
+        return found, samples, state
 
     @property
     def _replays(self) -> bool:
@@ -135,10 +155,10 @@ class Update:
             )
         return samples
 
-    async def _measure(self, samples: Samples, watch: Stopwatch) -> Measured:
+    async def _measure(self, samples: Samples, step: int, watch: Stopwatch) -> Measured:
         """Score the rollouts with all models before any of them changes; only the scores that the algorithm needs."""
         section, roles = self.config.algorithm, self.roles
-        batch = self._packer.pack(samples)
+        ranks, batch = await to_thread(self._packed, samples, step)
         asked = section.old_logprobs == "learner" or section.second_moment_limit is not None
         asked |= section.routing_replay == "r2" or self.config.train.route_flips
         current = next_values = None
@@ -148,25 +168,31 @@ class Update:
             if asked:
                 policy = at_once.begin("logprobs", roles.policy.score(batch, self._wanted_of_policy))
             if "reference" in roles.models:
-                reference = at_once.begin("reference", roles.models["reference"].score(_by_own_routes(batch), LOGPROBS))
+                reference = at_once.begin("reference", roles.models["reference"].score(without_routes(batch), LOGPROBS))
             if "critic" in roles.models:
-                critic = at_once.begin("values", self._values(samples, roles.models["critic"]))
+                critic = at_once.begin("values", self._values(samples, roles.models["critic"], ranks))
             if policy is not None:
                 said = await at_once.end(policy)
-                current = unpack(batch, said["logprobs"], samples)
+                current = await to_thread(unpack, batch, said["logprobs"], samples)
                 if "routes" in said:
-                    routes = unpack(batch, said["routes"], samples)
+                    routes = await to_thread(unpack, batch, said["routes"], samples)
                 if section.routing_replay == "r2":
                     samples = replace(samples, routes=routes)
                 if section.old_logprobs == "learner":
                     samples = replace(samples, old_logprobs=current)
             if reference is not None:
                 said = await at_once.end(reference)
-                samples = replace(samples, ref_logprobs=unpack(batch, said["logprobs"], samples))
+                samples = replace(samples, ref_logprobs=await to_thread(unpack, batch, said["logprobs"], samples))
             if critic is not None:
                 values, next_values = await at_once.end(critic)
                 samples = replace(samples, old_values=values)
         return Measured(samples, current, next_values, routes)
+
+    def _packed(self, samples: Samples, step: int) -> tuple[Ranks, Batch]:
+        """All sequences, each where it is trained on first, so that its columns are there once it was scored."""
+        seed = seed_of(self.config.seed, step, 0)
+        ranks = self._packer.ranks(samples, most=self.config.train.minibatches, seed=seed)
+        return ranks, self._packer.pack(samples, ranks=ranks)
 
     @property
     def _wanted_of_policy(self) -> frozenset[Want]:
@@ -175,7 +201,7 @@ class Update:
         chosen = replay == "r2" or (replay == "off" and self.config.train.route_flips)
         return LOGPROBS | {"routes"} if chosen else LOGPROBS
 
-    async def _flips(self, found: Measured, watch: Stopwatch) -> Row:
+    async def _flips(self, found: Measured, step: int, watch: Stopwatch) -> Row:
         """The routes and ratios of the new policy beside the old one's, by one more pass, if the run asks for it.
 
         With replay the pass takes the experts of the update's, so no route flips.
@@ -185,18 +211,20 @@ class Update:
         assert found.current is not None
         assert found.routes is not None
         replayed = found.samples.routes is not None
-        batch = self._packer.pack(found.samples)
+        _, batch = await to_thread(self._packed, found.samples, step)
         with watch("logprobs"):
             said = await self.roles.policy.score(batch, LOGPROBS if replayed else LOGPROBS | {"routes"})
-        after = found.routes if replayed else unpack(batch, said["routes"], found.samples)
-        new = unpack(batch, said["logprobs"], found.samples)
-        return update_flips(found.routes, after, new - found.current, found.samples.mask)
+        after = found.routes if replayed else await to_thread(unpack, batch, said["routes"], found.samples)
+        new = await to_thread(unpack, batch, said["logprobs"], found.samples)
+        return await to_thread(update_flips, found.routes, after, new - found.current, found.samples.mask)
 
-    async def _values(self, samples: Samples, critic: Scorer) -> tuple[Tensor, Tensor]:
+    async def _values(self, samples: Samples, critic: Scorer, ranks: Ranks) -> tuple[Tensor, Tensor]:
         """Values [N] before each sampled token, and [S] after each completion's last one."""
-        longer, is_last = with_last_tokens(samples)
-        batch = self._packer.pack(longer)
-        values = unpack(batch, (await critic.score(batch, frozenset({"values"})))["values"], longer)
+        longer, is_last = await to_thread(with_last_tokens, samples)
+        packed = await to_thread(partial(self._packer.pack, longer, ranks=ranks))
+        batch = replace(packed, samples=samples, last_tokens=True)
+        said = await critic.score(batch, frozenset({"values"}))
+        values = await to_thread(unpack, batch, said["values"], longer)
         return values[~is_last], values[is_last]
 
     def _with_second_moment_limited(self, samples: Samples, current: Tensor | None, row: Row) -> Samples:
@@ -242,9 +270,10 @@ class Update:
         value_loss = ValueLoss(clip=c.algorithm.critic.clip)
         seeds = [seed_of(c.seed, step, epoch) for epoch in range(c.train.epochs)]
         packed = self._packer.minibatches(samples, most=c.train.minibatches, seeds=seeds)
-        batches = [batch for batch in packed if batch.num_tokens]  # else momentum moves the weights
-        row: Row = {"learning_rate": rate, **advantage_row(samples)}
-        row |= self._packer.metrics(batches)
+        every = await to_thread(list, packed)
+        batches = [batch for batch in every if batch.num_tokens]  # else momentum moves the weights
+        row: Row = {"learning_rate": rate, **await to_thread(advantage_row, samples)}
+        row |= await to_thread(self._packer.metrics, batches)
         critic = roles.learners.get("critic")
         policy_steps: list[Made | None] = []  # None: skipped
         critic_steps: list[Made | None] = []
@@ -254,7 +283,7 @@ class Update:
                 if critic is None or step > c.algorithm.critic.only_steps:
                     trained = at_once.begin("train", self.policy_steps.step(roles.policy, batch, loss, rate, prompts))
                 if critic is not None:
-                    routed = _by_own_routes(batch)
+                    routed = without_routes(batch)
                     asked = self.critic_steps.step(critic, routed, value_loss, critic_rate, prompts)
                     valued = at_once.begin("critic", asked)
                 if trained is not None:
@@ -265,7 +294,8 @@ class Update:
         row["steps/skipped"] = [*policy_steps, *critic_steps].count(None)
         row |= policy_row([made for made in policy_steps if made is not None])
         if learnt := [made for made in critic_steps if made is not None]:
-            row |= {"critic/learning_rate": critic_rate, "critic/explained_variance": explained_variance(samples)}
+            explained = await to_thread(explained_variance, samples)
+            row |= {"critic/learning_rate": critic_rate, "critic/explained_variance": explained}
             row |= critic_row(learnt)
         return row
 
@@ -323,10 +353,4 @@ def token_versions(groups: Sequence[RolloutGroup], samples: Samples) -> Tensor:
 
 def positions_of(batch: Batch) -> list[int]:
     """Positions of every sequence that ranks compute."""
-    return [n for row in batch.micro_batches for samples in row for n in samples.cu_seqlens.diff().tolist()]
-
-
-def _by_own_routes(batch: Batch) -> Batch:
-    """The batch without routes, for models that have routers of their own."""
-    rows = tuple(tuple(replace(samples, routes=None) for samples in row) for row in batch.micro_batches)
-    return replace(batch, micro_batches=rows)
+    return [n for row in computed_lengths(batch) for lengths in row for n in lengths.tolist()]

@@ -10,6 +10,7 @@ Which groups are in which wave depends on when they arrive.
 from __future__ import annotations
 
 import math
+from asyncio import to_thread
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -73,6 +74,7 @@ class WaveUpdate(Update):
                 await self._wave(waiting, trained, step, watch)
                 waiting = []
         row = await self._stepped(trained, step, watch)
+        await self.forget()
         if trained.batches:
             row |= {"waves/count": len(trained.batches), "waves/early_fraction": early / trained.positions}
         return row
@@ -97,7 +99,7 @@ class WaveUpdate(Update):
         trained.prompts += [group.prompt for group in groups]
         trained.found.append(found)
         trained.samples.append(samples)
-        batch = self._packer.pack(samples)
+        _, batch = await to_thread(self._packed, samples, step)
         if not batch.num_tokens:
             return
         tokens, sequences = self._planned["num_tokens"], self._planned["num_sequences"]
@@ -132,7 +134,7 @@ class WaveUpdate(Update):
         made = self.policy_steps.judge(result, of_loss, rows, trained.prompts)
         row["steps/skipped"] = int(made is None)
         row |= policy_row([] if made is None else [made])
-        row |= await self._flips(found, watch)
+        row |= await self._flips(found, step, watch)
         self.state = self._with_kl_controlled(self.state, samples, row)
         return row
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher.controller.learner import _with_layers
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
@@ -105,7 +104,8 @@ def one_layout(rank: int, learner: LearnerSection, model: Path, rendezvous: Path
     samples = make_samples()
     batch, unrouted = (pack(s, dims=learner.dims, max_tokens=MAX_TOKENS) for s in (samples, free(samples)))
     dp = learner.dims.dp_rank(rank)
-    row = _with_layers(batch.micro_batches[dp], policy.routed_layers)
+    layers = list(policy.routed_layers)
+    row = [replace(m, routes=m.routes[:, layers]) for m in batch.micro_batches[dp]]
     seen: dict[str, Any] = {"batch": batch, "dp": dp}
     said = policy.score(unrouted.micro_batches[dp], LOGPROBS | {"routes"})
     seen["recorded"] = said and (said["logprobs"], said["routes"])

@@ -50,6 +50,7 @@ class Supervised:
         batch = packer_of(c.learner, attention_cost=self.attention_cost).pack(samples)
         rate = c.warm_start.learning_rate
         made = await self.optimizer_steps.step(self.roles.policy, batch, CrossEntropy(), rate, prompts)
+        await self.roles.policy.forget()
         loss = None if made is None else made.loss
         return {**self._row(), "warm_start/loss": loss, **self.roles.rank_metrics()}
 

@@ -15,12 +15,14 @@ import torch
 
 from launcher.controller.group import WorkerGroup
 from launcher.controller.learner import LearnerGroup
+from launcher.controller.plane import Plane
 from launcher.servers.colocated import colocated
 from launcher.servers.launcher import ServedLauncher
 from launcher.servers.pool import ServedEngines
 from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
+from rl_megatron.data.packing import pack
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import Launcher, Roles, RolloutEngine, WeightSync
 from rl_megatron.models.tiny import tiny_shape
@@ -29,7 +31,7 @@ from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement
-from rl_megatron.types import Batch, Loss, ParallelDims
+from rl_megatron.types import Loss, ParallelDims, Samples
 from tests.unit.launcher.test_supervisor import bed, run
 from tests.unit.rollout.test_engine_servers import Fake, running
 
@@ -37,10 +39,17 @@ from tests.unit.rollout.test_engine_servers import Fake, running
 class Ranks:
     """The ranks of a role, which note the calls that come to them."""
 
-    workers = (SimpleNamespace(rank=0),)
-
     def __init__(self, role: str, heard: list[str]) -> None:
         self.role, self.heard = role, heard
+        self.workers = (SimpleNamespace(rank=0, call=self.call),)
+
+    def call(self, name: str, *arguments: object) -> dict[str, Any]:
+        assert name in RankModels.CALLS
+        self.heard.append(f"{self.role} {name}")
+        return {}
+
+    async def gather(self, answers: list[Any]) -> list[Any]:
+        return answers
 
     async def each(self, name: str, *arguments: object) -> list[Any]:
         assert name in RankModels.CALLS
@@ -50,6 +59,10 @@ class Ranks:
     async def ask(self, name: str, shares: object) -> list[Any]:
         self.heard.append(f"{self.role} {name}")
         return [{}]
+
+
+def learner(group: WorkerGroup, role: str) -> LearnerGroup:
+    return LearnerGroup(group, ParallelDims(), role, Plane(group, ParallelDims()))
 
 
 class Servers:
@@ -73,7 +86,7 @@ class Servers:
 
 def test_models_release_their_memory_before_a_push_and_servers_before_models_compute() -> None:
     heard: list[str] = []
-    models = {role: LearnerGroup(cast(WorkerGroup, Ranks(role, heard)), ParallelDims(), role) for role in "abc"}
+    models = {role: learner(cast(WorkerGroup, Ranks(role, heard)), role) for role in "abc"}
     servers = Servers(heard)
     roles = colocated(
         Roles(
@@ -84,7 +97,10 @@ def test_models_release_their_memory_before_a_push_and_servers_before_models_com
         ),
         cast(ReplicaWeights, servers),
     )
-    batch = Batch(micro_batches=((),), sequences=((),), num_tokens=1, num_sequences=1)
+    zeros = torch.zeros(2)
+    columns = {"advantages": zeros, "rollout_logprobs": zeros, "old_logprobs": zeros, "mask": zeros == 0}
+    samples = Samples(input_ids=zeros.long(), targets=zeros.long(), cu_seqlens=torch.tensor([0, 2]), **columns)
+    batch = pack(samples, dims=ParallelDims(), max_tokens=2)
 
     async def one_iteration() -> None:
         await roles.weights.push(1)
@@ -109,7 +125,7 @@ def test_models_that_are_loaded_at_the_start_leave_the_gpus_before_the_first_sam
     """They are loaded after a push, which has woken servers; the reference also on a resume."""
     heard: list[str] = []
     groups = {r: cast(WorkerGroup, Ranks(r, heard)) for r in ("policy", "critic", "reference")}
-    models = {role: LearnerGroup(group, ParallelDims(), role) for role, group in groups.items()}
+    models = {role: learner(group, role) for role, group in groups.items()}
     servers = Servers(heard)
 
     async def evaluate(prompts: object, **keys: object) -> float:
@@ -157,7 +173,7 @@ def test_models_that_are_loaded_at_the_start_leave_the_gpus_before_the_first_sam
 
 def test_servers_leave_the_gpus_before_a_checkpoint_is_loaded(tmp_path: Path) -> None:
     heard: list[str] = []
-    critic, servers = LearnerGroup(cast(WorkerGroup, Ranks("critic", heard)), ParallelDims(), "critic"), Servers(heard)
+    critic, servers = learner(cast(WorkerGroup, Ranks("critic", heard)), "critic"), Servers(heard)
     none = cast(Any, None)
     roles = Roles(learners={"policy": critic}, frozen={}, engine=none, weights=none)
     asyncio.run(colocated(roles, cast(ReplicaWeights, servers)).policy.load(tmp_path, {}))

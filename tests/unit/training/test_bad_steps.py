@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def packed(*sequences: tuple[int, ...]) -> Batch:
     )
     batch = pack(samples, dims=ParallelDims(), max_tokens=100)
     parts = tuple(select(samples, torch.tensor([i])) for i in range(len(sequences)))
-    return Batch(micro_batches=(parts,), sequences=batch.sequences, num_tokens=1, num_sequences=len(sequences))
+    return replace(batch, micro_batches=(parts,), num_tokens=1)
 
 
 def bad(*micro_batches: int, rank: int = 0) -> SkippedStep:

@@ -15,6 +15,7 @@ import xxhash
 from launcher.controller.group import WorkerGroup
 from launcher.controller.learner import LearnerGroup
 from launcher.controller.loop_watch import LoopWatch, TimedLoop
+from launcher.controller.plane import Plane
 from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import fixed
@@ -68,7 +69,8 @@ async def write(store: CheckpointStore, learner: Any) -> Saved:
 
 def loaded(folder: Path) -> Ranks:
     ranks = Ranks()
-    learner = LearnerGroup(cast(WorkerGroup, ranks), ParallelDims(dp=2), "policy")
+    group, dims = cast(WorkerGroup, ranks), ParallelDims(dp=2)
+    learner = LearnerGroup(group, dims, "policy", Plane(group, dims))
     asyncio.run(checkpoints.read(folder).load({"learner": learner}))
     assert ranks.loaded
     return ranks

@@ -55,6 +55,9 @@ class Learner:
     async def step(self, learning_rate: float) -> StepResult:
         return StepResult(grad_norm=0.0)
 
+    async def forget(self) -> None:
+        """It keeps nothing of a batch."""
+
     async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float | Counts]]:
         (samples,) = batch.micro_batches[0]
         ids, columns = sequence_ids(samples.cu_seqlens), samples.columns

@@ -1,0 +1,47 @@
+"""Sends the columns of a step to the ranks of a group: once to each data-parallel rank, for all models there."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from launcher.controller.group import WorkerGroup
+from rl_megatron.data.held import Sent, Share
+from rl_megatron.types import Batch, ParallelDims
+
+
+class Plane:
+    """The calls of a group's ranks that take micro-batches.
+
+    The first rank of each data-parallel rank's ranks gets that one's share, and passes it on to the others.
+    """
+
+    def __init__(self, group: WorkerGroup, dims: ParallelDims) -> None:
+        self._group, self._dims, self._sent = group, dims, Sent(dims.dp)
+        self._lock = asyncio.Lock()  # ranks hold what earlier calls brought
+
+    async def call(self, name: str, role: str, batch: Batch, *rest: Any, to_score: bool) -> list[Any]:
+        """Call every rank with its micro-batches of the batch and ``rest``. Returns answers in rank order.
+
+        ``to_score``: without the columns that a loss alone reads. Raises as `WorkerGroup.gather`.
+        """
+        async with self._lock:
+            shares = await self._shares(batch, to_score=to_score)
+            answers = [w.call(name, role, shares.get(w.rank), *rest) for w in self._group.workers]
+        return await self._group.gather(answers)
+
+    async def forget(self) -> None:
+        """Free what the ranks hold of a step."""
+        async with self._lock:
+            if not self._sent.anything:
+                return
+            self._sent.forget()
+            answers = [w.call("forget") for w in self._group.workers]
+        await self._group.gather(answers)
+
+    async def _shares(self, batch: Batch, *, to_score: bool) -> dict[int, Share]:
+        """Each data-parallel rank's share, by the rank that gets it; computed beside the event loop."""
+        sent, self._sent = self._sent, Sent(self._dims.dp, after=self._sent.step + 1)
+        shares = await asyncio.to_thread(sent.shares, batch, to_score=to_score)
+        self._sent = sent  # unless this was cancelled: what was not sent is held by nobody
+        return {d * self._dims.tp * self._dims.cp: share for d, share in enumerate(shares)}

@@ -1,0 +1,95 @@
+"""Columns of a step on real ranks: they travel once, and none is taken that a rank was not sent."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from launcher.controller.learner import LearnerGroup
+from launcher.hosts.local import LocalLauncher
+from rl_megatron.algorithms.losses import CrossEntropy
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import TinyModelSection
+from rl_megatron.data.packing import packer_of, unpack
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.interfaces import Roles
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.types import Samples
+
+LENGTHS = [7, 12, 30, 19] + [500] * 96
+PROMPT = 5
+
+
+def sampled() -> Samples:
+    """Rows of random tokens, sampled after the prompt."""
+    g, lengths = torch.Generator().manual_seed(0), torch.tensor(LENGTHS)
+    ends = lengths.cumsum(0)
+    rows = [torch.randint(0, 256, (length + 1,), generator=g) for length in LENGTHS]
+    place = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends - lengths, lengths)
+    mask = place >= PROMPT - 1
+    logprobs = -torch.rand(len(mask), generator=g) * mask
+    return Samples(
+        input_ids=torch.cat([row[:-1] for row in rows]),
+        targets=torch.cat([row[1:] for row in rows]),
+        mask=mask,
+        advantages=torch.zeros(len(mask)),
+        rollout_logprobs=logprobs,
+        old_logprobs=logprobs.clone(),
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]),
+    )
+
+
+def written() -> int:
+    """Bytes that this process has written, to the ranks' streams and anywhere else."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["wchar"])
+
+
+def by_transformers(model: Path, samples: Samples, row: int) -> Tensor:
+    first, stop = samples.cu_seqlens[row : row + 2].tolist()
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model)(samples.input_ids[None, first:stop]).logits[0]
+    return logits.float().log_softmax(-1).gather(1, samples.targets[first:stop, None]).squeeze(1)
+
+
+def test_a_step_of_two_data_parallel_ranks_with_two_stages(tmp_path: Path) -> None:
+    """Log-probs are transformers'; bytes are counted at the streams; the last pass ends the run."""
+    keys = ("learner.threads=1", "learner.ep=1", "learner.dp=2", "learner.pp=2", "rollout.temperature=1.0")
+    config = load_config("tiny_cpu", keys)
+    model = make_tiny_model(TinyModelSection(num_layers=2, hidden_size=32, num_experts=4), tmp_path / "cache", seed=3)
+    samples, packer = sampled(), packer_of(config.learner, attention_cost=0.0)
+
+    async def step(roles: Roles) -> None:
+        before = written()
+        batch = packer.pack(samples, ranks=packer.ranks(samples, most=2, seed=0))
+        said = await roles.policy.score(batch, frozenset({"logprobs"}))
+        current = unpack(batch, said["logprobs"], samples)
+        for row in range(3):
+            first, stop = samples.cu_seqlens[row : row + 2].tolist()
+            torch.testing.assert_close(current[first:stop], by_transformers(model, samples, row), atol=1e-4, rtol=0)
+        scored = replace(samples, old_logprobs=current)
+        for minibatch in packer.minibatches(scored, most=2, seeds=[0]):
+            await roles.policy.backward(minibatch, CrossEntropy())
+            await roles.policy.step(1e-4)
+        moved, tokens = written() - before, len(samples.targets) + samples.num_sequences
+        columns = 4 * (tokens + int(samples.mask.sum()) + len(current))
+        assert columns < moved <= 1.05 * columns, moved / columns
+
+    async def run() -> None:
+        async with LocalLauncher(model, tmp_path).start(config) as roles:
+            await step(roles)
+            await roles.policy.forget()
+            assert isinstance(roles.policy, LearnerGroup)
+            sent = roles.policy._plane._sent
+            batch = packer.pack(samples)
+            sent.shares(batch, to_score=True)  # as if ranks had them
+            await roles.policy.score(batch, frozenset({"logprobs"}))
+
+    with pytest.raises(RLMegatronError, match=r"asked for 'input_ids' of rows .*, which it was not sent"):
+        asyncio.run(run())
