@@ -7,19 +7,16 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from rl_megatron.data.routes import encode_routes
 from rl_megatron.errors import DataError, EngineError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, GenerationRequest, Routes, Span
 
-TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-"""The range of a token id in an adapter's answer type."""
 _LOGPROBS = (-1000.0, 0.01)  # nats: excludes vLLM's -9999 for -inf; rounding alone gives values above 0
 
 

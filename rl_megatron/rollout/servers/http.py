@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import httpx2
-from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.servers.engine_token import authorization
@@ -71,18 +70,14 @@ class Server:
         """The answer's JSON, None if it is empty. Raises as ``get`` does."""
         return self._json(path, await self._ask("POST", path, body, params, self._limit))
 
-    async def sampled(self, path: str, body: object, form: TypeAdapter[T]) -> T:
-        """The server's samples or scores for ``body``, decoded as ``form``, without a time limit. Raises as ``get``
-        does, and AttemptFailed that names the first part of the answer that does not fit ``form``."""
-        text = await self._ask("POST", path, body, None, None)
+    async def sampled(self, path: str, body: object, read: Callable[[bytes], T]) -> T:
+        """The server's samples or scores for ``body``, by ``read``, without a time limit. Raises as ``get`` does, and
+        AttemptFailed where ``read`` raises ValueError."""
+        answer = await self._ask("POST", path, body, None, None)
         try:
-            return form.validate_json(text)
-        except ValidationError as error:
-            wrong = error.errors(include_url=False, include_context=False)[0]
-            place = ".".join(map(str, wrong["loc"]))
-            raise AttemptFailed(
-                f"{self.url}{path}: its answer has another form: {place}: {wrong['msg']}, got {wrong['input']!r:.80}"
-            ) from error
+            return read(answer)
+        except ValueError as error:
+            raise AttemptFailed(f"{self.url}{path}: its answer has another form: {error!s:.300}") from error
 
     async def get(self, path: str) -> Any:
         """The answer's JSON. Raises AttemptFailed, or EngineError with the answer if the server refuses for good."""
@@ -90,11 +85,11 @@ class Server:
 
     async def text(self, path: str) -> str:
         """The answer as text. Raises as ``get`` does."""
-        return await self._ask("GET", path, None, None, self._limit)
+        return (await self._ask("GET", path, None, None, self._limit)).decode(errors="replace")
 
     async def _ask(
         self, method: str, path: str, body: object, params: Mapping[str, str] | None, limit: float | None
-    ) -> str:
+    ) -> bytes:
         what = f"{self.url}{path}"
         try:
             async with asyncio.timeout(limit):
@@ -103,14 +98,14 @@ class Server:
             raise NoAnswer(f"{what}: no answer within rollout.server.timeout_seconds={limit:g}") from error
         except httpx2.TransportError as error:
             raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
-        status, text = response.status_code, response.text
+        status, answer = response.status_code, response.content
         if status >= 500 or status in _PASSING:
-            raise AttemptFailed(f"{what}: status {status}: {text[:_SHOWN]}")
+            raise AttemptFailed(f"{what}: status {status}: {_shown(answer)}")
         if status >= 300:
-            raise EngineError(f"{what}: status {status}: {text[:_SHOWN]}")
-        return str(text)
+            raise EngineError(f"{what}: status {status}: {_shown(answer)}")
+        return bytes(answer)
 
-    def _json(self, path: str, text: str) -> Any:
+    def _json(self, path: str, text: bytes | str) -> Any:
         try:
             return json.loads(text) if text else None
         except ValueError as error:
@@ -135,3 +130,7 @@ class Server:
     async def close(self) -> None:
         """Close its connections."""
         await self._client.aclose()
+
+
+def _shown(answer: bytes) -> str:
+    return answer[: 4 * _SHOWN].decode(errors="replace")[:_SHOWN]

@@ -90,11 +90,11 @@ def test_a_good_answer_is_taken(engine: str) -> None:
         (1, math.inf, "token 1 has log-prob inf"),
         (1, -9999.0, "token 1 has log-prob -9999.0"),  # how vLLM spells it
         (1, 0.5, "token 1 has log-prob 0.5"),
-        (1, None, "Input should be a valid number, got None"),  # what orjson makes of NaN
+        (1, None, "Expected `float`, got `null` - at `$"),  # what orjson makes of NaN
         (0, 10, "token 1 has id 10, but the vocabulary has 10"),
         (0, -1, "token 1 has id -1"),
-        (0, 2**31, "Input should be less than 2147483648, got 2147483648"),
-        (0, "x" * 9999, "Input should be a valid integer, unable to parse string as an integer, got 'xxx"),
+        (0, 2**31, "its answer has another form: token ids must be below 2147483648"),
+        (0, "x" * 9999, "its answer has another form: Expected `int`, got `str` - at `$"),
     ],
 )
 def test_what_is_no_token_or_no_log_prob_names_server_and_prompt(
@@ -144,8 +144,8 @@ def test_routes_that_are_no_array_are_named(engine: str, routes: str) -> None:
     (answer["choices"][0] if engine == "vllm" else answer[0]["meta_info"])["routed_experts"] = routes
     server: Any = type("Once", (), {"salt": None, "priorities": False})()
 
-    async def sampled(path: str, body: object, form: Any) -> object:
-        return form.validate_python(answer)
+    async def sampled(path: str, body: object, read: Callable[[bytes], object]) -> object:
+        return read(json.dumps(answer).encode())
 
     server.sampled = sampled
     with pytest.raises(EngineError, match="routes"):
@@ -159,8 +159,8 @@ def test_scores_that_are_not_of_the_text_are_named(engine: str) -> None:
         said = {"meta_info": {"input_token_logprobs": [[None, 1, None]]}}
     server: Any = type("Once", (), {"url": "http://h", "salt": None})()
 
-    async def sampled(path: str, body: object, form: Any) -> object:
-        return form.validate_python(said)
+    async def sampled(path: str, body: object, read: Callable[[bytes], object]) -> object:
+        return read(json.dumps(said).encode())
 
     server.sampled = sampled
     with pytest.raises(AttemptFailed, match="http://h"):

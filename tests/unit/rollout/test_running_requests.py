@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -51,13 +51,13 @@ class Asked(Server):
     async def get(self, path: str) -> Any:
         return {"tp_size": 1}
 
-    async def sampled(self, path: str, body: object, form: Any) -> Any:
+    async def sampled(self, path: str, body: object, read: Callable[[bytes], Any]) -> Any:
         self.asked.append((path, body))
         if path == "/inference/v1/generate":
-            return {"choices": [], "prompt_logprobs": [None]}
+            return read(b'{"choices": [], "prompt_logprobs": [null]}')
         if cast(dict[str, Any], body).get("logprob_start_len") == 0:
-            return {"meta_info": {"input_token_logprobs": [(None, 1, None)]}}
-        return []
+            return read(b'{"meta_info": {"input_token_logprobs": [[null, 1, null]]}}')
+        return read(b"[]")
 
 
 @pytest.mark.parametrize(

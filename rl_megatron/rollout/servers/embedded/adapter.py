@@ -60,7 +60,7 @@ class EmbeddedAdapter(Adapter):
 
     @override
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
-        answer = await server.sampled("/generate", wire.asked(request_id, request), wire.SAID)
+        answer = await server.sampled("/generate", wire.asked(request_id, request), wire.SAID.validate_json)
         try:
             return wire.completions_of(answer)
         except ValueError as error:

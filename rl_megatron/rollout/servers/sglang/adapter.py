@@ -10,12 +10,11 @@ import pickle
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter
-from typing_extensions import TypedDict, override
+from typing_extensions import override
 
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import ConfigError, CorruptionError, EngineError
@@ -29,9 +28,11 @@ from rl_megatron.rollout.servers.adapter import (
     value_given,
     version_of,
 )
-from rl_megatron.rollout.servers.answers import TokenId, checked_routes, completion_seed, spans_of
+from rl_megatron.rollout.servers.answers import checked_routes, completion_seed, spans_of
+from rl_megatron.rollout.servers.decoding import SampledColumns
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
-from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes
+from rl_megatron.rollout.servers.sglang import answer as form
+from rl_megatron.types import Completion, GenerationRequest, Routes
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes, boxes_of
 
@@ -60,38 +61,6 @@ _LOADER = "rl_megatron.rollout.servers.sglang.worker.load"
 _OTHERS = 8  # behind the ports of the ranks' store and of dp attention
 _BLACKWELL = 10.0  # compute capability
 _MARGIN = 8  # tokens of its context that a request may not use
-
-
-class _Span(TypedDict):
-    start: int
-    version: Any
-
-
-class _Finish(TypedDict):
-    type: FinishReason
-
-
-class _Meta(TypedDict):
-    output_token_logprobs: list[tuple[float, TokenId, Any]]  # log-prob, token id, text
-    finish_reason: _Finish
-    weight_version: NotRequired[Any]
-    weight_versions: NotRequired[list[_Span] | None]
-    routed_experts: NotRequired[str | None]
-
-
-class _Sampled(TypedDict):
-    meta_info: _Meta
-
-
-class _ScoredMeta(TypedDict):
-    input_token_logprobs: list[tuple[float | None, int, Any]]  # the first has none
-
-
-class _Scored(TypedDict):
-    meta_info: _ScoredMeta
-
-
-_SAMPLED, _SCORED = TypeAdapter(list[_Sampled]), TypeAdapter(_Scored)
 
 
 class SGLangAdapter(Adapter):
@@ -227,16 +196,15 @@ class SGLangAdapter(Adapter):
             **({"priority": request.birth} if server.priorities and request.birth is not None else {}),
             **_salted(server),
         }
-        answers = await server.sampled("/generate", body, _SAMPLED)
-        return [_completion(answer["meta_info"], request, self._shape) for answer in answers]
+        answers = await server.sampled("/generate", body, form.read_sampled)
+        return [_completion(answer, request, self._shape) for answer in answers]
 
     @override
     async def score(self, server: Server, text: Sequence[int]) -> list[float]:
         sampling = {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}
         body = {"input_ids": list(text), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
         body |= _salted(server)
-        said = (await server.sampled("/generate", body, _SCORED))["meta_info"]["input_token_logprobs"][1:]
-        logprobs = [logprob for logprob, _, _ in said if logprob is not None]
+        logprobs = await server.sampled("/generate", body, form.read_scored)
         if len(logprobs) != len(text) - 1:
             raise AttemptFailed(f"{server.url}: it returned {len(logprobs)} log-probs for {len(text) - 1} tokens")
         return logprobs
@@ -373,17 +341,14 @@ def _names(request: GenerationRequest, request_id: str) -> list[str]:
     return [f"{request_id} {number}" for number in range(request.num_completions)]
 
 
-def _completion(said: _Meta, request: GenerationRequest, shape: ModelShape) -> Completion:
-    """From the ``meta_info`` of one answer."""
-    tokens = said["output_token_logprobs"]
-    spans = said.get("weight_versions") or [_Span(start=0, version=said.get("weight_version"))]
-    positions = len(request.token_ids) + len(tokens) - 1
+def _completion(answer: SampledColumns, request: GenerationRequest, shape: ModelShape) -> Completion:
+    count = len(answer.token_ids)
     return Completion(
-        token_ids=np.fromiter((token for _, token, _ in tokens), np.int32, len(tokens)),
-        logprobs=np.fromiter((logprob for logprob, _, _ in tokens), np.float32, len(tokens)),
-        finish_reason=said["finish_reason"]["type"],
-        spans=spans_of((span["start"], version_of(span["version"])) for span in spans),
-        routes=_routes(said.get("routed_experts"), positions, shape) if request.routes and tokens else None,
+        token_ids=answer.token_ids,
+        logprobs=answer.logprobs,
+        finish_reason=answer.finish_reason,
+        spans=spans_of((span.start, version_of(span.version)) for span in answer.spans),
+        routes=_routes(answer.routes, len(request.token_ids) + count - 1, shape) if request.routes and count else None,
     )
 
 

@@ -9,11 +9,10 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import TypeAdapter
-from typing_extensions import TypedDict, override
+from typing_extensions import override
 
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import ConfigError, EngineError
@@ -27,9 +26,11 @@ from rl_megatron.rollout.servers.adapter import (
     value_given,
     version_of,
 )
-from rl_megatron.rollout.servers.answers import TokenId, checked_routes, spans_of
+from rl_megatron.rollout.servers.answers import checked_routes, spans_of
+from rl_megatron.rollout.servers.decoding import SampledColumns
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
-from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes
+from rl_megatron.rollout.servers.vllm import answer as form
+from rl_megatron.types import Completion, GenerationRequest, Routes
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes, boxes_of
 
@@ -47,39 +48,6 @@ _KEYS = {
 _INVARIANT = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASH_ATTN_MLA", "TRITON_MLA")
 """Attention whose ``supports_batch_invariance`` is true in vLLM 0.32.0 (v1/attention/backends)."""
 _TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)", re.MULTILINE)
-
-
-class _LogProb(TypedDict):
-    logprob: float
-
-
-class _LogProbs(TypedDict):
-    content: list[_LogProb] | None
-
-
-class _Span(TypedDict):
-    start: int
-    version: Any
-
-
-class _Choice(TypedDict):
-    index: int
-    token_ids: list[TokenId] | None
-    logprobs: _LogProbs | None
-    finish_reason: FinishReason
-    weight_versions: list[_Span] | None
-    routed_experts: NotRequired[str | None]
-
-
-class _Sampled(TypedDict):
-    choices: list[_Choice]
-
-
-class _Scored(TypedDict):
-    prompt_logprobs: list[dict[str, _LogProb] | None]
-
-
-_SAMPLED, _SCORED = TypeAdapter(_Sampled), TypeAdapter(_Scored)  # decoding by type takes a quarter of the time
 
 
 class VLLMAdapter(Adapter):
@@ -200,22 +168,18 @@ class VLLMAdapter(Adapter):
         }
         if server.priorities and request.birth is not None:
             body["priority"] = request.birth
-        answer = await server.sampled("/inference/v1/generate", body, _SAMPLED)
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        completions = [_completion(choice, request, self._shape) for choice in choices]
+        answers = await server.sampled("/inference/v1/generate", body, form.read_sampled)
+        completions = [_completion(answer, request, self._shape) for answer in answers]
         return completions if p.temperature else completions * request.num_completions
 
     @override
     async def score(self, server: Server, text: Sequence[int]) -> list[float]:
         sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "ignore_eos": True, "detokenize": False}
         body = {"token_ids": list(text), "sampling_params": sampling, **_salted(server)}
-        answer = await server.sampled("/inference/v1/generate", body, _SCORED)
-        said = answer["prompt_logprobs"][1:]
-        if len(said) != len(text) - 1 or any(
-            str(t) not in (found or {}) for t, found in zip(text[1:], said, strict=True)
-        ):
+        said = await server.sampled("/inference/v1/generate", body, form.read_scored)
+        if len(said) != len(text) - 1 or any(str(t) not in found for t, found in zip(text[1:], said, strict=True)):
             raise AttemptFailed(f"{server.url}: its prompt_logprobs do not belong to the given tokens")
-        return [found[str(token)]["logprob"] for token, found in zip(text[1:], said, strict=True) if found]
+        return [found[str(token)] for token, found in zip(text[1:], said, strict=True)]
 
     @override
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
@@ -320,19 +284,14 @@ def _degrees(options: StartOptions) -> tuple[str, ...]:
     return (*out, *(("--headless",) if options.node else ("--api-server-count", "1")))
 
 
-def _completion(choice: _Choice, request: GenerationRequest, shape: ModelShape) -> Completion:
-    token_ids = choice["token_ids"] or []
-    content = (choice["logprobs"]["content"] if choice["logprobs"] else None) or []
-    # A completion without tokens has no version.
-    spans = choice["weight_versions"] or [_Span(start=0, version=None if token_ids else 0)]
+def _completion(answer: SampledColumns, request: GenerationRequest, shape: ModelShape) -> Completion:
+    count = len(answer.token_ids)
     return Completion(
-        token_ids=np.array(token_ids, np.int32),
-        logprobs=np.fromiter((one["logprob"] for one in content), np.float32, len(content)),
-        finish_reason=choice["finish_reason"],
-        spans=spans_of((span["start"], version_of(span["version"])) for span in spans),
-        routes=_routes(choice.get("routed_experts"), len(request.token_ids) + len(token_ids) - 1, shape)
-        if request.routes and token_ids
-        else None,
+        token_ids=answer.token_ids,
+        logprobs=answer.logprobs,
+        finish_reason=answer.finish_reason,
+        spans=spans_of((span.start, version_of(span.version)) for span in answer.spans),
+        routes=_routes(answer.routes, len(request.token_ids) + count - 1, shape) if request.routes and count else None,
     )
 
 

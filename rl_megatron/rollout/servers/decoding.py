@@ -1,0 +1,70 @@
+"""Decodes servers' answers by their type, straight into columns; fields that the type does not name are skipped.
+
+It imports neither torch nor pydantic.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_megatron.columns import LogProbs, TokenIds
+from rl_megatron.types import FinishReason
+
+T = TypeVar("T")
+
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}  # by form: to make one takes longer than to use it
+
+
+class LabelledSpan(msgspec.Struct, frozen=True):
+    """A part of a completion that one version of the weights sampled."""
+
+    start: int
+    version: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledColumns:
+    """One completion as a server sent it. Its spans and routes are not decoded yet."""
+
+    token_ids: TokenIds
+    logprobs: LogProbs
+    finish_reason: FinishReason
+    spans: Sequence[LabelledSpan]
+    routes: str | None
+
+
+def as_form(text: bytes, form: type[T]) -> T:
+    """The JSON ``text`` as ``form``. Raises ValueError that names the first part that is not of this form, or where the
+    text breaks off."""
+    decoder = _decoders.get(form)
+    if decoder is None:
+        decoder = _decoders[form] = msgspec.json.Decoder(form)
+    try:
+        return cast(T, decoder.decode(text))
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        return msgspec.convert(json.loads(text), form)  # NaN and infinity, which JSON lacks, and what is broken
+    except RecursionError as error:
+        raise ValueError(f"the answer is nested too deeply: {error}") from error
+
+
+def token_column(token_ids: Sequence[int]) -> TokenIds:
+    """Raises ValueError for what is no token id."""
+    try:
+        return np.array(token_ids, np.int32)
+    except OverflowError as error:
+        raise ValueError(f"token ids must be below {2**31}: {error}") from error
+
+
+def logprob_column(logprobs: Sequence[float]) -> LogProbs:
+    """A float32 column."""
+    column: NDArray[np.float32] = np.array(logprobs, np.float32)
+    return column

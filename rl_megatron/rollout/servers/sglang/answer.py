@@ -1,0 +1,67 @@
+"""The form of SGLang 0.5.21's answers (srt/managers/tokenizer_manager.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from rl_megatron.rollout.servers.decoding import LabelledSpan, SampledColumns, as_form, logprob_column, token_column
+from rl_megatron.types import FinishReason
+
+
+class _Token(msgspec.Struct, array_like=True, gc=False):
+    """[log-prob, token id, text]."""
+
+    logprob: float
+    token: int
+
+
+class _ScoredToken(msgspec.Struct, array_like=True, gc=False):
+    logprob: float | None  # the first has none
+
+
+class _Finish(msgspec.Struct):
+    type: FinishReason
+
+
+class _Meta(msgspec.Struct):
+    output_token_logprobs: list[_Token]
+    finish_reason: _Finish
+    weight_version: Any = None
+    weight_versions: list[LabelledSpan] | None = None
+    routed_experts: str | None = None
+
+
+class _Sampled(msgspec.Struct):
+    meta_info: _Meta
+
+
+class _ScoredMeta(msgspec.Struct):
+    input_token_logprobs: list[_ScoredToken]
+
+
+class _Scored(msgspec.Struct):
+    meta_info: _ScoredMeta
+
+
+def read_sampled(text: bytes) -> list[SampledColumns]:
+    """The completions, in the order asked. Raises ValueError as `as_form` does."""
+    return [_answer(one.meta_info) for one in as_form(text, list[_Sampled])]
+
+
+def read_scored(text: bytes) -> list[float]:
+    """Log-probs of the tokens after the first that have one. Raises ValueError as `as_form` does."""
+    said = as_form(text, _Scored).meta_info.input_token_logprobs[1:]
+    return [one.logprob for one in said if one.logprob is not None]
+
+
+def _answer(said: _Meta) -> SampledColumns:
+    tokens = said.output_token_logprobs
+    return SampledColumns(
+        token_ids=token_column([one.token for one in tokens]),
+        logprobs=logprob_column([one.logprob for one in tokens]),
+        finish_reason=said.finish_reason.type,
+        spans=said.weight_versions or [LabelledSpan(start=0, version=said.weight_version)],
+        routes=said.routed_experts,
+    )

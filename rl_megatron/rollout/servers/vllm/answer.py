@@ -1,0 +1,60 @@
+"""The form of vLLM 0.32.0's answers (entrypoints/scale_out/token_in_token_out/protocol.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from rl_megatron.rollout.servers.decoding import LabelledSpan, SampledColumns, as_form, logprob_column, token_column
+from rl_megatron.types import FinishReason
+
+
+class _LogProb(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _LogProbs(msgspec.Struct):
+    content: list[_LogProb] | None
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    token_ids: list[int] | None
+    logprobs: _LogProbs | None
+    finish_reason: FinishReason
+    weight_versions: list[LabelledSpan] | None
+    routed_experts: str | None = None
+
+
+class _Sampled(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class _Scored(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _LogProb] | None]
+
+
+def read_sampled(text: bytes) -> list[SampledColumns]:
+    """The choices, in order. Raises ValueError as `as_form` does."""
+    choices = sorted(as_form(text, _Sampled).choices, key=lambda choice: choice.index)
+    return [_answer(choice) for choice in choices]
+
+
+def read_scored(text: bytes) -> Sequence[Mapping[str, float]]:
+    """Log-probs by token id of each token after the first. Raises ValueError as `as_form` does."""
+    said = as_form(text, _Scored).prompt_logprobs[1:]
+    return [{token: one.logprob for token, one in (found or {}).items()} for found in said]
+
+
+def _answer(choice: _Choice) -> SampledColumns:
+    token_ids = choice.token_ids or []
+    content = (choice.logprobs.content if choice.logprobs else None) or []
+    return SampledColumns(
+        token_ids=token_column(token_ids),
+        logprobs=logprob_column([one.logprob for one in content]),
+        finish_reason=choice.finish_reason,
+        # A completion without tokens has no version.
+        spans=choice.weight_versions or [LabelledSpan(start=0, version=None if token_ids else 0)],
+        routes=choice.routed_experts,
+    )

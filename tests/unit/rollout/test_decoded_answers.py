@@ -1,0 +1,93 @@
+"""Answers decoded by their type hold what `json.loads` finds in them, and break where it says that they break."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.answers import drawn, loaded_sglang, loaded_vllm, of_sglang, of_vllm
+from rl_megatron.rollout.servers.decoding import SampledColumns
+from rl_megatron.rollout.servers.sglang import answer as sglang
+from rl_megatron.rollout.servers.vllm import answer as vllm
+
+Columns = Callable[[bytes], tuple[Any, Any]]
+READ: dict[str, Callable[[bytes], list[SampledColumns]]] = {"vllm": vllm.read_sampled, "sglang": sglang.read_sampled}
+MADE = {"vllm": of_vllm, "sglang": of_sglang}
+LOADED: dict[str, Columns] = {"vllm": loaded_vllm, "sglang": loaded_sglang}
+ENGINES = pytest.mark.parametrize("engine", READ)
+
+
+def equal(engine: str, text: bytes) -> SampledColumns:
+    """What ``engine``'s answer holds; its columns equal those by `json.loads`, to the bit."""
+    (found,) = READ[engine](text)
+    ids, logprobs = LOADED[engine](text)
+    assert (found.token_ids.dtype, found.logprobs.dtype) == (np.int32, np.float32)
+    assert np.array_equal(found.token_ids, ids)
+    assert found.logprobs.tobytes() == logprobs.tobytes()
+    return found
+
+
+@ENGINES
+@pytest.mark.parametrize("tokens", [1, 2, 5000])
+def test_columns_are_those_of_json_loads(engine: str, tokens: int) -> None:
+    found = equal(engine, MADE[engine](tokens))
+    assert [(span.start, span.version) for span in found.spans] == [(0, "7"), (tokens // 2, "8")]
+    assert (found.finish_reason, found.routes) == ("length", None)
+
+
+@ENGINES
+@pytest.mark.parametrize(
+    "value", ["-0.0", "0", "-3", "-1e-7", "-1.5E+2", "-0.1234567890123456789", "-Infinity", "Infinity"]
+)
+def test_numbers_are_read_as_json_loads_reads_them(engine: str, value: str) -> None:
+    text = MADE[engine](3).decode()
+    first = repr(drawn(3)[1][0])
+    assert first in text
+    found = equal(engine, text.replace(first, value).encode())
+    assert found.logprobs[0] == np.float32(value)
+
+
+@ENGINES
+def test_fields_that_are_not_read_may_hold_anything(engine: str) -> None:
+    answer = json.loads(MADE[engine](4))
+    strange = {'},{"token_id":': ['"]}\\', "\u2028\U0001f600", None, [[[]]], {"logprob": "none"}], "index": True}
+    for place in (answer, answer["choices"][0]) if engine == "vllm" else (answer[0], answer[0]["meta_info"]):
+        place["another"] = strange
+    if engine == "vllm":
+        answer["choices"][0]["logprobs"]["content"][1]["token"] = strange
+    else:
+        answer[0]["meta_info"]["output_token_logprobs"][1][2] = strange
+    for text in (json.dumps(answer), json.dumps(answer, indent=1, ensure_ascii=False)):
+        equal(engine, text.encode())
+
+
+@ENGINES
+def test_an_answer_that_breaks_off_anywhere_raises_what_json_loads_raises(engine: str) -> None:
+    text = MADE[engine](3)
+    for end in range(len(text)):
+        with pytest.raises(ValueError, match="line 1 column") as theirs:
+            json.loads(text[:end])
+        with pytest.raises(type(theirs.value)) as ours:
+            READ[engine](text[:end])
+        assert str(ours.value) == str(theirs.value)
+
+
+@ENGINES
+@pytest.mark.parametrize(
+    "text", [b"", b"\xff\xfe\x00", b'{"choices": "\xff"}', b"[" * 100_000, b'{"a":' * 100_000, b"<html>502</html>"]
+)
+def test_what_is_no_json_is_a_value_error(engine: str, text: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        READ[engine](text)
+
+
+def test_scores_are_those_of_json_loads() -> None:
+    said = [None, {"7": {"logprob": -1.5, "rank": 3, "decoded_token": None}, "9": {"logprob": -0.5}}, None]
+    text = json.dumps({"choices": [], "prompt_logprobs": said}).encode()
+    assert vllm.read_scored(text) == [{"7": -1.5, "9": -0.5}, {}]
+    tokens = [[None, 5, None], [-0.25, 6, None], [None, 7, None], [-1, 8, "text"]]
+    assert sglang.read_scored(json.dumps({"meta_info": {"input_token_logprobs": tokens}}).encode()) == [-0.25, -1.0]
