@@ -130,7 +130,7 @@ def test_the_error_that_ended_a_rank_is_heard_though_its_end_is_known_first(ende
         (ours, theirs), failure = Pipe(), Failure()
         end = asyncio.get_running_loop().create_future()
         handle = WorkerHandle(Process(3, ours, end=end), failure, None)
-        messages.send(theirs, messages.pack(("alive", ("backward", 1), None)))
+        messages.send(theirs, messages.pack(("alive", ("backward" * 18_000, 1), None)))  # more than one turn reads
         messages.send(theirs, messages.pack(("erred", "KeyError: planted", None)))
         if ended:
             theirs.close()
