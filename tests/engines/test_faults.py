@@ -9,17 +9,29 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from launcher.servers.engines import SERVERS
 from rl_megatron.errors import ConfigError, EngineError, RLMegatronError, SyncError
 from rl_megatron.rollout.servers.replicas import Health, Replica
 from rl_megatron.rollout.servers.sglang import adapter as sglang
+from rl_megatron.types import Completion
 from tests.e2e.processes import alive, eventually
-from tests.engines.benches import REPO, ServedBench, interpreter, request, served, words_of
+from tests.engines.benches import (
+    REPO,
+    ServedBench,
+    interpreter,
+    logprobs_of,
+    request,
+    served,
+    spare_a_core,
+    words_of,
+)
 from tests.engines.conftest import needs
 
 LIMIT = 600.0
@@ -100,18 +112,33 @@ async def given_up(replica: Replica) -> None:
 
 @pytest.mark.parametrize("name", sorted(SERVERS))
 def test_a_server_that_is_not_started_again_is_done_without(
-    models: tuple[Path, Path], tmp_path: Path, name: str
+    models: tuple[Path, Path], tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """60 seconds."""
+    """With 8 completions in flight: the other samples those that it had, each in a second attempt. 60 seconds."""
     needs(name)
     with served(name, models[0], tmp_path, replicas=2, backoff_seconds=0.1, restarts=0) as server:
+        spare_a_core()
         server.push(models[1], 1)
         first, second = server.engine.servers
         children = psutil.Process().children(recursive=True)
         (victim,) = [p for p in children if p.ppid() != os.getpid() and first.url.rsplit(":")[-1] in words_of(p)]
-        os.killpg(victim.pid, signal.SIGKILL)
-        answers = server.generate(*[request(n=2, new=64) for _ in range(8)])
-        assert [len(a) for a in answers] == [2] * 8
+        asked = [replace(request([n, *range(30, 50)], new=400), id=f"{n}", group=f"{n % 2}") for n in range(8)]
+
+        async def killed() -> tuple[int, list[Completion]]:
+            running = [asyncio.create_task(server.engine.generate(one)) for one in asked]
+            await server.sampling(*running)
+            lost = first.in_flight
+            os.killpg(victim.pid, signal.SIGKILL)
+            return lost, [one for (one,) in await asyncio.gather(*running)]
+
+        lost, answers = server.run(killed())
+        assert lost > 0
+        again = [record for record in caplog.records if re.search("is sent again|retrying in", record.message)]
+        assert len(again) == lost
+        assert [len(one.token_ids) for one in answers] == [400] * 8
+        for one, completion in zip(asked, answers, strict=True):
+            expected = logprobs_of(models[1], one.token_ids, completion.token_ids, 1.0)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
         server.run(given_up(server.engine.replicas.all[0]))
         assert first.url in server.engine.replicas.all[0].reason
         assert "status" in server.engine.replicas.all[0].reason

@@ -116,3 +116,18 @@ def test_prompts_find_no_prefix_of_weights_before_the_push(server: ServedBench, 
     finally:
         server.push(models[0], 5)  # by an engine that drops the caches
     assert one.salt is None
+
+
+def test_a_request_goes_on_from_columns_of_a_checkpoint(server: ServedBench, models: tuple[Path, Path]) -> None:
+    """Sampled by other weights before; the rest is of the weights that are served."""
+    server.push(models[0], 1)
+    asked = request(PROMPTS[3], new=24)
+    first = server.generate(replace(asked, params=replace(asked.params, max_new_tokens=10)))[0][0]
+    server.push(models[1], 2)
+    whole = server.generate(replace(asked, begun=first))[0][0]
+    assert whole.spans == ((0, 1), (10, 2))
+    assert (whole.finish_reason, len(whole.token_ids)) == ("length", 24)
+    assert whole.token_ids[:10].tolist() == first.token_ids.tolist()
+    mine = torch.tensor(whole.logprobs)
+    for folder, part in zip(models, (slice(0, 10), slice(10, 24)), strict=True):
+        assert largest(mine[part], logprobs_of(folder, asked.token_ids, whole.token_ids, 1.0)[part]) < TOLERANCE
