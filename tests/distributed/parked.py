@@ -19,6 +19,7 @@ from rl_megatron.weights.bytes.parked import Parked
 from tests.distributed.ragged import ragged_samples
 from tests.rows import policy_loss
 from tests.savings import hold_back
+from tests.shares import share_of
 
 if TYPE_CHECKING:
     from launcher.worker.learner_rank import Worker
@@ -103,8 +104,9 @@ def step(worker: Worker, config: RunConfig, rank: int, *, interrupted: bool) -> 
     samples = ragged_samples(4, g)
     batch = pack(replace(samples, advantages=samples.mask.float()), dims=dims, max_tokens=96)
     row, counts = batch.micro_batches[dims.dp_rank(rank)], (batch.num_tokens, batch.num_sequences)
-    reference = worker.score("reference", row, frozenset({"logprobs"}))
-    values = worker.score("critic", row, frozenset({"values"}))
+    share = share_of(row, dims, rank, to_score=True)
+    reference = worker.score("reference", share, frozenset({"logprobs"}))
+    values = worker.score("critic", share, frozenset({"values"}))
     assert reference is not None
     assert values is not None
     said: dict[str, Any] = {
@@ -113,7 +115,7 @@ def step(worker: Worker, config: RunConfig, rank: int, *, interrupted: bool) -> 
     }
     scored = [with_scores(*each) for each in zip(row, reference["logprobs"], values["values"], strict=True)]
     for role, loss in (("policy", GRPO), ("critic", ValueLoss(clip=0.2))):
-        found = worker.backward(role, scored, loss, *counts)
+        found = worker.backward(role, share_of(scored, dims, rank, to_score=False), loss, *counts)
         assert found is not None
         if interrupted:
             worker.release()

@@ -25,6 +25,7 @@ from tests.distributed.ragged import ragged_samples
 from tests.distributed.ranks import run_ranks
 from tests.family_models import save_model
 from tests.rows import policy_loss
+from tests.shares import share_of
 
 STEPS, SEQUENCES, VOCABULARY, PUSHING = 3, 12, 61, 2
 LOSS = policy_loss(objective="cispo", aggregation="token_mean")
@@ -180,7 +181,8 @@ def pushed(root: Path, name: str, rank: int) -> dict[str, int]:
     worker, batch = Worker(setup, rank, None), make_batch(learner)
     for _ in range(STEPS):
         row = batch.micro_batches[learner.dims.dp_rank(rank)]
-        worker.backward("policy", row, LOSS, batch.num_tokens, batch.num_sequences)
+        share = share_of(row, learner.dims, rank, to_score=False)
+        worker.backward("policy", share, LOSS, batch.num_tokens, batch.num_sequences)
         worker.step("policy", 1e-2)
     worker.stage(1)
     worker.commit(1)
