@@ -128,11 +128,11 @@ class Loop:
         if fresh and self.job.first_step_is_saved:  # else a stop would lose weights that no checkpoint holds
             await self._first_row(fresh=True)
             await self.save(watch)
+            await self._finish_save(watch)  # else a failure of the first steps would lose them, too
         else:
             await unless_stopped(self.stop, self._first_row(fresh=fresh))
             self.saved = self.done if fresh else self.saved
         if self.stop.is_set():
-            await self._finish_save(watch)
             raise Stopped(f"stopped before the first step ({self.job.name})")
 
     async def _first_row(self, *, fresh: bool) -> None:
