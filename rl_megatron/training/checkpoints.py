@@ -8,9 +8,10 @@ state in ``trainer.json``; and in ``manifest.json`` the size and checksum of eve
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -153,6 +154,7 @@ class Unfinished:
         self.folder, self._savings, self._publish, self._began = folder, savings, publish, began
         self._saved: Saved | None = None
         self._published: asyncio.Task[None] | None = None
+        self.failed = False  # what ranks or threads raised has been raised here
 
     async def written(self) -> Saved | None:
         """What ranks wrote, the first time that all have; else None. Training waits for no disk here."""
@@ -165,7 +167,8 @@ class Unfinished:
         """Whether the checkpoint has its final name. Raises CheckpointError or OSError if it cannot have it."""
         if self._published is None or not self._published.done():
             return False
-        self._published.result()
+        with self._noting():
+            self._published.result()
         return True
 
     async def finish(self) -> Saved | None:
@@ -175,12 +178,27 @@ class Unfinished:
         """
         saved = await self._make_durable() if self._saved is None else None
         assert self._published is not None
-        await self._published
+        with self._noting():
+            await asyncio.shield(self._published)
         return saved
+
+    async def settled(self) -> None:
+        """Wait until no thread works on the folder any more. Raises nothing of the save's."""
+        if self._published is not None:
+            await asyncio.wait({self._published})
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self.failed = True
+            raise
 
     async def _make_durable(self) -> Saved:
         """Collect what ranks wrote, and publish it in a thread: files of many ranks take long to look at."""
-        written = await asyncio.gather(*(saving.durable() for saving in self._savings.values()))
+        with self._noting():
+            written = await asyncio.gather(*(saving.durable() for saving in self._savings.values()))
         named = zip(self._savings, written, strict=True)
         files = {f"{name}/{file}": digest for name, one in named for file, digest in one.files.items()}
         self._published = asyncio.create_task(asyncio.to_thread(self._publish, files))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from rl_megatron.errors import Stopped
+from rl_megatron.errors import Stopped, WorkerDied
 from rl_megatron.interfaces import Learner
 from rl_megatron.observability.files import JsonValue
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.training.checkpoints import Checkpoint, CheckpointStore, Saved, TrainerState, Unfinished
 from rl_megatron.training.stopping import unless_stopped
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +99,17 @@ class Loop:
     async def run(self) -> bool:
         """Make all steps. Returns False if a stop ended the job early; a checkpoint is then written.
 
-        Raises Stopped if a stop is requested before the first step.
+        Raises Stopped if a stop is requested before the first step. An error that is not the ranks' own leaves the
+        checkpoint in hand too, whole.
         """
         try:
             return await self._run()
+        except Exception as error:
+            await self._keep_in_hand(error)
+            raise
         finally:
+            if self.in_hand is not None:
+                await self.in_hand.settled()
             await self.job.close()
 
     async def _run(self) -> bool:
@@ -174,6 +183,17 @@ class Loop:
                 _note(watch, await self.in_hand.finish())
             watch.note("checkpoint/step", self.saved or 0)
             self.in_hand = None
+
+    async def _keep_in_hand(self, error: Exception) -> None:
+        """Finish the checkpoint in hand, although ``error`` ends the run, unless it is of the ranks that write it."""
+        if self.in_hand is None or self.in_hand.failed or isinstance(error, WorkerDied):
+            return
+        logger.info("the run fails (%s: %s); its checkpoint in hand is finished first", type(error).__name__, error)
+        try:
+            await self._finish_save(Stopwatch())
+        except Exception as second:
+            what = type(second).__name__
+            logger.error("%s is not finished: %s: %s", self.in_hand.folder, what, second, exc_info=True)
 
     async def restore(self, checkpoint: Checkpoint, done: int) -> None:
         """Continue after step ``done``, from its checkpoint."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,20 +12,44 @@ from typing import Any, cast
 
 import pytest
 
-from rl_megatron.errors import WorkerDied
+from rl_megatron.digests import Written
+from rl_megatron.errors import CheckpointError, DataError, WorkerDied
 from rl_megatron.interfaces import Learner
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training import checkpoints
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
 from rl_megatron.training.loop import Loop, Pace
-from tests.savings import Shards
+from tests.savings import Ended, Shards
+
+
+class Writing(Shards):
+    """A learner whose ranks still write when its steps are made: only who waits for them finds everything written."""
+
+    def __init__(self, problem: Exception | None = None) -> None:
+        super().__init__()
+        self.problem, self.asked = problem, 0
+
+    async def save(self, folder: Path) -> Ended:
+        done, outer = await super().save(folder), self
+
+        class Later(Ended):
+            async def written(self) -> bool:
+                return False
+
+            async def durable(self) -> Written:
+                outer.asked += 1
+                if outer.problem is not None:
+                    raise outer.problem
+                return await super().durable()
+
+        return Later(done.files)
 
 
 @dataclass
 class Failing:
     """A job whose steps have the errors of ``errors``, by number, and whose learner is ``shards``."""
 
-    errors: dict[int, Exception]
+    errors: dict[int, BaseException]
     shards: Shards = field(default_factory=Shards)
     first_step_is_saved: bool = False
     name: str = "failing"
@@ -73,3 +99,64 @@ def test_a_warm_start_is_on_the_disk_before_a_step_of_reinforcement(tmp_path: Pa
         asyncio.run(loop_of(job, tmp_path).run())
     assert checkpoints.latest(tmp_path) == tmp_path / "step_000000"
     assert checkpoints.read(tmp_path / "step_000000").state.step == 0
+
+
+def test_a_fault_outside_of_the_ranks_leaves_the_checkpoint_in_hand(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="line 7"):
+        asyncio.run(loop_of(Failing({2: DataError("line 7")}, Writing()), tmp_path).run())
+    assert checkpoints.latest(tmp_path) == tmp_path / "step_000001"
+    assert checkpoints.read(tmp_path / "step_000001").state.step == 1
+
+
+def test_ranks_that_failed_are_not_waited_for(tmp_path: Path) -> None:
+    learner = Writing()
+    with pytest.raises(WorkerDied, match="rank 1"):
+        asyncio.run(loop_of(Failing({2: WorkerDied("rank 1")}, learner), tmp_path).run())
+    assert (checkpoints.latest(tmp_path), learner.asked) == (None, 0)
+
+
+def test_a_save_that_fails_behind_a_runs_error_does_not_hide_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner = Writing(CheckpointError("the disk is full"))
+    with caplog.at_level(logging.ERROR), pytest.raises(DataError, match="line 7"):
+        asyncio.run(loop_of(Failing({2: DataError("line 7")}, learner), tmp_path).run())
+    assert f"{tmp_path}/step_000001 is not finished: CheckpointError: the disk is full" in caplog.text
+
+
+def test_a_save_that_failed_is_asked_once(tmp_path: Path) -> None:
+    learner = Writing(CheckpointError("the disk is full"))
+    with pytest.raises(CheckpointError, match="the disk is full"):  # step 2's save waits for step 1's
+        asyncio.run(loop_of(Failing({}, learner), tmp_path).run())
+    assert learner.asked == 1
+
+
+@pytest.mark.parametrize("error", [WorkerDied("rank 1"), asyncio.CancelledError()])
+def test_nobody_leaves_while_a_thread_publishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    go, publish = threading.Event(), checkpoints.publish_folder
+
+    def when_told(work: Path, final: Path) -> None:
+        assert go.wait(30)
+        publish(work, final)
+
+    monkeypatch.setattr(checkpoints, "publish_folder", when_told)
+
+    class Late(Failing):
+        async def step(self, number: int, watch: Stopwatch) -> dict[str, Any]:
+            if number == 4:  # after step 3 the loop has found step 2's shards written
+                asyncio.get_running_loop().call_soon(go.set)
+            return await super().step(number, watch)
+
+    async def run() -> Path | None:
+        loop = loop_of(Late({4: error}), tmp_path)
+        loop.pace = replace(loop.pace, checkpoints=2)
+        try:
+            with pytest.raises(type(error)):
+                await loop.run()
+            return checkpoints.latest(tmp_path)
+        finally:
+            go.set()
+
+    assert asyncio.run(run()) == tmp_path / "step_000002"
