@@ -113,12 +113,16 @@ class FrozenModel(Scorer, Protocol):
 class Saving(Protocol):
     """A save that training need not wait for."""
 
-    async def written(self) -> bool:
-        """Whether every rank has written its shards, or failed to: `durable` then waits for no disk."""
+    async def written(self, *, wait: bool = False) -> bool:
+        """Whether every rank has written its shards, or failed to; with ``wait``, once that is so.
+
+        Not collective: no rank waits for another, so a write may take longer than a collective's time limit.
+        """
         ...
 
     async def durable(self) -> Written:
-        """Wait until everything is written and synced; what those who wrote say of each file, by its name.
+        """What those who wrote say of each file, by its name, once everything is synced. Collective: of all savings
+        that share ranks `written` comes first.
 
         Raises CheckpointError that says why nothing could be written.
         """

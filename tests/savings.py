@@ -20,7 +20,7 @@ class Ended:
     files: Mapping[str, Digest]
     seconds: float = 0.5
 
-    async def written(self) -> bool:
+    async def written(self, *, wait: bool = False) -> bool:
         return True
 
     async def durable(self) -> Written:

@@ -120,8 +120,8 @@ class _Saving(Saving):
         self._group, self._role = group, role
 
     @override
-    async def written(self) -> bool:
-        return all(await self._group.each("written", self._role))
+    async def written(self, *, wait: bool = False) -> bool:
+        return all(await self._group.each("written", self._role, wait))
 
     @override
     async def durable(self) -> Written:

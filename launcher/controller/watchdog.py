@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _DUMP_SECONDS = 10.0  # a process's time to write its stacks
 _QUIET_SECONDS = 5  # after which a process may have been stopped
 _WOKEN = 16  # wakes at most so many processes
-_DISK = frozenset({"start_from", "save", "durable", "verify", "load", "export"})  # calls that read or write a model
+_DISK = frozenset({"start_from", "save", "written", "durable", "verify", "load", "export"})  # of a model's files
 
 
 class Watchdog:

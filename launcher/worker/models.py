@@ -189,8 +189,10 @@ class RankModels:
         """Write this rank's shards, or with ``checkpoint.async_save`` begin to. Raises CheckpointError."""
         self._saving[role] = self._learner(role).start_save(folder, apart=self._saves_apart)
 
-    def written(self, role: str) -> bool:
-        """Whether this rank's part of the save is written, or could not be."""
+    def written(self, role: str, wait: bool) -> bool:
+        """Whether this rank's part of the save is written, or could not be; with ``wait``, once that is so."""
+        if wait:
+            self._saving[role].wait()
         return self._saving[role].written
 
     def durable(self, role: str) -> Written:

@@ -196,8 +196,13 @@ class Unfinished:
             raise
 
     async def _make_durable(self) -> Saved:
-        """Collect what ranks wrote, and publish it in a thread: files of many ranks take long to look at."""
+        """Collect what ranks wrote, and publish it in a thread: files of many ranks take long to look at.
+
+        No rank enters a collective while another still writes any model: its time limit may be shorter than a write.
+        """
         with self._noting():
+            for saving in self._savings.values():
+                await saving.written(wait=True)
             written = await asyncio.gather(*(saving.durable() for saving in self._savings.values()))
         named = zip(self._savings, written, strict=True)
         files = {f"{name}/{file}": digest for name, one in named for file, digest in one.files.items()}

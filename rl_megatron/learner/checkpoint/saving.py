@@ -131,17 +131,22 @@ class ShardSave:
         """Whether this rank's shards are written and synced, or could not be."""
         return not self._thread.is_alive()
 
-    def durable(self) -> Written:
-        """Wait until the shards of all ranks are written, and write what says where each is. Every rank calls it.
-
-        Raises CheckpointError that says why nothing could be written.
-        """
+    def wait(self) -> None:
+        """Return once it is `written`. Not collective; what the thread writes counts as this rank's activity."""
         seen = -1
         while self._thread.is_alive():
             self._thread.join(1.0)
             if self._done != seen:
                 seen = self._done
                 activity.part("shards are written")
+
+    def durable(self) -> Written:
+        """Wait until the shards of all ranks are written, and write what says where each is. Every rank calls it.
+
+        The others wait in a collective for the slowest, within its time limit: `wait` on every rank has none. Raises
+        CheckpointError that says why nothing could be written.
+        """
+        self.wait()
         with _explained(self._folder, self._error):
             for finalize in self._finalize:
                 finalize()

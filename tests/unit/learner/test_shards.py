@@ -125,6 +125,9 @@ def test_what_is_written_while_training_goes_on_is_the_state_at_its_start(hf: Pa
             train(learner, 3)
             assert not saving.written
             assert not list(folder.glob("*.distcp"))
+        saving.wait()
+        assert saving.written
+        assert list(folder.glob("*.distcp"))
         files = saving.durable().files
         assert files.keys() == {path.name for path in folder.iterdir()}
         assert files == digests(folder, files)

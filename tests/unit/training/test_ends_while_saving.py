@@ -33,8 +33,8 @@ class Writing(Shards):
         done, outer = await super().save(folder), self
 
         class Later(Ended):
-            async def written(self) -> bool:
-                return False
+            async def written(self, *, wait: bool = False) -> bool:
+                return wait
 
             async def durable(self) -> Written:
                 outer.asked += 1

@@ -16,7 +16,7 @@ import pytest
 from pydantic import ValidationError
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.digests import misfits
+from rl_megatron.digests import Written, misfits
 from rl_megatron.interfaces import Learner
 from rl_megatron.training import checkpoints
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
@@ -81,7 +81,7 @@ class Slow(Shards):
         done, outer = await super().save(folder), self
 
         class Later(Ended):
-            async def written(self) -> bool:
+            async def written(self, *, wait: bool = False) -> bool:
                 return outer.go
 
         return Later(done.files)
@@ -101,6 +101,42 @@ def test_what_a_checkpoint_holds_is_of_the_moment_when_it_was_begun(tmp_path: Pa
 
     assert asyncio.run(run()) == ((None, False, None), True)
     assert checkpoints.read(tmp_path / "step_000003").state == STATE
+
+
+def test_no_rank_is_asked_for_a_collective_while_another_writes(tmp_path: Path) -> None:
+    """Two models, of which the second is written later; ``durable`` is the call with collectives."""
+    events = list[str]()
+
+    class Timed(Shards):
+        def __init__(self, name: str, turns: int) -> None:
+            super().__init__({"a": b"a"})
+            self.name, self.turns = name, turns
+
+        async def save(self, folder: Path) -> Any:
+            done, outer = await super().save(folder), self
+
+            class Later(Ended):
+                async def written(self, *, wait: bool = False) -> bool:
+                    while wait and outer.turns:
+                        outer.turns -= 1
+                        await asyncio.sleep(0)
+                    if wait:
+                        events.append(f"{outer.name} is written")
+                    return not outer.turns
+
+                async def durable(self) -> Written:
+                    events.append(f"{outer.name}'s ranks meet")
+                    return await super().durable()
+
+            return Later(done.files)
+
+    async def run() -> None:
+        learners = {"learner": cast(Learner, Timed("policy", 2)), "critic": cast(Learner, Timed("critic", 9))}
+        await (await CheckpointStore(tmp_path, keep=2, config={}).save(STATE, learners)).finish()
+
+    asyncio.run(run())
+    assert sorted(events[:2]) == ["critic is written", "policy is written"]
+    assert sorted(events[2:]) == ["critic's ranks meet", "policy's ranks meet"]
 
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree")
