@@ -1,4 +1,4 @@
-"""Runs that fail while a checkpoint is being written: which of them leave it, and whose error is told."""
+"""Runs that fail while a checkpoint is being written: which of them leave it, and whose error they end with."""
 
 from __future__ import annotations
 
