@@ -45,10 +45,7 @@ def hold_back() -> threading.Event:
     """Until it is set, saves that this process starts are copied, but neither gathered nor written."""
     from rl_megatron.learner.checkpoint.saving import ShardSave
 
-    go = threading.Event()
-    before = threading.Thread(target=go.wait, daemon=True)
-    before.start()
-    ShardSave._latest = before
+    ShardSave._latest = go = threading.Event()
     return go
 
 

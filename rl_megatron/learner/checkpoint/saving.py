@@ -111,19 +111,19 @@ def save_shards(
 class ShardSave:
     """A save of this rank's shards that is being written."""
 
-    _latest: threading.Thread | None = None  # of this process: threads of all ranks gather in one order
+    _latest: threading.Event | None = None  # set once this process's last save has gathered: all ranks' in one order
 
     def __init__(self, folder: Path, writer: Any, gathered: Gathered, finalize: Sequence[Any], *, waits: bool) -> None:
         self._folder, self._writer, self._gathered, self._finalize = folder, writer, gathered, finalize
         self._files: dict[str, Digest] = {}
         self._error: Exception | None = None
         self._done, self._seconds = 0, 0.0
-        before, self._thread = ShardSave._latest, threading.Thread(target=lambda: None)
+        self._thread, self._has_gathered = threading.Thread(target=lambda: None), threading.Event()
         if waits:
             self._write(tell=True)
             return
-        self._thread = threading.Thread(target=self._write_after, args=(before,), name="save", daemon=True)
-        ShardSave._latest = self._thread
+        self._thread = threading.Thread(target=self._write_after, args=(ShardSave._latest,), name="save", daemon=True)
+        ShardSave._latest = self._has_gathered
         self._thread.start()
 
     @property
@@ -155,16 +155,20 @@ class ShardSave:
         others = () if dist.get_rank() else sorted(p.name for p in self._folder.iterdir() if p.suffix != _SHARDS)
         return Written(files=self._files | digests(self._folder, others), seconds=self._seconds)
 
-    def _write_after(self, before: threading.Thread | None) -> None:
+    def _write_after(self, before: threading.Event | None) -> None:
+        """Gather once the save before has: not once it is written, as peers wait for this rank's part, with a limit."""
         if before is not None:
-            before.join()
+            before.wait()
         self._write(tell=False)
 
     def _write(self, *, tell: bool) -> None:
         """Gather, write and sync this rank's file. ``tell``: in the main thread, whose activity it is."""
         began, results = time.perf_counter(), self._writer.results_queue
         try:
-            self._gathered.gather()
+            try:
+                self._gathered.gather()
+            finally:
+                self._has_gathered.set()
             for path, name, items in self._writer.write_buckets:
                 with open(path, "wb") as file:
                     said = [self._write_one(file, name, item, data) for item, data in items]

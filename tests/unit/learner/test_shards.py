@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,6 +178,24 @@ def test_a_disk_that_is_full_while_a_thread_writes_is_named_by_who_waits_for_it(
     fresh = policy(hf)
     fresh.load(again)
     assert_same(fresh, learner)
+
+
+def test_the_critics_save_waits_for_no_write_of_the_policys(hf: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / "policy", tmp_path / "critic"]
+    with held_back():
+        saves = []
+        for seed, folder in enumerate(folders):
+            folder.mkdir()
+            saves.append(drawn(hf, seed).start_save(folder))
+        stuck = folders[0] / "__0_0.distcp"
+        os.mkfifo(stuck)  # whoever opens it to write waits for a reader
+    try:
+        saves[1]._thread.join(30.0)
+        assert [save.written for save in saves] == [False, True]
+        assert saves[1].durable().files == digests(folders[1], [path.name for path in folders[1].iterdir()])
+    finally:
+        stuck.read_bytes()
+        saves[0].wait()
 
 
 def assert_same(one: MegatronLearner, other: MegatronLearner) -> None:
