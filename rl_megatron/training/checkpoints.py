@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ from rl_megatron.interfaces import Learner, Saving
 from rl_megatron.observability.timeline import spans
 from rl_megatron.rollout.stream import StreamState
 from rl_megatron.training.credit import AlgorithmState
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(warm_start|step)_(\d{6,})")
 _TEMPORARY = ".writing-"
@@ -138,9 +141,16 @@ class CheckpointStore:
         if self._keep_every is not None:
             kept |= {path for path in found if (step := _step_of(path)) and step % self._keep_every == 0}
         if self._keep_best:
-            known = ((_manifest(path).accuracy, place, path) for place, path in enumerate(found))
-            scored = sorted((one for one in known if one[0] is not None), reverse=True)
-            kept |= {path for _, _, path in scored[: self._keep_best]}
+            scored = list[tuple[float, int, Path]]()
+            for place, path in enumerate(found):
+                try:
+                    accuracy = _manifest(path).accuracy
+                except CheckpointError as error:  # it may be the best, so it stays; the run needs it for nothing
+                    logger.warning("checkpoint.keep_best keeps a checkpoint of unknown accuracy: %s", error)
+                    kept.add(path)
+                else:
+                    scored += [(accuracy, place, path)] if accuracy is not None else []
+            kept |= {path for _, _, path in sorted(scored, reverse=True)[: self._keep_best]}
         return [path for path in found if path not in kept]
 
 

@@ -54,6 +54,21 @@ def test_the_best_is_known_after_a_resume_too(tmp_path: Path) -> None:
     assert asyncio.run(write_steps(tmp_path, {3: 0.2}, **rules)) == ["step_000001", "step_000003"]
 
 
+@pytest.mark.parametrize("damaged", ["{", None])
+def test_a_checkpoint_whose_accuracy_cannot_be_read_stays_and_ends_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: str | None
+) -> None:
+    rules = {"keep": 1, "keep_best": 1}
+    asyncio.run(write_steps(tmp_path, {1: 0.1}, **rules))
+    manifest = tmp_path / "step_000001/manifest.json"
+    manifest.unlink()
+    if damaged is not None:
+        manifest.write_text(damaged)
+    found = asyncio.run(write_steps(tmp_path, {2: 0.9, 3: 0.5, 4: 0.4}, **rules))
+    assert found == ["step_000001", "step_000002", "step_000004"]
+    assert f"keeps a checkpoint of unknown accuracy: {manifest}" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
