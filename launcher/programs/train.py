@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
 from launcher.build.jobs import loops_of
@@ -61,10 +62,15 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
             if finished is not None:
                 for line in _spent(config, folder):
                     progress.note(line)
-                progress.note(f"report: {write_report([folder], folder / 'report.html')}")
+                report = write_report([folder], folder / "report.html", partial(_left_out, progress))
+                progress.note(f"report: {report}")
             if finished is False:
                 progress.note(f"stopped and saved; {goes_on}")
     return folder
+
+
+def _left_out(progress: Progress, why: str) -> None:
+    progress.note(f"left out of the report: {why}")
 
 
 def _plan(config: RunConfig, folder: Path) -> None:

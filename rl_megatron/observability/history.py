@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -15,6 +15,8 @@ from rl_megatron.errors import DataError
 from rl_megatron.observability.charts import number_text
 from rl_megatron.observability.files import JsonRow, read_jsonl
 from rl_megatron.observability.samples import SampleRow, read_samples
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +50,28 @@ def number(row: JsonRow, name: str) -> float | None:
     return value if isinstance(value, int | float) else None
 
 
-def load_runs(folders: Sequence[Path]) -> list[Run]:
+def load_runs(folders: Sequence[Path], left_out: Callable[[str], None] | None = None) -> list[Run]:
     """Each folder's run, labelled by its name, and by its parents' names if names repeat.
 
-    Raises DataError for a folder without metrics.jsonl or config.yaml, with no rows, or with lines that are not rows.
+    Raises DataError for a folder without metrics.jsonl or config.yaml, with no rows, or with lines that are not rows;
+    and for a plan that is none, unless ``left_out`` takes the message.
     """
     if not folders:
         raise DataError("no run folder is given; give one or more, for example runs/<name>")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise DataError(f"the same run folder is given twice: {', '.join(map(str, folders))}; give each once")
-    return [_load(folder, label) for folder, label in zip(folders, _labels(folders), strict=True)]
+    return [_load(folder, label, left_out) for folder, label in zip(folders, _labels(folders), strict=True)]
+
+
+def unless_damaged(read: Callable[[Path], T | None], path: Path, left_out: Callable[[str], None] | None) -> T | None:
+    """What ``read`` finds; or, of a damaged file, nothing, if ``left_out`` takes the message. Else raises DataError."""
+    try:
+        return read(path)
+    except DataError as error:
+        if left_out is None:
+            raise
+        left_out(str(error))
+        return None
 
 
 def headline_figures(run: Run) -> dict[str, str]:
@@ -88,7 +102,7 @@ def _share(values: Sequence[float]) -> str:
     return f"{100 * values[0]:.1f} %" if values else "-"
 
 
-def _load(folder: Path, label: str) -> Run:
+def _load(folder: Path, label: str, left_out: Callable[[str], None] | None) -> Run:
     for name in ("metrics.jsonl", "config.yaml"):
         if not (folder / name).is_file():
             raise DataError(f"{folder}: it has no {name}; give run folders, for example runs/<name>")
@@ -102,7 +116,7 @@ def _load(folder: Path, label: str) -> Run:
         rl=[row for row in rows if row.get("phase") == "rl"],
         config=_config(folder / "config.yaml"),
         samples=read_samples(samples) if samples.is_file() else [],  # log.samples_per_step=0 writes none
-        plan=_plan(folder / "plan.json"),
+        plan=unless_damaged(_plan, folder / "plan.json", left_out) or {},
         staleness=_staleness(folder / "ledger.jsonl"),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from rl_megatron.observability.charts import (
     styles,
 )
 from rl_megatron.observability.files import JsonRow
-from rl_megatron.observability.history import Run, headline_figures, load_runs, number
+from rl_megatron.observability.history import Run, headline_figures, load_runs, number, unless_damaged
 from rl_megatron.observability.intervals import mean_interval
 from rl_megatron.observability.metrics import PHASE_SECONDS, documented
 from rl_megatron.observability.samples import SampleRow
@@ -211,14 +211,15 @@ class Panel:
         return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 
-def write_report(run_folders: Sequence[Path], out: Path) -> Path:
+def write_report(run_folders: Sequence[Path], out: Path, left_out: Callable[[str], None] | None = None) -> Path:
     """Write the page to ``out`` atomically and return it. The run may still be running.
 
-    Raises DataError that names a missing or invalid folder, file or line.
+    Raises DataError that names a missing or invalid folder, file or line. Those of a plan or a trace, which are
+    beside a run's figures, go to ``left_out`` if it is given, and the page lacks them.
     """
-    runs = load_runs(run_folders)
+    runs = load_runs(run_folders, left_out)
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs compared"
-    strip = strip_of_run(run_folders[0]) if len(runs) == 1 else None
+    strip = unless_damaged(strip_of_run, run_folders[0], left_out) if len(runs) == 1 else None
     return write_page(group_runs(runs), out, title=title, strip=strip)
 
 

@@ -39,7 +39,7 @@ class Timeline:
         self._write(*spans.taken())
         try:
             self._file.close()
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  `_warn` logs it
             self._warn(error)
 
     def _write(self, kept: Sequence[KeptSpan], lost: int) -> None:
@@ -49,9 +49,11 @@ class Timeline:
             logger.warning("the timeline lacks %d spans: memory holds %d between two writes", lost, spans.MOST)
         try:
             self._file.append(kept)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  `_warn` logs it
             self._warn(error)
 
-    def _warn(self, error: OSError) -> None:
-        self._failed = True
-        logger.warning("the timeline ends here: %s", error)
+    def _warn(self, error: Exception) -> None:
+        """Nothing is written any more. A fault of our own has its traceback."""
+        self._failed, ours = True, not isinstance(error, OSError)
+        what = f"{type(error).__name__}: {error}" if ours else str(error)
+        logger.warning("the timeline ends here: %s", what, exc_info=ours)

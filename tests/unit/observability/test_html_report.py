@@ -313,6 +313,15 @@ def test_memory_and_mfu_are_beside_the_plans(tmp_path: Path) -> None:
         write_report([folder], tmp_path / "r.html")
 
 
+def test_a_finished_run_has_a_report_without_a_plan_or_a_trace_that_is_damaged(tmp_path: Path) -> None:
+    folder, said = a_run(tmp_path / "a"), list[str]()
+    whole = write_report([folder], tmp_path / "whole.html").read_text()
+    (folder / "plan.json").write_text("[1]")
+    (folder / "trace.json").write_text('[\n{"ph":"X"},\n')
+    assert write_report([folder], tmp_path / "r.html", said.append).read_text() == whole
+    assert [line.partition(": ")[0] for line in said] == [f"{folder}/plan.json", f"{folder}/trace.json:2"]
+
+
 def test_completions_are_counted_by_the_pushes_since_their_oldest_token(tmp_path: Path) -> None:
     """By hand: step 3 trains version 2, so that tokens of versions 2, 0 and 1 are 0, 2 and 1 pushes old."""
     folder = a_run(tmp_path / "a")

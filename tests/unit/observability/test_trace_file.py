@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -101,6 +102,20 @@ def test_a_disk_that_refuses_is_warned_of_once_and_ends_nothing(
         timeline.step({"step": step, "phase": "rl"}, (step * MS, (step + 1) * MS))
     timeline.close()
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["the timeline ends here"]
+
+
+@pytest.mark.parametrize("in_thread", [True, False])
+def test_a_fault_of_our_own_is_warned_of_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, in_thread: bool
+) -> None:
+    """What a span says must be JSON; here it is not, in what a thread writes or in what is left for the end."""
+    timeline = Timeline(tmp_path)
+    spans.keep(spans.PHASES, "train", 1, 2, cast(Any, {"of": object()}))
+    if in_thread:
+        timeline.step({"step": 1, "phase": "rl"}, (1, 2))
+    timeline.close()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("the timeline ends here: TypeError: ")
 
 
 def test_a_folder_without_a_trace_and_a_line_that_is_no_event_are_named(tmp_path: Path) -> None:
