@@ -182,6 +182,7 @@ class Decoding:
             state = self._state[:, : self._active]
             ended = torch.isin((state[_OUT] - state[_PRODUCED]) // self._width, self._initial.new_tensor([*places]))
             self._retire(ended, torch.zeros_like(ended))
+            self._see_oldest()
 
     def completions(self, asked: Sequence[Continuations], version: int) -> list[Completion]:
         """The sequences' completions, in order, labelled with weight ``version``; their places are free again.
@@ -351,7 +352,7 @@ class Decoding:
             self._cache.move(movers, gaps)
 
     def _admit(self) -> None:
-        """Start waiting sequences in the free rows, and find the oldest column still in use."""
+        """Start waiting sequences in the free rows."""
         while self._active < self._cache.rows and (self._block is not None or self._waiting):
             block = self._block or self._prefill()
             num = min(self._cache.rows - self._active, len(block.places) - block.started)
@@ -365,6 +366,10 @@ class Decoding:
             self._sampling[:, rows] = self._initial_sampling[:, places]
             self._active, block.started = rows.stop, waited.stop
             self._block = block if block.started < len(block.places) else None
+        self._see_oldest()
+
+    def _see_oldest(self) -> None:
+        """Find the oldest column still in use."""
         if self._active:
             self._oldest = int(self._state[_OLDEST, : self._active].min())
 

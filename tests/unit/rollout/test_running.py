@@ -180,6 +180,25 @@ def test_aborts_end_completions_where_they_are(theirs: Qwen3MoeForCausalLM, make
             assert (got.finish_reason == "length") == (len(got.token_ids) == one.params.max_new_tokens)
 
 
+def test_what_goes_on_after_an_abort_sees_its_whole_text_when_the_cache_wraps(
+    theirs: Qwen3MoeForCausalLM, make_engine: MakeEngine
+) -> None:
+    running = RunningBatch(make_engine(2), slots=2)
+    older, younger = (request(name, (3, 5), most, seed=1, max_new_tokens=100) for name, most in (("a", 1), ("b", 1)))
+    done: dict[str, list[Completion]] = {}
+    running.start(older.id, older)
+    for _ in range(60):
+        running.step()
+    running.start(younger.id, younger)
+    running.step()
+    running.abort(older.id)
+    while running.unfinished:  # past the cache's 128 columns
+        done |= dict(running.step())
+    (got,) = done[younger.id]
+    wanted = expected({0: theirs}, younger, got, keep=False)
+    np.testing.assert_allclose(got.logprobs, wanted, rtol=0, atol=1e-4)
+
+
 def test_weights_that_are_not_finite_end_every_request_and_leave_no_slot_taken(make_engine: MakeEngine) -> None:
     engine, (asked, other, *_) = make_engine(2), requests()
     running = RunningBatch(engine, slots=2)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import queue
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -57,7 +59,14 @@ class Sampler(threading.Thread):
         self._answers: dict[str, asyncio.Future[list[Completion]]] = {}
 
     def run(self) -> None:
-        """Sample until the process ends."""
+        """Sample until the process ends. An error that no request explains ends it: its guard starts another."""
+        try:
+            self._sample()
+        except BaseException:  # noqa: BLE001  whatever it is, nothing would be sampled any more
+            traceback.print_exc()
+            os._exit(1)
+
+    def _sample(self) -> None:
         while True:
             self._orders.get()()
             with self._engine.model.packed() if self._works else contextlib.nullcontext():
@@ -71,13 +80,8 @@ class Sampler(threading.Thread):
         return not self.paused and self.running.unfinished
 
     def _step(self) -> None:
-        try:
-            ended = self.running.step()
-        except RLMegatronError as error:
-            for name in self.running.drop():
-                self._tell(name, error)
-            return
-        self.answer(ended)
+        with contextlib.suppress(RLMegatronError):  # who asked for tokens knows it
+            self.answer(self.running.step)
 
     async def order(self, function: Callable[[], T]) -> T:
         """Call ``function`` in the thread, between two tokens. Returns and raises as it does."""
@@ -104,8 +108,14 @@ class Sampler(threading.Thread):
         finally:
             del self._answers[name]
 
-    def answer(self, ended: Ended) -> None:
-        """Answer requests that have ended."""
+    def answer(self, change: Callable[[], Ended]) -> None:
+        """Answer the requests that have ended by ``change``. If it raises, that answers all, and is raised."""
+        try:
+            ended = change()
+        except RLMegatronError as error:
+            for name in self.running.drop():
+                self._tell(name, error)
+            raise
         for name, completions in ended:
             self._tell(name, completions)
 
@@ -160,7 +170,7 @@ class Service:
 
     async def _abort(self, asked: Request) -> Response:
         name, running = (await asked.json())["name"], self._sampler.running
-        await self._sampler.order(lambda: self._sampler.answer(running.abort(name)))
+        await self._sampler.order(lambda: self._sampler.answer(lambda: running.abort(name)))
         return Response()
 
     async def _score(self, asked: Request) -> Response:
@@ -179,7 +189,7 @@ class Service:
         def pause() -> None:
             if not self._sampler.paused:
                 self._sampler.paused = True
-                self._sampler.answer(self._sampler.running.pause(mode))
+                self._sampler.answer(lambda: self._sampler.running.pause(mode))
 
         await self._sampler.order(pause)
         return Response()
