@@ -85,7 +85,10 @@ class GenerationRequest:
     routes: bool = False  # whether completions shall have theirs
     begun: Completion | None = None  # the tokens that were sampled before; it may have ended already
     group: str | None = None  # names the prompt: requests of one group go where its prefix is cached
-    birth: int | None = None  # the version served when it was sent first; engines with priorities take older ones first
+    birth: int | None = (
+        None  # the version served when it was sent first; engines with priorities take older ones first.
+    )
+    # One that comes with it, as those of evaluations do, waits behind none that came without.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

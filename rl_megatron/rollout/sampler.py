@@ -76,7 +76,7 @@ class RolloutSampler:
     async def evaluate(self, prompts: Sequence[Prompt], *, temperature: float, success_reward: float) -> float:
         """Share of ``prompts`` whose one completion gets at least ``success_reward``; failed rewards do not count."""
         named = list(zip(prompts, _told_apart("evaluation", prompts), strict=True))
-        answered = await self._run(named, 1, temperature, 1.0)
+        answered = await self._run(named, 1, temperature, 1.0, birth=0)
         return sum(a.group is not None and a.group.rewards[0] >= success_reward for a in answered) / len(answered)
 
     async def _run(
@@ -89,13 +89,19 @@ class RolloutSampler:
         *,
         routes: bool = False,
         router_noise: float = 0.0,
+        birth: int | None = None,
     ) -> list[Answered]:
         """A group of each prompt, whose request has the name beside it; ``begun``: by the requests' ids, if they may be
         apart."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 requests = [
-                    (prompt, self._request(prompt, name, count, temperature, top_p, routes, router_noise))
+                    (
+                        prompt,
+                        replace(
+                            self._request(prompt, name, count, temperature, top_p, routes, router_noise), birth=birth
+                        ),
+                    )
                     for prompt, name in named
                 ]
                 running = [tasks.create_task(self._group(prompt, request, begun)) for prompt, request in requests]

@@ -84,7 +84,7 @@ class Stream:
         self._tasks = set[asyncio.Task[None]]()
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
-        self._closed = False
+        self._closed = self._last = False
         self._took: float | None = None  # the time of the last ``take``
         self._waited = 0.0  # seconds since
         self._described: float | None = None  # the time of the last ``row``; the rest counts from there
@@ -94,7 +94,7 @@ class Stream:
 
     def admit(self) -> None:
         """Draw and send what the rule allows; in the learner's processes one batch, if none is being sampled."""
-        if self._closed or self._failure is not None:
+        if self._closed or self._last or self._failure is not None:
             return
         if self._apart:
             for place in self._sendable(None):
@@ -158,9 +158,9 @@ class Stream:
 
         Without staleness, and in the learner's processes, the next ``take`` admits.
         """
-        self.version = version
+        self.version, self._last = version, last
         self._credit = min((self._most + 1) * self._refills, self._credit + self._refills)
-        if self._apart and self._most and not last:
+        if self._apart and self._most:
             self.admit()
 
     def row(self) -> dict[str, float]:

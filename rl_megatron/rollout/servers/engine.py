@@ -38,7 +38,7 @@ class ServedEngine:
         self._attempts = Attempts(adapter, self.replicas, section, vocab_size=vocab_size)
         self.weights = ReplicaWeights(adapter, self.replicas, section, self._attempts)
         self._max_length, self._vocab_size = max_length, vocab_size
-        self._slots = asyncio.Semaphore(section.concurrency)
+        self._slots, self._first = (asyncio.Semaphore(section.concurrency) for _ in range(2))
 
     @property
     def servers(self) -> list[Server]:
@@ -71,7 +71,7 @@ class ServedEngine:
         if request.num_completions == 1:
             self._attempts.so_far[request.id] = request.begun
         try:
-            async with self._slots:
+            async with self._slots if request.birth is None else self._first:
                 return await self._generated(request)
         finally:
             self._attempts.so_far.pop(request.id, None)

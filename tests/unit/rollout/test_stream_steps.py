@@ -55,6 +55,21 @@ def test_lengths_are_trained_as_they_are_drawn() -> None:
     assert np.mean(of_trained) > 1.02 * np.mean(soonest)  # a batch of 24 left behind each 2,000 would be seen
 
 
+def test_nothing_is_drawn_once_no_step_follows() -> None:
+    async def run() -> tuple[int, int]:
+        stream = stream_over(Source(lambda name: float(1 + hash_of(name) % 11)), size=4, staleness=2)
+        await stream.take(1)
+        stream.pushed(1, last=True)
+        drawn = stream.state().drawn
+        await asyncio.sleep(100)  # what is under way ends meanwhile
+        after = stream.state().drawn
+        await stream.close()
+        return drawn, after
+
+    drawn, after = run_at_once(run())
+    assert drawn == after > 4
+
+
 @pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (3, 0), (0, 3)])
 def test_a_resume_with_another_staleness_drops_nothing_and_keeps_what_is_due(before: int, after: int) -> None:
     source = Source(lambda name: float(1 + hash_of(name) % 11))
