@@ -37,6 +37,7 @@ class LedgerState:
     trained: int = 0
     dropped: Mapping[Reason, int] = field(default_factory=dict)
     digest: str = "0" * 64  # XOR of the SHA-256 of "<ordinal> <step, or why it was dropped>" of each
+    whole: bool = True  # whether the file has them all: it was not lost
 
 
 class Ledger:
@@ -45,7 +46,7 @@ class Ledger:
     def __init__(self, path: Path | None = None) -> None:
         self._file = None if path is None else JsonlFile(path)
         self._open: dict[int, Whereabouts] = {}
-        self._trained, self._dropped, self._digest = 0, Counter[Reason](), 0
+        self._trained, self._dropped, self._digest, self._whole = 0, Counter[Reason](), 0, True
 
     def move(self, ordinals: Iterable[int], to: Whereabouts) -> None:
         """Note where these prompts are now; each goes queued, in_flight, and then buffered or left_out."""
@@ -86,7 +87,8 @@ class Ledger:
 
     def state(self) -> LedgerState:
         """What ``restore`` continues from."""
-        return LedgerState(trained=self._trained, dropped=dict(self._dropped), digest=f"{self._digest:064x}")
+        dropped, digest = dict(self._dropped), f"{self._digest:064x}"
+        return LedgerState(trained=self._trained, dropped=dropped, digest=digest, whole=self._whole)
 
     def restore(self, state: LedgerState, step: int, waiting: Sequence[Waiting], left_out: Sequence[Waiting]) -> None:
         """Continue after ``step``, and cut the file back to it. Prompts without an answer are queued.
@@ -95,6 +97,7 @@ class Ledger:
         """
         self._open = {one.drawn.ordinal: _whereabouts(one) for one in (*waiting, *left_out)}
         self._trained, self._dropped, self._digest = state.trained, Counter(state.dropped), int(state.digest, 16)
+        self._whole = state.whole
         if self._file is not None:
             self._cut(self._file, state, step)
 
@@ -102,7 +105,10 @@ class Ledger:
         file.truncate_after(step)
         if not file.path.exists():
             if self._trained:
+                self._whole = False
                 logger.warning("%s is gone: it will have the prompts of steps after %d alone", file.path, step)
+            return
+        if not state.whole:
             return
         there = Ledger()
         there._count(read_jsonl(file.path))
