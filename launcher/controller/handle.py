@@ -74,7 +74,11 @@ class WorkerHandle:
         return answer
 
     def _heard(self, message: messages.Message) -> None:
-        self._answer(*messages.unpack(message))
+        try:
+            self._answer(*messages.unpack(message))
+        except Exception as error:  # noqa: BLE001  in a callback it would only be logged, and the rank waited for
+            self._raised = True
+            self._failure.report(WorkerDied(f"{self.who}: its message cannot be read: {error!r}"), at_once=True)
 
     def _answer(self, status: str, value: Any, spent: Spent | None, timed: RankTimed | None = None) -> None:
         self.quiet = 0
@@ -105,8 +109,10 @@ class WorkerHandle:
             self._died(f"raised {value}", at_once=False)
 
     def _gone(self, _: asyncio.Future[Any]) -> None:
-        self._stream.drain()
-        self._saying = self._loop.create_task(self._say())
+        try:
+            self._stream.drain()
+        finally:
+            self._saying = self._loop.create_task(self._say())
 
     async def _say(self) -> None:
         """Report the end, unless the rank itself said why, or was asked to end."""
