@@ -131,6 +131,8 @@ class HeldRows:
             found = self._decoded(forms, arrays, new, torch.from_numpy(lengths).long())
             for name, column in found.items():
                 column = _of_layers(column, layers) if name == "routes" else column
+                if column.untyped_storage().nbytes() > 2 * column.nbytes:  # else it would keep others' in memory
+                    column = column.clone()
                 self._rows.setdefault(name, {}).update(zip(new.tolist(), column.split(lengths.tolist()), strict=True))
         cut = np.split(rows, np.cumsum(counts)[:-1])
         made = [self._micro_batch(ids.tolist(), head["columns"]) if len(ids) else _empty(spare, head) for ids in cut]

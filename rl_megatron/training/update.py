@@ -222,7 +222,7 @@ class Update:
         """Values [N] before each sampled token, and [S] after each completion's last one."""
         longer, is_last = await to_thread(with_last_tokens, samples)
         packed = await to_thread(partial(self._packer.pack, longer, ranks=ranks))
-        batch = replace(packed, samples=samples, last_tokens=True)
+        batch = replace(packed, samples=replace(samples, routes=None), last_tokens=True)
         said = await critic.score(batch, frozenset({"values"}))
         values = await to_thread(unpack, batch, said["values"], longer)
         return values[~is_last], values[is_last]
