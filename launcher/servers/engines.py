@@ -14,15 +14,16 @@ from rl_megatron.user_code import load_named
 from rl_megatron.weights.servers.probe import PROBE_LENGTH
 
 SERVERS: Mapping[str, Callable[[ModelShape], Adapter]] = {
-    "local": EmbeddedAdapter,
     "sglang": SGLangAdapter,
     "vllm": VLLMAdapter,
 }
+"""Engines of others, whose interpreters are theirs."""
+_ALL: Mapping[str, Callable[[ModelShape], Adapter]] = {"local": EmbeddedAdapter, **SERVERS}
 
 
 def adapter_of(engine: str, shape: ModelShape) -> Adapter:
     """The adapter of ``rollout.engine``. Raises ConfigError if the user's own cannot be loaded."""
-    make = SERVERS.get(engine) or load_named(engine, "rollout.engine", "class", callable)
+    make = _ALL.get(engine) or load_named(engine, "rollout.engine", "class", callable)
     adapter: Adapter = make(shape)
     return adapter
 
