@@ -59,7 +59,7 @@ def test_a_rank_has_them_when_it_builds_its_model(keys: tuple[str, ...], mode: b
     theirs.close()
     setup = Setup(config=config, model_folder=model, run_folder=tmp_path, rendezvous=f"file://{tmp_path}/rendezvous")
     messages.send(ours, messages.pack(setup))
-    status, said, _ = messages.unpack(messages.receive(ours))
+    status, said, *_ = messages.unpack(messages.receive(ours))
     rank.join()
     assert status == "raised", said
     values = [":4096:8", "Ring", "0"] if mode else [None, None, None]
