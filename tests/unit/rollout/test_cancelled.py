@@ -1,12 +1,13 @@
-"""Cancelled requests, with real HTTP."""
+"""Cancelled requests, and requests that wait behind no other, with real HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
-from tests.unit.rollout.test_engine_servers import REQUEST, engine_of, push, running
+from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, Fake, engine_of, push, running
 
 LIMIT = 60.0
 
@@ -35,3 +36,27 @@ def test_a_cancelled_request_is_aborted_where_it_runs() -> None:
 
         fake.answer = answer
         asyncio.run(cancel())
+
+
+def test_an_evaluation_does_not_wait_behind_what_is_sampled_ahead() -> None:
+    evaluated = threading.Event()
+
+    def behind(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        if body["id"].startswith("evaluation"):
+            evaluated.set()
+        else:
+            evaluated.wait(SECTION.timeout_seconds)
+        return 200, {"label": "1"}
+
+    async def ask(fake: Fake) -> None:
+        engine = engine_of([fake])
+        await push(engine, 1)
+        fake.answer = behind
+        ahead = [asyncio.ensure_future(engine.generate(REQUEST)) for _ in range(2 * SECTION.concurrency)]
+        await asyncio.sleep(0)
+        await engine.generate(replace(REQUEST, id="evaluation: 2+2=", birth=0))
+        await asyncio.gather(*ahead)
+        await engine.close()
+
+    with running(1) as (fake,):
+        asyncio.run(ask(fake))

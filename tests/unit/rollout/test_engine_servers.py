@@ -8,7 +8,6 @@ import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
@@ -223,29 +222,6 @@ def test_no_more_requests_are_in_flight_than_allowed(fakes: list[Fake]) -> None:
     assert sum(counts) == 12
     assert min(counts) >= 3  # the replica with the fewest requests in flight is asked
     assert max(fake.most for fake in fakes) <= 2  # of three, over two replicas
-
-
-def test_an_evaluation_does_not_wait_behind_what_is_sampled_ahead(fakes: list[Fake]) -> None:
-    evaluated = threading.Event()
-
-    def behind(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
-        if body["id"].startswith("evaluation"):
-            evaluated.set()
-        else:
-            evaluated.wait(SECTION.timeout_seconds)
-        return 200, {"label": "1"}
-
-    async def ask() -> None:
-        engine = engine_of(fakes)
-        await push(engine, 1)
-        for fake in fakes:
-            fake.answer = behind
-        ahead = [asyncio.ensure_future(engine.generate(REQUEST)) for _ in range(2 * SECTION.concurrency)]
-        await asyncio.sleep(0)
-        await engine.generate(replace(REQUEST, id="evaluation: 2+2=", birth=0))
-        await asyncio.gather(*ahead)
-
-    asyncio.run(ask())
 
 
 def test_nothing_is_served_between_load_and_commit(fakes: list[Fake]) -> None:
