@@ -80,7 +80,7 @@ class Sampler(threading.Thread):
         return not self.paused and self.running.unfinished
 
     def _step(self) -> None:
-        with contextlib.suppress(RLMegatronError):  # who asked for tokens knows it
+        with contextlib.suppress(RLMegatronError):  # callers of sampled get it
             self.answer(self.running.step)
 
     async def order(self, function: Callable[[], T]) -> T:
