@@ -157,7 +157,7 @@ def test_scores_that_are_not_of_the_text_are_named(engine: str) -> None:
     said: Any = {"prompt_logprobs": [None, {"7": {"logprob": -1.0}}]}
     if engine == "sglang":
         said = {"meta_info": {"input_token_logprobs": [[None, 1, None]]}}
-    server: Any = type("Once", (), {"url": "http://h", "salt": None})()
+    server: Any = type("Once", (), {"url": "http://h", "salt": None, "priorities": False})()
 
     async def sampled(path: str, body: object, read: Callable[[bytes], object]) -> object:
         return read(json.dumps(said).encode())

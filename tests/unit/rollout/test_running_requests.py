@@ -93,7 +93,7 @@ def test_older_requests_go_first_where_the_server_has_priorities(engine: str) ->
     for has, birth in ((True, 3), (True, None), (False, 3)):
         server.priorities = has
         asyncio.run(adapter.generate(server, replace(ASKED, birth=birth), "id"))
-    assert [body.get("priority") for _, body in server.asked] == [3, None, None]
+    assert [body.get("priority") for _, body in server.asked] == [3, 0, None]
 
 
 @pytest.mark.parametrize(("mode", "salted"), [("recompute", False), ("abort", False), ("keep_cache", True)])

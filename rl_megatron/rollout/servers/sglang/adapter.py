@@ -193,7 +193,7 @@ class SGLangAdapter(Adapter):
             "sampling_params": [sampling | {"sampling_seed": completion_seed(p.seed, place)} for place in places],
             "return_logprob": True,
             "return_routed_experts": request.routes,
-            **({"priority": request.birth} if server.priorities and request.birth is not None else {}),
+            **_prioritised(server, request.birth or 0),
             **_salted(server),
         }
         answers = await server.sampled("/generate", body, form.read_sampled)
@@ -203,7 +203,7 @@ class SGLangAdapter(Adapter):
     async def score(self, server: Server, text: Sequence[int]) -> list[float]:
         sampling = {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}
         body = {"input_ids": list(text), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        body |= _salted(server)
+        body |= {**_prioritised(server, 0), **_salted(server)}
         logprobs = await server.sampled("/generate", body, form.read_scored)
         if len(logprobs) != len(text) - 1:
             raise AttemptFailed(f"{server.url}: it returned {len(logprobs)} log-probs for {len(text) - 1} tokens")
@@ -306,6 +306,12 @@ class SGLangAdapter(Adapter):
 def _salted(server: Server) -> dict[str, str]:
     """The key by which prefixes that other weights cached are not found."""
     return {} if server.salt is None else {"extra_key": server.salt}
+
+
+def _prioritised(server: Server, birth: int) -> dict[str, int]:
+    """Older ones go first. A request without a priority gets one of SGLang 0.5.21's own, with which its cache's tree
+    overflows at the request's end, and the server dies."""
+    return {"priority": birth} if server.priorities else {}
 
 
 def _degrees(options: StartOptions) -> tuple[str, ...]:

@@ -166,8 +166,8 @@ class VLLMAdapter(Adapter):
             "sampling_params": sampling,
             **_salted(server),
         }
-        if server.priorities and request.birth is not None:
-            body["priority"] = request.birth
+        if server.priorities:
+            body["priority"] = request.birth or 0
         answers = await server.sampled("/inference/v1/generate", body, form.read_sampled)
         completions = [_completion(answer, request, self._shape) for answer in answers]
         return completions if p.temperature else completions * request.num_completions
