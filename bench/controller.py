@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from bench.controller_threads import StandIn
 from bench.results import parse, write
 from bench.samples import rollouts
 from launcher.controller.failure import Failure
@@ -35,7 +36,6 @@ from launcher.controller.group import WorkerGroup
 from launcher.controller.handle import WorkerHandle
 from launcher.controller.learner import LearnerGroup
 from launcher.controller.plane import Plane
-from launcher.controller.rank_process import Ending, RankProcess
 from launcher.processes import limits
 from launcher.wire import messages
 from rl_megatron.config.run import RunConfig
@@ -49,29 +49,6 @@ BAR_SECONDS, BAR_CALLBACK, BAR_BYTES = 1.0, 0.020, 1.05
 TP, PP = 4, 4
 LONGEST = 32_768
 """Positions of a micro-batch, and of the longest sequence."""
-
-
-class StandIn(RankProcess):
-    """A rank that is a stream alone."""
-
-    role, node, pid, where = "policy", "here", 0, "a stand-in"
-
-    def __init__(self, rank: int, connection: Connection) -> None:
-        self.rank, self.connection = rank, connection
-
-    def over(self, hung_up: asyncio.Future[None]) -> asyncio.Future[Any]:
-        """Its stream's end is its own."""
-        return hung_up
-
-    async def ending(self) -> Ending:
-        """As it should."""
-        return Ending(how="ended", expected=True, killed=False)
-
-    def wake(self) -> None:
-        """It was not stopped."""
-
-    def kill(self) -> None:
-        """It ends by itself."""
 
 
 class StandIns:

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeForCausalLM
 from transformers.cache_utils import DynamicCache
 
+from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.local.engine import LocalEngine
-from rl_megatron.rollout.servers.embedded.running import Ended, Mode, RunningBatch
+from rl_megatron.rollout.servers.embedded.running import Ended, RunningBatch
 from rl_megatron.types import Completion, GenerationRequest
 from tests.unit.rollout.test_local_engine import request
 
@@ -93,7 +94,7 @@ def expected(
 @pytest.mark.parametrize("slots", [32, 3])
 @pytest.mark.parametrize("mode", ["recompute", "keep_cache"])
 def test_each_token_is_of_its_version_whatever_came_and_went(
-    theirs: Qwen3MoeForCausalLM, newer: Qwen3MoeForCausalLM, make_engine: MakeEngine, slots: int, mode: Mode
+    theirs: Qwen3MoeForCausalLM, newer: Qwen3MoeForCausalLM, make_engine: MakeEngine, slots: int, mode: RunningRequests
 ) -> None:
     engine, asked, models = make_engine(slots), requests(), {0: theirs, 1: newer, 2: theirs}
     running = RunningBatch(engine, slots=slots)

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 import torch
 
+from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.models.kv_cache import KVCache
 from rl_megatron.rollout.local.decoding import Continuations, Decoding
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.servers.answers import joined, spans_of
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams, Span
-
-Mode = Literal["recompute", "keep_cache", "abort"]
-"""What a replacement of weights does to running completions: ``rollout.server.running_requests``."""
 
 Ended = list[tuple[str, list[Completion]]]
 """Requests by name whose every completion has ended, with these in order."""
@@ -93,7 +90,7 @@ class RunningBatch:
         return self._finished(self._ended())
 
     @torch.inference_mode()
-    def pause(self, mode: Mode) -> Ended:
+    def pause(self, mode: RunningRequests) -> Ended:
         """Before other weights are loaded: keep what completions have made, and what they have cached if ``mode`` says
         so; with ``abort`` end them where they are."""
         if mode == "keep_cache":

@@ -25,12 +25,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import EngineError, RLMegatronError
 from rl_megatron.models.families.fields import ConfigFields
 from rl_megatron.models.json_files import read_json
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.servers.embedded import wire
-from rl_megatron.rollout.servers.embedded.running import Ended, Mode, RunningBatch
+from rl_megatron.rollout.servers.embedded.running import Ended, RunningBatch
 from rl_megatron.rollout.servers.engine_token import EngineToken
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.boxes import whole_box
@@ -184,7 +185,7 @@ class Service:
         return JSONResponse(await self._sampler.order(score))
 
     async def _pause(self, asked: Request) -> Response:
-        mode: Mode = (await asked.json())["mode"]
+        mode: RunningRequests = (await asked.json())["mode"]
 
         def pause() -> None:
             if not self._sampler.paused:
