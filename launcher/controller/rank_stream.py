@@ -16,10 +16,13 @@ _beside = memoryview(bytearray(64 << 10))  # of all streams: it is empty between
 
 
 class RankStream:
-    """The controller's end of a stream. ``heard`` gets each message; a stream that breaks only ends."""
+    """The controller's end of a stream. ``heard`` gets each message, and ``hearing`` is called each time a part of one
+    was read whose rest is still to come; a stream that breaks only ends."""
 
-    def __init__(self, connection: Connection, heard: Callable[[Message], None]) -> None:
-        self._connection, self._heard = connection, heard
+    def __init__(
+        self, connection: Connection, heard: Callable[[Message], None], hearing: Callable[[], None] = lambda: None
+    ) -> None:
+        self._connection, self._heard, self._hearing = connection, heard, hearing
         self._loop = asyncio.get_running_loop()
         self.hung_up: asyncio.Future[None] = self._loop.create_future()
         self._coming, self._left = messages.Incoming(), deque[memoryview]()
@@ -84,6 +87,8 @@ class RankStream:
         if count > len(room):
             for message in self._coming.fed(_beside[: count - len(room)]):
                 self._heard(message)
+        if self._coming.inside:
+            self._hearing()
         return True
 
     def _hang_up(self) -> None:

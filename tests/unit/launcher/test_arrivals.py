@@ -7,6 +7,7 @@ import resource
 import socket
 import threading
 from collections.abc import Collection, Iterator, Mapping
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,22 @@ def test_more_ranks_than_this_process_may_have_files_are_refused_before_one_conn
     monkeypatch.setattr(resource, "getrlimit", lambda which: (RANKS + 255,) * 2)
     with pytest.raises(ConfigError, match=r"384 ranks: the controller opens about 640 files, .* is 639; .*ulimit -Hn"):
         arrived(tmp_path, set(range(RANKS)), [])
+
+
+def test_a_dead_rank_is_told_though_its_output_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network disk that hangs."""
+    back = threading.Event()
+    monkeypatch.setattr("launcher.controller.arrivals.end_of", lambda file: str(back.wait(60)))
+    hello = Hello(rank=3, node="node0", pid=1, store="", step="", hindered="")
+
+    async def main() -> str:
+        ours, theirs = Pipe()
+        with ours, theirs:
+            rank = ConnectedRank(ours, hello)
+            rank.folder = tmp_path
+            try:
+                return (await asyncio.wait_for(rank.ending(), 30)).how
+            finally:
+                back.set()
+
+    assert asyncio.run(main()) == "hung up: it was killed, crashed or lost its node; rank-3.txt has its output"

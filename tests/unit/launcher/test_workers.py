@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import resource
 from collections.abc import Callable, Coroutine
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from launcher.controller.failure import Failure
@@ -78,6 +80,30 @@ def test_only_a_rank_that_was_asked_can_make_no_progress() -> None:
         await _answered(answer, rank)
         handle.tick()
         assert handle.still == 0
+
+    _with_a_rank(check)
+
+
+def test_a_large_answer_that_arrives_slowly_is_no_silence() -> None:
+    async def check(handle: WorkerHandle, rank: Connection) -> None:
+        await _answered(handle.prepare(cast(Setup, None)), rank)
+        answer = handle.call("generate")
+        await asyncio.to_thread(messages.receive, rank)
+        large = b"".join(messages.parts(messages.pack(("ok", np.arange(300_000), None))))
+        for first in range(0, len(large), 400_000):  # heartbeats wait behind it
+            for _ in range(100):
+                handle.tick()
+            assert (handle.quiet, handle.still) == (100, 100)
+            await asyncio.to_thread(rank_sends, rank, large[first : first + 400_000])
+            async with asyncio.timeout(20):
+                while handle.quiet:
+                    await asyncio.sleep(0)
+            assert handle.still == 0
+        assert (await answer).sum() == 300_000 * 299_999 // 2
+
+    def rank_sends(rank: Connection, part: bytes) -> None:
+        while part:
+            part = part[os.write(rank.fileno(), part) :]
 
     _with_a_rank(check)
 
