@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_megatron.algorithms.segments import sequence_ids
+from rl_megatron.algorithms.segments import whole_sequences
 
 QUANTILES = {"mismatch/logprob_abs_p50": 0.5, "mismatch/logprob_abs_p90": 0.9, "mismatch/logprob_abs_p99": 0.99}
-_BOUNDS = (0, 1, 8, 64, 512, 4096)  # the first sampled token by itself, then eight times as many in each bucket
-POSITIONS = ("t0", *(f"t{a}_{b - 1}" for a, b in pairwise(_BOUNDS[1:])), f"t{_BOUNDS[-1]}_up")
+_BOUNDS = np.array([0, 1, 8, 64, 512, 4096])  # the first sampled token by itself, then eight times as many in each
+POSITIONS = ("t0", *(f"t{a}_{b - 1}" for a, b in pairwise(_BOUNDS[1:].tolist())), f"t{_BOUNDS[-1]}_up")
 _MOST_ROUTED = 65_536  # tokens whose routes are counted
 _LEAST_TOKENS = 32  # of an expert whose mean counts
 
@@ -23,28 +25,50 @@ _LEAST_TOKENS = 32  # of an expert whose mean counts
 def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor) -> dict[str, float]:
     """k1 of KL(engine || learner), quantiles of |d|, and its mean by place in the completion; [N] each, [S + 1].
 
-    Empty if the engine sampled nothing; leaves out a bucket of places that no completion reaches.
+    Empty if the engine sampled nothing; leaves out a bucket of places that no completion reaches. Sums are float64.
+    Numpy makes a few passes over parts that stay in the processor's cache: a bucket is a run of a sequence's sampled
+    tokens, so no token needs its bucket's number, and quantiles need no whole order.
     """
-    d = (logprobs - rollout_logprobs)[mask].double()
-    if not len(d):
+    chosen = mask.numpy()
+    sampled = _sampled(chosen, cu_seqlens.numpy())
+    count = int(sampled.sum())
+    if not count:
         return {}
-    absolute = d.abs()
-    ordered = absolute.sort().values
-    places = (torch.tensor(list(QUANTILES.values())) * (len(ordered) - 1)).round().long()
-    row = {"mismatch/k1": -float(d.mean())}
-    row |= dict(zip(QUANTILES, ordered[places].tolist(), strict=True))
-    bucket = torch.bucketize(_places(mask, cu_seqlens), torch.tensor(_BOUNDS[1:]), right=True)
-    counts = torch.bincount(bucket, minlength=len(POSITIONS))
-    means = torch.bincount(bucket, weights=absolute, minlength=len(POSITIONS)) / counts
-    of_buckets = zip(POSITIONS, means.tolist(), counts.tolist(), strict=True)
-    return row | {f"mismatch/position/{name}": mean for name, mean, count in of_buckets if count}
+    ours, theirs = logprobs.numpy(), rollout_logprobs.numpy()
+    absolute = np.empty(count, np.result_type(ours, theirs))
+    sums, total, done = np.zeros(len(POSITIONS)), 0.0, 0
+    for sequences, positions in whole_sequences(cu_seqlens):
+        d = (ours[positions] - theirs[positions])[chosen[positions]]
+        part = absolute[done : done + len(d)]
+        done += len(d)
+        total += float(d.sum(dtype=np.float64))
+        np.abs(d, out=part)
+        firsts, buckets = _segments(sampled[sequences])
+        sums += np.bincount(buckets, np.add.reduceat(part, firsts, dtype=np.float64), len(POSITIONS))
+    reached = np.clip(sampled[:, None] - _BOUNDS, 0, [*np.diff(_BOUNDS), count]).sum(0)
+    places = (torch.tensor(list(QUANTILES.values())) * (count - 1)).round().long().numpy()
+    absolute.partition(places)
+    row = {"mismatch/k1": -total / count}
+    row |= dict(zip(QUANTILES, absolute[places].tolist(), strict=True))
+    of_buckets = zip(POSITIONS, sums.tolist(), reached.tolist(), strict=True)
+    return row | {f"mismatch/position/{name}": its / number for name, its, number in of_buckets if number}
 
 
-def _places(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """For each sampled token the number of sampled tokens before it in its sequence, [n]."""
-    before = mask.long().cumsum(0) - 1
-    firsts = torch.cat([before.new_zeros(1), before + 1])[cu_seqlens[:-1]]
-    return (before - firsts[sequence_ids(cu_seqlens)])[mask]
+def _sampled(mask: NDArray[np.bool_], cu_seqlens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Sampled tokens of each sequence, [S]."""
+    out = np.zeros(len(cu_seqlens) - 1, np.int64)
+    some = np.flatnonzero(np.diff(cu_seqlens))  # of an empty segment `reduceat` gives the next one's first
+    if len(some):
+        out[some] = np.add.reduceat(mask.view(np.uint8), cu_seqlens[:-1][some], dtype=np.int64)
+    return out
+
+
+def _segments(sampled: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of sequences with so many ``sampled`` tokens, one after the other: where each bucket of each begins, and which
+    bucket that is; without those that no token reaches."""
+    reached = sampled[:, None] > _BOUNDS
+    firsts = (np.cumsum(sampled) - sampled)[:, None] + _BOUNDS
+    return firsts[reached], np.broadcast_to(np.arange(len(_BOUNDS)), reached.shape)[reached]
 
 
 def expert_means(absolute: Tensor, routes: Tensor) -> tuple[Tensor, Tensor]:
