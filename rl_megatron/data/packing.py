@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.gathered import MicroBatches, computed_lengths
-from rl_megatron.data.samples import members_of, rows_of, split_minibatches
+from rl_megatron.data.samples import members_of, split_minibatches, tokens_of
 from rl_megatron.errors import DataError
 from rl_megatron.options.padding import PaddingSection, padded_tokens
 from rl_megatron.types import Batch, ParallelDims, Samples
@@ -63,28 +63,14 @@ def pack(
     in, since every rank must join the collectives, and where ``padding`` has sizes, more behind their sequence to pad
     with. Raises DataError for an empty batch and for a sequence (a unit) longer than ``max_tokens``.
     """
-    part = np.arange(samples.num_sequences) if part is None else part
-    section = padding or PaddingSection()
-    plan = plan_packing(
-        samples.cu_seqlens.diff().numpy()[part],
+    packer = Packer(
         dims=dims,
         max_tokens=max_tokens,
         attention_cost=attention_cost,
         unit=unit,
-        most=section.sequences,
-        ranks=None if ranks is None else ranks[part],
+        padding=padding or PaddingSection(),
     )
-    spare = section.sizes[0] if section.sizes else 1
-    sequences = tuple(tuple(torch.from_numpy(part[ids]) for ids in row) for row in plan)
-    rows, _ = rows_of(samples.cu_seqlens, torch.from_numpy(part))
-    return Batch(
-        samples=samples,
-        sequences=sequences,
-        micro_batches=MicroBatches(samples, sequences, spare),
-        num_tokens=int(samples.mask[rows].sum()),
-        num_sequences=len(part),
-        spare=spare,
-    )
+    return packer.pack(samples, part=part, ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +90,29 @@ class Packer:
         self, samples: Samples, *, part: NDArray[np.int64] | None = None, ranks: NDArray[np.int64] | None = None
     ) -> Batch:
         """Pack all of them, or ``part``; units stay together."""
-        return pack(
-            samples,
+        part = np.arange(samples.num_sequences) if part is None else part
+        plan = self._plan(samples.cu_seqlens.diff().numpy()[part], None if ranks is None else ranks[part])
+        spare = self.padding.sizes[0] if self.padding.sizes else 1
+        sequences = tuple(tuple(torch.from_numpy(part[ids]) for ids in row) for row in plan)
+        return Batch(
+            samples=samples,
+            sequences=sequences,
+            micro_batches=MicroBatches(samples, sequences, spare),
+            num_tokens=int(tokens_of(samples.mask, samples.cu_seqlens)[part].sum()),
+            num_sequences=len(part),
+            spare=spare,
+        )
+
+    def _plan(
+        self, lengths: NDArray[np.int64], ranks: NDArray[np.int64] | None = None
+    ) -> list[list[NDArray[np.int64]]]:
+        return plan_packing(
+            lengths,
             dims=self.dims,
             max_tokens=self.max_tokens,
             attention_cost=self.attention_cost,
             unit=self.unit,
-            padding=self.padding,
-            part=part,
+            most=self.padding.sequences,
             ranks=ranks,
         )
 
@@ -130,11 +131,12 @@ class Packer:
 
         A pass over all sequences that are there already moves none of them between ranks.
         """
-        _check(samples.cu_seqlens.diff().numpy(), self.max_tokens, self.unit)
+        lengths = samples.cu_seqlens.diff().numpy()
+        _check(lengths, self.max_tokens, self.unit)
         out = np.empty(samples.num_sequences, np.int64)
         for part in self._parts(samples, most, seed):
-            for d, row in enumerate(self.pack(samples, part=part).sequences):
-                out[torch.cat(row).numpy()] = d
+            for d, row in enumerate(self._plan(lengths[part])):
+                out[part[np.concatenate(row)]] = d
         return out
 
     def _parts(self, samples: Samples, most: int, seed: int) -> list[NDArray[np.int64]]:
@@ -335,8 +337,7 @@ def _over_right_tokens(samples: Samples, part: NDArray[np.int64]) -> Samples:
     """Divide the NLL marks by the number of the part's tokens that belong to right completions."""
     if samples.nll_weights is None:
         return samples
-    rows, _ = rows_of(samples.cu_seqlens, torch.from_numpy(part))
-    count = int((samples.nll_weights[rows] > 0).sum())
+    count = int(tokens_of(samples.nll_weights > 0, samples.cu_seqlens)[part].sum())
     return replace(samples, nll_weights=samples.nll_weights / max(count, 1))
 
 
@@ -345,10 +346,16 @@ def unpack(batch: Batch, scores: Sequence[Sequence[Tensor]], samples: Samples) -
 
     A score may be several numbers: dimensions after N are kept.
     """
-    like = scores[0][0]
+    like, bounds = scores[0][0], samples.cu_seqlens.tolist()
     out = like.new_zeros((len(samples.input_ids), *like.shape[1:]))
+    into = out.numpy()
     for numbers, row in zip(batch.sequences, scores, strict=True):
         for sequences, values in zip(numbers, row, strict=True):
-            rows, _ = rows_of(samples.cu_seqlens, sequences)
-            out[rows] = values[: len(rows)]  # a placeholder has a value and no rows
+            came, place = values.numpy(), 0
+            for number in sequences.tolist():  # one copy each: an index of every position costs more than these
+                first, stop = bounds[number], bounds[number + 1]
+                into[first:stop] = came[place : place + stop - first]
+                place += stop - first
+            if place > len(came):
+                raise ValueError(f"{len(came)} scores of {place} positions")
     return out

@@ -60,6 +60,16 @@ def rows_of(cu_seqlens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return torch.repeat_interleave(starts - bounds[:-1], lengths, output_size=total) + torch.arange(total), bounds
 
 
+def tokens_of(mask: Tensor, cu_seqlens: Tensor) -> NDArray[np.int64]:
+    """Masked-in positions of each sequence, [S]."""
+    bounds = cu_seqlens.numpy()
+    out = np.zeros(len(bounds) - 1, np.int64)
+    some = np.flatnonzero(np.diff(bounds))  # of an empty segment `reduceat` gives the next one's first
+    if len(some):
+        out[some] = np.add.reduceat(mask.numpy().view(np.uint8), bounds[:-1][some], dtype=np.int64)
+    return out
+
+
 def select(samples: Samples, indices: Tensor) -> Samples:
     """A copy of the sequences ``indices`` [K] int64 of ``samples``, in that order."""
     rows, cu_seqlens = rows_of(samples.cu_seqlens, indices)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -151,8 +152,8 @@ class _Credit:
 
 
 def _by_completion(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
-    everywhere = torch.repeat_interleave(credit.of_completions, samples.cu_seqlens.diff())
-    return replace(samples, advantages=everywhere * samples.mask)
+    everywhere = np.repeat(credit.of_completions.numpy(), samples.cu_seqlens.diff().numpy())
+    return replace(samples, advantages=torch.from_numpy(everywhere).mul_(samples.mask))
 
 
 def _discounted(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from rl_megatron.algorithms.mismatch import expert_metrics, mismatch_metrics
@@ -41,8 +42,11 @@ def mismatch_row(found: Measured) -> Row:
 
 def advantage_row(samples: Samples) -> Row:
     """Mean and standard deviation over the trained tokens."""
-    advantages = samples.advantages[samples.mask].double()
-    return {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std(correction=0))}
+    trained = samples.advantages.numpy()[samples.mask.numpy()]
+    return {
+        "advantage/mean": float(trained.mean(dtype=np.float64)),
+        "advantage/std": float(trained.std(dtype=np.float64)),
+    }
 
 
 @dataclass(frozen=True, slots=True)
