@@ -58,7 +58,7 @@ class ConnectedRank(RankProcess):
 
     @override
     async def ending(self) -> Ending:
-        """Its end is told soon, whatever its output's disk does: peers blame each other after a second."""
+        """Says it soon, whatever its output's disk does: peers blame each other after a second."""
         file, tail = file_stem(self.role, self.rank), ""
         if self.folder is not None:
             with contextlib.suppress(TimeoutError):
