@@ -193,7 +193,7 @@ def test_scores_of_too_few_micro_batches_are_refused() -> None:
         unpack(batch, [scores[0], scores[1][:-1]], samples)
     with pytest.raises(ValueError, match="shorter"):
         unpack(batch, scores[:1], samples)
-    with pytest.raises(ValueError, match="29 scores of 30 positions|could not broadcast"):
+    with pytest.raises(ValueError, match="could not broadcast"):
         unpack(batch, [scores[0], [*scores[1][:-1], scores[1][-1][:-1]]], samples)
 
 
