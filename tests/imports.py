@@ -14,9 +14,11 @@ from transformers import AutoTokenizer  # noqa: E402, F401  as a controller does
 
 import launcher.commands.train  # noqa: E402
 import launcher.preflight.checks  # noqa: E402
-import launcher.programs.train  # noqa: E402, F401
+import launcher.programs.train  # noqa: E402
+import launcher.worker.process  # noqa: E402, F401
 import rl_megatron.learner.megatron  # noqa: E402
-import rl_megatron.rollout.local.engine  # noqa: E402, F401
+import rl_megatron.rollout.local.engine  # noqa: E402
+import rl_megatron.weights.transports.connect  # noqa: E402, F401
 
 gc.collect()
 gc.freeze()  # megatron collects garbage several times at each save and load, and looks at all that is imported

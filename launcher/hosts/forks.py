@@ -77,9 +77,8 @@ class Nursery:
         """Start the nursery, which imports ``imports`` before its first fork."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._asked: deque[Future[tuple[int, Future[int]]]] = deque()
-        command = [sys.executable, "-P", "-m", nursery.__name__, *imports]
-        with theirs, _signals_held_back():
-            self._process = subprocess.Popen(command, stdin=theirs.fileno())
+        with theirs:
+            self._process = nursery_process(imports, theirs.fileno())
         threading.Thread(target=self._hear, name="nursery", daemon=True).start()
 
     def __enter__(self) -> Nursery:
@@ -134,6 +133,12 @@ class Nursery:
     def _gone(self) -> WorkerDied:
         status = self._process.wait()
         return WorkerDied(f"the process that ranks are forked from ended with status {status}; see its output")
+
+
+def nursery_process(imports: Sequence[str], stdin: int) -> subprocess.Popen[bytes]:
+    """Start nursery.py in an interpreter of its own: this process has threads, so no fork of it would be sound."""
+    with _signals_held_back():
+        return subprocess.Popen([sys.executable, "-P", "-m", nursery.__name__, *imports], stdin=stdin)
 
 
 @contextlib.contextmanager

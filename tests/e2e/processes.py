@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +15,11 @@ from typing import Any
 
 import psutil
 
-from launcher import entry
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.metrics import deterministic
-from tests.forks import FORKS
+from tests.e2e.forked import NURSERY, PROGRAM, Fork
 
 LIMIT = 300.0  # seconds any wait may take; an idle machine needs a few
-PROGRAM = Path(sys.executable).with_name("rl-megatron")
 TINY = (
     "learner.threads=1",
     "log.tensorboard=false",
@@ -79,49 +76,6 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
-class Fork:
-    """The command line in a fork of a process that has its imports, half of a start's CPU time; with what tests call of
-    Popen. All forks have one seed of Python's hashes, which new interpreters draw, and run no ``atexit`` handlers."""
-
-    def __init__(self, arguments: Sequence[str], folder: Path, output: Path, environment: Mapping[str, str]) -> None:
-        self._process = FORKS.Process(target=_run_forked, args=(arguments, folder, output, environment))
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self.poll()
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, limit: float) -> int:
-        self._process.join(limit)
-        code = self.poll()
-        if code is None:
-            raise subprocess.TimeoutExpired("rl-megatron", limit)
-        return code
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def send_signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
-
-
-def _run_forked(arguments: Sequence[str], folder: Path, output: Path, environment: Mapping[str, str]) -> None:
-    os.setsid()
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    with output.open("w") as file:
-        for descriptor in (1, 2):
-            os.dup2(file.fileno(), descriptor)
-    sys.argv = [str(PROGRAM), *arguments]
-    entry.main()
-
-
 @dataclass(kw_only=True)
 class Run:
     """One process of the command line, leader of a session of its own."""
@@ -141,7 +95,7 @@ class Run:
             for child in psutil.Process(self.process.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     self.seen.add(child)
-                    if "launcher.worker.nursery" in child.cmdline():
+                    if child.name() == NURSERY or "launcher.worker.nursery" in child.cmdline():
                         found += child.children()
         self.seen.update(found)
         return sorted(found, key=lambda p: p.pid)

@@ -1,0 +1,127 @@
+"""The command line in a fork of a process that has its imports, and its ranks in forks of that: half of a start's CPU
+time is imports. How a run starts in interpreters of its own is the subject of the tests that use ``Place.start``."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher import entry
+from launcher.hosts import forks
+from launcher.processes.parent import die_with_parent
+from launcher.worker import nursery
+from launcher.worker.forking import HELD_BACK
+from tests.forks import FORKS
+
+PROGRAM = Path(sys.executable).with_name("rl-megatron")
+NURSERY = "test-nursery"  # what the kernel calls the process, 15 characters at most
+_PR_SET_NAME = 15
+_ENVIRONMENT_BYTES = 1 << 17  # of a message, at most
+Begin = Callable[[Sequence[str], int], Any]  # of forks.nursery_process
+
+
+class Fork:
+    """A run of the command line, with what tests call of Popen. All forks have one seed of Python's hashes, which new
+    interpreters draw, and run no ``atexit`` handlers."""
+
+    def __init__(self, arguments: Sequence[str], folder: Path, output: Path, environment: Mapping[str, str]) -> None:
+        self._process = FORKS.Process(target=_run_forked, args=(arguments, folder, output, environment))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, limit: float) -> int:
+        self._process.join(limit)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired("rl-megatron", limit)
+        return code
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+
+def _run_forked(arguments: Sequence[str], folder: Path, output: Path, environment: Mapping[str, str]) -> None:
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    with output.open("w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    forks.nursery_process = ForkedNursery(forks.nursery_process).begin
+    sys.argv = [str(PROGRAM), *arguments]
+    entry.main()
+
+
+class ForkedNursery:
+    """The process that ranks are forked from. It is forked before the run has threads or sockets, and is the first
+    nursery that the run asks for; it ends with the run."""
+
+    def __init__(self, others: Begin) -> None:
+        self._others, self._begun = others, False
+        self._asked, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.returncode: int | None = None
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._asked.close()
+            code = 1
+            try:
+                _be_nursery(theirs, parent)
+                code = 0
+            finally:
+                os._exit(code)
+        theirs.close()
+
+    def begin(self, imports: Sequence[str], stdin: int) -> Any:
+        """As ``forks.nursery_process``, which makes the nurseries after the first."""
+        if self._begun:
+            return self._others(imports, stdin)
+        self._begun = True
+        message = json.dumps([list(imports), dict(os.environ)]).encode()
+        socket.send_fds(self._asked, [message], [stdin])
+        return self
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+def _be_nursery(asked: socket.socket, parent: int) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, HELD_BACK)
+    die_with_parent()
+    if os.getppid() != parent:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, NURSERY.encode())
+    message, (stdin,), _, _ = socket.recv_fds(asked, _ENVIRONMENT_BYTES, 1)
+    imports, environment = json.loads(message)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.dup2(stdin, 0)
+    os.close(stdin)
+    asked.close()
+    nursery.main(imports)
