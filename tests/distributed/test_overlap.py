@@ -94,7 +94,8 @@ def train(policy: Any, batch: Batch, dp: int, *, scored: bool) -> list[Any]:
 
 
 def differing(policy: Any, other: Any) -> int:
-    return sum(not torch.equal(tensor, other.tensors[name]) for name, tensor in policy.tensors.items())
+    theirs = other.tensors
+    return sum(not torch.equal(tensor, theirs[name]) for name, tensor in policy.tensors.items())
 
 
 def compare(model: Path, layout: str, keys: dict[str, Any], rank: int, device: torch.device, to: Path) -> Any:
@@ -128,7 +129,8 @@ def after(policy: Any, plain: Any, batch: Batch, dp: int, to: Path) -> dict[str,
     policy.save(to)
     wanted = {name: tensor.clone() for name, tensor in plain.tensors.items()}
     plain.load(to)
-    loaded = sum(not torch.equal(tensor, plain.tensors[name]) for name, tensor in wanted.items())
+    held = plain.tensors
+    loaded = sum(not torch.equal(tensor, held[name]) for name, tensor in wanted.items())
     bad = [replace(m, advantages=torch.full_like(m.advantages, torch.inf)) if not n else m for n, m in enumerate(row)]
     culprits = []
     for one in (policy, plain):

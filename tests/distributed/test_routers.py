@@ -133,7 +133,8 @@ def frozen(folder: Path, keys: dict[str, Any], max_tokens: int, rank: int, devic
     for one in (policy, other):
         one.backward(row, CrossEntropy(), **denominators(batch))
         one.step(1e-2)
-    assert all(torch.equal(tensor, other.tensors[name]) for name, tensor in policy.tensors.items())
+    theirs = other.tensors
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in policy.tensors.items())
 
 
 def rank_main(rank: int, root: Path) -> None:
