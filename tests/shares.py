@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from rl_megatron.data.held import Sent, Share
+from rl_megatron.data.held import Share
+from rl_megatron.data.sent import Sent
 from rl_megatron.types import Batch, ParallelDims, Samples
 
 

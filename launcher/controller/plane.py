@@ -6,7 +6,8 @@ import asyncio
 from typing import Any
 
 from launcher.controller.group import WorkerGroup
-from rl_megatron.data.held import Sent, Share
+from rl_megatron.data.held import Share
+from rl_megatron.data.sent import Sent
 from rl_megatron.types import Batch, ParallelDims
 
 

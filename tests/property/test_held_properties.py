@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_megatron.data.held import HeldRows, Sent, Share
+from rl_megatron.data.held import HeldRows, Share
 from rl_megatron.data.packing import Packer
 from rl_megatron.data.samples import select, to_samples, with_last_tokens
+from rl_megatron.data.sent import Sent
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.types import Batch, Completion, ParallelDims, Prompt, RolloutGroup, Samples, Span
@@ -57,13 +58,14 @@ def column(samples: Samples, kind: str, seed: int) -> torch.Tensor:
 
 
 def scored(samples: Samples, kinds: list[str], seed: int) -> Samples:
-    """With columns as a step computes them, and a routing of three layers."""
+    """With columns as a step computes them, a routing of three layers, and perhaps targets that are no next inputs."""
     g = torch.Generator().manual_seed(seed)
     routes = torch.randint(0, 8, (len(samples.mask), 3, 2), generator=g).to(torch.uint8)
     names = ("advantages", "old_logprobs", "ref_logprobs", "returns", "proximal_share", "nll_weights")
     chosen = {name: column(samples, kind, seed + i) for i, (name, kind) in enumerate(zip(names, kinds, strict=False))}
     mask = samples.mask & (torch.rand(len(samples.mask), generator=g) > 0.1)
-    return replace(samples, **chosen, routes=routes, mask=mask)
+    targets = samples.targets.flip(0) if seed % 2 else samples.targets
+    return replace(samples, **chosen, targets=targets, routes=routes, mask=mask)
 
 
 def bits(samples: Samples) -> dict[str, bytes]:
