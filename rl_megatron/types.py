@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from rl_megatron.columns import LogProbs, TokenIds, freeze
+from rl_megatron.columns import LogProbs, RouteBytes, TokenIds, freeze
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,10 +95,8 @@ class GenerationRequest:
 class Routes:
     """The experts that each router of a model chose for each position of a sequence; `data.routes` makes arrays."""
 
-    data: bytes  # uint8, or little-endian int16 where there are more than 256 experts; row-major
+    data: RouteBytes  # uint8, or little-endian int16 where there are more than 256 experts; row-major
     shape: tuple[int, int, int]  # positions, MoE layers, experts a token
-
-    __pydantic_config__: ClassVar = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}
 
 
 class Span(NamedTuple):

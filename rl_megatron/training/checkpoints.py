@@ -1,7 +1,8 @@
 """Writes and reads checkpoint folders: a temporary name, a manifest, fsync, then the final name.
 
 ``checkpoints/step_000010/`` holds the shards in ``learner/`` and, if there is a critic, ``critic/``; the controller's
-state in ``trainer.json``; and in ``manifest.json`` the size and checksum of every file, as its writer reported them.
+state in ``trainer.json`` and, the tokens of groups that wait, in ``stream/``; and in ``manifest.json`` the size and
+checksum of every file, as its writer reported them.
 ``warm_start_000040/`` is the same for a warm start that was stopped. A folder with its final name is complete.
 """
 
@@ -12,7 +13,7 @@ import contextlib
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -20,7 +21,8 @@ from typing import Literal
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from rl_megatron.digests import KIND, Digest, digest_of, misfits
+from rl_megatron.columns import ColumnReader, ColumnWriter
+from rl_megatron.digests import KIND, Digest, digest_of, digests, misfits
 from rl_megatron.durable import publish_folder, remove_folder
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner, Saving
@@ -32,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(warm_start|step)_(\d{6,})")
 _TEMPORARY = ".writing-"
-_STATE_FILE, _MANIFEST_FILE = "trainer.json", "manifest.json"
+_STATE_FILE, _MANIFEST_FILE, _COLUMNS = "trainer.json", "manifest.json", "stream"
 _MAX_LINES = 20
 
 
@@ -98,13 +100,13 @@ class CheckpointStore:
         warm = state.warm_start_step
         final = self._folder / (f"step_{state.step:06d}" if warm is None else f"warm_start_{warm:06d}")
         temporary = self._folder / f"{_TEMPORARY}{final.name}"
-        began = spans.now()
+        began, columns = spans.now(), ColumnWriter()
         await asyncio.to_thread(self._make_room, temporary, learners)
         text, savings = await asyncio.gather(
-            asyncio.to_thread(_STATE.dump_json, state),  # now: training changes what it refers to
+            asyncio.to_thread(_STATE.dump_json, state, context=columns),  # now: training changes what it refers to
             asyncio.gather(*(learner.save(temporary / name) for name, learner in learners.items())),
         )
-        publish = partial(self._publish, temporary, final, text, accuracy)
+        publish = partial(self._publish, temporary, final, (text, columns), accuracy)
         return Unfinished(final, dict(zip(learners, savings, strict=True)), publish, began)
 
     def _make_room(self, temporary: Path, learners: Mapping[str, Learner]) -> None:
@@ -115,7 +117,12 @@ class CheckpointStore:
             (temporary / name).mkdir(parents=True)
 
     def _publish(
-        self, temporary: Path, final: Path, text: bytes, accuracy: float | None, files: dict[str, Digest]
+        self,
+        temporary: Path,
+        final: Path,
+        state: tuple[bytes, ColumnWriter],
+        accuracy: float | None,
+        files: dict[str, Digest],
     ) -> None:
         """Check the ranks' files, add the controller's, rename the folder, and remove old checkpoints."""
         problems = misfits(temporary, files, read=False)
@@ -126,8 +133,10 @@ class CheckpointStore:
         if problems:
             title = f"{temporary} does not hold what the ranks wrote; run.dir must be one shared folder on all nodes"
             raise CheckpointError(_listed([title, *problems]))
+        text, columns = state
         (temporary / _STATE_FILE).write_bytes(text)
-        everything = {**files, _STATE_FILE: digest_of(text)}
+        written = [f"{_COLUMNS}/{name}" for name in columns.write(temporary / _COLUMNS)]
+        everything = {**files, _STATE_FILE: digest_of(text), **digests(temporary, written)}
         manifest = _Manifest(checksum=KIND, config=self._config, files=everything, accuracy=accuracy)
         (temporary / _MANIFEST_FILE).write_bytes(_MANIFEST.dump_json(manifest, indent=1))
         remove_folder(final)  # a resumed run reached the same step again: both checkpoints are equal
@@ -274,18 +283,29 @@ def read(folder: Path) -> Checkpoint:
         raise CheckpointError(
             f"{folder / _MANIFEST_FILE} lists no {_STATE_FILE} or no file of learner/\n{_advice(folder)}"
         )
-    problems = misfits(folder, {name: wanted for name, wanted in files.items() if name != _STATE_FILE}, read=False)
-    problems += misfits(folder, {_STATE_FILE: files[_STATE_FILE]}, read=True)
+    columns = _inside(_COLUMNS, files)
+    own = {_STATE_FILE, *(f"{_COLUMNS}/{name}" for name in columns)}
+    problems = misfits(folder, {name: wanted for name, wanted in files.items() if name not in own}, read=False)
+    problems += misfits(folder, {name: wanted for name, wanted in files.items() if name in own}, read=True)
     if problems:
         raise unsound(folder, problems)
+    return Checkpoint(folder=folder, state=_state(folder, columns), files=files, config=manifest.config)
+
+
+def _state(folder: Path, columns: Iterable[str]) -> TrainerState:
+    """The controller's state, with the files of its columns by name."""
     try:
-        state = _STATE.validate_json((folder / _STATE_FILE).read_bytes())
+        reader = ColumnReader(folder / _COLUMNS, columns)
+        state = _STATE.validate_json((folder / _STATE_FILE).read_bytes(), context=reader)
+        reader.check()
     except ValidationError as error:
         raise CheckpointError(
             f"{folder / _STATE_FILE} was written by another version of rl_megatron: {_said(error)}\nresume with the "
             "version that wrote it"
         ) from error
-    return Checkpoint(folder=folder, state=state, files=files, config=manifest.config)
+    except (ValueError, LookupError) as error:
+        raise CheckpointError(f"{error}\n{_advice(folder)}") from error
+    return state
 
 
 def files_of(shards: Path) -> Mapping[str, Digest]:

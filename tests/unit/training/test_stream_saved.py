@@ -1,0 +1,104 @@
+"""What waits in the stream is in a checkpoint's files of columns, with checksums as all its files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from rl_megatron.digests import digest_of
+from rl_megatron.errors import CheckpointError
+from rl_megatron.rollout.stream import StreamState
+from rl_megatron.training import checkpoints
+from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
+from tests.savings import Shards
+from tests.unit.rollout.test_work_under_way import killed
+
+AS_JSON = TypeAdapter(StreamState)
+
+
+@pytest.fixture(scope="module")
+def stream() -> StreamState:
+    """Four groups of three completions, of which 2, 4 and 4 tokens were sampled: the numbers 0, 1, 2, 3."""
+    return asyncio.run(killed(keep_tokens=True))[1]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, stream: StreamState) -> Path:
+    store = CheckpointStore(tmp_path, keep=2, config={})
+    state = TrainerState(step=3, prompts={"epoch": 0, "next": 8}, stream=stream)
+
+    async def save() -> Path:
+        saving = await store.save(state, {"learner": Shards()})
+        await saving.finish()
+        return saving.folder
+
+    return asyncio.run(save())
+
+
+def test_tokens_are_in_numpys_files_and_the_manifest_has_their_checksums(folder: Path) -> None:
+    tokens, logprobs = (np.load(folder / "stream" / f"{kind}.npy") for kind in ("tokens", "logprobs"))
+    assert tokens.tolist() == [0, 1, *range(4), *range(4)] * 4
+    assert (logprobs.dtype, logprobs.tolist()) == (np.float32, [-0.5] * 40)
+    assert sorted(path.name for path in (folder / "stream").iterdir()) == ["logprobs.npy", "tokens.npy"]
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    for name in ("stream/tokens.npy", "stream/logprobs.npy", "trainer.json"):
+        data = (folder / name).read_bytes()
+        assert files[name] == {"bytes": len(data), "xxh3_128": digest_of(data).xxh3_128}
+
+
+def test_a_resume_reads_what_was_saved(folder: Path, stream: StreamState) -> None:
+    found = checkpoints.read(folder).state.stream
+    assert found is not None
+    assert AS_JSON.dump_json(found) == AS_JSON.dump_json(stream)
+
+
+def test_a_checkpoint_with_base64_in_trainer_json_is_still_read(folder: Path, stream: StreamState) -> None:
+    older = {"step": 3, "prompts": {"epoch": 0, "next": 8}, "stream": json.loads(AS_JSON.dump_json(stream))}
+    put(folder, "trainer.json", json.dumps(older).encode(), without=("stream/tokens.npy", "stream/logprobs.npy"))
+    found = checkpoints.read(folder).state.stream
+    assert found is not None
+    assert AS_JSON.dump_json(found) == AS_JSON.dump_json(stream)
+
+
+def put(folder: Path, name: str, data: bytes, without: tuple[str, ...] = ()) -> None:
+    """Replace a file, and say so in the manifest, which then lists no file of ``without``."""
+    (folder / name).write_bytes(data)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    digest = digest_of(data)
+    manifest["files"][name] = {"bytes": digest.bytes, "xxh3_128": digest.xxh3_128}
+    manifest["files"] = {file: said for file, said in manifest["files"].items() if file not in without}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_files_that_are_gone_torn_or_changed_are_named(folder: Path) -> None:
+    tokens, logprobs = folder / "stream/tokens.npy", folder / "stream/logprobs.npy"
+    data = bytearray(tokens.read_bytes())
+    data[-1] ^= 1
+    tokens.write_bytes(data)
+    logprobs.write_bytes(logprobs.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match=r"tokens\.npy changed since it was written(.|\n)*remove .*step_000003"):
+        checkpoints.read(folder)
+    with pytest.raises(CheckpointError, match=r"logprobs\.npy is torn: 284 bytes of 288"):
+        checkpoints.read(folder)
+    tokens.unlink()
+    with pytest.raises(CheckpointError, match=r"tokens\.npy is missing \(288 bytes when it was written\)"):
+        checkpoints.read(folder)
+
+
+def test_files_of_another_checkpoint_are_refused(folder: Path) -> None:
+    longer = np.zeros(41, np.int32)
+    np.save(folder / "longer.npy", longer)
+    put(folder, "stream/tokens.npy", (folder / "longer.npy").read_bytes())
+    with pytest.raises(CheckpointError, match=r"tokens\.npy has 41 numbers, of which 40 are .*\nremove .*step_000003"):
+        checkpoints.read(folder)
+    put(folder, "stream/tokens.npy", b"no numbers")
+    with pytest.raises(CheckpointError, match=r"tokens\.npy is no column of int32: .*\nremove .*step_000003"):
+        checkpoints.read(folder)
+    put(folder, "stream/tokens.npy", b"", without=("stream/tokens.npy",))
+    with pytest.raises(CheckpointError, match=r"tokens\.npy is not among the checkpoint's files"):
+        checkpoints.read(folder)
