@@ -89,6 +89,7 @@ class GenerationRequest:
         None  # the version served when it was sent first; engines with priorities take older ones first.
     )
     # One that comes with it, as those of evaluations do, waits behind none that came without.
+    max_seconds: float | None = None  # a completion that runs longer in a server is ended there, as ``length``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

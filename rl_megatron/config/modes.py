@@ -39,6 +39,12 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
         yield from _of_kept_caches(c)
     if c.train.max_staleness:
         yield from _of_staleness(c)
+    if c.rollout.max_seconds is not None and not c.rollout.served:
+        yield (
+            f"rollout.max_seconds={c.rollout.max_seconds:g}, but rollout.engine={c.rollout.engine} samples a whole "
+            "batch in one call of the learner's processes, which ends no completion before the others; set "
+            "rollout.server.replicas, or rollout=vllm or sglang, or leave it out"
+        )
     if c.rollout.embedded and c.rollout.served:
         yield from _of_own_servers(c)
 

@@ -21,6 +21,7 @@ FREE: Mapping[str, bool] = {
     "rollout": False,
     "rollout.python": True,
     "rollout.slots": True,
+    "rollout.max_seconds": True,
     "rollout.server": True,
     "rollout.server.options": False,  # may be of numbers
     "rollout.server.quantization": False,

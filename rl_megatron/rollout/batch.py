@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Scored
 
-Reason = Literal["equal_rewards", "reward_error", "time", "poison"]
+Reason = Literal["equal_rewards", "reward_error", "poison"]
 """Why a prompt that was drawn is not trained on."""
 
 

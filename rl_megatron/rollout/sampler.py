@@ -53,10 +53,13 @@ class RolloutSampler:
         choices = (section.group_size, section.temperature, section.top_p)
         named = [(one.prompt, _named("", one)) for one in drawn]
         begun = {f"{name}: {one.prompt.id}": one.begun for one, (_, name) in zip(drawn, named, strict=True)}
-        answered = await self._run(named, *choices, begun, routes=self.routes, router_noise=section.router_noise)
+        limit = section.max_seconds
+        answered = await self._run(
+            named, *choices, begun, routes=self.routes, router_noise=section.router_noise, max_seconds=limit
+        )
         if self.greedy_baseline:
             named = [(one.prompt, _named(", greedy", one)) for one in drawn]
-            greedy = await self._run(named, 1, 0.0, 1.0)
+            greedy = await self._run(named, 1, 0.0, 1.0, max_seconds=limit)
             answered = [_with_greedy(*pair) for pair in zip(answered, greedy, strict=True)]
         return answered
 
@@ -90,21 +93,17 @@ class RolloutSampler:
         routes: bool = False,
         router_noise: float = 0.0,
         birth: int | None = None,
+        max_seconds: float | None = None,
     ) -> list[Answered]:
         """A group of each prompt, whose request has the name beside it; ``begun``: by the requests' ids, if they may be
         apart."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                requests = [
-                    (
-                        prompt,
-                        replace(
-                            self._request(prompt, name, count, temperature, top_p, routes, router_noise), birth=birth
-                        ),
-                    )
-                    for prompt, name in named
-                ]
-                running = [tasks.create_task(self._group(prompt, request, begun)) for prompt, request in requests]
+                running = []
+                for prompt, name in named:
+                    request = self._request(prompt, name, count, temperature, top_p, routes, router_noise)
+                    request = replace(request, birth=birth, max_seconds=max_seconds)
+                    running.append(tasks.create_task(self._group(prompt, request, begun)))
         except ExceptionGroup as failed:  # the first is the cause; callers catch its type
             raise failed.exceptions[0] from failed
         return [task.result() for task in running]

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.durable import remove_folder
 from rl_megatron.interfaces import Learner, Roles
@@ -158,6 +159,7 @@ class GroupJob(ABC):
             "response/truncated_fraction": float(np.mean(cut)),
             "staleness/mean": float(staleness.mean()),
             "staleness/max": int(staleness.max()),
+            **late_row(trajectories, self.config.rollout),
             **(self._describe_ages(trajectories, staleness) if self.config.train.max_staleness else {}),
             "tokens/rollout": int(lengths.sum()),
         }
@@ -219,3 +221,12 @@ class GroupJob(ABC):
         if state.memory is not None:
             self.update.state = state.memory
         await self.roles.weights.push(self.number)
+
+
+def late_row(trajectories: Sequence[Trajectory], section: RolloutSection) -> Row:
+    """The share that was ended for its time: truncated ones with fewer tokens than they might have."""
+    if section.max_seconds is None:
+        return {}
+    last = [one.turns[-1] for one in trajectories]
+    late = [turn.finish_reason == "length" and len(turn.logprobs) < section.max_new_tokens for turn in last]
+    return {"response/late_fraction": float(np.mean(late))}

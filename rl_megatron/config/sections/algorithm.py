@@ -156,12 +156,14 @@ class AlgorithmSection(Section):
     overlong_buffer: NonNegative = 0
     """Penalise completions that reach into the last this many tokens before rollout.max_new_tokens (DAPO); 0 is off."""
     overlong_factor: NonNegativeFloat = 1.0
-    """Penalty of a completion of rollout.max_new_tokens; it grows linearly over ``overlong_buffer``."""
+    """Penalty of a completion of rollout.max_new_tokens; it grows linearly over ``overlong_buffer``, with the length
+    alone: one that rollout.max_seconds ended has none if it is short."""
     drop_truncated: bool = False
-    """Whether to leave completions truncated at rollout.max_new_tokens out of the loss."""
+    """Whether to leave completions truncated at rollout.max_new_tokens or by rollout.max_seconds out of the loss."""
     unfinished_reward: Finite | None = None
-    """Reward of a completion truncated at rollout.max_new_tokens, in place of its own; with credit=gae the truncation
-    then counts as an end. null: its own reward, to which credit=gae adds the critic's value of the last state."""
+    """Reward of a completion truncated at rollout.max_new_tokens or by rollout.max_seconds, in place of its own; with
+    credit=gae the truncation then counts as an end. null: its own reward, to which credit=gae adds the critic's value
+    of the last state."""
     old_logprobs: Literal["learner", "rollout", "interpolated"] = "learner"
     """Who computes the old policy's log-probs: the learner, or the engine while it samples; interpolated: neither, they
     are interpolated between the engine's and the current ones by weight version (decoupled PPO on stale rollouts)."""

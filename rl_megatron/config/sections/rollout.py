@@ -144,6 +144,10 @@ class RolloutSection(Section):
     """Longest prompt, in tokens."""
     max_new_tokens: Positive = 32
     """Longest completion, in tokens, stop token included."""
+    max_seconds: PositiveFloat | None = None
+    """Longest time that a completion to train on may run in a server, its wait for a slot and pauses of pushes
+    included; one that runs longer ends there and counts as truncated. One without a token by then gets twice as long.
+    Time between servers does not count, nor what was lost with a server. Needs servers; null: no limit."""
     on_long_prompt: Literal["fail", "drop"] = "fail"
     """What to do with a longer prompt: end the run at its start, or drop the prompt."""
     ignore_eos: bool = False

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 
 from rl_megatron.config.sections.rollout import ServerSection
@@ -16,6 +17,7 @@ from rl_megatron.rollout.servers.answers import joined, problem_of, rest_of
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.places import Places
 from rl_megatron.rollout.servers.replicas import Replica, ReplicaDied, ReplicaSet
+from rl_megatron.rollout.servers.time_limit import TimeLimit
 from rl_megatron.types import Completion, GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -49,19 +51,21 @@ class Attempts:
         """How often running requests were interrupted."""
 
     async def sampled(
-        self, request: GenerationRequest, only: Replica | None = None, *, place: int = 0
+        self, request: GenerationRequest, only: Replica | None = None, *, place: int = 0, clock: TimeLimit | None = None
     ) -> list[Completion]:
         """Completions by a replica that `Places` chooses, or by ``only``. Deaths of replicas do not count as attempts.
 
-        What is ``begun`` of the completion at ``place`` in its group is a part of the answer.
+        What is ``begun`` of the completion at ``place`` in its group is a part of the answer. Servers abort what
+        runs longer than ``clock`` allows.
         """
+        clock = clock or TimeLimit()
         wait, failed, left = self._section.backoff_seconds, None, self._section.retries
         begun = request.begun
         asked = request if begun is None else rest_of(request, begun, place)
         while True:
             replica = only or self._places.choose(request, await self._replicas.some(self._replicas.healthy), failed)
             try:
-                return await self._attempt(replica, asked, begun)
+                return await self._attempt(replica, asked, begun, clock)
             except ReplicaDied as error:
                 if only is not None:
                     raise
@@ -80,26 +84,30 @@ class Attempts:
             await asyncio.sleep(wait)
             wait *= 2
 
-    async def _attempt(self, replica: Replica, asked: GenerationRequest, begun: Completion | None) -> list[Completion]:
+    async def _attempt(
+        self, replica: Replica, asked: GenerationRequest, begun: Completion | None, clock: TimeLimit
+    ) -> list[Completion]:
         """What ``replica`` answers, behind what was ``begun``."""
         server = replica.server
         attempt = _Attempt(server, asked, f"{asked.id} {uuid.uuid4().hex}")
         self._running.add(attempt)
+        if clock.limit is not None:
+            self._apart(self._end_in_time(attempt, clock))
+        clock.start()
         try:
             with server.busy(asked.num_completions), self._lanes_of(replica).during("attempt", request=asked.id):
                 completions = await replica.while_alive(self._adapter.generate(server, asked, attempt.name))
             for completion in completions:
                 if problem := problem_of(completion, asked, vocab_size=self._vocab_size):
                     raise AttemptFailed(f"{server.url}: {problem}")
+            clock.stop()
             if begun is not None:
                 completions = [joined(begun, more) for more in completions]
             if asked.id in self.so_far and len(completions[0].token_ids):
                 self.so_far[asked.id] = completions[0]
             return completions
         except asyncio.CancelledError:
-            task = asyncio.ensure_future(self._abort(attempt))
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
+            self._apart(self._abort(attempt))
             raise
         finally:
             self._running.discard(attempt)
@@ -116,7 +124,19 @@ class Attempts:
     async def interrupt(self) -> None:
         """Abort the requests in `so_far` that run now. Returns when each is over, and all its tokens are there."""
         self.interrupts += 1
-        running = [attempt for attempt in self._running if attempt.request.id in self.so_far]
+        await self._end([attempt for attempt in self._running if attempt.request.id in self.so_far])
+
+    async def _end_in_time(self, attempt: _Attempt, clock: TimeLimit) -> None:
+        """Abort what still runs when its time is over."""
+        try:
+            async with asyncio.timeout(clock.left):
+                await attempt.over.wait()
+        except TimeoutError:
+            clock.over = True
+            await self._end([attempt])
+
+    async def _end(self, running: Sequence[_Attempt]) -> None:
+        """Abort requests until each is over."""
         while running := [attempt for attempt in running if not attempt.over.is_set()]:
             await asyncio.gather(*map(self._abort, running))
             waiting = [asyncio.ensure_future(attempt.over.wait()) for attempt in running]
@@ -125,6 +145,12 @@ class Attempts:
             finally:
                 for one in waiting:
                     one.cancel()
+
+    def _apart(self, work: Coroutine[None, None, None]) -> None:
+        """Have ``work`` done beside; `close` waits for it."""
+        task = asyncio.ensure_future(work)
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
 
     async def close(self) -> None:
         """Wait until servers have got all aborts."""

@@ -7,6 +7,7 @@ answers; weights.py has replicas load and serve new weights.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,8 +18,11 @@ from rl_megatron.rollout.servers.answers import as_it_should_end
 from rl_megatron.rollout.servers.attempts import Attempts
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.replicas import ReplicaSet
+from rl_megatron.rollout.servers.time_limit import TimeLimit
 from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.types import Completion, GenerationRequest
+
+logger = logging.getLogger(__name__)
 
 
 class ServedEngine:
@@ -80,13 +84,15 @@ class ServedEngine:
         before, begun = await self.weights.served_version(request), request.begun
         if request.birth is None:
             request = replace(request, birth=before if begun is None else begun.spans[0].version)
+        clock = TimeLimit(request.max_seconds)
         if begun is None:
             state = self._state(before)
-            started = await self._attempts.sampled(request)
+            started = await self._attempts.sampled(request, clock=clock)
         else:
             state = None
             started = [replace(begun, finish_reason="abort")]
-        completions = await asyncio.gather(*(self._finished(request, c, n, state) for n, c in enumerate(started)))
+        finishing = (self._finished(request, c, n, state, replace(clock)) for n, c in enumerate(started))
+        completions = await asyncio.gather(*finishing)
         after = await self.weights.served_version(request)
         if len(completions) != request.num_completions:
             raise EngineError(
@@ -117,23 +123,33 @@ class ServedEngine:
         raise EngineError(f"request {request.id!r}: {problem}")
 
     async def _finished(
-        self, request: GenerationRequest, completion: Completion, place: int, state: tuple[int, int] | None
+        self,
+        request: GenerationRequest,
+        completion: Completion,
+        place: int,
+        state: tuple[int, int] | None,
+        clock: TimeLimit,
     ) -> Completion:
         """The completion at ``place``; if an update or an interrupt aborted it, with the rest of it.
 
+        One whose time is over has ended, unless it has no token yet: then it waited for a slot, and gets as long again.
         ``state`` was when it was sent, None if it was begun before. Raises EngineError if the server aborted it
         although there was neither since.
         """
         while (completion := as_it_should_end(completion, request)).finish_reason == "abort":
+            if clock.over and (made := len(completion.token_ids)):
+                logger.info("request %r: ended after %d tokens in %.1f s", request.id, made, clock.spent)
+                return replace(completion, finish_reason="length")
             now = self._state(await self.weights.served_version(request))
-            if state == now:
+            if state == now and not clock.over:
                 raise EngineError(
                     f"request {request.id!r}: the server aborted it after {len(completion.token_ids)} tokens, although "
                     f"weight version {now[0]} was served all the time; check that no other client aborts or pauses"
                 )
             state = now
+            clock.extend()
             rest = replace(request, num_completions=1, begun=completion)
-            (completion,) = await self._attempts.sampled(rest, place=place)
+            (completion,) = await self._attempts.sampled(rest, place=place, clock=clock)
         return completion
 
     def _state(self, version: int) -> tuple[int, int]:

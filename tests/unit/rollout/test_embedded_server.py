@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx2
@@ -32,6 +33,7 @@ from tests.unit.rollout.test_running import expected, load, newer
 
 __all__ = ["newer"]
 TOKEN = "of-this-test"
+LATE = replace(request("late", (3, 1), 2, seed=9, max_new_tokens=100), max_seconds=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,13 @@ async def describes_itself(adapter: EmbeddedAdapter, server: Server) -> None:
     described = await adapter.describe(server)
     assert (described.version, described.dtype, described.max_length) == (adapter.tested, "float32", 128)
     assert described.architecture == "Qwen3MoeForCausalLM"
+
+
+async def scores(adapter: EmbeddedAdapter, server: Server, theirs: Qwen3MoeForCausalLM) -> None:
+    """As transformers does."""
+    scored = await adapter.score(server, [3, 1, 4, 1, 5])
+    logprobs = theirs(torch.tensor([[3, 1, 4, 1, 5]])).logits[0].detach().log_softmax(-1)
+    np.testing.assert_allclose(scored, logprobs[range(4), [1, 4, 1, 5]], rtol=0, atol=1e-4)
 
 
 async def interrupted(engine: ServedEngine, asked: Sequence[GenerationRequest]) -> dict[str, Completion]:
@@ -129,25 +138,25 @@ def test_a_push_while_requests_run_labels_every_token_with_the_weights_that_made
 
         try:
             await push(theirs, 1)
-            scored = await adapter.score(server, [3, 1, 4, 1, 5])
-            logprobs = theirs(torch.tensor([[3, 1, 4, 1, 5]])).logits[0].detach().log_softmax(-1)
-            np.testing.assert_allclose(scored, logprobs[range(4), [1, 4, 1, 5]], rtol=0, atol=1e-4)
+            await scores(adapter, server, theirs)
             with pytest.raises(EngineError, match="max_new_tokens=0"):
                 await adapter.generate(server, request("none", (1,), 1, max_new_tokens=0), "none")
             running = [asyncio.ensure_future(engine.generate(one)) for one in asked]
             while await adapter.tokens(server) < 60:
                 assert not all(one.done() for one in running)
+            running.append(asyncio.ensure_future(engine.generate(LATE)))
             known.update(await interrupted(engine, asked))
             await push(newer, 2)
             return [list(answer) for answer in await asyncio.gather(*running)]
         finally:
             await engine.close()
 
-    answers = asyncio.run(run())
+    *answers, late = asyncio.run(run())
+    assert all(got.finish_reason == "length" and 0 < len(got.token_ids) < 100 for got in late)
     spans = set()
-    for one, answer in zip(asked, answers, strict=True):
+    assert {len(got.token_ids) for answer in answers for got in answer} == {100}
+    for one, answer in zip([*asked, LATE], [*answers, late], strict=True):
         for got in answer:
-            assert len(got.token_ids) == 100
             spans.add(tuple(span.version for span in got.spans))
             wanted = expected({1: theirs, 2: newer}, one, got, keep=False)
             np.testing.assert_allclose(got.logprobs, wanted, rtol=0, atol=1e-4)
