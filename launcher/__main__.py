@@ -13,6 +13,7 @@ import typer
 from launcher.commands import (
     convert,
     doctor,
+    engines,
     experiment,
     inspect,
     job,
@@ -29,7 +30,7 @@ from rl_megatron.errors import RLMegatronError
 
 _NAMES = {"help_option_names": ["-h", "--help"]}
 _COMMANDS = (
-    *(train.train, rehearse.rehearse, submit.submit, job.status, job.logs, job.attach, job.cancel),
+    *(train.train, rehearse.rehearse, submit.submit, job.status, job.logs, job.attach, job.cancel, engines.engines),
     *(report.report, convert.convert, verify.verify, inspect.inspect, plan.plan, scale.scale),
 )
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_NAMES)

@@ -6,19 +6,21 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.build.data import Data, load_data
 from launcher.build.model import starting_folder
+from launcher.control.listener import Control
 from launcher.hosts.local import LocalLauncher
+from launcher.hosts.more_sites import MoreHere, MoreOnNodes
 from launcher.hosts.sites import sites_of
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.launcher import SlurmLauncher
 from launcher.processes.own_thread import OwnThread
 from launcher.runs.stop import Stop
 from launcher.servers.launcher import ServedLauncher
-from launcher.servers.site import HERE
+from launcher.servers.site import HERE, MoreSites
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import Launcher, RewardFunction, Roles
@@ -38,6 +40,7 @@ class Parts:
     folder: Path
     reward: RewardFunction
     allocation: Allocation | None  # None: the run uses no Slurm allocation
+    control: Control = field(default_factory=Control)  # what the run answers while it trains
 
 
 @contextlib.asynccontextmanager
@@ -94,7 +97,10 @@ def _launcher(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -
         launcher = SlurmLauncher(model_folder, parts.folder, parts.allocation, stop.ask)
     if parts.config.rollout.served:
         found, host = sites_of(parts.config, parts.allocation), parts.allocation.address() if parts.allocation else HERE
-        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, host)
+        more: MoreSites = MoreHere(config=parts.config)
+        if parts.allocation is not None:
+            more = MoreOnNodes(config=parts.config, allocation=parts.allocation)
+        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, host, more, parts.control)
     return launcher
 
 
@@ -108,5 +114,6 @@ def _on_ray(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> 
     launcher: Launcher = RayLauncher(cluster, model_folder, parts.folder, stop.ask)
     if parts.config.rollout.served:
         found = sites_of(parts.config, parts.allocation, cluster.start_guard)
-        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, cluster.host)
+        control = parts.control
+        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, cluster.host, control=control)
     return InCluster(cluster=cluster, inner=launcher)

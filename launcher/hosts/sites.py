@@ -39,9 +39,20 @@ def sites_of(config: RunConfig, allocation: Allocation | None, start_at: StartAt
     if start_at is not None:
         found = [replace(site, start=partial(start_at, number)) for number, site in enumerate(found)]
     count = config.rollout.server.count
-    found = [replace(site, number=seat.server, count=count) for seat, site in zip(seats, found, strict=True)]
+    found = [
+        replace(site, number=seat.server, count=count, node=seat.node, gpus=seat.gpus)
+        for seat, site in zip(seats, found, strict=True)
+    ]
     together = groupby(zip(seats, found, strict=True), lambda pair: pair[0].server)
     return [[site for _, site in pairs] for _, pairs in together]
+
+
+def site_at(seat: Seat, config: RunConfig, allocation: Allocation, *, number: int, count: int) -> Site:
+    """The site of one more server, on one node of a job, by srun. Raises EngineError if the node has no address."""
+    site = Site(host=_host(seat, allocation, alone=True), environment=_environment(seat))
+    each = _each(seats_of(config, allocation.nodes, allocation.engine_nodes), allocation)
+    found = _by_srun(site, seat, config, allocation, each)
+    return replace(found, number=number, count=count, node=seat.node, gpus=seat.gpus)
 
 
 def _by_srun(site: Site, seat: Seat, config: RunConfig, allocation: Allocation, each: int) -> Site:

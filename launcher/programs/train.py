@@ -11,6 +11,7 @@ from pathlib import Path
 from launcher.build.jobs import loops_of
 from launcher.build.model import starting_shape
 from launcher.build.roles import Parts, allocation_of, started
+from launcher.control.listener import Control
 from launcher.controller.loop_watch import LoopWatch
 from launcher.rehearsal.spent import lines_of_spent, planned_metrics
 from launcher.runs.name import claim
@@ -39,7 +40,13 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
     assert config.run.name is not None
     folder = config.run.dir / config.run.name
     with claim(folder, resume=resume):
-        parts = Parts(config=config, folder=folder, reward=reward, allocation=allocation_of(config, folder))
+        parts = Parts(
+            config=config,
+            folder=folder,
+            reward=reward,
+            allocation=allocation_of(config, folder),
+            control=Control({"engines": _no_engines(config)}),
+        )
         start = find(config, folder) if resume else None
         save_resolved(config, folder / "config.yaml")
         progress = Progress(config.train.steps, config.log.progress, config.run.name, run_folder=folder)
@@ -49,7 +56,8 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
             goes_on = f"rl-megatron train --config {folder}/config.yaml --resume goes on"
             finished: bool | None = None  # not begun
             try:
-                finished = await _train(parts, progress, stop, start, loop_watch)
+                async with parts.control.listening(folder):
+                    finished = await _train(parts, progress, stop, start, loop_watch)
             except Stopped as early:
                 progress.note(f"{early}; nothing is lost, and {goes_on}")
             except (RLMegatronError, OSError) as error:
@@ -67,6 +75,16 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
             if finished is False:
                 progress.note(f"stopped and saved; {goes_on}")
     return folder
+
+
+def _no_engines(config: RunConfig) -> str:
+    """Why this run does not answer ``rl-megatron engines`` now."""
+    if config.rollout.served:
+        return "its engine servers still start, or are being ended; ask again, or read log.txt"
+    return (
+        "this run has no engine servers: rollout=local samples in the learner's processes; set "
+        "rollout.server.replicas=N, rollout=vllm or rollout=sglang for servers"
+    )
 
 
 def _left_out(progress: Progress, why: str) -> None:

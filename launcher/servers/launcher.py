@@ -11,11 +11,12 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from launcher.control.listener import Control
 from launcher.runs.folder import mirror_path
 from launcher.servers.colocated import colocated
 from launcher.servers.engines import adapter_of, longest_sequence
 from launcher.servers.pool import ServedEngines
-from launcher.servers.site import HERE, Sites
+from launcher.servers.site import HERE, MoreSites, Sites, vacated
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Launcher, Roles, WeightSync, unheard
 from rl_megatron.models.shape import ModelShape
@@ -49,10 +50,13 @@ class ServedLauncher(Launcher):
         shape: ModelShape,
         sites: Sequence[Sites] | None = None,
         host: str = HERE,
+        more_sites: MoreSites = vacated,
+        control: Control | None = None,
     ) -> None:
-        """``host``: this machine's address for the servers at all ``sites``."""
+        """``host``: this machine's address for the servers at all ``sites``. ``control`` gets the command engines."""
         self._inner, self._model_folder, self._run_folder, self._shape = inner, model_folder, run_folder, shape
         self._sites, self._host = sites, host
+        self._more_sites, self._control = more_sites, control or Control()
 
     @override
     @contextlib.asynccontextmanager
@@ -63,7 +67,9 @@ class ServedLauncher(Launcher):
         adapter = adapter_of(config.rollout.engine, self._shape)
         path = mirror_path(config, self._run_folder)
         async with contextlib.AsyncExitStack() as stack:
-            servers = ServedEngines(config, adapter, self._model_folder, self._run_folder, self._shape, self._sites)
+            servers = ServedEngines(
+                config, adapter, self._model_folder, self._run_folder, self._shape, self._sites, self._more_sites
+            )
             starting = asyncio.create_task(stack.enter_async_context(servers.running(path)))
             try:
                 if config.learner.offload.while_sampling:  # once learners are there, GPUs have no room for a start
@@ -93,6 +99,7 @@ class ServedLauncher(Launcher):
             delivery = _delivery(config, roles.weights, engine.weights, path, self._host, nodes)
             weights = ServedWeights(learner=roles.weights, delivery=delivery, trust=trust, servers=engine.weights)
             servers.refit = weights.refit
+            stack.enter_context(self._control.offering("engines", servers.fleet.answer))
             roles = replace(roles, engine=engine, weights=weights, engine_metrics=engine.metrics)
             yield colocated(roles, engine.weights) if config.rollout.server.colocated else roles
 

@@ -19,8 +19,9 @@ from launcher.processes.scratch import scratch
 from launcher.servers.checks import ServerChecks
 from launcher.servers.degrees import degree_problems
 from launcher.servers.engines import longest_sequence
+from launcher.servers.fleet import Fleet
 from launcher.servers.interpreter import check_interpreter, python_path
-from launcher.servers.site import Site, Sites, elsewhere
+from launcher.servers.site import MoreSites, Site, Sites, elsewhere, vacated
 from launcher.servers.supervisor import Attached, Standing, Started, Supervisor
 from launcher.servers.versions import compare_environments, container_of, shared_settings
 from rl_megatron.config.run import RunConfig
@@ -52,6 +53,7 @@ class ServedEngines:
         run_folder: Path,
         shape: ModelShape,
         sites: Sequence[Sites] | None = None,
+        more_sites: MoreSites = vacated,
     ) -> None:
         self._config, self._section, self._adapter = config, config.rollout.server, adapter
         self._model_folder, self._run_folder, self._shape = model_folder.resolve(), run_folder, shape
@@ -65,8 +67,16 @@ class ServedEngines:
         )
         self._kind, self._shapes = FORMATS[self._section.quantization], hf_layout(shape).local_shapes(0)
         stored(self._shapes, DType(config.learner.dtype), self._kind)  # first refuses models without such a format
-        self._sites = sites or [[Site()]] * self._section.count
+        self._sites = dict(enumerate(sites or [[Site()] for _ in range(self._section.count)]))
+        self._more_sites = more_sites
+        self._fleet: Fleet | None = None
         self.refit: Callable[[str], Awaitable[None]] | None = None  # set before anything is served
+
+    @property
+    def fleet(self) -> Fleet:
+        """The servers that run."""
+        assert self._fleet is not None
+        return self._fleet
 
     @contextlib.asynccontextmanager
     async def running(self, mirror: Path) -> AsyncIterator[ServedEngine]:
@@ -75,7 +85,9 @@ class ServedEngines:
         It also removes ``mirror``'s folder.
         """
         async with contextlib.AsyncExitStack() as stack:
-            shared = self._run_folder.resolve() if elsewhere(self._sites) else None  # else this machine's own
+            shared = (
+                self._run_folder.resolve() if elsewhere(list(self._sites.values())) else None
+            )  # else this machine's own
             packages = stack.enter_context(scratch(mirror.parent, within=shared))
             running = await stack.enter_async_context(contextlib.AsyncExitStack())  # servers, also later ones
             if self._section.addresses:
@@ -102,12 +114,8 @@ class ServedEngines:
     ) -> AsyncIterator[None]:
         """Supervise every replica; restarted servers are put on ``running``."""
 
-        async def restart(replica: Replica) -> Standing:
-            if self._section.addresses:
-                again: Standing = Attached(server=await self._answers(replica.server))
-                await self._checks.check([again.server])
-                return again
-            started = await self._start_one(running, replica.number, packages)
+        async def start(number: int) -> Standing:
+            started = await self._start_one(running, number, packages)
             try:
                 await self._ready(started)
                 await self._checks.check([started.server])
@@ -116,25 +124,21 @@ class ServedEngines:
                 raise
             return started
 
+        async def restart(replica: Replica) -> Standing:
+            if not self._section.addresses:
+                return await start(replica.number)
+            again = Attached(server=await self._answers(replica.server))
+            await self._checks.check([again.server])
+            return again
+
         async def refit(url: str) -> None:
             if self.refit is not None:
                 await self.refit(url)
 
-        def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                engine.replicas.fail(error)
-
         supervisor = Supervisor(engine=engine, section=self._section, restart=restart, refit=refit)
-        pairs = zip(engine.replicas.all, standing, strict=True)
-        keeping = [asyncio.create_task(supervisor.keep(replica, one)) for replica, one in pairs]
-        for task in keeping:
-            task.add_done_callback(ended)
-        try:
+        self._fleet = Fleet(supervisor=supervisor, start=start, sites=self._sites, more_sites=self._more_sites)
+        async with self._fleet.watched(standing):
             yield
-        finally:
-            for task in keeping:
-                task.cancel()
-            await asyncio.wait(keeping)
 
     def _attached(self) -> list[Server]:
         file = self._section.token_file
@@ -198,10 +202,10 @@ class ServedEngines:
         return started
 
     async def _start_one(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
-        sites, token = self._sites[number], secrets.token_hex(24)
-        port = stack.enter_context(sites[0].ports())
+        sites, token, ports = self._sites[number], secrets.token_hex(24), contextlib.ExitStack()
+        port = ports.enter_context(sites[0].ports())
         server = self._server(f"http://{sites[0].host}:{port}", token)
-        started = Started(guards=[], server=server, logs=[])
+        started = Started(guards=[], server=server, logs=[], ports=ports)
         stack.push_async_callback(started.end)
         for node, site in enumerate(sites):
             command = self._adapter.command(self._options(sites, node, port, packages))

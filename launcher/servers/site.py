@@ -6,9 +6,11 @@ import contextlib
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from launcher.processes.guards import Guard, Order, start_guard
 from launcher.processes.ports import any_port, held_ports
+from rl_megatron.errors import ConfigError
 
 StartAt = Callable[[int, Order], Awaitable[Guard]]  # starts a server, given its number, at a site elsewhere
 
@@ -27,6 +29,8 @@ class Site:
     start: Callable[[Order], Awaitable[Guard]] = start_guard
     number: int = 0  # the server's, of the ``count`` servers of the run
     count: int = 1
+    node: str = "here"  # as the scheduler calls it
+    gpus: tuple[int, ...] = ()  # the server's there, by number
 
     @property
     def away(self) -> bool:
@@ -50,3 +54,23 @@ Sites = Sequence[Site]
 def elsewhere(found: Sequence[Sites]) -> bool:
     """Whether any server is on another node, without access to this node's memory."""
     return any(site.away for sites in found for site in sites)
+
+
+class MoreSites(Protocol):
+    """Chooses where one more server of a running job starts."""
+
+    async def __call__(self, node: str | None, living: Sequence[Sites], vacant: Sequence[Sites]) -> Sites:
+        """One of ``vacant``, which servers have left, or a new one beside those ``living``; on ``node`` if given.
+
+        Raises ConfigError that says why there is none, and what to do.
+        """
+        ...
+
+
+async def vacated(node: str | None, living: Sequence[Sites], vacant: Sequence[Sites]) -> Sites:
+    """A site that a server has left, and no other. Raises ConfigError."""
+    for sites in vacant:
+        if node is None or node in {site.node for site in sites}:
+            return sites
+    where = f" on {node}" if node else ""
+    raise ConfigError(f"no server has left a place{where}; drop one first (rl-megatron engines RUN drop)")

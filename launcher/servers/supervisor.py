@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -48,6 +49,7 @@ class Started(Standing):
     guards: list[Guard]
     server: Server
     logs: list[Path]
+    ports: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # holds them
     fatal: tuple[type[Exception], ...] = (NoAnswer, ForeignWeights)
 
     @override
@@ -69,6 +71,7 @@ class Started(Standing):
     async def end(self) -> None:
         """End it on all of its nodes at once: a node that stayed would hold GPUs and ports."""
         await asyncio.gather(*(guard.end() for guard in self.guards))
+        self.ports.close()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,22 +103,37 @@ class Supervisor:
     section: ServerSection
     restart: Callable[[Replica], Awaitable[Standing]]
     refit: Callable[[str], Awaitable[None]]
+    standing: dict[Replica, Standing] = field(default_factory=dict)
+    """The server of each replica that is supervised."""
 
     async def keep(self, replica: Replica, standing: Standing) -> None:
-        """Supervise one replica until it is given up."""
+        """Supervise one replica until it is given up, or dies as it leaves."""
         replica.supervised = True
         while True:
+            self.standing[replica] = standing
             why = await self._until_dead(replica, standing)
             replica.apply(Event.DIED, why)
             await standing.end()
+            if replica.health is Health.GONE:
+                return
             again = await self._again(replica)
             if again is None:
                 replica.apply(Event.GIVEN_UP)
+                self._say_what_is_left(replica)
                 return
             standing = again
             await replica.server.close()
             replica.server = standing.server
             replica.apply(Event.ANSWERED)
+
+    def _say_what_is_left(self, replica: Replica) -> None:
+        left = self.engine.replicas.left()
+        if len(left) >= self.section.least_replicas:
+            names = ", ".join(str(one.number) for one in left)
+            logger.warning(
+                "replica %d is given up; the run goes on with %s; `rl-megatron engines RUN add` starts another",
+                *(replica.number, names),
+            )
 
     async def _again(self, replica: Replica) -> Standing | None:
         """Restart the server; None after ``rollout.server.restarts`` attempts, each after twice the wait.

@@ -73,12 +73,11 @@ def _of_own_servers(c: RunConfig) -> Iterator[str]:
         f"rollout.server.addresses={server.addresses}": server.addresses is not None,
         f"rollout.server.options={server.options}": server.options is not None,
         f"weights.transport={c.transport.name}": c.transport.direct,
-        f"slurm.engines.nodes={c.slurm.engines.nodes}": c.slurm.engines.nodes > 0,
     }
     for key in (key for key, does in given.items() if does):
         yield (
             f"{key} with rollout.engine=local and rollout.server.replicas={server.replicas}: these servers are one "
-            "process each on this machine's CPUs, and load weights from a file; leave one of them out, or set "
+            "process each on CPUs, and load weights from a file; leave one of them out, or set "
             "rollout=vllm or sglang"
         )
 

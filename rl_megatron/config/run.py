@@ -198,8 +198,8 @@ class RunConfig(Section):
 
     @property
     def transport(self) -> TransportKind:
-        """The kind of ``weights.transport``; auto depends on whether servers sample, and where."""
-        apart = self.run.launcher != "local" and self.slurm.engines.nodes > 0
+        """The kind of ``weights.transport``; auto depends on whether servers sample, where, and what they can load."""
+        apart = self.run.launcher != "local" and self.slurm.engines.nodes > 0 and not self.rollout.embedded
         return self.weights.kind(served=self.rollout.served, apart=apart)
 
     @property

@@ -136,10 +136,23 @@ def test_noise_and_flips_without_sampled_completions_are_refused(tree: dict[str,
         "rollout.server.options=--x",
         "rollout.server.addresses=http://a:1",
         "weights.transport=process_group",
-        "slurm.engines.nodes=1",
     ],
 )
-def test_servers_of_the_in_process_engine_are_one_process_each_here(key: str) -> None:
+def test_servers_of_the_in_process_engine_are_one_process_each(key: str) -> None:
     assert problem("rollout=local", "rollout.server.replicas=2", "rollout.router_noise=0.1") is None
     said = problem("rollout=local", "rollout.server.replicas=2", key) or ""
     assert f"{key} with rollout.engine=local and rollout.server.replicas=2: these servers are one process each" in said
+
+
+def test_a_run_starts_with_its_least_servers() -> None:
+    said = problem("rollout=vllm", "rollout.server.replicas=2", "rollout.server.least_replicas=3") or ""
+    assert "least_replicas=3 is more than the 2 that the run starts with" in said
+    assert (
+        problem("rollout=vllm", "rollout.server.addresses=http://a:1,http://b:1", "rollout.server.least_replicas=2")
+        is None
+    )
+
+
+def test_servers_of_the_in_process_engine_on_nodes_of_their_own_load_a_file() -> None:
+    keys = ["rollout=local", "rollout.server.replicas=2", "run.launcher=slurm", "slurm.engines.nodes=2"]
+    assert load_config("tiny_cpu", keys).transport.name == "file"

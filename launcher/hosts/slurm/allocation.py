@@ -66,8 +66,25 @@ class Allocation:
         (self.folder / "requeue").touch()
 
     def blame(self, node: str) -> None:
-        """Tell the job's script on which node a rank died."""
-        (self.folder / "failed_node").write_text(f"{node}\n")
+        """Tell the job's script on which node a rank died.
+
+        Where Slurm has taken a node of these ranks from the job, that is it: ranks on all nodes die of its loss.
+        """
+        ranks = {one for role, nodes in self.by_role.items() if role != "engines" for one in nodes}
+        lost = sorted(ranks - self.nodes_left()) if self.engine_nodes else []
+        (self.folder / "failed_node").write_text(f"{lost[0] if lost else node}\n")
+
+    def nodes_left(self) -> set[str]:
+        """The nodes that the job has now: a job with engine nodes goes on without a node that fails.
+
+        All of them where Slurm does not answer.
+        """
+        command = ["squeue", "--noheader", f"--job={self.id}", "--states=all", "--format=%N"]
+        listed = subprocess.run(command, capture_output=True, text=True)
+        lines = [line for line in listed.stdout.split() if line]
+        if listed.returncode or not lines:
+            return {node for nodes in self.by_role.values() for node in nodes}
+        return {node for line in lines for node in _expanded(line)}
 
     def name_slow(self, nodes: Sequence[str]) -> None:
         """Tell the job's script which nodes are slow, the slowest first; it may leave them out at the next restart."""
@@ -134,5 +151,10 @@ class Allocation:
 
 
 def _hosts(variable: str) -> tuple[str, ...]:
-    listed = subprocess.run(["scontrol", "show", "hostnames", os.environ[variable]], capture_output=True, text=True)
+    return _expanded(os.environ[variable])
+
+
+def _expanded(nodes: str) -> tuple[str, ...]:
+    """The nodes of a list as Slurm writes it."""
+    listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True)
     return tuple(listed.stdout.split())

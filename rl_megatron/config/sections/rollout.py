@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from rl_megatron.section import NonNegative, NonNegativeFloat, OwnCode, Positive, PositiveFloat, Section
@@ -59,6 +59,9 @@ class ServerSection(Section):
     counts as dead."""
     restarts: NonNegative = 3
     """Most restarts of a dead server; with ``addresses``, most waits for a dead server to answer again."""
+    least_replicas: Positive = 1
+    """Fewest servers with which the run goes on: fewer that serve or are restarted end it. One that is given up, after
+    ``restarts``, or dropped (``rl-megatron engines``) is none."""
     retries: NonNegative = 3
     """Most retries of a request that gets no connection, no answer or status 5xx, on another replica if there is one.
     """
@@ -87,6 +90,17 @@ class ServerSection(Section):
     probe_tolerance: PositiveFloat | None = None
     """Largest difference of log-probs, in nats, at which ``probe`` accepts new weights; null: 1e-3 in float32, 0.25 in
     bfloat16, 1 with quantised weights."""
+
+    @model_validator(mode="after")
+    def _has_its_least(self) -> ServerSection:
+        there = len(self.addresses.split(",")) if self.addresses else self.count
+        if self.least_replicas > there:
+            raise PydanticCustomError(
+                "too_few",
+                "least_replicas={least} is more than the {there} that the run starts with; lower it, or raise replicas",
+                {"least": self.least_replicas, "there": there},
+            )
+        return self
 
     @field_validator("running_requests", mode="before")
     @classmethod

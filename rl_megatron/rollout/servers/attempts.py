@@ -48,7 +48,7 @@ class Attempts:
         self.so_far: dict[str, Completion | None] = {}
         """What requests have sampled, as far as servers have told; of those whose ids are keys."""
         self.interrupts = 0
-        """How often running requests were interrupted."""
+        """How often running requests were interrupted, or handed over."""
 
     async def sampled(
         self, request: GenerationRequest, only: Replica | None = None, *, place: int = 0, clock: TimeLimit | None = None
@@ -125,6 +125,16 @@ class Attempts:
         """Abort the requests in `so_far` that run now. Returns when each is over, and all its tokens are there."""
         self.interrupts += 1
         await self._end([attempt for attempt in self._running if attempt.request.id in self.so_far])
+
+    async def hand_over(self, server: Server) -> None:
+        """Abort the requests of ``server``, which gets no more: they go on elsewhere. Returns when each is over."""
+        self.interrupts += 1
+        await self._end([attempt for attempt in self._running if attempt.server is server])
+
+    async def ended(self, server: Server) -> None:
+        """Wait until ``server``, which gets no more requests, has answered all."""
+        while running := [attempt for attempt in self._running if attempt.server is server]:
+            await asyncio.gather(*(attempt.over.wait() for attempt in running))
 
     async def _end_in_time(self, attempt: _Attempt, clock: TimeLimit) -> None:
         """Abort what still runs when its time is over."""

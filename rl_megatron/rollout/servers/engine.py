@@ -7,6 +7,7 @@ answers; weights.py has replicas load and serve new weights.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from rl_megatron.rollout.servers.adapter import Adapter
 from rl_megatron.rollout.servers.answers import as_it_should_end
 from rl_megatron.rollout.servers.attempts import Attempts
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
-from rl_megatron.rollout.servers.replicas import ReplicaSet
+from rl_megatron.rollout.servers.replicas import Event, Health, Replica, ReplicaDied, ReplicaSet
 from rl_megatron.rollout.servers.time_limit import TimeLimit
 from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.types import Completion, GenerationRequest
@@ -38,7 +39,7 @@ class ServedEngine:
         self, adapter: Adapter, servers: Sequence[Server], section: ServerSection, *, max_length: int, vocab_size: int
     ) -> None:
         self.adapter = adapter
-        self.replicas = ReplicaSet(adapter.name, servers)
+        self.replicas = ReplicaSet(adapter.name, servers, least=section.least_replicas)
         self._attempts = Attempts(adapter, self.replicas, section, vocab_size=vocab_size)
         self.weights = ReplicaWeights(adapter, self.replicas, section, self._attempts)
         self._max_length, self._vocab_size = max_length, vocab_size
@@ -64,6 +65,18 @@ class ServedEngine:
         Servers abort them, and each is sent again with its tokens, which servers still have in their caches.
         """
         await self._attempts.interrupt()
+
+    async def part_with(self, replica: Replica, *, drain: bool) -> None:
+        """Have a replica get no more requests or weights, and wait until it has no request any more, or has died.
+
+        With ``drain`` it ends them itself; else they are aborted and go on elsewhere from their tokens.
+        """
+        replica.apply(Event.DROPPED)
+        if replica.health is not Health.LEAVING:
+            return  # it was dead
+        server = replica.server
+        with contextlib.suppress(ReplicaDied):
+            await replica.while_alive(self._attempts.ended(server) if drain else self._attempts.hand_over(server))
 
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
         """Completions sampled by served versions alone, but for what was ``begun``. Raises EngineError."""

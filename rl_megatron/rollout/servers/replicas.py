@@ -3,8 +3,9 @@
     HEALTHY -> DEAD -> RESTARTING -> STALE -> HEALTHY
 
 Only a healthy replica serves. A stale one answers, but it is not verified that it holds the served weights: its server
-was restarted, or answers again. The supervisor (launcher/servers/supervisor.py) changes states; the engine waits for
-them.
+was restarted, answers again, or has just joined. A leaving one ends the requests that it has. The supervisor
+(launcher/servers/supervisor.py) changes states, and the fleet (launcher/servers/fleet.py) lets replicas join and leave;
+the engine waits for them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from enum import Enum
+from itertools import count
 from typing import Any, TypeVar
 
 from rl_megatron.errors import EngineError
@@ -29,6 +31,7 @@ class Health(Enum):
     HEALTHY = "healthy"
     DEAD = "dead"
     RESTARTING = "restarting"
+    LEAVING = "leaving"
     GONE = "gone"  # dead, and will not be restarted
 
 
@@ -40,6 +43,7 @@ class Event(Enum):
     RESTARTED = "is started again"
     ANSWERED = "answers"
     GIVEN_UP = "is given up"
+    DROPPED = "is dropped"
 
 
 TRANSITIONS: Mapping[tuple[Health, Event], Health] = {
@@ -51,6 +55,12 @@ TRANSITIONS: Mapping[tuple[Health, Event], Health] = {
     (Health.DEAD, Event.GIVEN_UP): Health.GONE,
     (Health.RESTARTING, Event.ANSWERED): Health.STALE,
     (Health.RESTARTING, Event.DIED): Health.DEAD,
+    (Health.STALE, Event.DROPPED): Health.LEAVING,
+    (Health.HEALTHY, Event.DROPPED): Health.LEAVING,
+    (Health.DEAD, Event.DROPPED): Health.GONE,
+    (Health.RESTARTING, Event.DROPPED): Health.GONE,
+    (Health.GONE, Event.DROPPED): Health.GONE,
+    (Health.LEAVING, Event.DIED): Health.GONE,
 }
 PRESENT = frozenset({Health.STALE, Health.HEALTHY})
 
@@ -121,13 +131,35 @@ class Replica:
 
 
 class ReplicaSet:
-    """All replicas of an engine; waits for some of them."""
+    """All replicas of an engine, which may join and leave; waits for some of them.
 
-    def __init__(self, name: str, servers: Sequence[Server]) -> None:
-        self._name = name
+    The engine fails once fewer than ``least`` are not gone.
+    """
+
+    def __init__(self, name: str, servers: Sequence[Server], *, least: int = 1) -> None:
+        self._name, self.least = name, least
         self._failure: BaseException | None = None
         self._turn = asyncio.Event()
-        self.all = tuple(Replica(number, server, self._wake) for number, server in enumerate(servers))
+        self._numbers = count()
+        self.all: tuple[Replica, ...] = ()
+        for server in servers:
+            self.add(server)
+
+    def next_number(self) -> int:
+        """A number that no replica has had."""
+        return next(self._numbers)
+
+    def add(self, server: Server, number: int | None = None) -> Replica:
+        """A stale replica, of a number of its own."""
+        replica = Replica(self.next_number() if number is None else number, server, self._wake)
+        self.all = (*self.all, replica)
+        self._wake()
+        return replica
+
+    def remove(self, replica: Replica) -> None:
+        """Forget a replica that left."""
+        self.all = tuple(one for one in self.all if one is not replica)
+        self._wake()
 
     def _wake(self) -> None:
         turn, self._turn = self._turn, asyncio.Event()
@@ -146,19 +178,27 @@ class ReplicaSet:
         """The replicas that may serve."""
         return [r for r in self.all if r.health is Health.HEALTHY]
 
+    def left(self) -> list[Replica]:
+        """The replicas that serve, or may serve again without being asked for."""
+        return [r for r in self.all if r.health not in (Health.GONE, Health.LEAVING)]
+
     async def some(self, wanted: Callable[[], list[Replica]]) -> list[Replica]:
-        """Wait until ``wanted`` returns replicas. Raises EngineError, with each one's reason, if all are gone.
+        """Wait until ``wanted`` returns replicas. Raises EngineError, with each one's reason, if too few are left.
 
         The wait ends because every start has a time limit and the number of starts is limited.
         """
-        while not (found := wanted()):
+        while True:
+            left = len(self.left())
+            if left < self.least:
+                ends = dict.fromkeys(r.reason for r in self.all if r.health is Health.GONE)
+                fewer = f"{left or 'no'} {self._name} server{'s are' if left > 1 else ' is'} left"
+                wanted_ = f", fewer than rollout.server.least_replicas={self.least}" if left else ""
+                raise EngineError("\n".join([f"{fewer}{wanted_}:", *ends]))
+            if found := wanted():
+                return found
             if self._failure is not None:
                 raise self._failure
-            if all(r.health is Health.GONE for r in self.all):
-                ends = dict.fromkeys(r.reason for r in self.all)
-                raise EngineError("\n".join([f"no {self._name} server is left:", *ends]))
             await self._turn.wait()
-        return found
 
     async def none_starting(self) -> None:
         """Wait until no server is being restarted. Raises the error of a supervisor that has failed."""

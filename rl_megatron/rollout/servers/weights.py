@@ -44,6 +44,16 @@ class ReplicaWeights:
         """Whether a push is under way or memory is released, so that servers may be paused."""
         return self._released or not self._settled.is_set()
 
+    @property
+    def version(self) -> int | None:
+        """The version that is served; None during a push, and before the first."""
+        return self._version
+
+    async def settled(self) -> None:
+        """Wait until no push is under way."""
+        while not self._settled.is_set():
+            await self._settled.wait()
+
     async def room(self) -> None:
         """Wait until a server can start: with ``rollout.server.colocated``, until the next push begins.
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launcher.servers.fleet import Fleet
 from launcher.servers.pool import ServedEngines
+from launcher.servers.site import Site, Sites, vacated
 from launcher.servers.supervisor import Standing, Supervisor
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
@@ -21,7 +23,7 @@ from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.rollout.servers.adapter import Description, ForeignWeights
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import NoAnswer, Server
-from rl_megatron.rollout.servers.replicas import Health, Replica
+from rl_megatron.rollout.servers.replicas import Health
 from rl_megatron.weights.layouts.families import read_shape
 from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, Fake, Words, push, running
 
@@ -50,6 +52,7 @@ class Bed:
     """An engine of fakes, looked after; ``spare`` ones take the places of the dead."""
 
     engine: ServedEngine
+    fleet: Fleet
     places: list[Place]
     spare: list[Fake]
     version: int = 0
@@ -74,10 +77,8 @@ async def bed(fakes: list[Fake], spare: list[Fake], **changes: Any) -> AsyncIter
 
     places = [place(fake) for fake in fakes]
     engine = ServedEngine(Words(), [p.server for p in places], section, max_length=8, vocab_size=10)
-    it = Bed(engine=engine, places=places, spare=spare)
-    it.may_start.set()
 
-    async def restart(replica: Replica) -> Standing:
+    async def start(number: int) -> Standing:
         await it.may_start.wait()
         if not it.spare:
             raise EngineError("no more ports")
@@ -89,15 +90,17 @@ async def bed(fakes: list[Fake], spare: list[Fake], **changes: Any) -> AsyncIter
             await engine.weights.load(Path("weights"), it.version, only=url)
             await engine.weights.commit(it.version, only=url)
 
-    supervisor = Supervisor(engine=engine, section=section, restart=restart, refit=refit)
-    tasks = [asyncio.create_task(supervisor.keep(r, p)) for r, p in zip(engine.replicas.all, places, strict=True)]
-    try:
+    async def more(node: str | None, living: Sequence[Sites], vacant: Sequence[Sites]) -> Sites:
+        return await vacated(node, living, vacant) if vacant or node else [Site()]
+
+    supervisor = Supervisor(engine=engine, section=section, restart=lambda r: start(r.number), refit=refit)
+    sites: dict[int, Sites] = {number: [Site(node=f"node{number}")] for number in range(len(places))}
+    fleet = Fleet(supervisor=supervisor, start=start, sites=sites, more_sites=more)
+    it = Bed(engine=engine, fleet=fleet, places=[*places], spare=spare)
+    it.may_start.set()
+    async with fleet.watched(places):
         yield it
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        await engine.close()
+    await engine.close()
 
 
 @pytest.fixture

@@ -1,0 +1,99 @@
+"""Servers join and leave a run by ``rl-megatron engines``, and one is killed; every prompt is trained on once.
+
+25 seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections import Counter
+from typing import Any
+
+import psutil
+import pytest
+
+from launcher.control.client import ask_run
+from rl_megatron.errors import ConfigError
+from rl_megatron.observability.files import read_jsonl
+from tests.e2e.processes import Place, Run, alive
+from tests.exposure import check_control, check_secrets, check_sockets, family
+from tests.unit.launcher.commands import Said
+
+KEYS = (
+    *("learner.ep=1", "reward.function=my_rewards:even", "rollout.server.replicas=2", "train.max_staleness=2"),
+    *("warm_start.steps=0", "train.steps=100000", "eval.every=0", "checkpoint.every=0", "rollout.max_new_tokens=48"),
+    "rollout.server.backoff_seconds=0.01",
+)
+
+
+def engines(run: Run, action: str = "list", **arguments: object) -> list[tuple[int, str]]:
+    rows: list[dict[str, Any]] = ask_run(run.folder, "engines", action=action, **arguments)
+    return [(row["number"], row["state"]) for row in rows]
+
+
+def servers(run: Run) -> dict[int, psutil.Process]:
+    """The servers' processes, by their numbers, which are those of the logs that they write."""
+    found = {}
+    for process in family(run.process.pid):
+        line = process.cmdline()
+        if line[1:3] == ["-m", "rl_megatron.rollout.servers.embedded.server"]:
+            log = re.search(r"/local_(\d+)\.log$", os.readlink(f"/proc/{process.pid}/fd/1"))
+            assert log is not None
+            found[int(log[1])] = process
+    return found
+
+
+def steps(run: Run) -> list[dict[str, Any]]:
+    return [row for row in run.rows() if row["phase"] == "rl" and row["step"]]
+
+
+def serving_after_two_more(run: Run) -> object:
+    """How many serve, once two more steps are made: the first may have been under way."""
+    before = len(steps(run))
+    run.until(lambda: len(steps(run)) >= before + 2, "two more steps")
+    return steps(run)[-1]["engine/healthy"]
+
+
+def test_servers_come_and_go_and_no_prompt_is_lost_or_trained_on_twice(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = place.fork("elastic", *KEYS)
+    run.until_row(phase="rl", step=1)
+    everything = family(run.process.pid)
+    socket = check_control(run.folder, everything)
+    assert set(check_sockets(everything)) == {"An engine server", "A learner rank"}
+    check_secrets(everything, run.folder, socket.parent)
+    first = servers(run)
+    assert engines(run) == [(0, "healthy"), (1, "healthy")]
+    assert engines(run, "drop", number=0) == [(1, "healthy")]
+    assert not alive(first[0])
+    assert serving_after_two_more(run) == 1
+    with pytest.raises(ConfigError, match="server 1 stays: without it 0 would serve"):
+        engines(run, "drop", number=1)
+    assert engines(run, "add", count=1, node=None) == [(1, "healthy"), (2, "healthy")]
+    assert set(servers(run)) == {1, 2}
+    assert serving_after_two_more(run) == 2
+    first[1].kill()
+    run.until(lambda: steps(run)[-1]["engine/restarts"] == 1 and steps(run)[-1]["engine/healthy"] == 2, "its return")
+    assert engines(run, "drop", number=1, drain=True) == [(2, "healthy")]
+    told = Said("engines", capsys)(str(run.folder)).splitlines()
+    assert told[0].split() == ["server", "state", "node", "version", "completions", "restarts"]
+    assert [line.split()[:2] for line in told[1:]] == [["2", "healthy"]]
+    run.process.send_signal(signal.SIGTERM)
+    run.finish()
+    assert not socket.parent.exists()
+    assert "no process of this run listens" in Said("engines", capsys)(str(run.folder), status=1)
+    made = steps(run)
+    assert [row["step"] for row in made] == list(range(1, len(made) + 1))
+    assert max(row["staleness/max"] for row in made) <= 2
+    lines = list(read_jsonl(run.folder / "ledger.jsonl"))
+    ordinals = sorted(int(str(line["ordinal"])) for line in lines)
+    assert Counter(line["state"] for line in lines) == {"trained": 4 * len(made)}
+    assert len(set(ordinals)) == len(ordinals)  # and none is missing: what is not trained on was drawn last
+    assert set(range(ordinals[-1] + 1)) - set(ordinals) <= set(range(ordinals[-1] - 2 * 4, ordinals[-1]))
+    for line in lines:
+        versions = [int(version) for version in re.findall(r":(\d+)", str(line["spans"]))]
+        assert int(str(line["step"])) - 1 - min(versions) <= 2
+        assert max(versions) < int(str(line["step"]))

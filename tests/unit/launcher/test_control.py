@@ -1,0 +1,181 @@
+"""The control socket of a run: who gets an answer, and what is answered to a request that is none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.control import listener
+from launcher.control.address import LONGEST_LINE, address_of
+from launcher.control.client import ask_run
+from launcher.control.listener import Control
+from rl_megatron.errors import ConfigError, EngineError
+
+
+async def echo(arguments: Mapping[str, Any]) -> object:
+    match arguments.get("what"):
+        case "refuse":
+            raise EngineError("no server is left")
+        case "fault":
+            raise KeyError("price")
+        case "long":
+            return "x" * LONGEST_LINE
+    return dict(arguments)
+
+
+class Run:
+    """A run's folder, and a loop in a thread that listens for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._up, self._loop = folder, threading.Event(), asyncio.new_event_loop()
+        folder.mkdir()
+        (folder / "config.yaml").touch()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._listen(),))
+        self._thread.start()
+        assert self._up.wait(30.0)
+
+    async def _listen(self) -> None:
+        control, self._over = Control({"engines": "this run has no engine servers"}), asyncio.Event()
+        with control.offering("echo", echo):
+            async with control.listening(self.folder):
+                self._up.set()
+                await self._over.wait()
+
+    def end(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._over.set)
+            self._thread.join()
+
+    @property
+    def path(self) -> Path:
+        return Path(address_of(self.folder).path)
+
+    def sent(self, data: bytes) -> dict[str, Any]:
+        """The answer to these bytes."""
+        with socket.socket(socket.AF_UNIX) as stream:
+            stream.connect(str(self.path))
+            stream.sendall(data)
+            answer: dict[str, Any] = json.loads(stream.makefile("rb").readline())
+            return answer
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    one = Run(tmp_path / "run")
+    yield one
+    one.end()
+
+
+def test_an_answer_comes_to_its_user_from_a_place_of_that_user_alone(run: Run) -> None:
+    assert ask_run(run.folder, "echo", count=2, node=None) == {"count": 2, "node": None}
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(run.path.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE((run.folder / "control.json").stat().st_mode) == 0o600
+    assert run.folder not in run.path.parents  # the run's folder may be on a disk without sockets
+
+
+def test_what_the_run_refuses_is_the_callers_to_read(run: Run) -> None:
+    for command, arguments, why in (
+        ("echo", {"what": "refuse"}, "no server is left"),
+        ("echo", {"what": "fault"}, "KeyError: 'price'; log.txt has its traceback"),
+        ("echo", {"what": "long"}, f"the answer is longer than {LONGEST_LINE} bytes"),
+        ("engines", {}, "this run has no engine servers"),
+        ("other", {}, "command 'other' is not known; this run answers: echo"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            ask_run(run.folder, command, **arguments)
+    assert ask_run(run.folder, "echo", still="there") == {"still": "there"}
+
+
+@pytest.mark.parametrize("data", [b"{}\n", b"[1]\n", b"\xff\n", b'{"command": "echo", "arguments": 3}\n'])
+def test_a_request_of_another_form_is_refused(run: Run, data: bytes) -> None:
+    assert "a request is an object with command and arguments" in run.sent(data)["error"]
+
+
+def test_a_request_has_a_longest_line_and_a_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "_READ_SECONDS", 0.05)
+    why = f"a request is a line of at most {LONGEST_LINE} bytes"
+    assert why in run.sent(b'{"command": ')["error"]  # and no more
+    assert why in run.sent(b"x" * (2 * LONGEST_LINE))["error"]
+
+
+_STRANGER = """
+import os, socket, sys
+os.setgid(65534); os.setuid(65534)
+stream = socket.socket(socket.AF_UNIX)
+try:
+    stream.connect(sys.argv[1])
+except PermissionError:
+    sys.exit("no way in")
+stream.sendall(b'{"command": "echo", "arguments": {}}\\n')
+try:
+    print(stream.makefile("rb").readline())
+except ConnectionResetError:  # what it sent was not even read
+    print(b"")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_gets_no_answer_even_through_an_open_door(run: Run) -> None:
+    def stranger() -> str:
+        command = [sys.executable, "-I", "-S", "-c", _STRANGER, str(run.path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60.0, cwd="/")
+        return (done.stdout + done.stderr).strip()
+
+    assert stranger() == "no way in"
+    run.path.parent.chmod(0o755)
+    assert stranger() == "no way in"
+    run.path.chmod(0o666)
+    assert stranger() == "b''"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_nothing_is_sent_to_another_user_who_listens(tmp_path: Path) -> None:
+    code = (
+        "import os, socket, sys\nos.setgid(65534); os.setuid(65534)\nl = socket.socket(socket.AF_UNIX)\n"
+        "l.bind(sys.argv[1]); l.listen(); print(flush=True); print(l.accept()[0].recv(100))"
+    )
+    door = tmp_path / "door"
+    door.mkdir(mode=0o777)
+    for folder in (door, *door.parents):
+        folder.chmod(folder.stat().st_mode | 0o111)
+    door.chmod(0o777)
+    command = [sys.executable, "-I", "-S", "-c", code, str(door / "control")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/") as there:
+        assert there.stdout is not None
+        there.stdout.readline()
+        (tmp_path / "config.yaml").touch()
+        node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+        (tmp_path / "control.json").write_text(json.dumps({"node": node, "path": str(door / "control")}))
+        with pytest.raises(ConfigError, match=r"another user listens at .*; nothing was sent"):
+            ask_run(tmp_path, "echo")
+        assert there.stdout.read() == "b''\n"
+
+
+def test_a_run_that_is_not_there_is_told(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it holds no run"):
+        ask_run(tmp_path, "echo")
+    (run.folder / "control.json").replace(tmp_path / "left")
+    with pytest.raises(ConfigError, match="no process of this run listens: it has ended, or still starts"):
+        ask_run(run.folder, "echo")
+    (tmp_path / "left").replace(run.folder / "control.json")
+    left = (run.folder / "control.json").read_bytes()
+    run.end()
+    assert not (run.folder / "control.json").exists()
+    (run.folder / "control.json").write_bytes(left)  # as after kill -9
+    with pytest.raises(ConfigError, match="no process of this run listens"):
+        ask_run(run.folder, "echo")
+    (run.folder / "control.json").write_text(json.dumps({"node": "elsewhere", "path": "/x"}))
+    with pytest.raises(ConfigError, match="its controller is on elsewhere: run this command there"):
+        ask_run(run.folder, "echo")

@@ -1,0 +1,216 @@
+"""Servers join and leave while requests run, with real HTTP: each is answered once, by weights that are served."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.rollout.servers.replicas import Health
+from tests.unit.launcher.test_supervisor import LIMIT, bed, run, stuck, until
+from tests.unit.rollout.test_engine_servers import REQUEST, Fake, running
+
+
+@pytest.fixture
+def fakes() -> Iterator[list[Fake]]:
+    with running(3) as some:
+        yield some
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_the_requests_of_a_server_that_leaves_are_answered_once(fakes: list[Fake], drain: bool) -> None:
+    """Elsewhere from the tokens that it has made, or by itself; it gets no push any more, and is ended last."""
+    go, prompts = threading.Event(), list[tuple[list[int], int]]()
+
+    def leaving(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        if path == "/abort":
+            go.set()
+        if path == "/generate":
+            go.wait(LIMIT)
+            return 200, {"label": "4", "tokens": [3] if not drain else [3, 5], "finish": "length" if drain else "abort"}
+        return 200, {"label": fakes[0].label}
+
+    def staying(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        if path == "/generate":
+            prompts.append((body["prompt"], body["new"]))
+        return 200, {"label": fakes[1].label, "tokens": [6] * body.get("new", 0), "finish": "length"}
+
+    async def test() -> None:
+        async with bed(fakes[:2], []) as it:
+            await it.push(4)
+            loads = fakes[0].asked.count("/load")
+            fakes[0].answer, fakes[1].answer = leaving, staying
+            asked = asyncio.create_task(it.engine.generate(REQUEST))
+            await until(lambda: "/generate" in fakes[0].asked)
+            dropping = asyncio.create_task(it.fleet.drop(0, drain=drain))
+            await until(lambda: it.engine.replicas.all[0].health is Health.LEAVING)
+            assert [row["state"] for row in it.fleet.rows()] == ["leaving", "healthy"]
+            if drain:
+                await it.push(5)
+                assert not dropping.done()
+                assert not it.places[0].was_ended
+                go.set()
+            await dropping
+            ((answer,),) = await asyncio.gather(asked)
+            assert answer.token_ids.tolist() == ([3, 5] if drain else [3, 6])
+            assert prompts == ([] if drain else [([1, 2, 3], 1)])
+            assert answer.spans == ((0, 4),)
+            assert it.places[0].was_ended
+            await it.push(6)
+            assert fakes[0].asked.count("/load") == loads
+            assert [(row["number"], row["version"], row["nodes"]) for row in it.fleet.rows()] == [(1, 6, ["node1"])]
+            assert it.engine.metrics() == {"engine/healthy": 1, "engine/restarts": 0}
+
+    run(test)
+
+
+def test_completions_of_one_request_go_on_from_the_tokens_of_each(fakes: list[Fake]) -> None:
+    go = stuck(fakes[0], "/generate")
+
+    async def test() -> None:
+        async with bed(fakes[:2], []) as it:
+            await it.push(4)
+            plain = fakes[0].answer
+
+            def ends(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+                if path == "/abort":
+                    go.set()
+                return plain(path, body, number)
+
+            fakes[0].answer = ends
+            asked = asyncio.create_task(it.engine.generate(replace(REQUEST, num_completions=3)))
+            await until(lambda: "/generate" in fakes[0].asked)
+            await it.fleet.drop(0)
+            assert [c.spans for c in await asked] == [((0, 4),)] * 3
+
+    run(test)
+
+
+def test_a_server_that_dies_as_it_leaves_is_not_started_again(fakes: list[Fake]) -> None:
+    async def test() -> None:
+        async with bed(fakes[:2], fakes[2:]) as it:
+            await it.push(4)
+            go, deaf = stuck(fakes[0], "/generate"), threading.Event()
+            asked = asyncio.create_task(it.engine.generate(REQUEST))
+            await until(lambda: "/generate" in fakes[0].asked)
+            dropping = asyncio.create_task(it.fleet.drop(0, drain=True))
+            await until(lambda: it.engine.replicas.all[0].health is Health.LEAVING)
+            it.places[0].why.set_result("killed")
+            await dropping
+            assert [c.spans for c in await asked] == [((0, 4),)]
+            assert [replica.number for replica in it.engine.replicas.all] == [1]
+            assert it.engine.metrics() == {"engine/healthy": 1, "engine/restarts": 0}
+            go.set()
+            deaf.set()
+
+    run(test)
+
+
+def test_what_would_leave_too_few_servers_is_refused(fakes: list[Fake]) -> None:
+    async def test() -> None:
+        async with bed(fakes[:2], [], least_replicas=2) as it:
+            await it.push(4)
+            with pytest.raises(ConfigError, match=r"1 would serve and 1 be left; .*least_replicas=2"):
+                await it.fleet.drop(0)
+            with pytest.raises(ConfigError, match="server 7: there are 0, 1"):
+                await it.fleet.drop(7)
+        async with bed(fakes[2:], []) as it:
+            await it.push(4)
+            with pytest.raises(ConfigError, match="server 0 stays: without it 0 would serve"):
+                await it.fleet.drop(0)
+            assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
+
+    run(test)
+
+
+def test_a_server_that_joins_gets_the_served_weights_and_then_requests(fakes: list[Fake]) -> None:
+    """And pushes after that; its number is its own, its place that of one that left."""
+
+    async def test() -> None:
+        async with bed(fakes[:2], fakes[2:]) as it:
+            await it.push(4)
+            await it.fleet.drop(0)
+            it.may_start.clear()
+            adding = asyncio.create_task(it.fleet.add(1))
+            await until(lambda: it.fleet.rows()[-1]["state"] == "starting")
+            assert [(row["number"], row["nodes"]) for row in it.fleet.rows()] == [(1, ["node1"]), (2, ["node0"])]
+            with pytest.raises(ConfigError, match="server 2: it still starts"):
+                await it.fleet.drop(2)
+            it.may_start.set()
+            await adding
+            assert [path for path in fakes[2].asked if path != "/health"] == ["/pause", "/load", "/resume", "/relabel"]
+            assert fakes[2].label == "4"
+            go = stuck(fakes[1], "/generate")
+            both = [replace(REQUEST, id=name) for name in ("first", "second")]
+            asked = [asyncio.create_task(it.engine.generate(request)) for request in both]
+            await until(lambda: any(one.done() for one in asked))  # one is at each
+            go.set()
+            await asyncio.gather(*asked)
+            await it.push(5)
+            assert fakes[2].label == "5"
+            it.places[-1].why.set_result("killed")  # it is supervised as others are
+            await it.reach(-1, Health.GONE)
+            assert (await it.engine.generate(REQUEST))[0].spans == ((0, 5),)
+
+    run(test)
+
+
+def test_a_start_that_fails_is_told_and_leaves_the_place_free(fakes: list[Fake]) -> None:
+    async def test() -> None:
+        async with bed(fakes[:2], []) as it:
+            await it.push(4)
+            await it.fleet.drop(1)
+            with pytest.raises(EngineError, match="no more ports"):
+                await it.fleet.add(1)
+            assert [row["number"] for row in it.fleet.rows()] == [0]
+            it.spare.append(fakes[2])
+            await it.fleet.add(1, "node1")
+            assert [(row["number"], row["nodes"]) for row in it.fleet.rows()] == [(0, ["node0"]), (3, ["node1"])]
+            with pytest.raises(ConfigError, match="no server has left a place on node9"):
+                await it.fleet.add(1, "node9")
+
+    run(test)
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_run_goes_on_with_what_there_is_down_to_its_least(fakes: list[Fake], least: int) -> None:
+    """One that is given up ends the run only where fewer than ``least`` are left; one that joins takes its place."""
+
+    async def test() -> None:
+        async with bed(fakes[:2], [], restarts=1, least_replicas=least) as it:
+            await it.push(4)
+            it.places[0].why.set_result("killed; its log ends with: the node lost power")
+            await it.reach(0, Health.GONE)
+            if least == 2:
+                said = "1 Words server is left, fewer than rollout.server.least_replicas=2:\nno more ports"
+                with pytest.raises(EngineError, match=said):
+                    await it.engine.generate(REQUEST)
+                return
+            assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
+            it.spare.append(fakes[2])
+            await it.fleet.add(1)
+            assert [(row["number"], row["nodes"]) for row in it.fleet.rows()] == [(1, ["node1"]), (2, ["node0"])]
+            assert it.engine.metrics()["engine/healthy"] == 2
+
+    run(test)
+
+
+def test_a_server_that_is_dead_or_starts_again_can_be_dropped(fakes: list[Fake]) -> None:
+    async def test() -> None:
+        async with bed(fakes[:2], fakes[2:]) as it:
+            await it.push(4)
+            it.may_start.clear()
+            it.places[0].why.set_result("killed")
+            await it.reach(0, Health.RESTARTING)
+            await it.fleet.drop(0)
+            it.may_start.set()
+            assert [replica.number for replica in it.engine.replicas.all] == [1]
+            await it.push(5)
+            assert fakes[2].asked == []
+
+    run(test)
