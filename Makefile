@@ -8,6 +8,7 @@
 # make test-series                             24 cells of a study over eight nodes of it, one of which is lost
 # make test-pretended-gpu                      the learner's tests again, on pretended GPUs: ten minutes on two cores
 # make test-gpu [HALF=1|2] [GPU_PYTHON=python3]  the kit for one GPU, ten minutes a half; prints a table of figures
+# make test-kills [ARGS="--points 20"]         a run with servers, killed at 100 points: is a prompt lost or trained twice?
 # make test-images                             the learner's steps of an image, in a new environment: minutes, and the index
 # make mutants [ARGS="--sample 40 --seed 1"]   are 400 faults put into the arithmetic seen by a test? up to an hour
 # make lint                                    linters alone (what pre-commit runs)
@@ -27,7 +28,7 @@ HALF ?=
 GPU_PYTHON ?=
 
 .PHONY: train test test-dry-run test-engines try-newest-engines test-312 test-cluster test-series test-pretended-gpu test-gpu \
-	test-images mutants lint clean
+	test-kills test-images mutants lint clean
 .DELETE_ON_ERROR:
 
 train: $(ENVIRONMENT)
@@ -65,6 +66,10 @@ test-pretended-gpu: $(ENVIRONMENT)
 test-gpu: $(if $(GPU_PYTHON),,$(ENVIRONMENT))
 	OMP_NUM_THREADS=4 $(or $(GPU_PYTHON),$(BIN)/python) -m pytest -q -rs -m gpu --continue-on-collection-errors \
 		$(if $(filter 1,$(HALF)),tests/gpu/first,$(if $(filter 2,$(HALF)),tests/gpu/second,tests/gpu)) $(ARGS)
+
+# An hour at most; what was ended goes on with the same command.
+test-kills: $(ENVIRONMENT)
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.kills.run $(ARGS)
 
 test-images: $(ENVIRONMENT)
 	$(BIN)/pytest -q tests/images

@@ -32,8 +32,16 @@ class Fork:
     """A run of the command line, with what tests call of Popen. All forks have one seed of Python's hashes, which new
     interpreters draw, and run no ``atexit`` handlers."""
 
-    def __init__(self, arguments: Sequence[str], folder: Path, output: Path, environment: Mapping[str, str]) -> None:
-        self._process = FORKS.Process(target=_run_forked, args=(arguments, folder, output, environment))
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        output: Path,
+        environment: Mapping[str, str],
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        """``before``: what the controller calls before the command line; it can be pickled."""
+        self._process = FORKS.Process(target=_run_forked, args=(arguments, folder, output, environment, before))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -59,7 +67,13 @@ class Fork:
         os.kill(self.pid, number)
 
 
-def _run_forked(arguments: Sequence[str], folder: Path, output: Path, environment: Mapping[str, str]) -> None:
+def _run_forked(
+    arguments: Sequence[str],
+    folder: Path,
+    output: Path,
+    environment: Mapping[str, str],
+    before: Callable[[], None] | None,
+) -> None:
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
@@ -69,6 +83,8 @@ def _run_forked(arguments: Sequence[str], folder: Path, output: Path, environmen
             os.dup2(file.fileno(), descriptor)
     forks.nursery_process = ForkedNursery(forks.nursery_process).begin
     sys.argv = [str(PROGRAM), *arguments]
+    if before is not None:
+        before()
     entry.main()
 
 

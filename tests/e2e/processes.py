@@ -60,12 +60,12 @@ PORTABLE = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_
 """An environment in which every x86 processor rounds alike."""
 
 
-def eventually(true: Callable[[], object], what: str, limit: float = LIMIT) -> None:
+def eventually(true: Callable[[], object], what: str, limit: float = LIMIT, every: float = 0.002) -> None:
     """Poll until the condition is true. After ``limit`` seconds fail and say what was awaited."""
     end = time.monotonic() + limit
     while not true():
         assert time.monotonic() < end, f"waited {limit} s for {what}"
-        time.sleep(0.002)
+        time.sleep(every)
 
 
 def alive(process: psutil.Process) -> bool:
@@ -129,6 +129,18 @@ class Run:
         assert self.process.wait(LIMIT) == -signal.SIGKILL, "the run ended before it was killed"
         eventually(lambda: not any(alive(p) for p in self.seen), "orphans to end", 30)
 
+    def killed(self) -> None:
+        """Wait until it was killed by what it was started with, and everything that it started has ended."""
+
+        def ended() -> bool:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.seen.update(psutil.Process(self.process.pid).children(recursive=True))
+            return self.process.poll() is not None
+
+        eventually(ended, "the run to be killed", every=0.2)
+        assert self.process.poll() == -signal.SIGKILL, self.text()
+        eventually(lambda: not any(alive(p) for p in self.seen), "orphans to end", 30, every=0.02)
+
     def rows(self) -> list[dict[str, Any]]:
         """Its metrics so far."""
         path = self.folder / "metrics.jsonl"
@@ -162,9 +174,9 @@ class Place:
         """Start ``rl-megatron train`` on a tiny run; later arguments overrule earlier ones."""
         return self._start(name, self._training(name, arguments, resume))
 
-    def fork(self, name: str, *arguments: str, resume: bool = False) -> Run:
-        """The same in a fork, for tests whose subject is not how a run starts."""
-        return self._fork(name, self._training(name, arguments, resume))
+    def fork(self, name: str, *arguments: str, resume: bool = False, before: Callable[[], None] | None = None) -> Run:
+        """The same in a fork, for tests whose subject is not how a run starts; see `Fork`."""
+        return self._fork(name, self._training(name, arguments, resume), before)
 
     def call(self, *arguments: str) -> Run:
         """Run the given command line to its end."""
@@ -204,9 +216,9 @@ class Place:
             )
         return self._add(name, process, output)
 
-    def _fork(self, name: str, arguments: list[str]) -> Run:
+    def _fork(self, name: str, arguments: list[str], before: Callable[[], None] | None = None) -> Run:
         (output := self._output()).touch()
-        process = Fork(arguments, folder=self.folder, output=output, environment=self._environment())
+        process = Fork(arguments, folder=self.folder, output=output, environment=self._environment(), before=before)
         return self._add(name, process, output)
 
     def _add(self, name: str, process: subprocess.Popen[str] | Fork, output: Path) -> Run:

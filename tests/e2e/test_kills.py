@@ -1,0 +1,72 @@
+"""A run with servers and staleness, killed at eight points of its steps, loses no prompt and trains on none twice.
+
+``make test-kills`` does the same at a hundred points that are drawn.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.processes import Place, Run
+from tests.kills.points import KILLED, Point
+from tests.kills.reader import Found, found, lines_of, trained_by_the_learner
+from tests.kills.series import SIZE, STALENESS, Series
+
+STREAM, LEDGER = "rl_megatron.rollout.stream:Stream", "rl_megatron.rollout.ledger:Ledger"
+SAVES, PUSHES = "rl_megatron.training.checkpoints", "rl_megatron.rollout.servers.embedded.adapter:EmbeddedAdapter"
+POINTS = (
+    Point(name="a step trains, before the first checkpoint", call="rl_megatron.training.update:Update.__call__"),
+    Point(name="one server of two has loaded the third push", call=f"{PUSHES}.load", nth=7, after=True),
+    Point(name="ranks have written a checkpoint", call=f"{SAVES}:CheckpointStore._publish", nth=2),
+    Point(name="a checkpoint has its name, the next lines are not written", call=f"{SAVES}:publish_folder", after=True),
+    Point(name="a resume has cut the ledger", call=f"{LEDGER}.restore", after=True),
+    Point(name="lines are on disk, the row is not", call=f"{LEDGER}.end", nth=3, after=True),
+    Point(name="a line is torn", call=f"{LEDGER}.end", nth=2, after=True, torn=True),
+    Point(name="servers were interrupted for a checkpoint", call=f"{STREAM}.interrupt", nth=2, after=True),
+)
+
+
+@pytest.fixture(scope="module")
+def finished(place: Place) -> Run:
+    series = Series(place=place)
+    for point in POINTS:
+        there = series.kill(point)
+        assert there is None or (there.lost, there.twice) == ([], []), point
+    return series.finish()
+
+
+@pytest.fixture(scope="module")
+def read(finished: Run) -> Found:
+    return found(finished.folder)
+
+
+@pytest.mark.slow
+def test_every_kill_found_work_under_way(finished: Run, place: Place) -> None:
+    """The fixture's nine starts of controller, rank and two servers take 60 seconds."""
+    kills = lines_of(place.folder / KILLED)
+    assert [kill["point"] for kill in kills] == [point.name for point in POINTS]
+    assert sum(kill["ledger/in_flight"] + kill["ledger/queued"] > 0 for kill in kills) >= 4
+    assert all(kill["ledger/drawn"] > kill["ledger/trained"] for kill in kills)
+
+
+def test_every_prompt_is_trained_on_once_or_waits(read: Found) -> None:
+    assert (read.lost, read.twice) == ([], [])
+    assert read.step >= 5
+    assert {step: len(prompts) for step, prompts in read.trained.items()} == dict.fromkeys(
+        range(1, read.step + 1), SIZE
+    )
+    assert 0 < max(read.ages) <= STALENESS
+
+
+def test_the_ledger_is_what_the_learner_trained_on_last(read: Found, place: Place) -> None:
+    assert trained_by_the_learner(place.folder) == read.trained
+
+
+def test_rows_and_samples_are_those_of_the_ledger(finished: Run, read: Found) -> None:
+    rows = [row for row in finished.rows() if row["step"]]
+    assert [(row["step"], row["groups/trained"]) for row in rows] == [(step, SIZE) for step in read.trained]
+    assert [(row["ledger/trained"], row["staleness/max"] <= STALENESS) for row in rows] == [
+        (SIZE * step, True) for step in read.trained
+    ]
+    samples = [(row["step"], row["prompt"]) for row in lines_of(finished.folder / "samples.jsonl")]
+    assert samples == [(step, f"{prompt}=") for step, prompts in read.trained.items() for prompt in prompts]
