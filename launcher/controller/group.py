@@ -15,6 +15,7 @@ from launcher.controller.handle import STOP_SECONDS, WorkerHandle
 from launcher.controller.rank_process import RankProcess
 from launcher.controller.watchdog import Watchdog
 from launcher.processes import stacks
+from launcher.wire import messages
 from launcher.wire.setup import Setup
 from rl_megatron.errors import WorkerDied
 from rl_megatron.interfaces import unheard
@@ -37,7 +38,13 @@ class WorkerGroup:
 
     async def ask(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Any]:
         """Call the ranks in ``arguments``, each with its own. Returns answers in that order. Raises as `gather`."""
-        return await self.gather([self.workers[rank].call(name, *a) for rank, a in arguments.items()])
+        return await self.gather(self.begin(name, arguments))
+
+    def begin(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[asyncio.Future[Any]]:
+        """Send these calls, to be answered in that order. Ranks with the same tuple get one message, packed once."""
+        packed = {id(given): given for given in arguments.values()}
+        sent = {key: messages.pack((name, given)) for key, given in packed.items()}
+        return [self.workers[rank].send(name, sent[id(given)]) for rank, given in arguments.items()]
 
     async def gather(self, answers: Sequence[asyncio.Future[Any]]) -> list[Any]:
         """Await answers. Raises WorkerDied, or a worker's error, once any worker of the run has failed.

@@ -44,12 +44,21 @@ class WorkerHandle:
 
     def prepare(self, setup: Setup) -> asyncio.Future[Any]:
         """Send the setup that the worker waits for; the name of its GPU, if any, once it is ready to serve."""
-        return self._send("prepare", setup)
+        return self.send("prepare", messages.pack(setup))
 
     def call(self, name: str, *arguments: Any) -> asyncio.Future[Any]:
         """Call the worker. A failed worker never answers, but ``Failure`` has its error."""
+        return self.send(name, messages.pack((name, arguments)))
+
+    def send(self, name: str, message: messages.Message) -> asyncio.Future[Any]:
+        """Send the call ``name``, which is packed: many ranks may get one message."""
         self._closing = name == "close"
-        return self._send(name, (name, arguments))
+        answer = self._loop.create_future()
+        self._waiting.append(answer)
+        self._calls.append(name)
+        self._times.asked(name)
+        self._stream.send(message)
+        return answer
 
     @property
     def asked(self) -> str | None:
@@ -64,14 +73,6 @@ class WorkerHandle:
     def dump(self) -> None:
         """Have it write its stacks, whatever it is doing."""
         self._stream.send(STACKS)
-
-    def _send(self, name: str, message: Any) -> asyncio.Future[Any]:
-        answer = self._loop.create_future()
-        self._waiting.append(answer)
-        self._calls.append(name)
-        self._times.asked(name)
-        self._stream.send(messages.pack(message))
-        return answer
 
     def _hearing(self) -> None:
         """A large answer arrives, and heartbeats wait behind it."""

@@ -28,7 +28,11 @@ class Plane:
         """
         async with self._lock:
             shares = await self._shares(batch, to_score=to_score)
-            answers = [w.call(name, role, shares.get(w.rank), *rest) for w in self._group.workers]
+            without = (role, None, *rest)
+            given = {
+                w.rank: (role, shares[w.rank], *rest) if w.rank in shares else without for w in self._group.workers
+            }
+            answers = self._group.begin(name, given)
         return await self._group.gather(answers)
 
     async def forget(self) -> None:
@@ -37,7 +41,7 @@ class Plane:
             if not self._sent.anything:
                 return
             self._sent.forget()
-            answers = [w.call("forget") for w in self._group.workers]
+            answers = self._group.begin("forget", dict.fromkeys((w.rank for w in self._group.workers), ()))
         await self._group.gather(answers)
 
     async def _shares(self, batch: Batch, *, to_score: bool) -> dict[int, Share]:

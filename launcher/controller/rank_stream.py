@@ -11,7 +11,6 @@ from multiprocessing.connection import Connection
 from launcher.wire import messages
 from launcher.wire.messages import Message
 
-_AT_ONCE_BYTES = 64 << 10  # a message to all ranks must not keep the loop: larger ones are written in its later turns
 _beside = memoryview(bytearray(64 << 10))  # of all streams: it is empty between two turns of the loop
 
 
@@ -35,11 +34,9 @@ class RankStream:
         """Send after all that is still to be sent. Arrays of the message must not change before it is."""
         if not self._writing:
             return
+        if not self._left:
+            self._loop.call_soon(self._write)
         self._left.extend(messages.parts(message))
-        if not self._awaiting and sum(map(len, self._left)) <= _AT_ONCE_BYTES:
-            self._write()
-        else:
-            self._await_room(True)
 
     def drain(self) -> None:
         """Read all that has arrived, once the other side has ended: its last message may say why."""
@@ -52,6 +49,9 @@ class RankStream:
         self._connection.close()
 
     def _write(self) -> None:
+        """In a turn of the loop of its own: a message to all ranks must not keep the loop."""
+        if not self._left:
+            return
         try:
             messages.write_some(self._file, self._left)
         except BlockingIOError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -51,6 +52,9 @@ class Stages:
     async def each(self, name: str, role: str) -> list[tuple[int, ...]]:
         assert (name, role) == ("routed_layers", "policy")
         return [(0, 2)] * 4 + [(1, 3)] * 4
+
+    def begin(self, name: str, arguments: Mapping[int, tuple[Any, ...]]) -> list[Any]:
+        return [self.workers[rank].call(name, *given) for rank, given in arguments.items()]
 
     async def gather(self, answers: list[Any]) -> list[Any]:
         return answers

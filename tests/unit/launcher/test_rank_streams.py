@@ -157,7 +157,8 @@ def _many_files() -> Iterator[None]:
 def test_384_ranks_need_no_thread() -> None:
     async def check(group: WorkerGroup, streams: list[Connection]) -> None:
         asked = asyncio.ensure_future(group.each("step", 1))
-        await asyncio.sleep(0)
+        while not streams[-1].poll():
+            await asyncio.sleep(0)
         assert threading.active_count() == before
         for rank, stream in enumerate(streams):
             answers(stream, rank)
