@@ -41,12 +41,12 @@ class Ranks:
 
     def __init__(self, role: str, heard: list[str]) -> None:
         self.role, self.heard = role, heard
-        self.workers = (SimpleNamespace(rank=0, call=self.call),)
+        self.workers = (SimpleNamespace(rank=0),)
 
-    def call(self, name: str, *arguments: object) -> dict[str, Any]:
+    def begin(self, name: str, arguments: object) -> list[Any]:
         assert name in RankModels.CALLS
         self.heard.append(f"{self.role} {name}")
-        return {}
+        return [{}]
 
     async def gather(self, answers: list[Any]) -> list[Any]:
         return answers
