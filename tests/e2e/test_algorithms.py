@@ -31,7 +31,7 @@ PPO = (
 
 @pytest.fixture(scope="module")
 def ppo(place: Place) -> Run:
-    run = place.start("ppo", *PPO)
+    run = place.fork("ppo", *PPO)
     run.finish()
     return run
 

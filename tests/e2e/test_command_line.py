@@ -29,7 +29,9 @@ def test_every_bad_key_is_told_at_once_with_its_near_miss(place: Place) -> None:
 
 
 def test_rules_between_keys_name_both_numbers(place: Place) -> None:
-    said = refused(place.call("train", "learner.ep=2", "learner.tp=3", "learner.etp=2", "learner.vpp=2", "run.dir=r"))
+    said = refused(
+        place.call_in_fork("train", "learner.ep=2", "learner.tp=3", "learner.etp=2", "learner.vpp=2", "run.dir=r")
+    )
     assert "learner.vpp=2 needs a pipeline, but learner.pp=1" in said
 
 
@@ -45,7 +47,7 @@ def test_no_torch_is_imported_before_the_configuration_is_good(place: Place) -> 
 
 def test_an_unknown_command_or_option_is_a_usage_error(place: Place) -> None:
     assert "No such command" in refused(place.call("trian"), status=2)
-    assert "No such option" in refused(place.call("train", "--resum"), status=2)
+    assert "No such option" in refused(place.call_in_fork("train", "--resum"), status=2)
 
 
 def test_a_bad_reward_function_is_told_before_a_folder_is_made(place: Place) -> None:
@@ -55,30 +57,32 @@ def test_a_bad_reward_function_is_told_before_a_folder_is_made(place: Place) -> 
         "my_rewards:evn": "'evn' of my_rewards is not there; did you mean 'even'?",
     }
     for function, text in expected.items():
-        assert text in refused(place.call("train", f"reward.function={function}", "run.dir=r"))
+        assert text in refused(place.call_in_fork("train", f"reward.function={function}", "run.dir=r"))
     assert not (place.folder / "r").exists()
 
 
 def test_names_of_runs(place: Place) -> None:
     old = place.folder / "runs/old"
     old.mkdir(parents=True)
-    said = refused(place.call("train", "run.name=old"))
+    said = refused(place.call_in_fork("train", "run.name=old"))
     assert "run.name=old: runs/old exists; add --resume to continue it, or take another name" in said
-    said = refused(place.call("train", "run.name=nothing", "--resume"))
+    said = refused(place.call_in_fork("train", "run.name=nothing", "--resume"))
     assert "--resume: runs/nothing does not exist" in said
-    said = refused(place.call("train", "run.dir=empty", "--resume"))
+    said = refused(place.call_in_fork("train", "run.dir=empty", "--resume"))
     assert "--resume: there is no run 'tiny_cpu' in empty" in said
-    assert "run.name='../up'" in refused(place.call("train", "run.name=../up"))
+    assert "run.name='../up'" in refused(place.call_in_fork("train", "run.name=../up"))
     assert list(old.iterdir()) == []
 
 
 def test_a_finished_run_its_name_and_its_configuration(place: Place) -> None:
     keys = ("learner.ep=1", "reward.function=my_rewards:even", "warm_start.steps=0", "train.steps=1")
-    first = place.start("unnamed", *keys, "run.name=null")
-    first.until(lambda: (place.folder / "runs/tiny_cpu/config.yaml").exists(), "its folder")
-    second = place.start("busy", *keys, "run.name=tiny_cpu", resume=True)
+    (hold := place.folder / "hold").touch()
+    first = place.fork("unnamed", *keys, "run.name=null")
+    first.until((place.folder / "holding").exists, "its first reward")
+    second = place.fork("busy", *keys, "run.name=tiny_cpu", resume=True)
     assert second.end() == 1
     assert "runs/tiny_cpu: another process runs in it" in second.text()
+    hold.unlink()
     third = place.fork("third", *keys, "run.name=null")
     for run in (first, third):
         run.finish()
@@ -103,7 +107,7 @@ def test_a_finished_run_its_name_and_its_configuration(place: Place) -> None:
 
 def test_the_doctor_of_a_mismatch(place: Place) -> None:
     """On the run of the test before: nothing is wrong with it, but with what it is asked to sample with."""
-    sound = place.call("doctor", "mismatch", "runs/tiny_cpu", "--prompts", "8", "--completions", "2")
+    sound = place.call_in_fork("doctor", "mismatch", "runs/tiny_cpu", "--prompts", "8", "--completions", "2")
     assert sound.process.returncode == 0, sound.text()
     assert "runs/tiny_cpu/checkpoints/step_000002" in sound.text()
     sick = place.call_in_fork("doctor", "mismatch", "runs/tiny_cpu", "rollout.top_p=0.5", "learner.tp=2")
@@ -116,7 +120,7 @@ def test_the_doctor_of_a_mismatch(place: Place) -> None:
     assert "tensors compared" in found["weights"]["evidence"]
     assert "nothing" in refused(place.call("doctor", "mismatch", "nothing"))
     keys = ("rollout=vllm", "rollout.server.colocated=true")
-    assert "add rollout.server.colocated=false" in refused(place.call("doctor", "mismatch", "tiny_cpu", *keys))
+    assert "add rollout.server.colocated=false" in refused(place.call_in_fork("doctor", "mismatch", "tiny_cpu", *keys))
 
 
 def _rows(place: Place, name: str) -> list[dict[str, float]]:

@@ -96,7 +96,7 @@ def test_they_serve_the_run_save_for_a_requeue_and_are_named_when_they_are_slow_
     planted.unlink()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     last = run.rows()[-1]["step"]
-    run = place.start("connected", *KEYS, resume=True)
+    run = place.fork("connected", *KEYS, resume=True)
     run.until_row(step=last + 1)
     pid = ranks(run)[1].pid
     ranks(run)[1].kill()
@@ -109,7 +109,7 @@ def test_they_serve_the_run_save_for_a_requeue_and_are_named_when_they_are_slow_
 
     planted.write_text(BROKEN)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    run = place.start("connected", *KEYS, resume=True)
+    run = place.fork("connected", *KEYS, resume=True)
     assert run.end() == 1
     assert ") raised " in run.text()
     assert "KeyError: 'planted'" in run.text()
@@ -118,6 +118,6 @@ def test_they_serve_the_run_save_for_a_requeue_and_are_named_when_they_are_slow_
 
 def test_without_a_job_it_says_what_to_do(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    run = place.start("no-job", *KEYS)
+    run = place.fork("no-job", *KEYS)
     assert run.end() == 1
     assert "error: run.launcher=slurm, but this is not a Slurm job; use rl-megatron submit" in run.text()

@@ -196,7 +196,7 @@ def test_a_second_ctrl_c_ends_at_once(place: Place) -> None:
 
 
 def test_a_pipeline_with_rollouts_ahead_resumes_its_buffer_and_exports_what_sampled(place: Place) -> None:
-    reference = place.start("ahead", *PIPELINE, "train.steps=4")
+    reference = place.fork("ahead", *PIPELINE, "train.steps=4")
     reference.finish()
     run = place.fork("ahead-killed", *PIPELINE, "train.steps=3")
     run.until_row(step=2)
