@@ -6,6 +6,8 @@ key is text and is given once.
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from collections.abc import Hashable
 from pathlib import Path
@@ -40,7 +42,7 @@ def read(path: Path) -> object:
     if len(given) > MAX_FILE_BYTES:
         raise ConfigError(f"holds more than {MAX_FILE_BYTES} bytes; a configuration is far shorter")
     try:
-        return _parsed(given.decode())
+        return copy.deepcopy(_file_of(given.decode()))
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot be read: {_where(error)}") from error
 
@@ -74,6 +76,12 @@ def write(tree: object) -> str:
     """YAML that ``read`` reads back."""
     text: str = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     return text
+
+
+@functools.lru_cache(maxsize=32)
+def _file_of(text: str) -> object:
+    """As ``_parsed``: the cells of a study, or a test's configurations, are of the same few files."""
+    return _parsed(text)
 
 
 def _parsed(text: str) -> object:
