@@ -134,7 +134,7 @@ def _listening(processes: Iterable[psutil.Process]) -> Iterator[tuple[int, str, 
         try:
             line = " ".join(process.cmdline())
             folder = Path(f"/proc/{process.pid}")
-            open_ = {path.readlink().name for path in (folder / "fd").iterdir()}
+            open_ = {name for path in (folder / "fd").iterdir() if (name := _opened(path))}
             tables = [(folder / "net" / table).read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
         except (psutil.NoSuchProcess, OSError):
             continue
@@ -142,6 +142,14 @@ def _listening(processes: Iterable[psutil.Process]) -> Iterator[tuple[int, str, 
             if fields[3] == _LISTEN and f"socket:[{fields[9]}]" in open_:
                 address, port = fields[1].split(":")
                 yield process.pid, line, _address(address), int(port, 16)
+
+
+def _opened(descriptor: Path) -> str:
+    """What a descriptor in /proc is of; empty if it was closed since it was listed."""
+    try:
+        return descriptor.readlink().name
+    except FileNotFoundError:
+        return ""
 
 
 def _address(text: str) -> str:
