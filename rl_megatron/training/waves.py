@@ -114,12 +114,13 @@ class WaveUpdate(Update):
         row: Row = {"tokens/train": 0}
         if not trained.found:
             return row
-        found, samples = _joined_measured(trained.found), _joined(trained.samples)
-        row |= self._gaps(found)
+        found, samples = await to_thread(lambda: (_joined_measured(trained.found), _joined(trained.samples)))
+        row |= await to_thread(self._gaps, found)
         if not trained.batches:
             return row
         rate = learning_rate(self.config, step)
-        row |= {"learning_rate": rate, **advantage_row(samples), **self._packer.metrics(trained.batches)}
+        row |= {"learning_rate": rate, **await to_thread(advantage_row, samples)}
+        row |= await to_thread(self._packer.metrics, trained.batches)
         for batch in trained.batches:
             self._count_work(batch, row, watch)
         actual: dict[Denominator, int] = {
@@ -130,12 +131,12 @@ class WaveUpdate(Update):
         with watch("train"):
             result = await self.roles.policy.step(rate, scales[trained.loss.denominator("loss")])
         of_loss = of_whole_batch(trained.of_loss, trained.loss, scales)
-        rows = _rows(trained.batches) if isinstance(result, SkippedStep) else ()
+        rows = await to_thread(_rows, trained.batches) if isinstance(result, SkippedStep) else ()
         made = self.policy_steps.judge(result, of_loss, rows, trained.prompts)
         row["steps/skipped"] = int(made is None)
         row |= policy_row([] if made is None else [made])
         row |= await self._flips(found, step, watch)
-        self.state = self._with_kl_controlled(self.state, samples, row)
+        self.state = await to_thread(self._with_kl_controlled, self.state, samples, row)
         return row
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -172,6 +173,25 @@ def test_tokens_and_operations_count_once() -> None:
     row = in_waves(made(config({}), WaveUpdate, policy()), sampled, 3)
     positions = sum(len(c.token_ids) - 1 for group in sampled for t in group.trajectories for c in t.chains)
     assert (row["tokens/train"], row["flops/train"]) == (positions, 5.0 * positions)
+
+
+@pytest.mark.parametrize("kind", [Update, WaveUpdate])
+def test_what_visits_every_token_runs_beside_the_event_loop(kind: type[Update]) -> None:
+    c = config(SHIPPED["KL in the loss beside a correction, adaptive"] | {"old_logprobs": "learner"})
+    update, in_loops_thread = made(c, kind, policy()), set[str]()
+    sampled = groups(3, ENGINE)
+    sys.setprofile(lambda frame, event, _: in_loops_thread.add(frame.f_code.co_name) if event == "call" else None)
+    try:
+        if isinstance(update, WaveUpdate):
+            row = in_waves(update, sampled, 3)
+        else:
+            row = asyncio.run(update(sampled, 3, Stopwatch()))
+    finally:
+        sys.setprofile(None)
+    assert {"mismatch/k1", "advantage/std", "kl/reference"} <= row.keys()
+    whole = {"to_samples", "assign_credit", "_joined", "mismatch_row", "advantage_row", "metrics", "tokens_of"}
+    assert not in_loops_thread & (whole | {"unpack", "plan_packing", "reference_kl"})
+    assert "shape_rewards" in in_loops_thread  # of completions, not of tokens
 
 
 def test_a_skipped_step_names_prompts_of_every_wave(caplog: pytest.LogCaptureFixture) -> None:
