@@ -169,7 +169,7 @@ def columns_of(groups: Sequence[RolloutGroup]) -> int:
     return 4 * tokens + 4 * sampled + 4 * (tokens - len(rows))
 
 
-async def step(streams: Sequence[Connection], groups: Sequence[RolloutGroup], *, pickled: bool) -> dict[str, object]:
+async def step(streams: Sequence[Connection], groups: Sequence[RolloutGroup], *, pickled: bool) -> dict[str, Any]:
     """One row: the second of two equal steps."""
     dims = ParallelDims(tp=TP, pp=PP, dp=len(streams) // (TP * PP))
     failure = Failure()
@@ -219,7 +219,7 @@ def answer(streams: Sequence[Connection], others: Sequence[Connection]) -> None:
         thread.join()
 
 
-def measure(ranks: int, groups: Sequence[RolloutGroup], *, pickled: bool = False) -> dict[str, object]:
+def measure(ranks: int, groups: Sequence[RolloutGroup], *, pickled: bool = False) -> dict[str, Any]:
     """Start ranks, make two steps, and print the second's row."""
     ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(ranks)), strict=True)
     child = multiprocessing.get_context("fork").Process(target=answer, args=(theirs, ours), daemon=True)
@@ -231,10 +231,14 @@ def measure(ranks: int, groups: Sequence[RolloutGroup], *, pickled: bool = False
         stream.close()
     child.kill()
     child.join()
+    row["x"] = row["bytes"] / row["columns"]
+    bars = {"cpu_seconds": BAR_SECONDS, "callback_seconds": BAR_CALLBACK, "x": BAR_BYTES}
+    row["missed"] = " ".join(name for name, bar in bars.items() if row[name] > bar)
+    told = f"missed: {row['missed']}  " if row["missed"] else ""
     print(
         f"{row['way']:8} {ranks:6} {row['positions']:>10,} {row['cpu_seconds']:8.3f} {row['wall_seconds']:8.2f} "
-        f"{1e3 * float(str(row['callback_seconds'])):9.1f} {int(str(row['bytes'])) / 1e6:10.2f} "
-        f"{int(str(row['bytes'])) / int(str(row['columns'])):8.3f}  {row['callback']}",
+        f"{1e3 * row['callback_seconds']:9.1f} {row['bytes'] / 1e6:10.2f} {row['x']:8.3f}  "
+        f"{told}{row['callback']}",
         flush=True,
     )
     return row

@@ -176,8 +176,9 @@ def main() -> None:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 rows.append(process.submit(measure, kind, ranks).result())
             print("  ".join(f"{name} {_shown(value)}" for name, value in rows[-1].items()), flush=True)
-        ratio = rows[-1]["small_ms"] / rows[-2]["small_ms"]  # type: ignore[operator]  # floats
-        print(f"  a small call takes {ratio:.2f} of the baseline's seconds (bar {BAR:g})", flush=True)
+        for size in ("small", "large"):
+            ratio = rows[-1][f"{size}_ms"] / rows[-2][f"{size}_ms"]  # type: ignore[operator]  # floats
+            print(f"  a {size} call takes {ratio:.2f} of the baseline's seconds (bar {BAR:g})", flush=True)
     write(args, rows)
 
 
