@@ -115,7 +115,7 @@ def check_ray(port: int, host: str = "127.0.0.1") -> None:
     with grpc.insecure_channel(f"{host}:{port}") as channel:
         for method in _GRPC:
             try:
-                channel.unary_unary(f"/ray.rpc.{method}")(b"", timeout=20.0)
+                channel.unary_unary(f"/ray.rpc.{method}")(b"", timeout=120.0)
                 said.add("answered")
             except grpc.RpcError as error:
                 said.add(error.code().name)
@@ -166,7 +166,7 @@ def _ask_without_token(url: str, who: str) -> None:
         for method in ("GET", "POST", "OPTIONS"):
             asking = urllib.request.Request(url + path, method=method, headers={"Authorization": "Bearer wrong"})
             try:
-                status = plain.open(asking, timeout=20.0).status
+                status = plain.open(asking, timeout=120.0).status
             except urllib.error.HTTPError as error:
                 status = error.code
             assert status == 401, f"{who}: {method} {path} without the token: status {status}"

@@ -32,8 +32,8 @@ from tests.forks import FORKS
 LEARNERS, ENGINES = 4, 2
 WORLD = LEARNERS + ENGINES
 BUCKET_BYTES = 128
-TIMEOUT = 300.0  # seconds that a process waits for another; what ends only by it fails, since answers have `LIMIT`
-LIMIT = 120.0  # seconds for a call
+TIMEOUT = 900.0  # seconds that a process waits for another; what ends only by it fails, since answers have `LIMIT`
+LIMIT = 600.0  # seconds for a call
 LAYOUTS = {
     "tp2 ep2": ParallelDims(tp=2, ep=2, dp=2),
     "pp2 ep2": ParallelDims(pp=2, ep=2, dp=2),

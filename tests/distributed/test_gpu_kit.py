@@ -28,7 +28,7 @@ def test_its_first_half_passes_and_prints_a_table(tmp_path: Path) -> None:
         env=inherited | {"FIGURES": str(kept)},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=3600,
     )
     assert done.returncode == 0, done.stdout[-8000:]
     assert "skipped" not in done.stdout

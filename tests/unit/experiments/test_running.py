@@ -20,7 +20,7 @@ from rl_megatron.experiments.cells import Cell, cells_of
 from rl_megatron.experiments.states import CellStanding, find_states, output_path, read_record
 from rl_megatron.experiments.study import Study, read_study
 
-LIMIT = 20.0  # seconds
+LIMIT = 300.0  # seconds
 
 
 def study_of(folder: Path, **keys: object) -> tuple[Study, list[Cell]]:

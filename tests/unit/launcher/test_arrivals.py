@@ -173,7 +173,7 @@ def test_a_dead_rank_is_told_though_its_output_cannot_be_read(tmp_path: Path, mo
             rank = ConnectedRank(ours, hello)
             rank.folder = tmp_path
             try:
-                return (await asyncio.wait_for(rank.ending(), 30)).how
+                return (await asyncio.wait_for(rank.ending(), 600)).how
             finally:
                 back.set()
 

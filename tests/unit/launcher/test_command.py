@@ -87,6 +87,6 @@ def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback(tmp_path: Pat
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert (done.returncode, done.stderr) == (130, "")

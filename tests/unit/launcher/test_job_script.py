@@ -45,7 +45,7 @@ def attempt(
     own = {"PATH": f"{commands}:{os.environ['PATH']}", "STEP": step, "ATTEMPT": f"{run}/jobs/7-{restart}"}
     environment = os.environ | slurm | own | {"FAILED": "", "NAMED": "", "NEED": "1"} | given
     script = before + JOB.read_text()
-    done = subprocess.run(["bash"], input=script, capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(["bash"], input=script, capture_output=True, text=True, env=environment, timeout=600)
     asked = [line for line in (run / "asked").read_text().splitlines() if not line.startswith("show")]
     return done.returncode, done.stdout + done.stderr, asked
 

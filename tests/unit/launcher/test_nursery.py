@@ -37,15 +37,15 @@ def test_ranks_end_with_it_and_say_so() -> None:
             assert nursery is not None
             ends = [over(rank) for rank in ranks]
             ranks[0].kill()
-            await asyncio.wait_for(ends[0], 60)
+            await asyncio.wait_for(ends[0], 600)
             assert not ends[1].done()
             nursery.kill()
-            await asyncio.wait_for(ends[1], 60)
+            await asyncio.wait_for(ends[1], 600)
             for rank in ranks:
                 ending = await rank.ending()
                 assert ending.killed
                 assert "was killed by signal 9" in ending.how
-            assert not psutil.wait_procs(processes, 60)[1]
+            assert not psutil.wait_procs(processes, 600)[1]
             with pytest.raises(WorkerDied, match=f"forked from ended with status -{signal.SIGKILL.value}"):
                 await forks.fork(LEARNER, 2)
 
@@ -71,9 +71,9 @@ def test_ranks_are_plain_processes_where_it_must_not_fork(
             ]
             for rank in ranks:
                 rank.connection.close()  # upon which it ends
-                await asyncio.wait_for(over(rank), 60)
+                await asyncio.wait_for(over(rank), 600)
                 assert (await rank.ending()).expected
-        assert not psutil.wait_procs(processes, 60)[1]
+        assert not psutil.wait_procs(processes, 600)[1]
 
     asyncio.run(started())
     assert [record.getMessage() for record in caplog.records if record.name == "launcher.hosts.forks"] == [

@@ -26,7 +26,7 @@ from rl_megatron.errors import WorkerDied
 from rl_megatron.placement.names import LEARNER
 
 LARGE = 50_000_000
-LIMIT = 60.0
+LIMIT = 300.0
 
 
 class Process(RankProcess):

@@ -78,7 +78,7 @@ def test_a_folder_that_is_there_already_and_open_to_others_is_not_taken(tmp_path
         [sys.executable, "-m", "launcher.hosts.ray.node"],
         input=call.line(),
         capture_output=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 1

@@ -91,7 +91,7 @@ def write(folder: Path, *, still: str, before: str = "", silence: float = 1000.0
 def until_written(process: subprocess.Popen[str], folder: Path) -> Stack:
     file = folder / "rank-3.txt"
     try:
-        eventually(lambda: "<module>" in file.read_text(), "the stacks", 60)
+        eventually(lambda: "<module>" in file.read_text(), "the stacks")
     finally:
         process.kill()
         process.wait(30)

@@ -48,7 +48,7 @@ print("at its end")
 def test_signals_stop_a_run_and_the_second_ctrl_c_interrupts_it(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
     done = subprocess.run(
-        [sys.executable, "-c", CODE], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", CODE], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert "SIGUSR1: finishing and saving the current step" in done.stdout

@@ -27,7 +27,7 @@ from rl_megatron.rollout.servers.replicas import Health
 from rl_megatron.weights.layouts.families import read_shape
 from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, Fake, Words, push, running
 
-LIMIT = 60.0
+LIMIT = 300.0
 
 
 @dataclass(kw_only=True)

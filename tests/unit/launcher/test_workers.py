@@ -132,7 +132,7 @@ def test_the_controller_hears_whatever_ends_a_rank(error: BaseException, said: s
         with telling(theirs):
             raise error
         try:
-            await asyncio.wait_for(failure.known, 60)
+            await asyncio.wait_for(failure.known, 600)
         finally:
             theirs.close()
             await handle.stop()

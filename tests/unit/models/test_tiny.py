@@ -88,7 +88,7 @@ def test_processes_that_make_it_at_once_get_the_same_whole_folder(tmp_path: Path
     )
     command = [sys.executable, "-c", code]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    printed = {process.communicate(timeout=120)[0].strip() for process in processes}
+    printed = {process.communicate(timeout=600)[0].strip() for process in processes}
     assert [process.returncode for process in processes] == [0, 0]
     assert [str(path) for path in tmp_path.iterdir()] == list(printed)
     assert weights(Path(printed.pop()))

@@ -93,7 +93,7 @@ def package(folder: Path, text: str) -> Path:
 
 def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     environment = {"PYTHONPATH": f"{folder}:{REPO}", "PATH": "/usr/bin:/bin"}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_it_is_listed_refuses_and_has_its_keys_keywords_and_bytes(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, Fake, engine_of, push, running
 
-LIMIT = 60.0
+LIMIT = 300.0
 
 
 def test_a_cancelled_request_is_aborted_where_it_runs() -> None:

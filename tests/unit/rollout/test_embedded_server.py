@@ -60,7 +60,7 @@ def url(model_folder: Path) -> Iterator[str]:
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
-    ends = time.monotonic() + 120
+    ends = time.monotonic() + 600
     while time.monotonic() < ends and process.poll() is None:
         try:
             assert httpx2.get(f"{url}/health").status_code == 401  # it asks for the token, on every path

@@ -20,7 +20,7 @@ from rl_megatron.types import Completion
 from tests.completions import completion, plain
 from tests.unit.rollout.test_engine_servers import PARAMS, REQUEST, Fake, engine_of, push, running
 
-LIMIT = 60.0
+LIMIT = 300.0
 
 
 @pytest.fixture

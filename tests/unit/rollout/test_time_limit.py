@@ -19,7 +19,7 @@ from rl_megatron.types import Completion, FinishReason, Prompt
 from tests.completions import completion, plain
 from tests.unit.rollout.test_engine_servers import PARAMS, REQUEST, Answer, engine_of, push, running
 
-LIMIT = 60.0
+LIMIT = 300.0
 LONG = replace(REQUEST, params=replace(PARAMS, max_new_tokens=5, stop_token_ids=(9,)), max_seconds=0.05)
 
 
