@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.processes import Place, Run
-from tests.kills.points import KILLED, Point
+from tests.kills.points import KILLED, Point, function_of
 from tests.kills.reader import Found, found, lines_of, trained_by_the_learner
+from tests.kills.run import points
 from tests.kills.series import SIZE, STALENESS, Series
 
 STREAM, LEDGER = "rl_megatron.rollout.stream:Stream", "rl_megatron.rollout.ledger:Ledger"
@@ -70,3 +71,9 @@ def test_rows_and_samples_are_those_of_the_ledger(finished: Run, read: Found) ->
     ]
     samples = [(row["step"], row["prompt"]) for row in lines_of(finished.folder / "samples.jsonl")]
     assert samples == [(step, f"{prompt}=") for step, prompts in read.trained.items() for prompt in prompts]
+
+
+def test_what_make_test_kills_draws_is_there() -> None:
+    drawn = points(18, 100)
+    assert len({point.name for point in drawn}) > 80
+    assert all(callable(function_of(point.call)[2]) for point in drawn if isinstance(point, Point))

@@ -104,12 +104,17 @@ def _append(path: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def _wrap(point: Point, die: Callable[[], None]) -> None:
-    """Have the point's function count its calls and ``die``."""
-    module, _, names = point.call.partition(":")
+def function_of(call: str) -> tuple[Any, str, Callable[..., Any]]:
+    """What a point's ``call`` names: its module or class, its name there, and itself. Raises AttributeError."""
+    module, _, names = call.partition(":")
     *path, name = names.split(".")
     owner = functools.reduce(getattr, path, importlib.import_module(module))
-    real, calls = getattr(owner, name), 0
+    return owner, name, getattr(owner, name)
+
+
+def _wrap(point: Point, die: Callable[[], None]) -> None:
+    """Have the point's function count its calls and ``die``."""
+    (owner, name, real), calls = function_of(point.call), 0
 
     def now() -> bool:
         nonlocal calls
