@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.decoder_config import DecoderConfig, LatentDecoderConfig
+from rl_megatron.learner.model.dispatchers import forget_routes
 from rl_megatron.learner.model.latent import latent_attention_spec, megatron_latent_keywords
 from rl_megatron.learner.model.layers import RMSNorm, own_layer_spec, specialise, torch_layer_spec
 from rl_megatron.learner.model.refusals import refuse
@@ -176,6 +177,7 @@ def _build_chunk(shape: ModelShape, learner: LearnerSection, config: DecoderConf
     _mark_experts(model)
     if not fused:
         specialise(model)
+    forget_routes(model)
     return model
 
 
