@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from rl_megatron.options.implementation import wants_transformer_engine
 from rl_megatron.options.option import BYTES, Keywords, Option, Rank, Terms
 from rl_megatron.section import Positive, Section
 
@@ -38,9 +39,10 @@ class OutputHead(Option):
         return Keywords(model={"cross_entropy_loss_fusion": False})
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-        """Bytes on the last stage beside two float32 copies of a chunk.
+        """Bytes on the last stage, with two float32 copies of a chunk.
 
-        Hidden states, logits, the gradients of both and of the weight; or, with a float32 head, hidden states, their
+        Hidden states, logits and the gradients of both, and with TransformerEngine's layers that of the weight, before
+        which torch frees the logits, but published peaks have it; or, with a float32 head, hidden states, their
         gradient, a float32 block of the weight, and its gradient in float32, unless all are added up in that; then,
         where gradients overlap, zeros of its size for autograd."""
         if rank.stage < learner.pp - 1:
@@ -49,8 +51,8 @@ class OutputHead(Option):
         chunk = rows * min(rank.tokens, learner.logprob_chunk_tokens) * 4
         hidden = 2 * shape.hidden_size * rank.tokens * size
         if learner.head_dtype is None:
-            logits = 2 * rows * rank.tokens * size + rows * shape.hidden_size * size
-            return {**terms, "logits": hidden + logits + 2 * chunk}
+            logits, weight = 2 * rows * rank.tokens * size + 2 * chunk, rows * shape.hidden_size * size
+            return {**terms, "logits": hidden + logits + (weight if wants_transformer_engine(learner, shape) else 0.0)}
         block = min(rows, WEIGHT_ROWS) * shape.hidden_size * 4 if size < 4 else 0.0
         of_weight = 0.0 if learner.gradient_dtype == "float32" else rows * shape.hidden_size * 4
         announced = rows * shape.hidden_size * size if learner.overlap.gradients else 0.0

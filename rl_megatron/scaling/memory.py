@@ -22,13 +22,12 @@ from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options import table as options
-from rl_megatron.options.implementation import wants_transformer_engine
-from rl_megatron.options.kept import kept, probabilities
 from rl_megatron.options.offload import leaving
 from rl_megatron.options.option import BYTES, Elements, Rank, Terms
 from rl_megatron.placement.names import LEARNER, called
 from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.placement.seats import seats_of
+from rl_megatron.scaling.computing import beside_kept, in_forward
 from rl_megatron.scaling.parameters import elements, ranks_of
 from rl_megatron.weights.formats.scaled import BLOCKS, ScaledLayout, with_scales
 from rl_megatron.weights.layouts.families import hf_layout
@@ -225,18 +224,14 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
     of_critic = learner.model_copy(update={"optimizer": algorithm.critic.optimizer})
     if role == "critic":
         learner, rank = of_critic, _of_critic(layout, rank)
-    windows = shape.windows or (0,) * shape.num_layers
-    unlike = {(n in shape.moe_layers, windows[n]): n for n in rank.layers}.values()  # one with experts and one without
-    layer = max((_working_set(config, shape, rank, n) for n in unlike), default=0.0) * BYTES[learner.dtype]
     own = dict(options.memory(learner, shape, rank))
     if role == "critic":
         own["logits"] = 0.0
     # Of the layer that computes, and the gradients beside it; while one does, there are no logits.
-    one = 2 * layer + _group(config, shape, rank) + _one_gradient(config, shape, rank)
-    own["activations"] += max(one - own["logits"], 0.0)
+    own["activations"] += max(beside_kept(learner, shape, rank) - own["logits"], 0.0)
     own["step"] = max(own["step"] - own["activations"] - own["logits"], 0.0)  # after the passes
     if role == "reference":
-        own |= {"gradients": 0.0, "optimizer": 0.0, "activations": layer, "step": 0.0}
+        own |= {"gradients": 0.0, "optimizer": 0.0, "activations": in_forward(learner, shape, rank), "step": 0.0}
     beside = {"critic": algorithm.needs_critic, "reference": algorithm.needs_reference}
     here = {name for name, needed in beside.items() if needed and name not in config.roles.separate}
     reserved = RESERVED * (config.slurm.gpu_memory_gb or 0) * GB
@@ -285,27 +280,6 @@ def parked(terms: Terms, critic: Terms, kinds: Collection[str]) -> Terms:
     return out
 
 
-def _group(config: RunConfig, shape: ModelShape, rank: Rank) -> float:
-    """Bytes that layers keep which are recomputed together with the one that computes (``recompute.uniform``)."""
-    together = (config.learner.recompute.uniform or 1) - 1
-    if not together:
-        return 0.0
-    most = max((kept(config.learner, shape, layer, rank.longest) for layer in rank.layers), default=0.0)
-    return together * most * rank.tokens
-
-
-def _one_gradient(config: RunConfig, shape: ModelShape, rank: Rank) -> float:
-    """Bytes of the largest gradients that are there at once before they are added up: of all experts of a layer (both
-    matrices in torch's layers, which return them together), of a dense layer's gate and up, or of the embedding."""
-    d, hidden = config.learner.dims, shape.hidden_size
-    matrices = 2 if wants_transformer_engine(config.learner, shape) else 3
-    experts = matrices * hidden * shape.expert_width * shape.num_experts / d.ep / d.etp
-    dense = 2 * hidden * shape.dense_width / d.tp
-    embedding = hidden * shape.vocab_size / d.tp if rank.stage == 0 else 0.0
-    of_layers = [experts if layer in shape.moe_layers else dense for layer in rank.layers]
-    return max(embedding, *of_layers) * BYTES[config.learner.dtype]
-
-
 def _server(config: RunConfig, shape: ModelShape) -> float:
     """Bytes of a server on each of its GPUs, with the memory in which it receives layers.
 
@@ -324,31 +298,6 @@ def _of_critic(layout: Layout, rank: Rank) -> Rank:
     less = sum(map(prod, held)) - layout.shape.hidden_size - 1 if last else 0
     parameters, trained = (replace(one, dense=one.dense - less) for one in (rank.parameters, rank.trained))
     return replace(rank, parameters=parameters, trained=trained)
-
-
-def _working_set(config: RunConfig, shape: ModelShape, rank: Rank, layer: int) -> float:
-    """Elements that ``rank`` holds at once while it computes one layer, kept or not."""
-    d, hidden = config.learner.dims, shape.hidden_size
-    per_token = 4.0 * hidden + sum(_attention(shape))  # both norms: what comes in and goes out
-    if layer in shape.moe_layers:
-        chosen = shape.experts_per_token
-        per_token += chosen * (4 * hidden * d.etp + 3 * shape.expert_width)  # sent, arrived, left, combined
-        per_token += 3 * shape.shared_width + 2 * shape.num_experts
-    else:  # sequence parallelism gathers what comes into the MLP
-        per_token += 3 * shape.dense_width + hidden * (d.tp if d.tp > 1 else 0)
-    plain = probabilities(config.learner, shape, layer, rank.longest) / BYTES[config.learner.dtype]
-    return rank.tokens * (per_token / d.tp + plain)
-
-
-def _attention(shape: ModelShape) -> Iterator[float]:
-    """Elements per token of queries, keys, values and the output, before and after rotation."""
-    heads = shape.num_heads
-    if (latent := shape.latent) is None:
-        yield (2 * heads + 2 * shape.num_kv_heads) * shape.head_dim  # q, k, v and the output
-        yield (heads + shape.num_kv_heads) * shape.head_dim  # rotated q and k
-        return
-    yield (latent.query_rank or 0) + latent.kv_rank + latent.rope_dim
-    yield heads * (2 * (latent.nope_dim + latent.rope_dim) + 2 * latent.value_dim)
 
 
 def _local_engine(config: RunConfig, shape: ModelShape) -> float:

@@ -92,6 +92,8 @@ def test_it_counts_what_a_real_rank_holds_and_sends(layout: str, tmp_path: Path)
         assert said["passes"] == pytest.approx(true["passes"], rel=0.03)
         assert said["collectives"] == true["collectives"]
         assert_formula(learner_of(layout), SHAPE, said)
+        terms = {m.stage: m.terms for m in footprints(RunConfig(learner=learner_of(layout)), SHAPE)}[said["stage"]]
+        assert said["passes"] == pytest.approx(terms["activations"] + terms["logits"], rel=0.04)
 
 
 def assert_formula(learner: LearnerSection, shape: ModelShape, said: dict[str, Any]) -> None:
@@ -128,7 +130,10 @@ def over_tp() -> LearnerSection:
 
 def test_latents_shared_experts_and_dense_layers_send_what_the_closed_form_says(tmp_path: Path) -> None:
     run_ranks(dry_latent_over_tp, 1, tmp_path)
-    assert_formula(over_tp(), SHARED, json.loads((tmp_path / "latent").read_text()))
+    said = json.loads((tmp_path / "latent").read_text())
+    assert_formula(over_tp(), SHARED, said)
+    (terms,) = [m.terms for m in footprints(RunConfig(learner=over_tp()), SHARED) if m.rank == 0]
+    assert said["passes"] == pytest.approx(terms["activations"] + terms["logits"], rel=0.04)
 
 
 def dry_latent(_: int, folder: Path) -> None:

@@ -22,6 +22,7 @@ FILES = ["data.train=train.jsonl", "data.eval=test.jsonl", "model.path=/models/g
 HERE = [
     "learner.offload.optimizer=0",
     "learner.offload.while_sampling=null",
+    "learner.layers=torch",
 ]  # as plan --exact: there is no other device
 
 
@@ -41,9 +42,7 @@ def test_stages_build_step_and_hold_what_is_planned(recipe: str) -> None:
         assert run.gradients == pytest.approx(terms["gradients"], rel=1e-6)  # dp 12 pads their buffers
         assert run.optimizer == pytest.approx(terms["optimizer"], rel=1e-4)  # a count of steps for each tensor
         passes = terms["activations"] + terms["logits"]
-        assert 0.7 * passes <= run.passes <= 1.03 * passes  # the working set of a layer is an upper bound
-        if recipe == "qwen3_30b_a3b":
-            assert run.passes == pytest.approx(passes, rel=0.03)
+        assert run.passes == pytest.approx(passes, rel=0.03)
         learner = config.learner
         layers = layers_of(learner, shape, run.stage)
         found = collectives(

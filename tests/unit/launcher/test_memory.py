@@ -175,7 +175,7 @@ def test_each_term_grows_with_what_its_advice_names() -> None:
     assert now("learner.recompute.uniform=null").terms["activations"] > 5 * was["activations"]
     gradients = 2 * 2 * 4096 * 1536 * 128 / 16  # of the gate, up and down of a rank's experts in a layer
     half = now("learner.max_tokens_per_micro_batch=8192").terms["activations"]
-    assert half - gradients == (was["activations"] - gradients) / 2
+    assert was["activations"] / 2 < half < was["activations"] / 2 + gradients  # which do not grow with tokens
     assert now("algorithm.kl.coefficient=0.1").terms["reference"] == was["parameters"]
     assert now("algorithm=ppo").terms["critic"] == was["parameters"] + was["gradients"] + was["optimizer"]
     assert now("weights.bucket_mb=512").terms["weight push"] == 2 * was["weight push"]
@@ -225,15 +225,11 @@ def test_torch_pins_powers_of_two() -> None:
 
 
 def test_logits_of_the_last_stage_by_hand() -> None:
-    config, shape = recipe("deepseek_v3")
     tokens, vocab, chunk, hidden = 16384, 129280 // 4, 1024, 7168
-    logits, chunks, states, of_weight = (
-        2 * 2 * tokens * vocab,
-        2 * 4 * chunk * vocab,
-        2 * 2 * tokens * hidden,
-        2 * vocab * hidden,
-    )
-    assert footprints(config, shape)[-1].terms["logits"] == logits + chunks + states + of_weight
+    logits, chunks, states = 2 * 2 * tokens * vocab, 2 * 4 * chunk * vocab, 2 * 2 * tokens * hidden
+    for layers, of_weight in (("auto", 2 * vocab * hidden), ("torch", 0)):  # torch frees logits before that
+        config, shape = recipe("deepseek_v3", f"learner.layers={layers}")
+        assert footprints(config, shape)[-1].terms["logits"] == logits + chunks + states + of_weight
     assert footprints(config, shape)[0].terms["logits"] == 0
 
 
