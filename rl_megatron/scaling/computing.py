@@ -26,7 +26,7 @@ def beside_kept(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float
     most = max((_one(learner, shape, rank, layer) for layer in unlike), default=0.0)
     hidden = rank.tokens * shape.hidden_size * size
     around = hidden if d.tp > 1 else 0.0  # megatron's buffer of sequence parallelism
-    around += hidden / d.tp if d.pp > 1 else 0.0  # what comes from another stage
+    around += hidden / d.tp if d.pp > 1 else 0.0  # received from another stage
     return max(most + _group(learner, shape, rank), _embedding(learner, shape, rank)) + around
 
 
@@ -55,7 +55,7 @@ def _one(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> 
 
 def _experts(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> float:
     """Bytes beside what a layer with experts keeps: in its forward pass rows as sorted, as they arrived, as they left
-    the experts and as sorted back; in the backward pass the gradients of what came out and of what went in, of all
+    the experts and as sorted back; in the backward pass the gradients of outputs and inputs, of all
     experts' weights, which return together, and one expert's products."""
     d, size = learner.dims, BYTES[learner.dtype]
     rows = rank.tokens * shape.experts_per_token / d.tp
@@ -100,7 +100,7 @@ def _group(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
 def _made(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> float:
     """Bytes that ``rank`` makes while it computes one layer, kept or not."""
     d, hidden = learner.dims, shape.hidden_size
-    per_token = 4.0 * hidden + sum(_attention(shape))  # both norms: what comes in and goes out
+    per_token = 4.0 * hidden + sum(_attention(shape))  # inputs and outputs of both norms
     if layer in shape.moe_layers:
         chosen = shape.experts_per_token
         per_token += chosen * (4 * hidden * d.etp + 3 * shape.expert_width)  # sent, arrived, left, combined
