@@ -27,7 +27,7 @@ from rl_megatron.options.option import BYTES, Elements, Rank, Terms
 from rl_megatron.placement.names import LEARNER, called
 from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.placement.seats import seats_of
-from rl_megatron.scaling.computing import beside_kept, in_forward
+from rl_megatron.scaling.layers.peaks import beside_kept, in_forward
 from rl_megatron.scaling.parameters import elements, ranks_of
 from rl_megatron.weights.formats.scaled import BLOCKS, ScaledLayout, with_scales
 from rl_megatron.weights.layouts.families import hf_layout
