@@ -97,23 +97,28 @@ def _launcher(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -
         launcher = SlurmLauncher(model_folder, parts.folder, parts.allocation, stop.ask)
     if parts.config.rollout.served:
         found, host = sites_of(parts.config, parts.allocation), parts.allocation.address() if parts.allocation else HERE
-        more: MoreSites = MoreHere(config=parts.config)
-        if parts.allocation is not None:
-            more = MoreOnNodes(config=parts.config, allocation=parts.allocation)
+        more = _more_sites(parts)
         launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, host, more, parts.control)
     return launcher
+
+
+def _more_sites(parts: Parts) -> MoreSites:
+    if parts.allocation is None:
+        return MoreHere(config=parts.config)
+    return MoreOnNodes(config=parts.config, allocation=parts.allocation)
 
 
 def _on_ray(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> Launcher:
     try:
         from launcher.hosts.ray.cluster import InCluster, RayCluster
         from launcher.hosts.ray.launcher import RayLauncher
+        from launcher.hosts.ray.more import MoreOnRay
     except ModuleNotFoundError as error:
         raise ConfigError("run.launcher=ray: Ray is not installed; pip install 'rl-megatron[ray]'") from error
     cluster = RayCluster(parts.config, parts.allocation, parts.folder)
     launcher: Launcher = RayLauncher(cluster, model_folder, parts.folder, stop.ask)
     if parts.config.rollout.served:
         found = sites_of(parts.config, parts.allocation, cluster.start_guard)
-        control = parts.control
-        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, cluster.host, control=control)
+        more = MoreOnRay(cluster=cluster, known=_more_sites(parts))
+        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, cluster.host, more, parts.control)
     return InCluster(cluster=cluster, inner=launcher)

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from launcher.hosts.ray.head import await_health, join_cluster, start_here
 from launcher.hosts.ray.node import Bundle, NodeCall, engine_node_command, node_command, shares, totals
-from launcher.hosts.ray.server_actors import ActorGuard, make_server_actor
+from launcher.hosts.ray.server_actors import ActorGuard, make_free_actor, make_server_actor
 from launcher.hosts.sites import cpus_of_engine_node, visible_gpus
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.steps import ended, running_step
@@ -43,11 +43,19 @@ from rl_megatron.placement.seats import Seat, describe_seats, seats_here, seats_
 import ray  # after head, which sets what it reads
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 logger = logging.getLogger(__name__)
 
 _SHUTDOWN_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayNode:
+    """A node of the cluster, as Ray knows it."""
+
+    id: str
+    address: str
 
 
 class RayCluster:
@@ -182,19 +190,47 @@ class RayCluster:
             async with asyncio.timeout(_SHUTDOWN_SECONDS):
                 await self.own(ray.shutdown)
 
+    async def nodes(self) -> dict[str, RayNode]:
+        """The nodes that the cluster has now. Ray's name is that of a node that the run did not start."""
+
+        def alive() -> dict[str, RayNode]:
+            found = {}
+            for node in ray.nodes():  # type: ignore[no-untyped-call]
+                names = {label.partition(" on ")[2] for label in node["Resources"] if " on " in label}
+                for name in (names or {node["NodeName"]}) if node["Alive"] else ():
+                    found[name] = RayNode(id=node["NodeID"], address=node["NodeManagerAddress"])
+            return found
+
+        return await self.own(alive)
+
     async def start_guard(self, number: int, order: Order) -> Guard:
-        """Start a server's guard at seat ``number``. Raises EngineError after ``rollout.server.start_seconds``."""
+        """Start a server's guard at seat ``number``. Raises EngineError after ``rollout.server.start_seconds``, and at
+        once where its node is gone."""
+        seat = self.seats[number]
+        await self._find(seat.node)
+        return await self._started(await self.own(make_server_actor, self._places[number]), seat.node, order)
+
+    async def start_on(self, node: str, order: Order) -> Guard:
+        """Start a guard on a node of the cluster, beside what is planned there. Raises EngineError as `start_guard`."""
+        there = await self._find(node)
+        where = NodeAffinitySchedulingStrategy(there.id, soft=False)
+        return await self._started(await self.own(make_free_actor, where), node, order)
+
+    async def _find(self, node: str) -> RayNode:
+        nodes = await self.nodes()
+        if node not in nodes:
+            raise EngineError(f"Ray has no node {node} now; it has {', '.join(sorted(nodes))}")
+        return nodes[node]
+
+    async def _started(self, actor: Any, node: str, order: Order) -> Guard:
         limit = self._config.rollout.server.start_seconds
-        actor = await self.own(make_server_actor, self._places[number], number)
         try:
             async with asyncio.timeout(limit):
                 await asyncio.wrap_future(actor.start.remote(order).future())
         except (TimeoutError, RayError) as error:
             await self.own(ray.kill, actor)
             why = f": {error}" if isinstance(error, RayError) else f" in rollout.server.start_seconds={limit:g}"
-            raise EngineError(
-                f"Ray did not start server {self.seats[number].server} on {self.seats[number].node}{why}"
-            ) from error
+            raise EngineError(f"Ray did not start the server of {order.log.name} on {node}{why}") from error
         return ActorGuard(self.own, actor, order.log)
 
 

@@ -20,7 +20,7 @@ from launcher.processes.own_thread import OwnThread
 # isort: split
 import ray  # after head, which sets what it reads
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,14 @@ class ActorGuard(Guard):
         await self._own(ray.kill, self._actor)
 
 
-def make_server_actor(here: PlacementGroupSchedulingStrategy, number: int) -> Any:
+def make_server_actor(here: PlacementGroupSchedulingStrategy) -> Any:
     """The actor class, bound to its bundle, all of which it takes."""
     bundle = here.placement_group.bundle_specs[here.placement_group_bundle_index]
     actor: Any = ray.remote(ServerActor)
     return actor.options(num_cpus=1, num_gpus=bundle.get("GPU", 0), scheduling_strategy=here).remote()
+
+
+def make_free_actor(where: NodeAffinitySchedulingStrategy) -> Any:
+    """The actor class, bound to a node, of which Ray counts nothing: its server joined later."""
+    actor: Any = ray.remote(ServerActor)
+    return actor.options(num_cpus=0, scheduling_strategy=where).remote()

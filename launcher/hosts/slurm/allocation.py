@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -15,6 +16,9 @@ from rl_megatron.durable import write_atomically
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.nodes import beside, cut
 
+logger = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 30.0  # of Slurm's controller, which serves many users
 _INHERITED = ("SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK")  # srun would apply the learner's
 
 
@@ -80,9 +84,13 @@ class Allocation:
         All of them where Slurm does not answer.
         """
         command = ["squeue", "--noheader", f"--job={self.id}", "--states=all", "--format=%N"]
-        listed = subprocess.run(command, capture_output=True, text=True)
-        lines = [line for line in listed.stdout.split() if line]
-        if listed.returncode or not lines:
+        try:
+            listed = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=True)
+            lines = listed.stdout.split()
+        except (OSError, subprocess.SubprocessError) as error:
+            logger.warning("Slurm does not say which nodes the job has: %s", error)
+            lines = []
+        if not lines:
             return {node for nodes in self.by_role.values() for node in nodes}
         return {node for line in lines for node in _expanded(line)}
 

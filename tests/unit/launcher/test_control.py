@@ -21,6 +21,7 @@ from launcher.control.address import LONGEST_LINE, address_of
 from launcher.control.client import ask_run
 from launcher.control.listener import Control
 from rl_megatron.errors import ConfigError, EngineError
+from tests.unit.launcher.commands import Said
 
 
 async def echo(arguments: Mapping[str, Any]) -> object:
@@ -118,10 +119,10 @@ try:
     stream.connect(sys.argv[1])
 except PermissionError:
     sys.exit("no way in")
-stream.sendall(b'{"command": "echo", "arguments": {}}\\n')
 try:
+    stream.sendall(b'{"command": "echo", "arguments": {}}\\n')
     print(stream.makefile("rb").readline())
-except ConnectionResetError:  # what it sent was not even read
+except ConnectionError:  # what it sent was not even read
     print(b"")
 """
 
@@ -179,3 +180,20 @@ def test_a_run_that_is_not_there_is_told(run: Run, tmp_path: Path) -> None:
     (run.folder / "control.json").write_text(json.dumps({"node": "elsewhere", "path": "/x"}))
     with pytest.raises(ConfigError, match="its controller is on elsewhere: run this command there"):
         ask_run(run.folder, "echo")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("drop",), "drop needs the number of a server"),
+        (("drop", "1", "--node", "n7"), "--node is for add, --drain for drop"),
+        (("add", "--drain"), "--node is for add, --drain for drop"),
+        ((), "its controller is on elsewhere; run this command there"),
+    ],
+)
+def test_the_command_of_engines_says_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], why: str
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "control.json").write_text(json.dumps({"node": "elsewhere", "path": "/x"}))
+    assert why in Said("engines", capsys)(str(tmp_path), *arguments, status=1)

@@ -1,0 +1,50 @@
+"""Chooses where a server starts that joins a running job of Ray: on any node that the cluster has at that moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from typing_extensions import override
+
+from launcher.hosts.ray.cluster import RayCluster
+from launcher.servers.site import MoreSites, Site, Sites
+from launcher.wire.greetings import this_node
+from rl_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoreOnRay(MoreSites):
+    """On the nodes that ``known`` chooses from, if the cluster has them; on CPUs also on one that joined it later.
+
+    A server there gets its weights if the node sees the folder that they are in.
+    """
+
+    cluster: RayCluster
+    known: MoreSites
+
+    @override
+    async def __call__(self, node: str | None, living: Sequence[Sites], vacant: Sequence[Sites]) -> Sites:
+        nodes = await self.cluster.nodes()
+        free = [sites for sites in vacant if all(_name(site) in nodes for site in sites)]
+        planned = {_name(site) for sites in (*living, *vacant) for site in sites}
+        if node is None or node in planned or node not in nodes:
+            sites = await self.known(node, living, free)
+            if any(sites is one for one in free):
+                return sites
+            return [self._on_ray(one) for one in sites]
+        if any(site.gpus for sites in (*living, *vacant) for site in sites):
+            raise ConfigError(f"--node {node}: on GPUs servers join on the nodes that the run started with alone")
+        number, start = len(living), partial(self.cluster.start_on, node)
+        return [Site(host=nodes[node].address, start=start, node=node, number=number, count=number + 1)]
+
+    def _on_ray(self, site: Site) -> Site:
+        """The site, started by an actor there instead of srun, which would have set its GPUs."""
+        start, gpus = partial(self.cluster.start_on, _name(site)), ",".join(map(str, site.gpus))
+        environment = site.environment or ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
+        return replace(site, start=start, before=(), environment=environment)
+
+
+def _name(site: Site) -> str:
+    return this_node() if site.node == "here" else site.node
