@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import multiprocessing
 import threading
 import time
@@ -269,6 +270,7 @@ def main() -> None:
     print(f"bars: {BAR_SECONDS} s of CPU, {1e3 * BAR_CALLBACK:g} ms a callback, bytes {BAR_BYTES} x the columns")
     print(f"{'way':8} {'ranks':>6} {'positions':>10} {'CPU s':>8} {'wall s':>8} {'call. ms':>9} {'MB':>10} {'x':>8}")
     groups = scored(args.positions // mean // 16 * 16, args.positions)
+    gc.freeze()  # as `LoopWatch.begin`
     rows = [measure(args.ranks, groups), measure(args.ranks, groups, pickled=True)]
     if args.growth:
         rows += [measure(ranks, groups) for ranks in (16, 64, 256, 1024)]

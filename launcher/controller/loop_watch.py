@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import selectors
@@ -79,7 +80,12 @@ class LoopWatch:
         threading.Thread(target=self._watch, name="loop watch", daemon=True).start()
 
     def begin(self) -> None:
-        """Measure from here on. Before, imports in threads hold Python's lock, and nothing waits for the loop."""
+        """Measure from here on. Before, imports in threads hold Python's lock, and nothing waits for the loop.
+
+        What is there by now, modules and data, stays: left out of garbage collections, of which a full one over some
+        200,000 objects holds the loop for 0.1 s.
+        """
+        gc.freeze()
         self._begun, self._turns.long = True, self._long
         self._turns.longest = self._held = 0.0
 
@@ -87,6 +93,7 @@ class LoopWatch:
         """Stop watching, before the loop ends."""
         self._turns.long = None
         self._over.set()
+        gc.unfreeze()
 
     def row(self) -> dict[str, float]:
         """The metric of the time since the last call. Called in the loop."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from launcher.controller.loop_watch import LoopWatch, TimedLoop
+from rl_megatron.config.io import load_config
 
 STANDING_STILL = """
 import asyncio, sys, time
@@ -98,3 +103,24 @@ def _backtracks(seconds: float) -> int:
         re.fullmatch("(a|a)*b", "a" * count)
         took = time.perf_counter() - began
     return count
+
+
+def test_garbage_collections_of_a_run_skip_what_was_there_before(tmp_path: Path) -> None:
+    """A full one visits every object that it does not skip, in whatever turn of the loop it begins."""
+    before = [object()]
+
+    def visited() -> bool:
+        return any(one is before for one in gc.get_objects())
+
+    async def controller() -> None:
+        watch = LoopWatch(load_config("tiny_cpu", []), tmp_path)
+        assert visited()
+        watch.begin()
+        later = [object()]
+        assert not visited()
+        assert any(one is later for one in gc.get_objects())
+        watch.stop()
+        assert visited()
+
+    with asyncio.Runner(loop_factory=TimedLoop) as runner:
+        runner.run(controller())
