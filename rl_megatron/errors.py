@@ -27,6 +27,10 @@ class EngineError(RLMegatronError):
     """A generation request that an engine cannot serve; names the request id."""
 
 
+class PoisonPrompt(EngineError):
+    """A prompt that no engine survives, or that several refuse; names the request id."""
+
+
 class CheckpointError(RLMegatronError):
     """A checkpoint that is torn, missing or of another run; names the file."""
 

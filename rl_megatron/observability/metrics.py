@@ -133,7 +133,7 @@ METRICS: Mapping[str, Documented] = _rows(
     ("response/truncated_fraction", "", "share of completions that reached rollout.max_new_tokens, or were ended late"),
     ("response/late_fraction", "", "share of completions that rollout.max_seconds ended"),
     ("groups/trained", "groups", "groups that the step trains on; 0 if it is skipped because there are none"),
-    ("groups/dropped", "groups", "groups left out: over-long prompt or failed reward, if the config says drop"),
+    ("groups/dropped", "groups", "groups left out: failed rewards if the config says so, and `poison` prompts"),
     ("groups/filtered", "groups", "groups of equal shaped rewards, left out by rollout.dynamic_sampling"),
     ("groups/zero_advantage_fraction", "", "share of groups whose rewards are all equal, so they give no gradient"),
     (

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.trajectories import single_turns
-from rl_megatron.errors import RewardError
+from rl_megatron.errors import PoisonPrompt, RewardError
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.observability.timeline.spans import FreeLanes
 from rl_megatron.rewards.scoring import errors_of, score
@@ -140,6 +140,15 @@ class RolloutSampler:
     async def _group(
         self, prompt: Prompt, request: GenerationRequest, begun: Mapping[str, Sequence[Completion | None]] | None
     ) -> Answered:
+        try:
+            return await self._sampled(prompt, request, begun)
+        except PoisonPrompt as error:
+            logger.error("prompt %r is dropped: %s", prompt.id, error)
+            return Answered(group=None, reason="poison")
+
+    async def _sampled(
+        self, prompt: Prompt, request: GenerationRequest, begun: Mapping[str, Sequence[Completion | None]] | None
+    ) -> Answered:
         if not self.apart or begun is None:
             return await self._scored(prompt, await self._generated(request))
         before = begun[request.id] or (None,) * request.num_completions
@@ -215,7 +224,8 @@ def _alone(request: GenerationRequest, place: int, begun: Completion | None) -> 
 def _with_greedy(sampled: Answered, greedy: Answered) -> Answered:
     """The sampled group with the greedy completion; without a group if either was dropped."""
     if sampled.group is None or greedy.group is None:
-        return Answered(group=None, reason="reward_error", scored=sampled.scored, greedy=greedy.scored)
+        reason = sampled.reason or greedy.reason
+        return Answered(group=None, reason=reason, scored=sampled.scored, greedy=greedy.scored)
     return replace(sampled, group=replace(sampled.group, greedy=greedy.group), greedy=greedy.scored)
 
 

@@ -24,12 +24,14 @@ from dataclasses import dataclass, replace
 
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.prompts import PromptStream
+from rl_megatron.errors import EngineError
 from rl_megatron.rollout.batch import Answered, Drawn, GroupSource, RolloutBatch, Waiting
 from rl_megatron.rollout.ledger import Ledger, LedgerState
 from rl_megatron.types import RolloutGroup
 
 _PATIENCE = 0.02  # the share of a step for which the learner may wait before more is sampled ahead
 _CALM_STEPS = 30  # steps without such a wait before less is
+_POISON_STEPS, _POISON_SHARE = 20, 0.01  # more poison than this share of the prompts of so many steps ends the run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,7 @@ class StreamState:
     places: tuple[Waiting, ...]  # in the order drawn; those without an answer are sampled again
     left_out: tuple[Waiting, ...]  # since the last step
     ledger: LedgerState
+    poison: tuple[int, ...] = ()  # ordinals of the prompts dropped so among those drawn last
 
 
 class Stream:
@@ -80,6 +83,7 @@ class Stream:
         self._dues = Counter[int]()  # how many places are due at each step
         self._ready: list[tuple[int, int]] = []  # keys of the places with an answer, ascending
         self._left_out: list[Waiting] = []
+        self._poison: list[int] = []
         self._unsent: list[Waiting] = []  # of a checkpoint, to sample again
         self._tasks = set[asyncio.Task[None]]()
         self._failure: Exception | None = None
@@ -200,6 +204,7 @@ class Stream:
             places=tuple(map(self._with_tokens, self._places.values())),
             left_out=tuple(self._left_out),
             ledger=self._ledger.state(),
+            poison=tuple(self._poison),
         )
 
     def start_over(self) -> None:
@@ -216,7 +221,7 @@ class Stream:
         self._credit, self._calm, self._batch = state.credit, state.calm, list(state.batch)
         if self._apart:
             self._ahead = max(min(1, self._most), min(state.ahead, self._most))
-        self._left_out = list(state.left_out)
+        self._left_out, self._poison = list(state.left_out), list(state.poison)
         self._places = {place.drawn.ordinal: place for place in state.places}
         self._dues = Counter(place.due for place in state.places)
         self._ready = sorted(place.key for place in state.places if place.answered is not None)
@@ -283,6 +288,8 @@ class Stream:
         section, group = self._section, answered.group
         if section.dynamic_sampling != "off" and group is not None and not self._teaches([group])[0]:
             answered = replace(answered, group=None, reason="equal_rewards")
+        if answered.reason == "poison":
+            self._count_poison(place.drawn)
         place = replace(place, answered=answered)
         self._ledger.move([place.drawn.ordinal], "buffered" if place.kept else "left_out")
         if not place.kept and section.dynamic_sampling == "refill" and self._credit:
@@ -292,6 +299,17 @@ class Stream:
         else:
             self._places[place.drawn.ordinal] = place
             insort(self._ready, place.key)
+
+    def _count_poison(self, drawn: Drawn) -> None:
+        """Raises EngineError for the first of more than 1 % of 20 steps' prompts; one is always let pass."""
+        window = _POISON_STEPS * self._size
+        self._poison = [*(one for one in self._poison if one >= self._drawn - window), drawn.ordinal]
+        if len(self._poison) > max(1, _POISON_SHARE * window):
+            raise EngineError(
+                f"{len(self._poison)} of the last {window} prompts drawn ended servers or were refused by them, the "
+                f"last {drawn.prompt.id!r} (log.txt has all); more than {_POISON_SHARE:.0%} is no matter of single "
+                "prompts: read the servers' logs, and fix the engine or the data"
+            )
 
     async def _next(self, step: int) -> list[Waiting]:
         """Take G places out of the stream, once a step may."""

@@ -6,23 +6,25 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rl_megatron.config.sections.rollout import ServerSection
-from rl_megatron.errors import EngineError
+from rl_megatron.errors import EngineError, PoisonPrompt
 from rl_megatron.observability.timeline.spans import FreeLanes
 from rl_megatron.rollout.servers.adapter import Adapter, ForeignWeights
 from rl_megatron.rollout.servers.answers import joined, problem_of, rest_of
-from rl_megatron.rollout.servers.http import AttemptFailed, Server
+from rl_megatron.rollout.servers.http import AttemptFailed, Refused, Server
 from rl_megatron.rollout.servers.places import Places
-from rl_megatron.rollout.servers.replicas import Replica, ReplicaDied, ReplicaSet
+from rl_megatron.rollout.servers.replicas import PRESENT, Replica, ReplicaDied, ReplicaSet
+from rl_megatron.rollout.servers.suspects import Suspects, is_loss
 from rl_megatron.rollout.servers.time_limit import TimeLimit
 from rl_megatron.types import Completion, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
 _AGAIN_SECONDS = 0.5  # a server ignores an abort that overtakes its request
+_CALM = 20  # waits before the first retry, until a prompt that may end servers is tried alone
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +47,7 @@ class Attempts:
         self._lanes: dict[int, FreeLanes] = {}  # of the timeline, by replica
         self._running: set[_Attempt] = set()
         self._aborts: set[asyncio.Task[None]] = set()
+        self.suspects = Suspects(replicas.wake, calm=_CALM * section.backoff_seconds)
         self.so_far: dict[str, Completion | None] = {}
         """What requests have sampled, as far as servers have told; of those whose ids are keys."""
         self.interrupts = 0
@@ -54,35 +57,76 @@ class Attempts:
         self, request: GenerationRequest, only: Replica | None = None, *, place: int = 0, clock: TimeLimit | None = None
     ) -> list[Completion]:
         """Completions by a replica that `Places` chooses, or by ``only``. Deaths of replicas do not count as attempts.
+        Raises EngineError; PoisonPrompt, for requests without ``only``, by the rules of `suspects`.
 
         What is ``begun`` of the completion at ``place`` in its group is a part of the answer. Servers abort what
         runs longer than ``clock`` allows.
         """
         clock = clock or TimeLimit()
         wait, failed, left = self._section.backoff_seconds, None, self._section.retries
-        begun = request.begun
+        begun, refusals = request.begun, dict[int, Refused]()
         asked = request if begun is None else rest_of(request, begun, place)
         while True:
-            replica = only or self._places.choose(request, await self._replicas.some(self._replicas.healthy), failed)
+            replica = only or await self._place(request, failed)
+            server = replica.server
             try:
-                return await self._attempt(replica, asked, begun, clock)
+                with self._in_flight(request, replica, is_probe=only is not None):
+                    return await self._attempt(replica, asked, begun, clock)
             except ReplicaDied as error:
                 if only is not None:
                     raise
+                failed = replica
                 logger.warning("request %r is sent again: %s", request.id, error)
-                continue
             except (AttemptFailed, ForeignWeights) as error:
+                failed = replica
                 replica.suspect(error)
                 if not left or (isinstance(error, ForeignWeights) and not replica.supervised):
                     tries = self._section.retries + 1 - left
                     raise EngineError(f"request {request.id!r}: {error}; attempts made: {tries}") from error
                 logger.warning("request %r: %s; retrying in %g s", request.id, error, wait)
+                await asyncio.sleep(wait)
+                if replica.server is server and replica.health in PRESENT:
+                    left, wait = left - 1, 2 * wait
+            except Refused as error:
+                if only is not None or not self._another(request, replica, error, refusals):
+                    raise EngineError(f"request {request.id!r}: {error}") from error
                 failed = replica
+            except PoisonPrompt:
+                raise
             except EngineError as error:
                 raise EngineError(f"request {request.id!r}: {error}") from error
-            left -= 1
-            await asyncio.sleep(wait)
-            wait *= 2
+
+    async def _place(self, request: GenerationRequest, failed: Replica | None) -> Replica:
+        places = await self._replicas.some(lambda: self.suspects.places(request, self._replicas.healthy()))
+        return self._places.choose(request, places, failed)
+
+    @contextlib.contextmanager
+    def _in_flight(self, request: GenerationRequest, replica: Replica, *, is_probe: bool) -> Iterator[None]:
+        """Raises PoisonPrompt where a server was lost under the request, and its prompt alone can be the cause."""
+        if is_probe:
+            yield
+            return
+        server = replica.server
+        with self.suspects.sent(request, server) as flight:
+            try:
+                yield
+            except AttemptFailed as error:
+                left = len(self._replicas.left())
+                if not is_loss(error) or not self.suspects.lost(flight, replica, server, replicas=left):
+                    raise
+                lost = self.suspects.told(flight)
+                raise PoisonPrompt(f"request {request.id!r}: servers were lost under it: {lost}; {error}") from error
+
+    def _another(
+        self, request: GenerationRequest, replica: Replica, error: Refused, refusals: dict[int, Refused]
+    ) -> bool:
+        """Whether another replica may take a request that this one refuses. Raises PoisonPrompt if two refuse it."""
+        if refusals and replica.number not in refusals:
+            (other,) = refusals.values()
+            raise PoisonPrompt(f"request {request.id!r} is refused by two servers: {other}; {error}") from error
+        refusals[replica.number] = error
+        logger.warning("request %r: %s; asking another server", request.id, error)
+        return any(one.number not in refusals for one in self._replicas.healthy())
 
     async def _attempt(
         self, replica: Replica, asked: GenerationRequest, begun: Completion | None, clock: TimeLimit

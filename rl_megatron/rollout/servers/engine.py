@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 
 from rl_megatron.config.sections.rollout import ServerSection
@@ -79,7 +79,8 @@ class ServedEngine:
             await replica.while_alive(self._attempts.ended(server) if drain else self._attempts.hand_over(server))
 
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
-        """Completions sampled by served versions alone, but for what was ``begun``. Raises EngineError."""
+        """Completions sampled by served versions alone, but for what was ``begun``. Raises EngineError; PoisonPrompt if
+        the prompt is to be dropped."""
         if not request.num_completions:
             return []
         self._check(request)
@@ -89,7 +90,8 @@ class ServedEngine:
             self._attempts.so_far[request.id] = request.begun
         try:
             async with self._slots if request.birth is None else self._first:
-                return await self._generated(request)
+                with self._attempts.suspects.following(request):
+                    return await self._generated(request)
         finally:
             self._attempts.so_far.pop(request.id, None)
 
@@ -105,7 +107,7 @@ class ServedEngine:
             state = None
             started = [replace(begun, finish_reason="abort")]
         finishing = (self._finished(request, c, n, state, replace(clock)) for n, c in enumerate(started))
-        completions = await asyncio.gather(*finishing)
+        completions = await _all_or_none(finishing)
         after = await self.weights.served_version(request)
         if len(completions) != request.num_completions:
             raise EngineError(
@@ -185,3 +187,13 @@ class ServedEngine:
         """Close all connections."""
         await self._attempts.close()
         await asyncio.gather(*(replica.server.close() for replica in self.replicas.all))
+
+
+async def _all_or_none(work: Iterable[Coroutine[None, None, Completion]]) -> list[Completion]:
+    """The results; an error of one ends the others, which would go on asking servers."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -16,7 +16,7 @@ from rl_megatron.rollout.servers.engine_token import authorization
 T = TypeVar("T")
 
 KEEP_ALIVE_SECONDS = 2.0  # uvicorn closes an idle connection after 5: a request must not meet that
-_PASSING = (408, 429)  # statuses below 500 after which another attempt may succeed
+_PASSING = (408, 429, 503)
 _SHOWN = 2000  # characters of an answer in an error
 
 
@@ -30,6 +30,18 @@ class NoAnswer(AttemptFailed):
 
 class Unreachable(AttemptFailed):
     """There was no connection, or it broke."""
+
+
+class Broken(Unreachable):
+    """The connection broke after the request was sent, perhaps because the server died of it."""
+
+
+class Busy(AttemptFailed):
+    """The server takes no request at present."""
+
+
+class Refused(EngineError):
+    """The server refuses this request for good."""
 
 
 class Server:
@@ -96,13 +108,17 @@ class Server:
                 response = await self._client.request(method, path, json=body, params=params)
         except TimeoutError as error:
             raise NoAnswer(f"{what}: no answer within rollout.server.timeout_seconds={limit:g}") from error
-        except httpx2.TransportError as error:
+        except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
             raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
+        except httpx2.TransportError as error:
+            raise Broken(f"{what}: {type(error).__name__}: {error}") from error
         status, answer = response.status_code, response.content
-        if status >= 500 or status in _PASSING:
+        if status in _PASSING:
+            raise Busy(f"{what}: status {status}: {_shown(answer)}")
+        if status >= 500:
             raise AttemptFailed(f"{what}: status {status}: {_shown(answer)}")
         if status >= 300:
-            raise EngineError(f"{what}: status {status}: {_shown(answer)}")
+            raise Refused(f"{what}: status {status}: {_shown(answer)}")
         return bytes(answer)
 
     def _json(self, path: str, text: bytes | str) -> Any:

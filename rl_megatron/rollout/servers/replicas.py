@@ -151,24 +151,25 @@ class ReplicaSet:
 
     def add(self, server: Server, number: int | None = None) -> Replica:
         """A stale replica, of a number of its own."""
-        replica = Replica(self.next_number() if number is None else number, server, self._wake)
+        replica = Replica(self.next_number() if number is None else number, server, self.wake)
         self.all = (*self.all, replica)
-        self._wake()
+        self.wake()
         return replica
 
     def remove(self, replica: Replica) -> None:
         """Forget a replica that left."""
         self.all = tuple(one for one in self.all if one is not replica)
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Have all waiters look again."""
         turn, self._turn = self._turn, asyncio.Event()
         turn.set()
 
     def fail(self, error: BaseException) -> None:
         """Report that the supervisor of the replicas has failed."""
         self._failure = error
-        self._wake()
+        self.wake()
 
     def present(self) -> list[Replica]:
         """The replicas that answer."""

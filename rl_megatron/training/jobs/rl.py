@@ -51,8 +51,8 @@ class Reinforcement(GroupJob):
         left_out = batch.dropped_groups + batch.filtered_groups
         found = (
             f"step {self.number}: {len(batch.groups) + left_out} prompts left {len(batch.groups)} groups to train on, "
-            f"{wanted} were wanted: {batch.dropped_groups} were dropped for a failed reward (log.txt names them), "
-            f"{batch.filtered_groups} had equal rewards"
+            f"{wanted} were wanted: {batch.dropped_groups} were dropped for a failed reward or because servers ended "
+            f"under them (log.txt names them), {batch.filtered_groups} had equal rewards"
         )
         if not batch.groups and not batch.filtered_groups:
             raise DataError(f"{found}. Fix the reward or the data")
