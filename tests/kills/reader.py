@@ -45,12 +45,14 @@ def found(run: Path) -> Found:
     newest = max((run / "checkpoints").glob("step_*"))
     state = json.loads((newest / "trainer.json").read_text())
     stream, step = state["stream"], state["step"]
-    waiting = [place["drawn"]["ordinal"] for place in (*stream["places"], *stream["left_out"])]
+    places = [place["drawn"] for place in (*stream["places"], *stream["left_out"])]
+    waiting = [place["ordinal"] for place in places]
     lines = [line for line in lines_of(run / "ledger.jsonl") if line["step"] <= step]
     times = Counter([*(line["ordinal"] for line in lines), *waiting])
     count = stream["drawn"]
     assert times.keys() <= set(range(count)), "a prompt that was never drawn"
     order, trained = drawn(count), dict[int, list[str]]()
+    assert all(place["prompt"]["id"] == order[place["ordinal"]] for place in places), "other prompts wait"
     for line in lines:
         assert line["prompt"] == order[line["ordinal"]], line
         if line["state"] == "trained":
