@@ -4,7 +4,7 @@
 # make test-dry-run [ARGS="-k 30b"]            the recipes of large models at their real size, without their memory
 # make try-newest-engines                      a part of them with the newest vLLM and SGLang, beside the tested ones
 # make test-312 [PYTHON312=PATH]               the learner's tests on Python 3.12, with the newest megatron-core tried
-# make test-cluster                            jobs on a real Slurm of twenty-five nodes on this machine (root, Debian)
+# make test-cluster                            jobs on a real Slurm of twenty-eight nodes on this machine (root, Debian)
 # make test-series                             24 cells of a study over eight nodes of it, one of which is lost
 # make test-pretended-gpu                      the learner's tests again, on pretended GPUs: ten minutes on two cores
 # make test-gpu [HALF=1|2] [GPU_PYTHON=python3]  the kit for one GPU, ten minutes a half; prints a table of figures

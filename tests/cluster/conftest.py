@@ -1,4 +1,4 @@
-"""A real Slurm of twenty-five nodes on this machine. All test processes share it; jobs of several tests run at once."""
+"""A real Slurm of twenty-eight nodes on this machine. All tests share it; jobs of several run at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.jobs import Cluster
 
-NODES = 25
+NODES = 28
 MISSING = [name for name in ("slurmctld", "slurmd", "munged", "ip", "unshare") if shutil.which(name) is None]
 FOLDER = pytest.StashKey[Path]()
 

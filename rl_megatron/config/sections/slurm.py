@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from rl_megatron.config.sections.speeds import SpeedsSection
 from rl_megatron.section import NonNegative, Positive, PositiveFloat, Section
@@ -35,21 +36,34 @@ class RoleNodesSection(Section):
     @property
     def shaped(self) -> bool:
         """Whether the job requests these nodes with other options than the learner's."""
-        of_any = {"nodes", "container"}
+        of_any = {"nodes", "container", "no_kill"}
         return self.model_dump(exclude=of_any) != type(self)().model_dump(exclude=of_any)
 
 
 class EngineNodesSection(RoleNodesSection):
-    """Nodes for engine servers alone (vllm, sglang). All keys but ``nodes`` and ``container`` require
+    """Nodes for engine servers alone. All keys but ``nodes``, ``container`` and ``no_kill`` require
     ``slurm.heterogeneous``."""
 
     nodes: NonNegative = 0
     """Number of the servers' nodes, in addition to ``slurm.nodes``; 0: servers share the learner's nodes."""
     cpus_per_server: Positive | None = None
     """CPU cores of each server; null: as of a learner rank."""
+    no_kill: bool = False
+    """Whether the job goes on without a node that fails (sbatch --no-kill), with the servers that are left. Slurm then
+    does not end it for one of the learner's nodes either: the run notices that itself, after ``run.watchdog_seconds``
+    at the latest."""
     container: Word | None = None
     """Image of the container that servers run in, on whatever nodes; null: no container. ``rollout.python`` is an
     interpreter inside the image; ``slurm.container_runtime`` and ``slurm.container_mounts`` hold for it too."""
+
+    @model_validator(mode="after")
+    def _has_nodes_to_lose(self) -> EngineNodesSection:
+        if self.no_kill and not self.nodes:
+            raise PydanticCustomError(
+                "no_nodes",
+                "no_kill=true is for a job with nodes for servers alone, but nodes=0; set nodes, or leave no_kill out",
+            )
+        return self
 
 
 class CriticNodesSection(RoleNodesSection):
