@@ -46,6 +46,13 @@ class WorkerGroup:
         sent = {key: messages.pack((name, given)) for key, given in packed.items()}
         return [self.workers[rank].send(name, sent[id(given)]) for rank, given in arguments.items()]
 
+    async def meet(self, name: str, *arguments: Any) -> list[Any]:
+        """As `each`, once no rank makes a call without the others: in the collectives of this one they would wait for
+        it, with a time limit."""
+        while alone := [answer for worker in self.workers for answer in worker.alone]:
+            await self.gather([asyncio.shield(answer) for answer in alone])
+        return await self.each(name, *arguments)
+
     async def gather(self, answers: Sequence[asyncio.Future[Any]]) -> list[Any]:
         """Await answers. Raises WorkerDied, or a worker's error, once any worker of the run has failed.
 

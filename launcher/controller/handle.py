@@ -19,6 +19,7 @@ from rl_megatron.placement.names import called
 from rl_megatron.types import RankTimed, Spent
 
 STOP_SECONDS = 30.0
+_ALONE = ("generate", "export")  # calls that take long and have no collective
 
 
 class WorkerHandle:
@@ -64,6 +65,11 @@ class WorkerHandle:
     def asked(self) -> str | None:
         """The call that it has not answered yet, if any."""
         return self._calls[0] if self._calls and self.ready else None
+
+    @property
+    def alone(self) -> list[asyncio.Future[Any]]:
+        """The answers to come of calls that ranks make without each other."""
+        return [answer for name, answer in zip(self._calls, self._waiting, strict=True) if name in _ALONE]
 
     def tick(self) -> None:
         """Count one second."""

@@ -126,6 +126,6 @@ class _Saving(Saving):
     @override
     async def durable(self) -> Written:
         """The files of all ranks, and the seconds of the slowest."""
-        answers: list[Written] = await self._group.each("durable", self._role)
+        answers: list[Written] = await self._group.meet("durable", self._role)
         files = {name: digest for answer in answers for name, digest in answer.files.items()}
         return Written(files=files, seconds=max(answer.seconds for answer in answers))

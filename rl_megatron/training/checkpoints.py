@@ -36,6 +36,7 @@ _NAME = re.compile(r"(warm_start|step)_(\d{6,})")
 _TEMPORARY = ".writing-"
 _STATE_FILE, _MANIFEST_FILE, _COLUMNS = "trainer.json", "manifest.json", "stream"
 _MAX_LINES = 20
+_FIRST_LOOK = 0.1  # seconds until ranks are asked again whether they have written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,47 +165,40 @@ class CheckpointStore:
 
 
 class Unfinished:
-    """A checkpoint that is being written while training goes on."""
+    """A checkpoint that is written and gets its name while training goes on, in a task of its own."""
 
     def __init__(
         self, folder: Path, savings: Mapping[str, Saving], publish: Callable[[dict[str, Digest]], None], began: int
     ) -> None:
         """``began``: when, by ``spans.now``."""
         self.folder, self._savings, self._publish, self._began = folder, savings, publish, began
-        self._saved: Saved | None = None
-        self._published: asyncio.Task[None] | None = None
+        self._hurry = asyncio.Event()
+        self._thread: asyncio.Task[None] | None = None
+        self._saved = asyncio.create_task(self._complete())
+        self._saved.add_done_callback(self._seen)
         self.failed = False  # what ranks or threads raised has been raised here
 
-    async def written(self) -> Saved | None:
-        """What ranks wrote, the first time that all have; else None. Training waits for no disk here."""
-        if self._saved is None and all([await saving.written() for saving in self._savings.values()]):
-            return await self._make_durable()
-        return None
-
     @property
-    def published(self) -> bool:
-        """Whether the checkpoint has its final name. Raises CheckpointError or OSError if it cannot have it."""
-        if self._published is None or not self._published.done():
-            return False
-        with self._noting():
-            self._published.result()
-        return True
+    def saved(self) -> Saved | None:
+        """What ranks wrote, once the checkpoint has its final name; else None.
 
-    async def finish(self) -> Saved | None:
-        """Wait until the checkpoint has its final name; what ranks wrote, if `written` has not said it.
-
-        Raises CheckpointError or OSError.
+        Raises WorkerDied, CheckpointError or OSError if it cannot have it.
         """
-        saved = await self._make_durable() if self._saved is None else None
-        assert self._published is not None
+        if not self._saved.done():
+            return None
         with self._noting():
-            await asyncio.shield(self._published)
-        return saved
+            return self._saved.result()
+
+    async def finish(self) -> Saved:
+        """Wait until the checkpoint has its final name. Raises as ``saved``."""
+        self._hurry.set()
+        with self._noting():
+            return await asyncio.shield(self._saved)
 
     async def settled(self) -> None:
-        """Wait until no thread works on the folder any more. Raises nothing of the save's."""
-        if self._published is not None:
-            await asyncio.wait({self._published})
+        """Wait for no rank any more, and until no thread works on the folder. Raises nothing of the save's."""
+        self._saved.cancel()
+        await asyncio.wait({self._saved, self._thread or self._saved})
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
@@ -214,24 +208,33 @@ class Unfinished:
             self.failed = True
             raise
 
-    async def _make_durable(self) -> Saved:
+    async def _complete(self) -> Saved:
         """Collect what ranks wrote, and publish it in a thread: files of many ranks take long to look at.
 
         No rank enters a collective while another still writes any model: its time limit may be shorter than a write.
         """
-        with self._noting():
-            for saving in self._savings.values():
-                await saving.written(wait=True)
-            written = await asyncio.gather(*(saving.durable() for saving in self._savings.values()))
+        await self._until_written()
+        written = await asyncio.gather(*(saving.durable() for saving in self._savings.values()))
         named = zip(self._savings, written, strict=True)
         files = {f"{name}/{file}": digest for name, one in named for file, digest in one.files.items()}
-        self._published = asyncio.create_task(asyncio.to_thread(self._publish, files))
-        self._published.add_done_callback(self._seen)
+        self._thread = asyncio.create_task(asyncio.to_thread(self._publish, files))
+        await asyncio.shield(self._thread)
         num_bytes, seconds = sum(digest.bytes for digest in files.values()), sum(one.seconds for one in written)
-        self._saved = Saved(folder=self.folder, num_bytes=num_bytes, write_seconds=seconds)
-        return self._saved
+        return Saved(folder=self.folder, num_bytes=num_bytes, write_seconds=seconds)
 
-    def _seen(self, task: asyncio.Task[None]) -> None:
+    async def _until_written(self) -> None:
+        """Ranks answer between their passes; each is asked again after a quarter of the time that it writes already."""
+        began = spans.now()
+        while not self._hurry.is_set():
+            if all([await saving.written() for saving in self._savings.values()]):
+                break
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(_FIRST_LOOK, (spans.now() - began) / 4e9)):
+                    await self._hurry.wait()
+        for saving in self._savings.values():
+            await saving.written(wait=True)
+
+    def _seen(self, task: asyncio.Task[Saved]) -> None:
         """The save has ended. If the run has failed before, nobody asks for its error, and asyncio would warn."""
         spans.keep(spans.SAVES, self.folder.name, self._began, spans.now())
         if not task.cancelled():

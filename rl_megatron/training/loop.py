@@ -118,7 +118,7 @@ class Loop:
         while not ended and not self.stop.is_set():
             self.done += 1
             row = await self.job.step(self.done, watch)
-            await self._look_at_save(watch)
+            self._look_at_save(watch)
             if self._due(self.pace.evaluations):
                 row |= await self.job.evaluate(watch)
             if self._due(self.pace.rows):
@@ -168,21 +168,22 @@ class Loop:
         if not self.async_save:
             await self._finish_save(watch)
 
-    async def _look_at_save(self, watch: Stopwatch) -> None:
-        """Take the checkpoint in hand further if no rank is still writing. Raises what its ranks or threads raised."""
-        if self.in_hand is not None:
-            with watch("checkpoint"):
-                _note(watch, await self.in_hand.written())
-            if self.in_hand.published:
-                watch.note("checkpoint/step", self.saved or 0)
-                self.in_hand = None
+    def _look_at_save(self, watch: Stopwatch) -> None:
+        """Note the checkpoint in hand if it has its name. Raises what its ranks or threads raised."""
+        if self.in_hand is not None and (saved := self.in_hand.saved) is not None:
+            self._note(watch, saved)
 
     async def _finish_save(self, watch: Stopwatch) -> None:
         if self.in_hand is not None:
             with watch("checkpoint"):
-                _note(watch, await self.in_hand.finish())
-            watch.note("checkpoint/step", self.saved or 0)
-            self.in_hand = None
+                saved = await self.in_hand.finish()
+            self._note(watch, saved)
+
+    def _note(self, watch: Stopwatch, saved: Saved) -> None:
+        watch.note("checkpoint/bytes", saved.num_bytes)
+        watch.note("checkpoint/write_seconds", saved.write_seconds)
+        watch.note("checkpoint/step", self.saved or 0)
+        self.in_hand = None
 
     async def _keep_in_hand(self, error: Exception) -> None:
         """Finish the checkpoint in hand, although ``error`` ends the run, unless it is of the ranks that write it."""
@@ -201,8 +202,3 @@ class Loop:
         await self.job.restore(checkpoint.state)
         self.done = self.saved = done
 
-
-def _note(watch: Stopwatch, saved: Saved | None) -> None:
-    if saved is not None:
-        watch.note("checkpoint/bytes", saved.num_bytes)
-        watch.note("checkpoint/write_seconds", saved.write_seconds)

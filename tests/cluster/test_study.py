@@ -50,7 +50,6 @@ KEYS = (
     *("reward.function=study_rewards:held", "log.samples_per_step=0", "reward.timeout_seconds=600"),
     *(f"slurm.{place}" for place in PLACES),
     *("slurm.time=30", "slurm.memory_per_node=20000"),  # a cell a node
-    "checkpoint.async_save=false",  # a step that is held has the one before behind it
 )
 
 

@@ -38,7 +38,7 @@ def held(prompt, completions, texts):
     return [float(sum(c.token_ids) % 2 == 0) for c in completions]
 '''
 KEYS = (*TINY, "learner.ep=1", "data.num_eval=16", "reward.function=held_rewards:held", "log.samples_per_step=0")
-OWN = ("warm_start.steps=0", "train.steps=3", "checkpoint.every=1", "eval.every=0", "checkpoint.async_save=false")
+OWN = ("warm_start.steps=0", "train.steps=3", "checkpoint.every=1", "eval.every=0")
 
 
 class Forked(Fork):

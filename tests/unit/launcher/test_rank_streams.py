@@ -90,6 +90,27 @@ def test_a_rank_that_does_not_read_holds_up_nobody_and_its_arrays_are_not_copied
     with_ranks(2, check)
 
 
+def test_ranks_meet_once_none_works_alone() -> None:
+    """Else the others would wait in a collective for one that samples, as long as that takes."""
+
+    async def check(group: WorkerGroup, streams: list[Connection]) -> None:
+        first = group.workers[1].call("generate")
+        met = asyncio.ensure_future(group.meet("durable"))
+        await asyncio.to_thread(messages.receive, streams[1])
+        second = group.workers[0].call("generate")  # before the first is answered
+        passes = asyncio.ensure_future(group.each("backward"))
+        await asyncio.sleep(0)
+        messages.send(streams[1], messages.pack(("ok", "one", None)))
+        heard = [[(await asyncio.to_thread(answers, streams[0], "two"))[0]], list[str]()]
+        for _ in range(2):
+            for stream, names in zip(streams, heard, strict=True):
+                names.append((await asyncio.to_thread(answers, stream, 0))[0])
+        assert heard == [["generate", "backward", "durable"], ["backward", "durable"]]
+        assert (await first, await second, await passes, await met) == ("one", "two", [0, 0], [0, 0])
+
+    with_ranks(2, check)
+
+
 def test_large_answers_of_all_ranks_arrive_between_small_ones() -> None:
     sent = np.random.default_rng(0).integers(0, 255, (4, LARGE // 4), np.uint8)
 

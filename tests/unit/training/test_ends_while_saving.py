@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,9 +48,10 @@ class Writing(Shards):
 
 @dataclass
 class Failing:
-    """A job whose steps have the errors of ``errors``, by number, and whose learner is ``shards``."""
+    """A job whose steps end with the errors of ``errors``, by number, and whose learner is ``shards``."""
 
     errors: dict[int, BaseException]
+    until: dict[int, Callable[[], object]] = field(default_factory=dict)  # steps that last until something is true
     shards: Shards = field(default_factory=Shards)
     first_step_is_saved: bool = False
     name: str = "failing"
@@ -59,6 +61,9 @@ class Failing:
         """Nothing to prepare."""
 
     async def step(self, number: int, watch: Stopwatch) -> dict[str, Any]:
+        async with asyncio.timeout(30):
+            while number in self.until and not self.until[number]():
+                await asyncio.sleep(0.001)
         if number in self.errors:
             raise self.errors[number]
         self.done = number
@@ -103,7 +108,7 @@ def test_a_warm_start_is_on_the_disk_before_a_step_of_reinforcement(tmp_path: Pa
 
 def test_a_fault_outside_of_the_ranks_leaves_the_checkpoint_in_hand(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="line 7"):
-        asyncio.run(loop_of(Failing({2: DataError("line 7")}, Writing()), tmp_path).run())
+        asyncio.run(loop_of(Failing({2: DataError("line 7")}, shards=Writing()), tmp_path).run())
     assert checkpoints.latest(tmp_path) == tmp_path / "step_000001"
     assert checkpoints.read(tmp_path / "step_000001").state.step == 1
 
@@ -111,7 +116,7 @@ def test_a_fault_outside_of_the_ranks_leaves_the_checkpoint_in_hand(tmp_path: Pa
 def test_ranks_that_failed_are_not_waited_for(tmp_path: Path) -> None:
     learner = Writing()
     with pytest.raises(WorkerDied, match="rank 1"):
-        asyncio.run(loop_of(Failing({2: WorkerDied("rank 1")}, learner), tmp_path).run())
+        asyncio.run(loop_of(Failing({2: WorkerDied("rank 1")}, shards=learner), tmp_path).run())
     assert (checkpoints.latest(tmp_path), learner.asked) == (None, 0)
 
 
@@ -120,14 +125,14 @@ def test_a_save_that_fails_behind_a_runs_error_does_not_hide_it(
 ) -> None:
     learner = Writing(CheckpointError("the disk is full"))
     with caplog.at_level(logging.ERROR), pytest.raises(DataError, match="line 7"):
-        asyncio.run(loop_of(Failing({2: DataError("line 7")}, learner), tmp_path).run())
+        asyncio.run(loop_of(Failing({2: DataError("line 7")}, shards=learner), tmp_path).run())
     assert f"{tmp_path}/step_000001 is not finished: CheckpointError: the disk is full" in caplog.text
 
 
 def test_a_save_that_failed_is_asked_once(tmp_path: Path) -> None:
     learner = Writing(CheckpointError("the disk is full"))
     with pytest.raises(CheckpointError, match="the disk is full"):  # step 2's save waits for step 1's
-        asyncio.run(loop_of(Failing({}, learner), tmp_path).run())
+        asyncio.run(loop_of(Failing({}, shards=learner), tmp_path).run())
     assert learner.asked == 1
 
 
@@ -135,22 +140,23 @@ def test_a_save_that_failed_is_asked_once(tmp_path: Path) -> None:
 def test_nobody_leaves_while_a_thread_publishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    go, publish = threading.Event(), checkpoints.publish_folder
+    go, thread, publish = threading.Event(), threading.Event(), checkpoints.publish_folder
 
     def when_told(work: Path, final: Path) -> None:
+        thread.set()
         assert go.wait(30)
         publish(work, final)
 
     monkeypatch.setattr(checkpoints, "publish_folder", when_told)
 
-    class Late(Failing):
-        async def step(self, number: int, watch: Stopwatch) -> dict[str, Any]:
-            if number == 4:  # after step 3 the loop has found step 2's shards written
-                asyncio.get_running_loop().call_soon(go.set)
-            return await super().step(number, watch)
+    def told() -> bool:
+        """Whether a thread publishes step 2, which is told to go on after this step."""
+        if thread.is_set():
+            asyncio.get_running_loop().call_soon(go.set)
+        return thread.is_set()
 
     async def run() -> Path | None:
-        loop = loop_of(Late({4: error}), tmp_path)
+        loop = loop_of(Failing({4: error}, until={4: told}), tmp_path)
         loop.pace = replace(loop.pace, checkpoints=2)
         try:
             with pytest.raises(type(error)):
@@ -160,3 +166,32 @@ def test_nobody_leaves_while_a_thread_publishes(
             go.set()
 
     assert asyncio.run(run()) == tmp_path / "step_000002"
+
+
+def test_a_checkpoint_has_its_name_while_the_next_step_lasts(tmp_path: Path) -> None:
+    job = Failing({2: WorkerDied("rank 1")}, until={2: lambda: checkpoints.latest(tmp_path)})
+    with pytest.raises(WorkerDied, match="rank 1"):
+        asyncio.run(loop_of(job, tmp_path).run())
+    assert checkpoints.read(tmp_path / "step_000001").state.step == 1
+
+
+def test_a_save_that_failed_ends_the_run_with_the_next_step(tmp_path: Path) -> None:
+    class Full(Shards):
+        asked = 0
+
+        async def save(self, folder: Path) -> Ended:
+            outer = self
+
+            class Failed(Ended):
+                async def durable(self) -> Written:
+                    outer.asked += 1
+                    raise CheckpointError("the disk is full")
+
+            return Failed({})
+
+    job = Failing({}, shards=(full := Full()), until={3: lambda: full.asked})
+    loop = loop_of(job, tmp_path)
+    loop.pace = replace(loop.pace, checkpoints=2)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        asyncio.run(loop.run())
+    assert (job.done, full.asked) == (3, 1)

@@ -86,17 +86,18 @@ def test_rules_by_which_nothing_would_be_kept_are_refused(keys: tuple[str, ...],
 
 
 class Slow(Shards):
-    """A learner whose shards are written when the test says so."""
+    """A learner whose shards are written when the test says so; ``asked``: somebody looked."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.go = False
+        self.go, self.asked = False, asyncio.Event()
 
     async def save(self, folder: Path) -> Any:
         done, outer = await super().save(folder), self
 
         class Later(Ended):
             async def written(self, *, wait: bool = False) -> bool:
+                outer.asked.set()
                 return outer.go
 
         return Later(done.files)
@@ -108,14 +109,28 @@ def test_what_a_checkpoint_holds_is_of_the_moment_when_it_was_begun(tmp_path: Pa
         store = CheckpointStore(tmp_path, keep=2, config={})
         begun = await store.save(replace(STATE, prompts=prompts), {"learner": cast(Learner, learner)})
         prompts["next"] = 16  # training goes on
-        before = await begun.written(), begun.published, checkpoints.latest(tmp_path)
+        await learner.asked.wait()
+        before = begun.saved, checkpoints.latest(tmp_path)
         learner.go = True
-        assert await begun.written()
-        assert await begun.written() is await begun.finish() is None  # it is said once
-        return before, begun.published
+        return before, begun.saved is (await begun.finish())
 
-    assert asyncio.run(run()) == ((None, False, None), True)
+    before, early = asyncio.run(run())
+    assert (before, early) == ((None, None), False)
     assert checkpoints.read(tmp_path / "step_000003").state == STATE
+
+
+def test_a_checkpoint_gets_its_name_though_nobody_asks_for_it(tmp_path: Path) -> None:
+    async def run() -> None:
+        learner = Slow()
+        begun = await CheckpointStore(tmp_path, keep=2, config={}).save(STATE, {"learner": cast(Learner, learner)})
+        await learner.asked.wait()
+        learner.go = True
+        async with asyncio.timeout(30):
+            while begun.saved is None:
+                await asyncio.sleep(0.001)
+        assert checkpoints.latest(tmp_path) == begun.folder == begun.saved.folder
+
+    asyncio.run(run())
 
 
 def test_no_rank_is_asked_for_a_collective_while_another_writes(tmp_path: Path) -> None:
