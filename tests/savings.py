@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rl_megatron.digests import Digest, Written, digests
 
@@ -39,6 +40,29 @@ class Shards:
         for name, data in self.content.items():
             (folder / name).write_bytes(data)
         return Ended(digests(folder, self.content))
+
+
+def read_back(shards: Path) -> dict[str, Any]:
+    """Whole tensors by name, as torch reads them, and what belongs to no shard, by its place."""
+    import torch
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+    from torch.utils._pytree import keystr, tree_leaves_with_path
+
+    common = torch.load(shards / "common.pt")
+    assert common
+    return _load_state_dict_from_keys(checkpoint_id=shards) | {
+        f"common{keystr(path)}": leaf for path, leaf in tree_leaves_with_path(common)
+    }
+
+
+def assert_same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Of what `read_back` gave: equal to the bit."""
+    import torch
+
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        same = torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
+        assert same, name
 
 
 def hold_back() -> threading.Event:

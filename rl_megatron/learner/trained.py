@@ -29,6 +29,7 @@ from rl_megatron.digests import Digest
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.learner import cpu
 from rl_megatron.learner.checkpoint import loading, saving
+from rl_megatron.learner.checkpoint.planned import Kept
 from rl_megatron.learner.checkpoint.saving import ShardSave
 from rl_megatron.learner.forward import run_loss
 from rl_megatron.learner.heads import Head, ValueHead
@@ -80,6 +81,7 @@ class MegatronLearner(MegatronScorer):
         self._heap = cpu.Heap()
         self._added: list[Added] = []  # since the last step
         self._leaving, self._parked, self._staged = leaving(learner), Parked(SLAB), Staged()
+        self._planned = Kept()
         self._activations = Activations(models, learner.offload.activations.parts)
         config.grad_scale_func = self._optimizer.scale_loss
         super().__init__(shape, learner, device, models, head, self._trained)
@@ -255,7 +257,7 @@ class MegatronLearner(MegatronScorer):
         them. The next one writes over that memory, so this one must be durable before."""
         self.gather()
         staged = self._staged if apart else None
-        return saving.save_shards(folder, self._trained, self._optimizer, self._parked.on_host, staged)
+        return saving.save_shards(folder, self._trained, self._optimizer, self._planned, self._parked.on_host, staged)
 
     def load(self, folder: Path) -> None:
         """Load the shards that ``save`` wrote. Raises CheckpointError."""

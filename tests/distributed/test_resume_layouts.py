@@ -29,7 +29,7 @@ from tests.distributed.ragged import ragged_samples
 from tests.distributed.ranks import run_ranks
 from tests.optimizer_step import train_step
 from tests.rows import policy_loss
-from tests.savings import held_back
+from tests.savings import assert_same_state, held_back, read_back
 
 if TYPE_CHECKING:
     from rl_megatron.learner.trained import MegatronLearner
@@ -84,7 +84,7 @@ RELAYS: Mapping[str, Relay] = {
         replace(MOE, num_layers=5),
         [{"tp": 2}, {"pp": 2, "vpp": 2, "stage_layers": "1+2+1*2"}, {"cp": 2, "ep": 2}, {}],  # etp is 2, then 1
     ),
-    "experts with biases": (BIASED, [{"tp": 2, "etp": 1}, {"ep": 2}]),  # dp is 1, then 2
+    "experts with biases": (BIASED, [{"tp": 2, "etp": 1}, {}, {"ep": 2}]),  # dp is 1, then 2
     "latent attention": (LATENT, [{"tp": 2, "ep": 2}, {"pp": 2}, {"tp": 2}]),  # pp: the first stage has no experts
     "whole optimizer": (LATENT, [{**WHOLE, "pp": 2}, WHOLE]),
     "muon": (LATENT, [{**MUON, "tp": 2}, {**MUON, "tp": 2}, {**MUON, "pp": 2}, {**MUON, "cp": 2, "ep": 2}, MUON]),
@@ -145,12 +145,20 @@ def leg(rank: int, folder: Path, relay: str, number: int) -> dict[str, Any]:
             megatron.load(folder / f"{relay}-{number - 1}-{role}")
             if learner.dtype == "bfloat16":
                 megatron.save(folder / f"{relay}-{number}-{role}-loaded")
+        if number < len(layouts) - 1:
+            megatron.save(folder / f"{relay}-{number}-{role}-earlier")
+        plan = megatron._planned.plan
         seen[role] = {"first": steps(megatron, learner, rank, loss)}
         if number < len(layouts) - 1:
+            megatron._planned.plan = None
+            megatron.save(folder / f"{relay}-{number}-{role}-anew")
+            megatron._planned.plan = plan
             with held_back():  # written after the steps behind it, as it was before them
                 saving = megatron.start_save(folder / f"{relay}-{number}-{role}")
                 seen[role]["then"] = steps(megatron, learner, rank, loss)
             saving.durable()
+            assert megatron._planned.plan is plan
+            assert (plan is None) == ("muon" in relay or "whole" in relay)
     world.leave()
     return seen
 
@@ -282,8 +290,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("relays")
     for relay, (_, layouts) in RELAYS.items():
         for number in range(len(layouts)):
-            for role in ("policy", "critic", "policy-loaded"):
-                (folder / f"{relay}-{number}-{role}").mkdir()
+            for role in ("policy", "critic"):
+                for what in ("", "-loaded", "-earlier", "-anew"):
+                    (folder / f"{relay}-{number}-{role}{what}").mkdir()
     run_ranks(rank_main, RANKS, folder)
     return folder
 
@@ -308,6 +317,19 @@ def test_another_layout_goes_on_as_the_one_that_saved(relay: str, seen: Path) ->
                     most = (5e-3, 2e-2) if half else (1e-6, 1e-5)
                     assert loss == pytest.approx(wanted_loss, rel=most[0], abs=most[0]), (layout, role)
                     assert norm == pytest.approx(wanted_norm, rel=most[1]), (layout, role)
+
+
+def test_a_later_save_by_the_plan_of_the_first_is_one_planned_anew_to_the_bit(seen: Path) -> None:
+    compared = 0
+    for folder in sorted(path for path in seen.glob("*-anew") if (path / ".metadata").exists()):
+        anew, planned = (read_back(seen / name) for name in (folder.name, folder.name.removesuffix("-anew")))
+        earlier = read_back(seen / folder.name.replace("-anew", "-earlier"))
+        assert_same_state(anew, planned)
+        moved = {name for name, value in anew.items() if isinstance(value, torch.Tensor)}
+        moved -= {name for name in moved if torch.equal(anew[name], earlier[name])}
+        assert {name for name in anew if "exp_avg" in name or "momentum" in name} <= moved, folder.name
+        compared += 1
+    assert compared == 16
 
 
 def test_muons_state_of_bfloat16_parameters_is_the_same_to_the_bit_in_another_layout(seen: Path) -> None:

@@ -35,7 +35,8 @@ class Gathered:
 
     def __init__(self, staged: Staged | None) -> None:
         self._staged, self._sent = staged, list[_Sent]()
-        self._own = set[int]()  # the storages that hold nobody else's state
+        self.tensors: list[Tensor] = []  # flat float32, each in a storage of its own; in the same order in each save
+        self._own = dict[int, int]()  # the number of each of their storages
 
     def collect(self, part: DistributedOptimizer, **_: Any) -> dict[Any, Any] | None:
         """Copy this rank's shards. Returns megatron's form of the states of all ranks on the first, else None; with
@@ -75,9 +76,9 @@ class Gathered:
                 start += each
         self._sent.clear()
 
-    def owns(self, tensor: Tensor) -> bool:
-        """Whether nothing but this save writes the tensor's memory."""
-        return tensor.untyped_storage().data_ptr() in self._own
+    def number(self, tensor: Tensor) -> int | None:
+        """Which of ``tensors`` has the tensor's memory; None if none, and so training may change it."""
+        return self._own.get(tensor.untyped_storage().data_ptr())
 
     def _take(self, count: int) -> Tensor:
         if self._staged is None:
@@ -88,5 +89,7 @@ class Gathered:
         return self._noted(torch.empty(count, dtype=torch.float32))
 
     def _noted(self, tensor: Tensor) -> Tensor:
-        self._own.add(tensor.untyped_storage().data_ptr())
+        if tensor.numel():  # empty ones have no address
+            self._own[tensor.untyped_storage().data_ptr()] = len(self.tensors)
+        self.tensors.append(tensor)
         return tensor

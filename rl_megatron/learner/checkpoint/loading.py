@@ -20,12 +20,11 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.learner.adam.groups import add_missing, own_settings
 from rl_megatron.learner.checkpoint.faults import told
-from rl_megatron.learner.checkpoint.state import inner, is_left_out, key_of, sharded_state, weights
+from rl_megatron.learner.checkpoint.state import COMMON, inner, is_left_out, key_of, sharded_state, weights
 from rl_megatron.learner.muon.shared import LayerWise
 from rl_megatron.learner.optimizer import copy_to_host, inner_optimizers
 from rl_megatron.weights.bytes.bits import all_numbers
 
-_COMMON = "common.pt"  # what belongs to no rank, where a checkpoint was written by megatron-core 0.16
 READS_WITHOUT_COMMON = hasattr(serialization, "_legacy_common_state_exists")
 """Whether the megatron-core here is a newer one, which reads both forms."""
 
@@ -104,9 +103,9 @@ def _in_groups(saved: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any,
 
 
 def _read(wanted: dict[str, Any], folder: Path, into: str) -> dict[str, Any]:
-    if not READS_WITHOUT_COMMON and not (folder / _COMMON).exists() and b"common_state" in _metadata(folder):
+    if not READS_WITHOUT_COMMON and not (folder / COMMON).exists() and b"common_state" in _metadata(folder):
         raise CheckpointError(
-            f"{folder} has no {_COMMON}: a megatron-core wrote it that is newer than the one here and keeps in shards "
+            f"{folder} has no {COMMON}: a megatron-core wrote it that is newer than the one here and keeps in shards "
             "what belongs to no rank; resume with the Python and the megatron-core that wrote it"
         )
     try:

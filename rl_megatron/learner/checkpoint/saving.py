@@ -37,7 +37,8 @@ from rl_megatron.digests import Digest, Written, digests
 from rl_megatron.errors import CheckpointError
 from rl_megatron.learner.checkpoint.faults import told, why_not_written
 from rl_megatron.learner.checkpoint.gathered import Gathered
-from rl_megatron.learner.checkpoint.state import METADATA, Values, sharded_state
+from rl_megatron.learner.checkpoint.planned import Begun, Kept
+from rl_megatron.learner.checkpoint.state import COMMON, METADATA, Live, Values, sharded_state
 from rl_megatron.observability import activity
 from rl_megatron.weights.bytes.staged import Staged
 
@@ -53,10 +54,11 @@ class _Strategy(TorchDistSaveShardedStrategy):
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
         self.writer: Any = None
+        self.described: Any = None  # the metadata of all ranks' shards, and megatron's wrapper of its group
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, *others: Any) -> Any:
-        self.writer = writer
-        return super()._get_save_and_finalize_callbacks(writer, *others)
+    def _get_save_and_finalize_callbacks(self, writer: Any, described: Any, *others: Any) -> Any:
+        self.writer, self.described = writer, tuple(described[1:])
+        return super()._get_save_and_finalize_callbacks(writer, described, *others)
 
 
 def _keep(writer: Any, plan: SavePlan, planner: SavePlanner) -> None:
@@ -81,31 +83,52 @@ def save_shards(
     folder: Path,
     chunks: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
+    kept: Kept,
     values: Values = lambda tensor: tensor,
     staged: Staged | None = None,
 ) -> ShardSave:
-    """Save this rank's shards into the existing ``folder``.
+    """Save this rank's shards into the existing ``folder``, by the plan that was ``kept`` of a save before.
 
     With ``staged`` it returns once they are copied there, and a thread writes them; else once they are written.
     ``values`` gives the tensor with the values of one that holds none now. Raises CheckpointError.
     """
     if staged is not None:
         staged.begin()
-    gathered, strategy = Gathered(staged), _Strategy()
+    gathered = Gathered(staged)
+    plan = kept.agreed(chunks, optimizer)
+    if plan is not None:
+        begun = plan.again(folder, optimizer, values, gathered)
+    else:
+        begun = _begin(folder, chunks, optimizer, kept, values, gathered)
+    if staged is not None:
+        _copy(begun.writer, gathered, staged)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return ShardSave(folder, begun, waits=staged is None)
+
+
+def _begin(
+    folder: Path,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    kept: Kept,
+    values: Values,
+    gathered: Gathered,
+) -> Begun:
+    """Have megatron plan a save, and keep the plan."""
+    strategy, live = _Strategy(), list[Live]()
     with _explained(folder), _keeping():
         request = dist_checkpointing.save(
-            sharded_state(chunks, optimizer, values=values, gathered=gathered),
+            sharded_state(chunks, optimizer, values=values, gathered=gathered, live=live),
             str(folder),
             sharded_strategy=strategy,
             async_sharded_save=True,
             content_metadata=dict(METADATA),
             **_BUILT_IN,
         )
-    if staged is not None:
-        _copy(strategy.writer, gathered, staged)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return ShardSave(folder, strategy.writer, gathered, request.finalize_fns, waits=staged is None)
+    begun = Begun(writer=strategy.writer, finalize=request.finalize_fns, gathered=gathered)
+    kept.learn(chunks, optimizer, strategy, begun, live)
+    return begun
 
 
 class ShardSave:
@@ -113,8 +136,8 @@ class ShardSave:
 
     _latest: threading.Event | None = None  # set once this process's last save has gathered: all ranks' in one order
 
-    def __init__(self, folder: Path, writer: Any, gathered: Gathered, finalize: Sequence[Any], *, waits: bool) -> None:
-        self._folder, self._writer, self._gathered, self._finalize = folder, writer, gathered, finalize
+    def __init__(self, folder: Path, begun: Begun, *, waits: bool) -> None:
+        self._folder, self._begun, self._writer = folder, begun, begun.writer
         self._files: dict[str, Digest] = {}
         self._error: Exception | None = None
         self._done, self._seconds = 0, 0.0
@@ -148,7 +171,7 @@ class ShardSave:
         """
         self.wait()
         with _explained(self._folder, self._error):
-            for finalize in self._finalize:
+            for finalize in self._begun.finalize:
                 finalize()
             if self._error is not None:  # of a rank without shards, of which megatron does not know
                 raise self._error
@@ -166,9 +189,11 @@ class ShardSave:
         began, results = time.perf_counter(), self._writer.results_queue
         try:
             try:
-                self._gathered.gather()
+                self._begun.gathered.gather()
             finally:
                 self._has_gathered.set()
+            if self._begun.common is not None:
+                torch.save(self._begun.common, self._folder / COMMON)
             for path, name, items in self._writer.write_buckets:
                 with open(path, "wb") as file:
                     said = [self._write_one(file, name, item, data) for item, data in items]
@@ -182,6 +207,7 @@ class ShardSave:
                 results.put(self._error)
         finally:
             self._writer.write_buckets = self._writer.write_buckets and [()]  # megatron counts them
+            self._begun.gathered.tensors.clear()
             self._seconds = time.perf_counter() - began
 
     def _write_one(self, file: Any, name: str, item: WriteItem, data: Any) -> Any:
@@ -227,7 +253,7 @@ def _copy(writer: Any, gathered: Gathered, staged: Staged) -> None:
 
 
 def _is_live(item: WriteItem, data: Any, gathered: Gathered) -> bool:
-    return item.type != WriteItemType.BYTE_IO and not gathered.owns(data)
+    return item.type != WriteItemType.BYTE_IO and gathered.number(data) is None
 
 
 def _alone(tensor: Tensor) -> Tensor:

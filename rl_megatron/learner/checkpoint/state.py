@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -29,8 +30,12 @@ METADATA = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
+COMMON = "common.pt"
+"""The file of what belongs to no shard, in checkpoints that megatron-core 0.16 wrote."""
 Values = Callable[[Tensor], Tensor]
 """Gives the tensor with the values of one that holds none now."""
+Live = tuple[Tensor, Tensor]
+"""A tensor of the model or the optimizer, and the one with its values."""
 
 
 def sharded_state(
@@ -39,8 +44,12 @@ def sharded_state(
     *,
     values: Values = lambda tensor: tensor,
     gathered: Gathered | None = None,
+    live: list[Live] | None = None,
 ) -> dict[str, Any]:
-    """The state to save, whose optimizer states `gathered` collects, or, without it, the state to load into."""
+    """The state to save, whose optimizer states `gathered` collects, or, without it, the state to load into.
+
+    Appends the tensors that `gathered` did not make to ``live``.
+    """
     create_state(optimizer)
     state: dict[str, Any] = {key_of(i, len(chunks)): weights(chunk) for i, chunk in enumerate(chunks)}
     models = state["model"] if len(chunks) == 1 else dict(state)
@@ -48,14 +57,47 @@ def sharded_state(
         state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=gathered is None, metadata=dict(METADATA))
     for part in nested_values(state):
         if isinstance(part, ShardedBase) and isinstance(part.data, Tensor):
-            part.data = values(part.data)
+            tensor, part.data = part.data, values(part.data)
+            if live is not None and (gathered is None or gathered.number(part.data) is None):
+                live.append((tensor, part.data))
     return state
+
+
+def common_state(optimizer: MegatronOptimizer, values: Values, gathered: Gathered) -> dict[str, Any]:
+    """What of the state to save belongs to no shard, a copy; `gathered` collects the rest of the optimizer's.
+
+    For optimizers all of whose parts are distributed.
+    """
+    create_state(optimizer)
+    parts = distributed_parts(optimizer)
+    for part in parts:
+        part.sharded_param_state_fully_reshardable = partial(_collect, gathered, part)
+    try:
+        with _collecting(optimizer, values, gathered):
+            state = optimizer.sharded_state_dict({}, is_loading=False, metadata=dict(METADATA))
+    finally:
+        for part in parts:
+            del part.sharded_param_state_fully_reshardable
+    for part, of_part in zip(parts, [state] if len(parts) == 1 else state.values(), strict=True):
+        of_part["param_state"] = {}
+        if any(buffer.params for buffer in part.buffers):  # else megatron finds no shard there, and keeps it
+            del of_part["param_state"]
+    return copy.deepcopy({"optimizer": state, "content_metadata": dict(METADATA)})
+
+
+def _collect(gathered: Gathered, part: DistributedOptimizer, *_: Any) -> None:
+    gathered.collect(part)
+
+
+def distributed_parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """Those of `inner_optimizers` that are distributed."""
+    return [part for part in inner_optimizers(optimizer) if isinstance(part, DistributedOptimizer)]
 
 
 @contextlib.contextmanager
 def _collecting(optimizer: MegatronOptimizer, values: Values, gathered: Gathered | None) -> Iterator[None]:
     """Has a distributed optimizer's states be ``values``, which `gathered` collects."""
-    parts = [part for part in inner_optimizers(optimizer) if isinstance(part, DistributedOptimizer)]
+    parts = distributed_parts(optimizer)
     for part in parts:
         part._get_main_param_and_optimizer_states = partial(_values_of, values, part)
         if gathered is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
@@ -19,15 +21,16 @@ from rl_megatron.digests import digests
 from rl_megatron.errors import CheckpointError
 from rl_megatron.learner import world
 from rl_megatron.learner.checkpoint import loading
-from rl_megatron.learner.megatron import make_policy
+from rl_megatron.learner.megatron import make_critic, make_policy
 from rl_megatron.learner.model.layers import GroupedColumnLinear, RMSNorm
 from rl_megatron.learner.optimizer import state_of
 from rl_megatron.learner.trained import MegatronLearner
 from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.types import Loss
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ragged import ragged_samples
-from tests.savings import held_back
+from tests.savings import assert_same_state, held_back, read_back
 
 SECTION = LearnerSection()
 
@@ -87,8 +90,8 @@ def policy(hf: Path) -> MegatronLearner:
     return make_policy(read_shape(hf), SECTION, torch.device("cpu"), temperature=1.0)
 
 
-def drawn(hf: Path, seed: int) -> MegatronLearner:
-    made, generator = policy(hf), torch.Generator().manual_seed(seed)
+def drawn(hf: Path, seed: int, made: MegatronLearner | None = None) -> MegatronLearner:
+    made, generator = made or policy(hf), torch.Generator().manual_seed(seed)
     for tensor in made.tensors.values():
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     made.adopt()
@@ -101,10 +104,12 @@ def save(learner: MegatronLearner, folder: Path) -> Path:
     return folder
 
 
-def train(learner: MegatronLearner, steps: int) -> None:
+def train(learner: MegatronLearner, steps: int, loss: Loss = CrossEntropy()) -> None:  # noqa: B008
     samples = ragged_samples(3, torch.Generator().manual_seed(4))
+    zeros = torch.zeros(len(samples.input_ids))
+    samples = replace(samples, old_values=zeros, returns=zeros + 1)
     for _ in range(steps):
-        learner.backward([samples], CrossEntropy(), num_tokens=60, num_sequences=3)
+        learner.backward([samples], loss, num_tokens=60, num_sequences=3)
         assert learner.step(1e-2).grad_norm > 0
 
 
@@ -148,15 +153,52 @@ def test_what_is_written_while_training_goes_on_is_the_state_at_its_start(hf: Pa
     assert 16 * trained <= blocks[0] < 16.1 * trained + 256 * 100  # weights, their copy and moments, all float32 here
 
 
-def test_an_asynchronous_save_writes_the_bytes_of_a_synchronous_one(hf: Path, tmp_path: Path) -> None:
-    learner = drawn(hf, 8)
-    train(learner, 1)
-    at_once = save(learner, tmp_path / "waits")
-    (tmp_path / "apart").mkdir()
-    learner.start_save(tmp_path / "apart").durable()
-    for file in at_once.iterdir():
-        if file.name != ".metadata":  # which has the offsets in shards, in the order of a set
-            assert (tmp_path / "apart" / file.name).read_bytes() == file.read_bytes(), file.name
+def written(folder: Path) -> dict[str, bytes]:
+    """Its files, but for .metadata, which has the offsets in shards, in the order of a set."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".metadata"}
+
+
+def test_a_planned_save_writes_the_bytes_of_one_planned_anew_and_an_asynchronous_one_of_a_synchronous(
+    hf: Path, tmp_path: Path
+) -> None:
+    """After a resume too, whichever kind made the plan; with frozen parameters, which have no state; and a critic's."""
+    frozen = LearnerSection.model_validate({"router": {"frozen": True}})
+    learners = {
+        "policy": drawn(hf, 8),
+        "frozen": drawn(hf, 9, make_policy(read_shape(hf), frozen, torch.device("cpu"), temperature=1.0)),
+        "critic": drawn(hf, 10, make_critic(read_shape(hf), SECTION, torch.device("cpu"))),
+    }
+    for name, learner in learners.items():
+        loss = ValueLoss(clip=0.2) if name == "critic" else CrossEntropy()
+        learner.load(save(learner, tmp_path / f"{name} 0"))
+        plan, found = learner._planned.plan, []
+        assert plan is not None
+        train(learner, 1, loss)
+        for kind in ("planned", "apart", "anew"):
+            (folder := tmp_path / f"{name} {kind}").mkdir()
+            if kind == "anew":
+                learner._planned.plan = None
+            learner.start_save(folder, apart=kind == "apart").durable()
+            found.append((written(folder), read_back(folder)))
+            assert (learner._planned.plan is plan) == (kind != "anew")
+        assert [files for files, _ in found] == [found[0][0]] * 3, name
+        assert found[0][0] != written(tmp_path / f"{name} 0")
+        for _, tensors in found[1:]:
+            assert_same_state(tensors, found[0][1])
+
+
+def test_a_plan_is_made_again_where_a_parameter_has_other_memory(hf: Path, tmp_path: Path) -> None:
+    learner = drawn(hf, 9)
+    save(learner, tmp_path / "first")
+    chunk = learner._models[0]
+    parameter = next(iter(chunk.parameters()))
+    parameter.data = parameter.data.clone() + 1
+    found = read_back(save(learner, tmp_path / "second"))
+    assert learner._planned.made == 2
+    name = next(name for name, tensor in chunk.named_parameters() if tensor is parameter)
+    assert torch.equal(found[name], parameter)
+    save(learner, tmp_path / "third")
+    assert learner._planned.made == 2
 
 
 def test_a_disk_that_is_full_while_a_thread_writes_is_named_by_who_waits_for_it(hf: Path, tmp_path: Path) -> None:
