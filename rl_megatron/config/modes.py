@@ -53,7 +53,15 @@ def _of_staleness(c: RunConfig) -> Iterator[str]:
     given = f"train.max_staleness={c.train.max_staleness}"
     if c.offline:
         yield f"{given} does nothing with data.rejected_field: the run samples no pairs; leave it out"
-    elif c.rollout.served and c.algorithm.advantage_mean == "greedy":
+    recomputed = c.rollout.engine == "sglang" and c.rollout.server.running_requests == "recompute"
+    if recomputed and (asking := c.asks_for_routes) is not None:
+        yield (
+            f"{given} with {asking} and rollout.server.running_requests=recompute: SGLang keeps routes by their place "
+            "in its cache, so of a completion that it computes again at a push it returns those of the new weights for "
+            "all tokens, also for those that older weights sampled and whose log-probs they do not explain; set "
+            "running_requests=abort"
+        )
+    if c.rollout.served and c.algorithm.advantage_mean == "greedy" and not c.offline:
         yield (
             f"{given} with algorithm.advantage_mean=greedy: weights may be pushed between a group's completions and "
             "its greedy one, whose reward would be another policy's baseline; set one of them to its default"
@@ -121,7 +129,7 @@ def _of_kept_caches(c: RunConfig) -> Iterator[str]:
         yield (
             f"{given} with {asking}: keys and values in the cache were made by the experts that older weights chose, "
             "which the learner's one pass cannot repeat, so its routes and log-probs would be of another computation; "
-            "set running_requests=recompute, or leave routes out"
+            "set running_requests=abort, or leave routes out"
         )
     if c.rollout.served and c.rollout.server.colocated:
         yield (

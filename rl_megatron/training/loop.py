@@ -201,4 +201,3 @@ class Loop:
         await checkpoint.load(self.job.learners())
         await self.job.restore(checkpoint.state)
         self.done = self.saved = done
-

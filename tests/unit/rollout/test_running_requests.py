@@ -155,6 +155,17 @@ def test_sglang_keeps_its_cache_over_a_load_and_over_every_other_order(
     assert told == [False, False, flushes]
 
 
+@pytest.mark.parametrize("asking", ["algorithm.routing_replay=r3", "train.route_flips=true"])
+def test_routes_of_other_weights_than_those_that_sampled_are_refused(asking: str) -> None:
+    """What SGLang returns then: tests/engines/test_servers.py, test_a_running_request_goes_on_over_an_update."""
+    keys = ["rollout=sglang", asking, "train.max_staleness=2"]
+    with pytest.raises(ConfigError, match=rf"=2 with {asking} and .*recompute: SGLang .* older weights sampled"):
+        load_config("tiny_cpu", keys)
+    load_config("tiny_cpu", [*keys, "rollout.server.running_requests=abort"])
+    load_config("tiny_cpu", [*keys, "train.max_staleness=0"])  # no completion runs at a push
+    load_config("tiny_cpu", ["rollout=vllm", *keys[1:]])  # which returns each pass's as it is made
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
@@ -162,7 +173,7 @@ def test_sglang_keeps_its_cache_over_a_load_and_over_every_other_order(
         (
             ("running_requests=keep_cache", "algorithm.routing_replay=r3"),
             r"keep_cache with algorithm\.routing_replay=r3: keys and values in the cache were made by the experts that "
-            r"older weights chose.*set running_requests=recompute, or leave routes out",
+            r"older weights chose.*set running_requests=abort, or leave routes out",
         ),
         (("running_requests=keep_cache", "train.route_flips=true"), r"keep_cache with train\.route_flips=true"),
         (("running_requests=keep_cache", "rollout.server.colocated=true"), r"nothing is left to keep; leave one"),
