@@ -19,6 +19,7 @@ class Plane:
 
     def __init__(self, group: WorkerGroup, dims: ParallelDims) -> None:
         self._group, self._dims, self._sent = group, dims, Sent(dims.dp)
+        self._held = False  # whether ranks may hold rows, also of a step whose later shares could not be computed
         self._lock = asyncio.Lock()  # ranks hold what earlier calls brought
 
     async def call(self, name: str, role: str, batch: Batch, *rest: Any, to_score: bool) -> list[Any]:
@@ -32,14 +33,16 @@ class Plane:
             given = {
                 w.rank: (role, shares[w.rank], *rest) if w.rank in shares else without for w in self._group.workers
             }
+            self._held = True
             answers = self._group.begin(name, given)
         return await self._group.gather(answers)
 
     async def forget(self) -> None:
         """Free what the ranks hold of a step."""
         async with self._lock:
-            if not self._sent.anything:
+            if not self._held:
                 return
+            self._held = False
             self._sent.forget()
             answers = self._group.begin("forget", dict.fromkeys((w.rank for w in self._group.workers), ()))
         await self._group.gather(answers)

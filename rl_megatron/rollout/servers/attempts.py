@@ -23,6 +23,7 @@ from rl_megatron.types import Completion, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
+_CLOSE_SECONDS = 10.0
 _AGAIN_SECONDS = 0.5  # a server ignores an abort that overtakes its request
 _CALM = 20  # waits before the first retry, until a prompt that may end servers is tried alone
 
@@ -136,7 +137,7 @@ class Attempts:
         attempt = _Attempt(server, asked, f"{asked.id} {uuid.uuid4().hex}")
         self._running.add(attempt)
         if clock.limit is not None:
-            self._apart(self._end_in_time(attempt, clock))
+            self._apart(self._end_in_time(attempt, clock), server)
         clock.start()
         try:
             with server.busy(asked.num_completions), self._lanes_of(replica).during("attempt", request=asked.id):
@@ -151,7 +152,7 @@ class Attempts:
                 self.so_far[asked.id] = completions[0]
             return completions
         except asyncio.CancelledError:
-            self._apart(self._abort(attempt))
+            self._apart(self._abort(attempt), server)
             raise
         finally:
             self._running.discard(attempt)
@@ -200,12 +201,23 @@ class Attempts:
                 for one in waiting:
                     one.cancel()
 
-    def _apart(self, work: Coroutine[None, None, None]) -> None:
-        """Have ``work`` done beside; `close` waits for it."""
-        task = asyncio.ensure_future(work)
+    def _apart(self, work: Coroutine[None, None, None], server: Server) -> None:
+        """Have ``work`` with ``server`` done beside; `close` waits for it."""
+        task = asyncio.create_task(work, name=server.url)
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
     async def close(self) -> None:
-        """Wait until servers have got all aborts."""
-        await asyncio.gather(*self._aborts)
+        """Wait until servers have got all aborts, for a short time: theirs may be as long as a request's."""
+        if not self._aborts:
+            return
+        done, late = await asyncio.wait(self._aborts, timeout=_CLOSE_SECONDS)
+        for task in late:
+            task.cancel()
+        if late:
+            servers = ", ".join(sorted({task.get_name() for task in late}))
+            logger.warning(
+                "%d aborted requests are left: no answer from %s in %g s", len(late), servers, _CLOSE_SECONDS
+            )
+        for task in done:
+            task.result()

@@ -149,6 +149,23 @@ def test_columns_are_sent_once_a_step_and_freed_at_its_end() -> None:
             HeldRows().take(share)
 
 
+def test_rows_are_freed_though_later_shares_could_not_be_computed() -> None:
+    stages, whole = Stages(), packed(samples())
+    learner = learner_of(stages)
+
+    async def step() -> None:
+        await learner.forget()
+        assert not stages.heard
+        await learner.score(whole, frozenset({"logprobs"}))
+        with pytest.raises(IndexError):
+            await learner.score(replace(whole, sequences=()), frozenset({"logprobs"}))
+        await learner.forget()
+        await learner.forget()
+
+    asyncio.run(step())
+    assert [rank for name, rank in stages.heard if name == "forget"] == list(range(8))
+
+
 def test_passes_asked_at_once_find_what_the_one_before_brought() -> None:
     stages, whole = Stages(), packed(samples())
     learner = learner_of(stages)

@@ -7,6 +7,9 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from rl_megatron.rollout.servers import attempts
 from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, Fake, engine_of, push, running
 
 LIMIT = 300.0
@@ -36,6 +39,36 @@ def test_a_cancelled_request_is_aborted_where_it_runs() -> None:
 
         fake.answer = answer
         asyncio.run(cancel())
+
+
+def test_the_end_of_a_run_waits_for_an_abort_for_a_short_time_and_says_where(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not for as long as a request may take, which is the limit of the abort's answer too."""
+    monkeypatch.setattr(attempts, "_CLOSE_SECONDS", 0.2)
+    over = threading.Event()
+
+    def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        if path in ("/generate", "/abort"):
+            over.wait(LIMIT)
+        return 200, {}
+
+    async def cancel(fake: Fake) -> None:
+        engine = engine_of([fake])
+        await push(engine, 4)
+        fake.answer = answer
+        asked = asyncio.create_task(engine.generate(REQUEST))
+        while "/generate" not in fake.asked:
+            await asyncio.sleep(0.01)
+        asked.cancel()
+        while "/abort" not in fake.asked:
+            await asyncio.sleep(0.01)
+        await engine.close()
+        over.set()
+
+    with running(1) as (fake,):
+        asyncio.run(cancel(fake))
+        assert f"1 aborted requests are left: no answer from {fake.url} in 0.2 s" in caplog.text
 
 
 def test_an_evaluation_does_not_wait_behind_what_is_sampled_ahead() -> None:
