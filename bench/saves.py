@@ -5,8 +5,10 @@
 One rank of a Qwen3-MoE with that much state (weights, their float32 copy and two moments, 16 bytes a parameter on
 CPUs), on the disk of ``--folder``. In turns: a step alone; a step while a thread writes the state before it; and the
 baseline, a save that training waits for, with a step. *copied*: until the state is copied, of the second save and later
-ones; its bar is the bytes at half the speed at which this process copies memory, and 50 ms. The bar of a step with a
-save is 1.05 of one without, for steps of 5 s and longer and 1 GB of state and more. Figures are medians.
+ones, which use the plan of the first; *anew*: of one that is planned again. Their bar is the bytes at half the speed at
+which this process copies memory, and 50 ms. The bar of a step with a save is 1.05 of one without, for steps of 5 s and
+longer and 1 GB of state and more. Figures are medians, by the clock and in CPU time, which other processes
+lengthen less; of a step with a save that is the writing thread's too.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -53,17 +55,39 @@ def shape_of(gigabytes: float) -> ModelShape:
     )
 
 
-def seconds(function: Callable[[], object]) -> float:
+Both = tuple[float, float]
+"""Seconds by the clock, and of the process's CPU time."""
+
+
+def now() -> Both:
+    """The present times."""
+    return time.perf_counter(), time.process_time()
+
+
+def since(began: Both) -> Both:
+    """The times from ``began`` to now."""
+    ended = now()
+    return ended[0] - began[0], ended[1] - began[1]
+
+
+def times(function: Callable[[], object]) -> Both:
     """Of one call."""
-    began = time.perf_counter()
+    began = now()
     function()
-    return time.perf_counter() - began
+    return since(began)
 
 
-def copy_speed(num_bytes: int) -> float:
-    """Bytes a second of a copy in memory that is there: the median of seven."""
-    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
-    return num_bytes / statistics.median(seconds(lambda: target.copy_(source)) for _ in range(7))
+def medians(found: Sequence[Both]) -> Both:
+    """Of each kind of time."""
+    return statistics.median(clock for clock, _ in found), statistics.median(cpu for _, cpu in found)
+
+
+def copy_times(num_bytes: int) -> Both:
+    """A copy of so many bytes in memory that is there: medians of seven."""
+    block = 2**28
+    source, target = torch.ones(block, dtype=torch.uint8), torch.zeros(block, dtype=torch.uint8)
+    clock, cpu = medians([times(lambda: target.copy_(source)) for _ in range(7)])
+    return clock * num_bytes / block, cpu * num_bytes / block
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
@@ -93,21 +117,30 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
 
     step()
     policy.start_save(fresh()).durable()  # takes the memory that later ones write over
-    found: dict[str, list[float]] = {name: [] for name in ("step", "copied", "with", "written", "waits")}
+    found: dict[str, list[Both]] = {name: [] for name in ("step", "copied", "with", "waits", "anew")}
+    written = []
     for _ in range(args.steps):
-        found["step"].append(seconds(step))
-        began = time.perf_counter()
-        saving = policy.start_save(fresh())
-        found["copied"].append(time.perf_counter() - began)
+        found["step"].append(times(step))
+        to, began = fresh(), now()
+        saving = policy.start_save(to)
+        found["copied"].append(since(began))
         step()
-        found["with"].append(time.perf_counter() - began)
-        found["written"].append(saving.durable().seconds)
-        to = fresh()
-        found["waits"].append(seconds(lambda to=to: (policy.save(to), step())))
-    medians = {name: statistics.median(values) for name, values in found.items()}
-    num_bytes = float(policy._staged.num_bytes)
+        found["with"].append(since(began))
+        written.append(saving.durable().seconds)
+        to, began = fresh(), now()
+        policy.save(to)
+        step()
+        found["waits"].append(since(began))
+        policy._planned.plan, to, began = None, fresh(), now()
+        saving = policy.start_save(to)
+        found["anew"].append(since(began))
+        saving.durable()
+    num_bytes = policy._staged.num_bytes
     world.leave()
-    return medians | {"bytes": num_bytes, "bar": 2 * num_bytes / copy_speed(2**28) + LATE}
+    row = {"bytes": float(num_bytes), "written": statistics.median(written)}
+    for name, both in {**{name: medians(each) for name, each in found.items()}, "copy": copy_times(num_bytes)}.items():
+        row[name], row[f"{name}_cpu"] = both
+    return row
 
 
 def main() -> None:
@@ -122,12 +155,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         row = measure(args, Path(folder))
     print(f"state {row['bytes'] / 1e9:.2f} GB, written in {row['written']:.2f} s")
-    print(f"training waits {row['copied']:.3f} s for the copy (bar {row['bar']:.3f})")
-    ratio, baseline = row["with"] / row["step"], row["waits"] / row["step"]
     small = "" if row["step"] >= 5 and row["bytes"] >= 1e9 else "; this step or state is too small for it"
-    print(f"a step {row['step']:.2f} s; with a save {ratio:.3f} of it (bar {STEP_BAR}{small})")
-    print(f"with a save that it waits for {baseline:.3f} of it")
-    write(args, [{**row, "ratio": ratio, "ratio_waits": baseline, "ratio_bar": STEP_BAR}])
+    for kind, what in (("", "by the clock"), ("_cpu", "of CPU time")):
+        row[f"bar{kind}"] = 2 * row[f"copy{kind}"] + LATE
+        row[f"ratio{kind}"], row[f"ratio_waits{kind}"] = (row[n + kind] / row[f"step{kind}"] for n in ("with", "waits"))
+        print(
+            f"{what}: training waits {row[f'copied{kind}']:.3f} s for the copy (bar {row[f'bar{kind}']:.3f}), planned "
+            f"anew {row[f'anew{kind}']:.3f}; a step {row[f'step{kind}']:.2f} s; with a save {row[f'ratio{kind}']:.3f} "
+            f"of it (bar {STEP_BAR}{small}), with one that it waits for {row[f'ratio_waits{kind}']:.3f}"
+        )
+    write(args, [{**row, "ratio_bar": STEP_BAR}])
 
 
 if __name__ == "__main__":
