@@ -74,11 +74,13 @@ class Answering:
         return read(json.dumps(self.answer).encode())
 
 
-def by_sglang(experts: np.ndarray | None, shape: ModelShape, asked: GenerationRequest = ASKED) -> Completion:
+def by_sglang(
+    experts: np.ndarray | None, shape: ModelShape, asked: GenerationRequest = ASKED, end: str = "length"
+) -> Completion:
     said = {
         "output_token_logprobs": [[-1.0, 5, None], [-2.0, 6, None]],
         "weight_version": "1",
-        "finish_reason": {"type": "length"},
+        "finish_reason": {"type": end},
     }
     if experts is not None:
         said["routed_experts"] = base64.b64encode(experts.astype("<i4").tobytes()).decode()
@@ -131,6 +133,14 @@ def test_an_expert_that_the_model_has_not_is_refused(ask: Any, shape: ModelShape
 def test_an_answer_without_routes_is_refused(ask: Any, shape: ModelShape) -> None:
     with pytest.raises(EngineError, match="routes"):
         ask(None, shape)
+
+
+def test_what_sglang_aborts_outside_its_cache_begins_again(shape: ModelShape) -> None:
+    """Its ``abort_request`` answers a request that it has put back into its queue with tokens, but without routes."""
+    found = by_sglang(None, shape, end="abort")
+    assert (len(found.token_ids), len(found.logprobs), found.finish_reason, found.routes) == (0, 0, "abort", None)
+    assert decode_routes(by_sglang(EXPERTS, shape, end="abort").routes).tolist() == EXPERTS[:, 1:].tolist()
+    assert len(by_sglang(None, shape, replace(ASKED, routes=False), end="abort").token_ids) == 2
 
 
 @pytest.mark.parametrize("adapter", [SGLangAdapter, VLLMAdapter])

@@ -349,11 +349,13 @@ def _names(request: GenerationRequest, request_id: str) -> list[str]:
 
 def _completion(answer: SampledColumns, request: GenerationRequest, shape: ModelShape) -> Completion:
     count = len(answer.token_ids)
+    if request.routes and answer.routes is None and answer.finish_reason == "abort":
+        count = 0  # it had lost its place in the cache, and its routes with it: its tokens are sampled again
     return Completion(
-        token_ids=answer.token_ids,
-        logprobs=answer.logprobs,
+        token_ids=answer.token_ids[:count],
+        logprobs=answer.logprobs[:count],
         finish_reason=answer.finish_reason,
-        spans=spans_of((span.start, version_of(span.version)) for span in answer.spans),
+        spans=spans_of((span.start, version_of(span.version)) for span in answer.spans[: count or 1]),
         routes=_routes(answer.routes, len(request.token_ids) + count - 1, shape) if request.routes and count else None,
     )
 
