@@ -5,7 +5,7 @@
 One rank of a Qwen3-MoE with that much state (weights, their float32 copy and two moments, 16 bytes a parameter on
 CPUs), on the disk of ``--folder``. In turns: a step alone; a step while a thread writes the state before it; and the
 baseline, a save that training waits for, with a step. *copied*: until the state is copied, of the second save and later
-ones, which use the plan of the first; *anew*: of one that is planned again. Their bar is the bytes at half the speed at
+ones, which use the plan of the first; *again*: of one planned again. Their bar is the bytes at half the speed at
 which this process copies memory, and 50 ms. The bar of a step with a save is 1.05 of one without, for steps of 5 s and
 longer and 1 GB of state and more. Figures are medians, by the clock and in CPU time, which other processes
 lengthen less; of a step with a save that is the writing thread's too.
@@ -117,7 +117,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
 
     step()
     policy.start_save(fresh()).durable()  # takes the memory that later ones write over
-    found: dict[str, list[Both]] = {name: [] for name in ("step", "copied", "with", "waits", "anew")}
+    found: dict[str, list[Both]] = {name: [] for name in ("step", "copied", "with", "waits", "again")}
     written = []
     for _ in range(args.steps):
         found["step"].append(times(step))
@@ -133,7 +133,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
         found["waits"].append(since(began))
         policy._planned.plan, to, began = None, fresh(), now()
         saving = policy.start_save(to)
-        found["anew"].append(since(began))
+        found["again"].append(since(began))
         saving.durable()
     num_bytes = policy._staged.num_bytes
     world.leave()
@@ -161,8 +161,9 @@ def main() -> None:
         row[f"ratio{kind}"], row[f"ratio_waits{kind}"] = (row[n + kind] / row[f"step{kind}"] for n in ("with", "waits"))
         print(
             f"{what}: training waits {row[f'copied{kind}']:.3f} s for the copy (bar {row[f'bar{kind}']:.3f}), planned "
-            f"anew {row[f'anew{kind}']:.3f}; a step {row[f'step{kind}']:.2f} s; with a save {row[f'ratio{kind}']:.3f} "
-            f"of it (bar {STEP_BAR}{small}), with one that it waits for {row[f'ratio_waits{kind}']:.3f}"
+            f"again {row[f'again{kind}']:.3f}; a step {row[f'step{kind}']:.2f} s; with a save "
+            f"{row[f'ratio{kind}']:.3f} of it (bar {STEP_BAR}{small}), with one that it "
+            f"waits for {row[f'ratio_waits{kind}']:.3f}"
         )
     write(args, [{**row, "ratio_bar": STEP_BAR}])
 

@@ -56,7 +56,7 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ShardPlan:
     """Where each item of this rank's file is from, and megatron's description of all ranks'."""
 
     name: str  # of the file
@@ -90,10 +90,10 @@ class Plan:
 class Kept:
     """The plan of a learner's saves, once one was made."""
 
-    plan: Plan | None = None
+    plan: ShardPlan | None = None
     made: int = field(default=0, init=False)  # plans
 
-    def agreed(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> Plan | None:
+    def agreed(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> ShardPlan | None:
         """The plan, if it still fits the state of every rank."""
         fits = self.plan is not None and self.plan.standing == _standing(chunks, optimizer)[0]
         everywhere = torch.tensor(int(fits), device=next(inner(chunks[0]).parameters()).device)
@@ -118,7 +118,7 @@ class Kept:
         if len(distributed_parts(optimizer)) < len(inner_optimizers(optimizer)) or places is None:
             return
         standing, kept = _standing(chunks, optimizer)
-        self.plan = Plan(
+        self.plan = ShardPlan(
             name=name,
             items=[(item, place) for (item, _), place in zip(items, places, strict=True)],
             live=[tensor for tensor, _ in live],

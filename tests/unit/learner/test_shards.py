@@ -158,7 +158,7 @@ def written(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".metadata"}
 
 
-def test_a_planned_save_writes_the_bytes_of_one_planned_anew_and_an_asynchronous_one_of_a_synchronous(
+def test_a_planned_save_writes_the_bytes_of_one_planned_again_and_an_asynchronous_one_of_a_synchronous(
     hf: Path, tmp_path: Path
 ) -> None:
     """After a resume too, whichever kind made the plan; with frozen parameters, which have no state; and a critic's."""
@@ -174,13 +174,13 @@ def test_a_planned_save_writes_the_bytes_of_one_planned_anew_and_an_asynchronous
         plan, found = learner._planned.plan, []
         assert plan is not None
         train(learner, 1, loss)
-        for kind in ("planned", "apart", "anew"):
+        for kind in ("planned", "apart", "fresh"):
             (folder := tmp_path / f"{name} {kind}").mkdir()
-            if kind == "anew":
+            if kind == "fresh":
                 learner._planned.plan = None
             learner.start_save(folder, apart=kind == "apart").durable()
             found.append((written(folder), read_back(folder)))
-            assert (learner._planned.plan is plan) == (kind != "anew")
+            assert (learner._planned.plan is plan) == (kind != "fresh")
         assert [files for files, _ in found] == [found[0][0]] * 3, name
         assert found[0][0] != written(tmp_path / f"{name} 0")
         for _, tensors in found[1:]:

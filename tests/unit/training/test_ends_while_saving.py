@@ -150,7 +150,7 @@ def test_nobody_leaves_while_a_thread_publishes(
     monkeypatch.setattr(checkpoints, "publish_folder", when_told)
 
     def told() -> bool:
-        """Whether a thread publishes step 2, which is told to go on after this step."""
+        """Whether a thread publishes step 2, which goes on after this step."""
         if thread.is_set():
             asyncio.get_running_loop().call_soon(go.set)
         return thread.is_set()
