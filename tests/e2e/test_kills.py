@@ -43,7 +43,7 @@ def read(finished: Run) -> Found:
 
 @pytest.mark.slow
 def test_every_kill_found_work_under_way(finished: Run, place: Place) -> None:
-    """The fixture's nine starts of controller, rank and two servers take 60 seconds."""
+    """The fixture's nine starts of controller, rank and two servers take 72 s of CPU."""
     kills = lines_of(place.folder / KILLED)
     assert [kill["point"] for kill in kills] == [point.name for point in POINTS]
     assert sum(kill["ledger/in_flight"] + kill["ledger/queued"] > 0 for kill in kills) >= 4
@@ -57,6 +57,12 @@ def test_every_prompt_is_trained_on_once_or_waits(read: Found) -> None:
         range(1, read.step + 1), SIZE
     )
     assert 0 < max(read.ages) <= STALENESS
+
+
+def test_completions_went_on_over_pushes(finished: Run) -> None:
+    """Some have tokens of two versions: a span is <first token>:<version>."""
+    spans = [one.split() for line in lines_of(finished.folder / "ledger.jsonl") for one in line["spans"].split(", ")]
+    assert sum(len(one) > 1 for one in spans) > 4
 
 
 def test_the_ledger_is_what_the_learner_trained_on_last(read: Found, place: Place) -> None:
