@@ -91,7 +91,7 @@ def test_it_forks_its_ranks_where_it_may_and_ends_with_the_first_that_fails(
         channel.listen("127.0.0.1", backlog=2) as listener,
         started(tmp_path, planted, listener.getsockname()[1]) as task,
     ):
-        listener.settimeout(60)
+        listener.settimeout(600)
         streams = [channel.accept(listener.accept()[0], TOKEN) for _ in range(2)]
         hellos = sorted((Hello(**json.loads(stream.recv_bytes())) for stream in streams), key=lambda hello: hello.rank)
         assert [(hello.rank, hello.node, hello.hindered) for hello in hellos] == [(n, "b", hindered) for n in (2, 3)]
@@ -105,7 +105,7 @@ def test_it_forks_its_ranks_where_it_may_and_ends_with_the_first_that_fails(
             said = (messages.unpack(messages.receive(stream)) for stream in streams * 60)
             assert next(value for status, value, *_ in said if status == "signal") == "SIGTERM"
         ranks[1].kill()
-        assert task.wait(60) == 128 + signal.SIGKILL
+        assert task.wait(600) == 128 + signal.SIGKILL
         assert not psutil.wait_procs(ranks, 600)[1]
         assert task.stderr is not None
         assert "rank 3 on b was killed by signal 9\n" in task.stderr.read()

@@ -69,10 +69,11 @@ def test_ranks_are_plain_processes_where_it_must_not_fork(
             assert [words_of(process)[-4:] for process in processes] == [
                 ["launcher.worker.process", "critic", str(number), str(nursery.pid)] for number in (0, 1)
             ]
+            ranks[1].kill()  # before it has imported all that the other does
+            ranks[0].connection.close()  # upon which it ends
             for rank in ranks:
-                rank.connection.close()  # upon which it ends
                 await asyncio.wait_for(over(rank), 600)
-                assert (await rank.ending()).expected
+            assert [(await rank.ending()).expected for rank in ranks] == [True, False]
         assert not psutil.wait_procs(processes, 600)[1]
 
     asyncio.run(started())

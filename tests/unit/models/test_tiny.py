@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import _publish, make_tiny_model
 from rl_megatron.weights.layouts.families import read_shape
+from tests.forks import FORKS
 
 SPEC = TinyModelSection(hidden_size=16, num_heads=2, head_dim=8, num_experts=4, expert_width=8)
 
@@ -81,17 +81,22 @@ def test_a_larger_vocabulary_has_ids_the_tokenizer_never_uses(tmp_path: Path) ->
 
 
 def test_processes_that_make_it_at_once_get_the_same_whole_folder(tmp_path: Path) -> None:
-    code = (
-        "from pathlib import Path; from rl_megatron.config.run import TinyModelSection;"
-        "from rl_megatron.models.tiny import make_tiny_model;"
-        f"print(make_tiny_model(TinyModelSection(), Path({str(tmp_path)!r}), 0))"
-    )
-    command = [sys.executable, "-c", code]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    printed = {process.communicate(timeout=600)[0].strip() for process in processes}
-    assert [process.returncode for process in processes] == [0, 0]
-    assert [str(path) for path in tmp_path.iterdir()] == list(printed)
-    assert weights(Path(printed.pop()))
+    (cache := tmp_path / "cache").mkdir()
+    start = FORKS.Barrier(2)
+    processes = [FORKS.Process(target=make_at_once, args=(start, cache, tmp_path / str(n))) for n in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(600)
+    assert [process.exitcode for process in processes] == [0, 0]
+    said = {(tmp_path / str(n)).read_text() for n in range(2)}
+    assert [str(path) for path in cache.iterdir()] == list(said)
+    assert weights(Path(said.pop()))
+
+
+def make_at_once(start: Any, cache: Path, said: Path) -> None:
+    start.wait()
+    said.write_text(str(make_tiny_model(TinyModelSection(), cache, 0)))
 
 
 def test_the_folder_of_a_faster_process_stands(tmp_path: Path) -> None:
