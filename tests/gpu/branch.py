@@ -54,8 +54,7 @@ def make_samples() -> Samples:
 
 def fill(scorer: MegatronScorer) -> None:
     """Weights that are equal on every machine, whichever layers compute."""
-    for number, name in enumerate(sorted(scorer.tensors)):
-        tensor = scorer.tensors[name]
+    for number, (name, tensor) in enumerate(sorted(scorer.tensors.items())):
         g = torch.Generator().manual_seed(number)
         scale = 0.5 if "router" in name else 0.05
         made = torch.ones(tensor.shape) if "norm" in name else torch.randn(tensor.shape, generator=g) * scale

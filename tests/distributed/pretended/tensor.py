@@ -21,6 +21,7 @@ from tests.distributed.pretended import collectives, waits
 
 _COPIES = ("copy_", "_foreach_copy_")
 _MAY_MIX = {*_COPIES, "_to_copy", "set_", "_has_compatible_shallow_copy_type"}
+_NESTED = (tuple, list, dict)
 _READ_ON_THE_HOST = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "repeat_interleave"}
 
 
@@ -122,9 +123,9 @@ class OnGpu(Tensor):
         cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = _tensors_of((*args, *kwargs.values()))
         of_host = [tensor for tensor in tensors if not isinstance(tensor, OnGpu)]
-        space, name = str(function).split(".")[:2]
+        space, name = _name_of(function)
         if space == "c10d":
             collectives.check(name, tensors, of_host)
         elif of_host and name not in _MAY_MIX and not Gpu.in_composite and not _by_autograd():
@@ -135,7 +136,24 @@ class OnGpu(Tensor):
             out = function(*args, **kwargs)
         if name in _COPIES and not isinstance(tree_leaves(args[0])[0], OnGpu):
             return out
-        return tree_map(lambda x: OnGpu(x) if type(x) is Tensor and not any(x is t for t in of_host) else x, out)
+
+        def of_gpu(x: Any) -> Any:
+            return OnGpu(x) if type(x) is Tensor and not any(x is t for t in of_host) else x
+
+        return tree_map(of_gpu, out) if isinstance(out, _NESTED) else of_gpu(out)
+
+
+@functools.cache
+def _name_of(function: Any) -> tuple[str, str]:
+    """Of an operation: its namespace, and its name without the overload's."""
+    space, name = str(function).split(".")[:2]
+    return space, name
+
+
+def _tensors_of(values: Sequence[Any]) -> list[Tensor]:
+    """The tensors among arguments, those in lists too: most operations have none, and walking a tree is slow."""
+    leaves = (leaf for value in values for leaf in (tree_leaves(value) if isinstance(value, _NESTED) else (value,)))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def refuse_mixed(name: str, args: Sequence[Any], of_host: Sequence[Tensor]) -> None:
@@ -157,6 +175,8 @@ def refuse_mixed(name: str, args: Sequence[Any], of_host: Sequence[Tensor]) -> N
 def refuse_unordered(name: str, args: Sequence[Any]) -> None:
     """Raises RuntimeError, as torch.use_deterministic_algorithms does, for what its documentation lists of GPUs'
     operations that have no deterministic kernel, and a decoder might call."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return
     unordered = {
         "put_": True,
         "histc": True,
@@ -166,7 +186,7 @@ def refuse_unordered(name: str, args: Sequence[Any]) -> None:
         "cumsum": isinstance(args[0], Tensor) and args[0].dtype.is_floating_point,
         "scatter_reduce": any(isinstance(arg, str) and arg == "prod" for arg in args),
     }
-    if torch.are_deterministic_algorithms_enabled() and unordered.get(name if name == "put_" else name.rstrip("_")):
+    if unordered.get(name if name == "put_" else name.rstrip("_")):
         raise RuntimeError(f"{name}_cuda_kernel does not have a deterministic implementation: {waits.caller()}")
 
 
