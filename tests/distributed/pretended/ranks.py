@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from launcher.processes.parent import die_with
@@ -24,16 +29,39 @@ class World:
 def run_worlds(worlds: Sequence[World], *, default: str = "cpu", before: Callable[[], None] | None = None) -> None:
     """Run one world after the other; fails if a rank does. ``default`` is that of ``learner.device``.
 
-    ``before`` is called in the ranks' parent before megatron is imported.
+    ``before`` is called in the ranks' parent before megatron is imported. Later calls of this process with the same
+    two have the same parent.
     """
-    nursery = multiprocessing.get_context("spawn").Process(target=_nurse, args=(os.getpid(), worlds, default, before))
-    nursery.start()
+    nurse = _nurse_of(default, before)
+    codes: list[list[int]] | None = None
     try:
-        nursery.join(LIMIT + LIMIT * len(worlds) / 2)
-        code = nursery.exitcode
+        nurse.connection.send((worlds, dict(os.environ)))
+        if nurse.connection.poll(LIMIT + LIMIT * len(worlds) / 2):
+            codes = nurse.connection.recv()
     finally:
-        nursery.kill()
-    assert code == 0
+        if codes != [[0] * world.size for world in worlds]:  # some of its ranks may still run
+            nurse.process.kill()
+            _nurse_of.cache_clear()
+    assert codes == [[0] * world.size for world in worlds], (
+        f"the ranks' exit statuses: {codes}; None: they have not ended"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Nurse:
+    process: SpawnProcess
+    connection: Connection
+
+
+@functools.cache
+def _nurse_of(default: str, before: Callable[[], None] | None) -> _Nurse:
+    ours, theirs = multiprocessing.Pipe()
+    spawn = multiprocessing.get_context("spawn")
+    process = spawn.Process(target=_nurse, args=(os.getpid(), theirs, default, before))
+    process.start()
+    atexit.register(process.kill)
+    theirs.close()
+    return _Nurse(process=process, connection=ours)
 
 
 def set_default(device: str) -> None:
@@ -44,7 +72,7 @@ def set_default(device: str) -> None:
     LearnerSection.model_rebuild(force=True)
 
 
-def _nurse(parent: int, worlds: Sequence[World], default: str, before: Callable[[], None] | None) -> None:
+def _nurse(parent: int, connection: Connection, default: str, before: Callable[[], None] | None) -> None:
     """Has one thread, so that forks are sound."""
     die_with(parent)
     from tests.distributed.pretended import machine
@@ -56,13 +84,21 @@ def _nurse(parent: int, worlds: Sequence[World], default: str, before: Callable[
 
     set_default(default)
     fork = multiprocessing.get_context("fork")
-    for world in worlds:
-        ranks = [fork.Process(target=_rank, args=(os.getpid(), world, rank)) for rank in range(world.size)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        assert [rank.exitcode for rank in ranks] == [0] * world.size
+    with contextlib.suppress(EOFError):
+        while True:
+            worlds, environment = connection.recv()
+            os.environ.update(environment)
+            codes = []
+            for world in worlds:
+                ranks = [fork.Process(target=_rank, args=(os.getpid(), world, rank)) for rank in range(world.size)]
+                for rank in ranks:
+                    rank.start()
+                for rank in ranks:
+                    rank.join()
+                codes.append([rank.exitcode for rank in ranks])
+                if any(codes[-1]):
+                    break
+            connection.send(codes)
 
 
 def _rank(nurse: int, world: World, rank: int) -> None:
