@@ -150,7 +150,7 @@ def rank_main(rank: int, root: Path) -> None:
         device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-{layout}", seed=1)
         torch.save(balanced(root / "model", keys, max_tokens, rank, device), root / f"{layout}-{rank}.pt")
         if learner.dims.world_size > 1:
-            frozen(root / "model", keys, max_tokens, rank, device, root / f"saved-{layout}")
+            frozen(root / "model", keys, 2 * max_tokens, rank, device, root / f"saved-{layout}")
         world.leave()
 
 
