@@ -28,12 +28,19 @@ class Source:
     versions: dict[str, int] = field(default_factory=dict)  # served when a prompt was last asked for
     asked: list[list[int]] = field(default_factory=list)
     asked_at: list[float] = field(default_factory=list)
+    now: int = 0  # groups that are under way
+    most: int = 0  # of these, at any time
 
     async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
         self.asked.append([one.ordinal for one in drawn])
         self.asked_at.append(asyncio.get_running_loop().time())
         self.versions |= {one.prompt.id: self.stream.version for one in drawn}
-        await asyncio.sleep(max(self.seconds(one.prompt.id) for one in drawn))
+        self.now += len(drawn)
+        self.most = max(self.most, self.now)
+        try:
+            await asyncio.sleep(max(self.seconds(one.prompt.id) for one in drawn))
+        finally:
+            self.now -= len(drawn)
         return [self._answer(one.prompt) for one in drawn]
 
     async def interrupt(self) -> None:

@@ -104,5 +104,5 @@ def _sampler(parts: Parts, roles: Roles, data: Data) -> RolloutSampler:
         seed=config.seed,
         greedy_baseline=config.algorithm.advantage_mean == "greedy",
         routes=config.asks_for_routes is not None,
-        apart=config.rollout.served and config.train.max_staleness > 0,
+        apart=config.one_by_one,
     )

@@ -99,7 +99,7 @@ class ServedEngines:
             engine = ServedEngine(
                 self._adapter,
                 servers,
-                self._section,
+                self._section.model_copy(update={"concurrency": self._config.requests_in_flight}),
                 max_length=self._max_length,
                 vocab_size=self._shape.vocab_size,
             )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
+    from rl_megatron.config.sections.rollout import RolloutSection
 
 
 def problems_of_modes(c: RunConfig) -> Iterator[str]:
@@ -45,6 +46,8 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
             "batch in one call of the learner's processes, which ends no completion before the others; set "
             "rollout.server.replicas, or rollout=vllm or sglang, or leave it out"
         )
+    if c.rollout.max_in_flight is not None:
+        yield from _of_a_limit(c.rollout, c.rollout.max_in_flight)
     if c.rollout.embedded and c.rollout.served:
         yield from _of_own_servers(c)
 
@@ -65,6 +68,20 @@ def _of_staleness(c: RunConfig) -> Iterator[str]:
         yield (
             f"{given} with algorithm.advantage_mean=greedy: weights may be pushed between a group's completions and "
             "its greedy one, whose reward would be another policy's baseline; set one of them to its default"
+        )
+
+
+def _of_a_limit(rollout: RolloutSection, most: int) -> Iterator[str]:
+    if most < rollout.group_size:
+        yield (
+            f"rollout.max_in_flight={most} is less than rollout.group_size={rollout.group_size}: no group could be "
+            "sampled; raise the first, or lower the other"
+        )
+    if not rollout.served:
+        yield (
+            f"rollout.max_in_flight={most}, but rollout.engine={rollout.engine} samples one batch at a time in the "
+            "learner's processes, by rollout.slots at once; set rollout.server.replicas, or rollout=vllm or sglang, or "
+            "leave it out"
         )
 
 

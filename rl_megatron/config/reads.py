@@ -75,7 +75,13 @@ PREFERENCE_READS = (
     "routing_replay",
 )
 """The keys that DPO (``preference_beta``) reads; without it, any key may be read."""
-OFFLINE_UNREAD = ("rollout.top_p", "rollout.dynamic_sampling", "rollout.max_seconds", "algorithm.unfinished_reward")
+OFFLINE_UNREAD = (
+    "rollout.top_p",
+    "rollout.dynamic_sampling",
+    "rollout.max_seconds",
+    "rollout.max_in_flight",
+    "algorithm.unfinished_reward",
+)
 """The keys that nothing reads if a file holds the pairs: evaluations do not truncate the distribution, and no answer is
 truncated."""
 

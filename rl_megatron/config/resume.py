@@ -22,6 +22,7 @@ FREE: Mapping[str, bool] = {
     "rollout.python": True,
     "rollout.slots": True,
     "rollout.max_seconds": True,
+    "rollout.max_in_flight": True,
     "rollout.server": True,
     "rollout.server.options": False,  # may be of numbers
     "rollout.server.quantization": False,

@@ -221,6 +221,16 @@ class RunConfig(Section):
         return "train.route_flips=true" if self.train.route_flips else None
 
     @property
+    def one_by_one(self) -> bool:
+        """Whether servers get each completion of a group as a request of its own."""
+        return self.rollout.served and self.train.max_staleness > 0
+
+    @property
+    def requests_in_flight(self) -> int:
+        """The requests of ``rollout.server.concurrency`` groups."""
+        return self.rollout.server.concurrency * (self.rollout.group_size if self.one_by_one else 1)
+
+    @property
     def completions_per_step(self) -> int:
         """Completions in one batch: sampled ones, or the two of each pair in a file."""
         return self.rollout.prompts_per_step * (2 if self.offline else self.rollout.group_size)

@@ -2,9 +2,9 @@
 
 Letters: G prompts a step, k pushes that a trained token may be old (``train.max_staleness``), v the version served.
 
-**Admission.** A prompt is drawn while fewer than (v + k + 1) G were. A group drawn at version b is *due* at step
-b + k + 1: its tokens are then k pushes old, or younger. So the groups due at a step or before it are at most as many as
-these steps have places.
+**Admission.** A prompt is drawn while fewer than (v + k + 1) G were, and ``rollout.max_in_flight`` allows it. A group
+drawn at version b is *due* at step b + k + 1: its tokens are then k pushes old, or younger. So the groups due at a step
+or before it are at most as many as these steps have places.
 
 **A step** takes the G finished groups that are due first, and waits while that would leave more groups due by a later
 step than the steps until then have places. So no trained token is older than k pushes, nothing that was sampled is
@@ -101,7 +101,7 @@ class Stream:
         if self._closed or self._last or self._failure is not None:
             return
         if self._apart:
-            for place in self._sendable(None):
+            for place in self._sendable(self._free_groups):
                 self._send([place])
         elif not self._tasks and (places := self._sendable(self._size)):
             self._send(places)
@@ -245,6 +245,12 @@ class Stream:
         found, self._unsent = self._unsent[:most], self._unsent[len(self._unsent) if most is None else most :]
         room = (self.version + self._ahead + 1) * self._size + self._opened - self._drawn
         return found + [self._draw() for _ in range(room if most is None else min(room, most - len(found)))]
+
+    @property
+    def _free_groups(self) -> int | None:
+        """The groups that ``rollout.max_in_flight`` still allows; a task samples one."""
+        most = self._section.max_in_flight
+        return None if most is None else max(0, most // self._section.group_size - len(self._tasks))
 
     def _draw(self) -> Waiting:
         (prompt,) = self._prompts.take(1)

@@ -161,3 +161,19 @@ def test_a_job_without_nodes_for_servers_has_none_to_lose() -> None:
 def test_servers_of_the_in_process_engine_on_nodes_of_their_own_load_a_file() -> None:
     keys = ["rollout=local", "rollout.server.replicas=2", "run.launcher=slurm", "slurm.engines.nodes=2"]
     assert load_config("tiny_cpu", keys).transport.name == "file"
+
+
+SERVED = "rollout.server.replicas=2"
+
+
+def test_a_limit_of_completions_is_of_whole_groups_at_servers() -> None:
+    few = ["rollout.group_size=8", "rollout.max_in_flight=7", SERVED]
+    assert "max_in_flight=7 is less than rollout.group_size=8: no group could be sampled" in (problem(*few) or "")
+    assert "samples one batch at a time in the learner's processes" in (problem("rollout.max_in_flight=64") or "")
+    assert problem("rollout.group_size=8", "rollout.max_in_flight=8", SERVED) is None
+
+
+@pytest.mark.parametrize(("staleness", "requests"), [(0, 10), (1, 80)])
+def test_concurrency_counts_groups_however_they_are_asked_for(staleness: int, requests: int) -> None:
+    keys = [SERVED, "rollout.group_size=8", "rollout.server.concurrency=10", f"train.max_staleness={staleness}"]
+    assert load_config("tiny_cpu", keys).requests_in_flight == requests

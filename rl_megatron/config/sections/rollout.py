@@ -68,7 +68,8 @@ class ServerSection(Section):
     backoff_seconds: PositiveFloat = 0.5
     """Wait before the first retry; it doubles each time."""
     concurrency: Positive = 256
-    """Most requests in flight."""
+    """Most groups in flight at servers: of ``group_size`` completions, whether they are one request each, as with
+    train.max_staleness, or one in all. More wait in the controller."""
     running_requests: RunningRequests = "recompute"
     """What a push of weights does to running requests (docs/engines.md). recompute: the server pauses them, and
     continues them with keys and values recomputed by the new weights; keep_cache: it continues them with those of the
@@ -162,6 +163,9 @@ class RolloutSection(Section):
     """Longest time that a completion to train on may run in a server, its wait for a slot and pauses of pushes
     included; one that runs longer ends there and counts as truncated. One without a token by then gets twice as long.
     Time between servers does not count, nor what was lost with a server. Needs servers; null: no limit."""
+    max_in_flight: Positive | None = None
+    """Most completions that are being sampled or scored at once, in whole groups: further prompts are not drawn. Needs
+    servers, and group_size at least. null: as many as train.max_staleness allows (docs/asynchronous.md)."""
     on_long_prompt: Literal["fail", "drop"] = "fail"
     """What to do with a longer prompt: end the run at its start, or drop the prompt."""
     ignore_eos: bool = False

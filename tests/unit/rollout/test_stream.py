@@ -47,6 +47,7 @@ class World:
         self.order = [prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(len(PROMPTS))]
         self.trained: list[tuple[str, int]] = []  # prompt, step
         self.left_out = 0
+        self.limit = r.choice([None, None, 1, 2, 7]) if self.served else None  # of groups
 
     async def run(self) -> None:
         stream, position = self._new()
@@ -70,7 +71,8 @@ class World:
         await stream.close()
 
     def _new(self) -> tuple[Stream, PromptStream]:
-        options = {"dynamic_sampling": self.mode, "max_refills": self.random.randint(1, 3)}
+        options = {"dynamic_sampling": self.mode, "max_refills": self.random.randint(1, 3), "group_size": 4}
+        options["max_in_flight"] = None if self.limit is None else 4 * self.limit + self.random.randint(0, 3)
         stream = stream_over(self.source, size=self.size, staleness=self.staleness, served=self.served, **options)
         return stream, stream._prompts
 
@@ -120,6 +122,8 @@ def test_random_worlds_keep_the_bound_and_lose_nothing(first: int) -> None:
     worlds = [World(seed) for seed in range(first, first + 300)]
     for world in worlds:
         run_at_once(world.run())
+        assert world.limit is None or world.source.most <= world.limit, world.seed
+    assert sum(world.source.most == world.limit for world in worlds) > 60
     assert sum(world.kills for world in worlds) > 200
     assert sum(world.reached for world in worlds) > 200
 
