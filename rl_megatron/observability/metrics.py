@@ -192,7 +192,7 @@ METRICS: Mapping[str, Documented] = _rows(
     ("engine/restarts", "", "restarts of dead engine servers since the run was started"),
     ("tokens/rollout", "tokens", "tokens sampled in the step"),
     ("tokens/train", "tokens", "positions of the optimizer steps, prompts included, padding excluded"),
-    ("tokens_per_second/rollout", "tokens/s", "tokens/rollout over seconds/rollout"),
+    ("tokens_per_second/rollout", "tokens/s", "of seconds/rollout; of seconds/step with train.max_staleness"),
     ("tokens_per_second/train", "tokens/s", "tokens/train over seconds/train"),
     (
         "flops/train",

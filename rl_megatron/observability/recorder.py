@@ -96,6 +96,7 @@ class Stopwatch:
         self._began = spans.now()
         self._seconds: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
+        self._beside = frozenset[str]()
         self._noted: dict[str, float] = {}
         self._at_peak: dict[str, float] = {}
 
@@ -110,9 +111,11 @@ class Stopwatch:
             spans.keep(spans.PHASES, phase, began, ended)
             self._seconds[phase] = self._seconds.get(phase, 0.0) + (ended - began) / 1e9
 
-    def count(self, phase: str, tokens: int) -> None:
-        """Record how many tokens ``phase`` processed, for ``tokens_per_second/<phase>``."""
+    def count(self, phase: str, tokens: int, *, beside: bool = False) -> None:
+        """Record how many tokens ``phase`` processed, for ``tokens_per_second/<phase>``: over its own seconds, or over
+        the step's if it went on ``beside`` the other phases."""
         self._tokens[phase] = tokens
+        self._beside = self._beside | {phase} if beside else self._beside - {phase}
 
     def note(self, name: str, value: float) -> None:
         """Record the metric ``name`` of something that ended in this step."""
@@ -124,10 +127,11 @@ class Stopwatch:
 
     def row(self) -> dict[str, float]:
         """Metrics of all phases so far, and ``seconds/step`` since the stopwatch started."""
+        began, ended = Stopwatch.latest = self._began, spans.now()
+        whole = (ended - began) / 1e9
+        spent = self._seconds | dict.fromkeys(self._beside, whole)
         rates = {
-            f"tokens_per_second/{phase}": tokens / self._seconds[phase]
-            for phase, tokens in self._tokens.items()
-            if self._seconds.get(phase)
+            f"tokens_per_second/{name}": count / spent[name] for name, count in self._tokens.items() if spent.get(name)
         }
         seconds = {f"seconds/{phase}": value for phase, value in self._seconds.items()}
         shares = {
@@ -135,5 +139,4 @@ class Stopwatch:
             for phase, least in self._at_peak.items()
             if self._seconds.get(phase)
         }
-        began, ended = Stopwatch.latest = self._began, spans.now()
-        return {**seconds, **rates, **self._noted, **shares, "seconds/step": (ended - began) / 1e9}
+        return {**seconds, **rates, **self._noted, **shares, "seconds/step": whole}

@@ -104,7 +104,7 @@ class GroupJob(ABC):
         if self.stream is not None:
             self.stream.pushed(number, last=number == self.config.train.steps)
             row |= self.stream.row()
-        watch.count("rollout", int(row["tokens/rollout"] or 0))
+        watch.count("rollout", int(row["tokens/rollout"] or 0), beside=self.config.train.max_staleness > 0)
         watch.count("train", int(row["tokens/train"] or 0))
         row |= {"weights/bytes": pushed.num_bytes, "weights/route": self.route}
         row["seconds/verify"] = pushed.verify_seconds
