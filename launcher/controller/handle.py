@@ -53,7 +53,7 @@ class WorkerHandle:
 
     def send(self, name: str, message: messages.Message) -> asyncio.Future[Any]:
         """Send the call ``name``, which is packed: many ranks may get one message."""
-        self._closing = name == "close"
+        self._closing = self._closing or name == "close"
         answer = self._loop.create_future()
         self._waiting.append(answer)
         self._calls.append(name)

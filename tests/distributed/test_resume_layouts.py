@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -153,10 +154,13 @@ def leg(rank: int, folder: Path, relay: str, number: int) -> dict[str, Any]:
             megatron._planned.plan = None
             megatron.save(folder / f"{relay}-{number}-{role}-fresh")
             megatron._planned.plan = plan
-            with held_back():  # written after the steps behind it, as it was before them
-                saving = megatron.start_save(folder / f"{relay}-{number}-{role}")
-                seen[role]["then"] = steps(megatron, learner, rank, loss)
-            saving.durable()
+            with patch.object(torch, "save", wraps=torch.save) as saved:
+                with held_back():  # written after the steps behind it, as it was before them
+                    saving = megatron.start_save(folder / f"{relay}-{number}-{role}")
+                    seen[role]["then"] = steps(megatron, learner, rank, loss)
+                saving.durable()
+            by_hand = [Path(call.args[1]).name for call in saved.call_args_list if isinstance(call.args[1], Path)]
+            assert by_hand == (["common.pt"] if plan is not None and rank == 0 else [])
             assert megatron._planned.plan is plan
             assert (plan is None) == ("muon" in relay or "whole" in relay)
     world.leave()

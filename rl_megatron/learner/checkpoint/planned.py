@@ -68,8 +68,8 @@ class ShardPlan:
     kept: Sequence[Tensor]  # those of ``standing``: so nobody else gets their ids
 
     def again(self, folder: Path, optimizer: MegatronOptimizer, values: Values, gathered: Gathered) -> Begun:
-        """Begin a save into ``folder``."""
-        common = common_state(optimizer, values, gathered)
+        """Begin a save into ``folder``, whose ``common`` rank 0 alone has: others' may lack parts of the optimizer."""
+        common = common_state(optimizer, values, gathered)  # which all ranks gather
         held = [values(tensor) for tensor in self.live]
         writer: Any = FileSystemWriterAsync(folder, thread_count=1)
         writer.set_up_storage_writer(dist.get_rank() == 0)
@@ -78,7 +78,9 @@ class ShardPlan:
         writer.results_queue = SimpleQueue() if items else None
         request = self.strategy._get_save_and_finalize_callbacks(writer, (writer, *self.described))
         finalize = [*request.finalize_fns, partial(self._say_format, folder)]
-        return Begun(writer=writer, finalize=finalize, gathered=gathered, common=common)
+        return Begun(
+            writer=writer, finalize=finalize, gathered=gathered, common=common if dist.get_rank() == 0 else None
+        )
 
     def _say_format(self, folder: Path) -> None:
         if dist.get_rank() == 0:

@@ -97,7 +97,8 @@ def save_shards(
     gathered = Gathered(staged)
     plan = kept.agreed(chunks, optimizer)
     if plan is not None:
-        begun = plan.again(folder, optimizer, values, gathered)
+        with _explained(folder):
+            begun = plan.again(folder, optimizer, values, gathered)
     else:
         begun = _begin(folder, chunks, optimizer, kept, values, gathered)
     if staged is not None:
