@@ -4,12 +4,12 @@ Engines die of many causes, and each death fails all requests in flight. So one 
 
 1. A prompt under which a server was lost (it died, the connection broke, or it answered with an error) is asked again
    as any other, by a replica that was not lost under it, if there is one.
-2. A prompt under which two servers were lost stands *trial*: all its requests go to one replica, where at most 15
-   others stand trial.
+2. A prompt under which two servers were lost, or one that lives on twice, stands *trial*: all its requests go to one
+   replica, where at most 15 others stand trial.
 3. A prompt under which that is lost too stands trial *alone*, one prompt at a time in the run, some seconds after the
    last loss: its replica takes nothing else meanwhile. Where few stand trial, each does so at once.
 4. A prompt under which a server is lost while nothing else is in flight there is poison, if servers of two replicas
-   were lost under it (of one, where the run has no other). These servers count for no other prompt.
+   were lost under it (of one, where the run has no other). These losses count for no other prompt.
 
 So a poison prompt ends the servers that had its first requests, and at most three more. Another prompt is dropped only
 if a server ends of another cause just while that prompt stands trial alone. Were all trials alone, two servers that die
@@ -29,7 +29,7 @@ from rl_megatron.rollout.servers.http import AttemptFailed, Broken, Busy, Server
 from rl_megatron.rollout.servers.replicas import Replica
 from rl_megatron.types import GenerationRequest
 
-_LOSSES = 2  # servers lost under a prompt before it stands trial
+_LOSSES = 2  # under a prompt, before it stands trial
 _TOGETHER = 16  # prompts that stand trial beside each other on a replica
 _FEW = 4  # prompts of which each stands trial alone at once
 
@@ -42,9 +42,18 @@ class Flight:
     trial: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Loss:
+    """A server died, or answered with an error: it may do so again for what it is sent afterwards."""
+
+    server: Server
+    replica: int
+    beside: frozenset[Flight]  # what was in flight there
+
+
 @dataclass(slots=True)
 class _Record:
-    lost: dict[Server, int] = field(default_factory=dict)  # servers lost under the prompt, and their replicas' numbers
+    lost: set[_Loss] = field(default_factory=set)  # under the prompt
     alone: bool = False  # whether it stands the next trial alone
     poison: bool = False
 
@@ -76,8 +85,8 @@ class Suspects:
         self._records: dict[str, _Record] = {}
         self._requests = Counter[str]()  # that are not answered, by prompt
         self._flights: dict[Server, set[Flight]] = {}
-        self._beside: dict[Server, frozenset[Flight]] = {}  # those in flight when a server was lost first
-        self._explained: set[Server] = set()  # lost under poison
+        self._losses: dict[Server, _Loss] = {}  # the last of each server
+        self._explained: set[_Loss] = set()  # those under poison
         self._kept: tuple[str, Server] | None = None  # a prompt that stands trial alone, and where
 
     @contextlib.contextmanager
@@ -98,7 +107,7 @@ class Suspects:
         """Those of the replicas to which the request may go now."""
         prompt = prompt_of(request)
         record = self._records.get(prompt, _Record())
-        lost = set(record.lost.values())
+        lost = {loss.replica for loss in record.lost}
         if record.stands_trial and (record.alone or self._are_few()):
             record.alone = True
             return self._alone(prompt, [one for one in healthy if one.number not in lost] or list(healthy))
@@ -164,16 +173,17 @@ class Suspects:
         record = self._records.setdefault(flight.prompt, _Record())
         self._leave(flight.prompt)
         self._last = asyncio.get_running_loop().time()
-        if record.poison or server in self._explained:
+        loss = self._losses.get(server)
+        if loss is None or flight not in loss.beside:  # it was sent after an answer that was an error
+            loss = self._losses[server] = _Loss(server, replica.number, frozenset(self._flights[server]))
+        if record.poison or loss in self._explained:
             return record.poison
-        beside = self._beside.get(server)
-        if beside is None or flight not in beside:  # it was sent after an answer that was an error
-            beside = self._beside[server] = frozenset(self._flights[server])
-        record.lost[server] = replica.number
+        record.lost.add(loss)
         if not flight.trial:
             return False
         record.alone = True
-        if len({one.prompt for one in beside}) > 1 or len(set(record.lost.values())) < min(2, replicas):
+        lost_at = {one.replica for one in record.lost}
+        if len({one.prompt for one in loss.beside}) > 1 or len(lost_at) < min(2, replicas):
             return False
         record.poison = True
         self._explain(record)
@@ -181,14 +191,14 @@ class Suspects:
 
     def told(self, flight: Flight) -> str:
         """The servers that were lost under the prompt, in words."""
-        numbers = Counter(self._records[flight.prompt].lost.values())
+        numbers = Counter(loss.replica for loss in self._records[flight.prompt].lost)
         return ", ".join(f"replica {number} {count} times" for number, count in sorted(numbers.items()))
 
     def _explain(self, poison: _Record) -> None:
-        self._explained |= poison.lost.keys()
+        self._explained |= poison.lost
         for prompt, record in self._records.items():
             if record is not poison:
-                record.lost = {server: number for server, number in record.lost.items() if server not in poison.lost}
+                record.lost -= poison.lost
                 record.alone = record.alone and record.stands_trial
                 if not record.alone:
                     self._leave(prompt)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import random
+import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -252,8 +253,33 @@ def test_what_fails_on_two_servers_while_these_answer_others_is_dropped() -> Non
 
         good, bad, other = asyncio.run(ask())
     assert isinstance(bad, PoisonPrompt)
-    assert "replica 0 1 times, replica 1 1 times" in str(bad)
+    assert re.search(r"replica 0 \d times, replica 1 \d times", str(bad))
     assert good[0].spans == other[0].spans == ((0, 4),)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_servers_that_answer_errors_and_live_on_show_one_bad_prompt_after_another(replicas: int) -> None:
+    def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        return (500, "failed") if body.get("prompt", [0])[0] == 6 else (200, {"label": "4"})
+
+    async def ask() -> list[Any]:
+        engine, answers = engine_of(fakes), list[Any]()
+        await push(engine, 4)
+        for fake in fakes:
+            fake.answer = answer
+        try:
+            for name, tokens in [("bad", (6, 6)), ("worse", (6, 7)), ("good", (5, 5))]:
+                one = replace(REQUEST, id=name, token_ids=tokens)
+                answers += await asyncio.gather(engine.generate(one), return_exceptions=True)
+            return answers
+        finally:
+            await engine.close()
+
+    with running(replicas) as fakes:
+        bad, worse, good = asyncio.run(ask())
+    assert isinstance(bad, PoisonPrompt)
+    assert isinstance(worse, PoisonPrompt)
+    assert good[0].spans == ((0, 4),)
 
 
 @pytest.mark.parametrize(("size", "allowed"), [(1, 1), (8, 1), (20, 4)])
