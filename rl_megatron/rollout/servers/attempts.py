@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rl_megatron.config.sections.rollout import ServerSection
@@ -68,7 +68,7 @@ class Attempts:
         begun, refusals = request.begun, dict[int, Refused]()
         asked = request if begun is None else rest_of(request, begun, place)
         while True:
-            replica = only or await self._place(request, failed)
+            replica = only or await self._place(request, failed, refusals)
             server = replica.server
             try:
                 with self._in_flight(request, replica, is_probe=only is not None):
@@ -97,9 +97,15 @@ class Attempts:
             except EngineError as error:
                 raise EngineError(f"request {request.id!r}: {error}") from error
 
-    async def _place(self, request: GenerationRequest, failed: Replica | None) -> Replica:
-        places = await self._replicas.some(lambda: self.suspects.places(request, self._replicas.healthy()))
-        return self._places.choose(request, places, failed)
+    async def _place(
+        self, request: GenerationRequest, failed: Replica | None, refusals: Mapping[int, Refused]
+    ) -> Replica:
+        def places() -> list[Replica]:
+            healthy = self._replicas.healthy()
+            others = [one for one in healthy if one.number not in refusals]
+            return self.suspects.places(request, others or healthy)
+
+        return self._places.choose(request, await self._replicas.some(places), failed)
 
     @contextlib.contextmanager
     def _in_flight(self, request: GenerationRequest, replica: Replica, *, is_probe: bool) -> Iterator[None]:
@@ -125,6 +131,8 @@ class Attempts:
         if refusals and replica.number not in refusals:
             (other,) = refusals.values()
             raise PoisonPrompt(f"request {request.id!r} is refused by two servers: {other}; {error}") from error
+        if replica.number in refusals:
+            return False  # no other was left
         refusals[replica.number] = error
         logger.warning("request %r: %s; asking another server", request.id, error)
         return any(one.number not in refusals for one in self._replicas.healthy())

@@ -233,6 +233,27 @@ def test_what_two_servers_refuse_is_dropped(refusing: list[int], dropped: bool) 
         assert [fake.asked.count("/generate") for fake in fakes] == [1, 1]
 
 
+def test_what_one_server_failed_on_and_another_refuses_goes_back_to_the_first() -> None:
+    """It does not go again and again where it is refused."""
+    with running(2) as fakes:
+        answers: dict[int, list[tuple[int, object]]] = {0: [(500, "failed"), (200, {"label": "4"})], 1: [(400, "no")]}
+
+        async def ask() -> Completion:
+            engine = engine_of(fakes)
+            await push(engine, 4)
+            for number, left in answers.items():
+                fakes[number].answer = lambda path, body, _, left=left: (
+                    left.pop(0) if path == "/generate" and left else (400, "asked again")
+                )
+            try:
+                return (await engine.generate(REQUEST))[0]
+            finally:
+                await engine.close()
+
+        assert asyncio.run(ask()).spans == ((0, 4),)
+        assert [fake.asked.count("/generate") for fake in fakes] == [2, 1]
+
+
 def test_what_fails_on_two_servers_while_these_answer_others_is_dropped() -> None:
     with running(2) as fakes:
 
