@@ -12,6 +12,9 @@ from rl_megatron.types import Completion, Prompt, RolloutGroup, Scored
 Reason = Literal["equal_rewards", "reward_error", "poison"]
 """Why a prompt that was drawn is not trained on."""
 
+POISON_SHARE = 0.01
+"""More poison than this share of prompts, and than one, is an engine's fault or that of the data, and ends the run."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
@@ -30,6 +33,7 @@ class Answered:
 
     group: RolloutGroup | None  # None: it is left out, for ``reason``
     reason: Reason | None = None
+    problem: str = ""  # what the engine said of a prompt that is poison
     rewards: tuple[float, ...] = ()  # of its completions, also where it is left out; none if one of them failed
     scored: tuple[Scored, ...] = ()
     greedy: tuple[Scored, ...] = ()  # of the greedy completion, if there is one

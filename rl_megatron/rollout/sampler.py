@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.trajectories import single_turns
-from rl_megatron.errors import PoisonPrompt, RewardError
+from rl_megatron.errors import EngineError, PoisonPrompt, RewardError
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.observability.timeline.spans import FreeLanes
 from rl_megatron.rewards.scoring import errors_of, score
-from rl_megatron.rollout.batch import Answered, Drawn
+from rl_megatron.rollout.batch import POISON_SHARE, Answered, Drawn
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -58,9 +58,10 @@ class RolloutSampler:
             named, *choices, begun, routes=self.routes, router_noise=section.router_noise, max_seconds=limit
         )
         if self.greedy_baseline:
-            named = [(one.prompt, _named(", greedy", one)) for one in drawn]
-            greedy = await self._run(named, 1, 0.0, 1.0, max_seconds=limit)
-            answered = [_with_greedy(*pair) for pair in zip(answered, greedy, strict=True)]
+            asked = [i for i, one in enumerate(answered) if one.reason != "poison"]
+            named = [(drawn[i].prompt, _named(", greedy", drawn[i])) for i in asked]
+            for i, greedy in zip(asked, await self._run(named, 1, 0.0, 1.0, max_seconds=limit), strict=True):
+                answered[i] = _with_greedy(answered[i], greedy)
         return answered
 
     async def interrupt(self) -> None:
@@ -77,9 +78,18 @@ class RolloutSampler:
         return tuple(known) if any(one is not None for one in known) else ()
 
     async def evaluate(self, prompts: Sequence[Prompt], *, temperature: float, success_reward: float) -> float:
-        """Share of ``prompts`` whose one completion gets at least ``success_reward``; failed rewards do not count."""
+        """Share of ``prompts`` whose one completion gets at least ``success_reward``; failed rewards do not count.
+
+        Raises EngineError if more than 1 % of them, and more than one, are poison.
+        """
         named = list(zip(prompts, _told_apart("evaluation", prompts), strict=True))
         answered = await self._run(named, 1, temperature, 1.0, birth=0)
+        poison = [one.problem for one in answered if one.reason == "poison"]
+        if len(poison) > max(1, POISON_SHARE * len(prompts)):
+            raise EngineError(
+                f"{len(poison)} of {len(prompts)} held-out prompts ended servers or were refused, so an accuracy "
+                f"would say nothing of the weights: read the servers' logs; the last one's error: {poison[-1]}"
+            )
         return sum(a.group is not None and a.group.rewards[0] >= success_reward for a in answered) / len(answered)
 
     async def _run(
@@ -144,7 +154,7 @@ class RolloutSampler:
             return await self._sampled(prompt, request, begun)
         except PoisonPrompt as error:
             logger.error("prompt %r is dropped: %s", prompt.id, error)
-            return Answered(group=None, reason="poison")
+            return Answered(group=None, reason="poison", problem=str(error))
 
     async def _sampled(
         self, prompt: Prompt, request: GenerationRequest, begun: Mapping[str, Sequence[Completion | None]] | None
@@ -225,7 +235,8 @@ def _with_greedy(sampled: Answered, greedy: Answered) -> Answered:
     """The sampled group with the greedy completion; without a group if either was dropped."""
     if sampled.group is None or greedy.group is None:
         reason = sampled.reason or greedy.reason
-        return Answered(group=None, reason=reason, scored=sampled.scored, greedy=greedy.scored)
+        problem = sampled.problem or greedy.problem
+        return Answered(group=None, reason=reason, problem=problem, scored=sampled.scored, greedy=greedy.scored)
     return replace(sampled, group=replace(sampled.group, greedy=greedy.group), greedy=greedy.scored)
 
 

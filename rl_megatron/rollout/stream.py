@@ -25,13 +25,13 @@ from dataclasses import dataclass, replace
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.errors import EngineError
-from rl_megatron.rollout.batch import Answered, Drawn, GroupSource, RolloutBatch, Waiting
+from rl_megatron.rollout.batch import POISON_SHARE, Answered, Drawn, GroupSource, RolloutBatch, Waiting
 from rl_megatron.rollout.ledger import Ledger, LedgerState
 from rl_megatron.types import RolloutGroup
 
 _PATIENCE = 0.02  # the share of a step for which the learner may wait before more is sampled ahead
 _CALM_STEPS = 30  # steps without such a wait before less is
-_POISON_STEPS, _POISON_SHARE = 20, 0.01  # more poison than this share of the prompts of so many steps ends the run
+_POISON_STEPS = 20  # the steps of whose prompts no more than POISON_SHARE may be poison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +295,7 @@ class Stream:
         if section.dynamic_sampling != "off" and group is not None and not self._teaches([group])[0]:
             answered = replace(answered, group=None, reason="equal_rewards")
         if answered.reason == "poison":
-            self._count_poison(place.drawn)
+            self._count_poison(place.drawn, answered.problem)
         place = replace(place, answered=answered)
         self._ledger.move([place.drawn.ordinal], "buffered" if place.kept else "left_out")
         if not place.kept and section.dynamic_sampling == "refill" and self._credit:
@@ -306,15 +306,15 @@ class Stream:
             self._places[place.drawn.ordinal] = place
             insort(self._ready, place.key)
 
-    def _count_poison(self, drawn: Drawn) -> None:
+    def _count_poison(self, drawn: Drawn, problem: str) -> None:
         """Raises EngineError for the first of more than 1 % of 20 steps' prompts; one is always let pass."""
         window = _POISON_STEPS * self._size
         self._poison = [*(one for one in self._poison if one >= self._drawn - window), drawn.ordinal]
-        if len(self._poison) > max(1, _POISON_SHARE * window):
+        if len(self._poison) > max(1, POISON_SHARE * window):
             raise EngineError(
                 f"{len(self._poison)} of the last {window} prompts drawn ended servers or were refused by them, the "
-                f"last {drawn.prompt.id!r} (log.txt has all); more than {_POISON_SHARE:.0%} is no matter of single "
-                "prompts: read the servers' logs, and fix the engine or the data"
+                f"last {drawn.prompt.id!r} (log.txt has all); more than {POISON_SHARE:.0%} is no matter of single "
+                f"prompts: read the servers' logs, and fix the engine or the data; the last one's error: {problem}"
             )
 
     async def _next(self, step: int) -> list[Waiting]:

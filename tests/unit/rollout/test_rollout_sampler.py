@@ -12,7 +12,7 @@ import pytest
 
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
-from rl_megatron.errors import EngineError, RewardError
+from rl_megatron.errors import EngineError, PoisonPrompt, RewardError
 from rl_megatron.rewards.own import Plain
 from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.rollout.local.engine import LocalEngine
@@ -180,6 +180,38 @@ def test_an_engine_error_reaches_the_caller_as_itself(make_engine: MakeEngine) -
     empty = Prompt(id="empty", text="", token_ids=(), answer="")
     with pytest.raises(EngineError, match="empty"):
         sampled(sampler(make_engine, length_reward), [*PROMPTS, empty], 0)
+
+
+class Poisoned(AsyncEngine):
+    """Raises PoisonPrompt for prompts that begin with the token 3."""
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        if request.token_ids[0] == 3:
+            self.asked.append(request)
+            raise PoisonPrompt(f"request {request.id!r}: token 0 has log-prob nan")
+        return await super().generate(request)
+
+
+def test_poison_is_not_asked_for_its_greedy_completion_too(make_engine: MakeEngine) -> None:
+    ours = replace(sampler(make_engine, length_reward), engine=Poisoned(make_engine(8)), greedy_baseline=True)
+    bad, good = asyncio.run(ours.groups(drawn(PROMPTS[:2])))
+    assert [request.token_ids[0] for request in ours.engine.asked] == [3, 4, 4]
+    assert (bad.group, bad.reason) == (None, "poison")
+    assert bad.problem.endswith("log-prob nan")
+    assert good.group is not None
+    assert good.group.greedy is not None
+
+
+def test_an_evaluation_with_more_than_one_poison_prompt_in_a_hundred_has_no_accuracy(make_engine: MakeEngine) -> None:
+    ours = replace(sampler(make_engine, length_reward), engine=Poisoned(make_engine(8)))
+
+    def accuracy(poison: int) -> float:
+        prompts = [replace(PROMPTS[i >= poison], id=f"e{i}") for i in range(4)]
+        return asyncio.run(ours.evaluate(prompts, temperature=0.0, success_reward=0.0))
+
+    assert accuracy(1) == 3 / 4
+    with pytest.raises(EngineError, match=r"2 of 4 held-out prompts .* the last one's error: .*e1.*log-prob nan"):
+        accuracy(2)
 
 
 def test_accuracy_is_the_share_of_greedy_successes(make_engine: MakeEngine) -> None:

@@ -129,7 +129,7 @@ class Poisoned(Source):
 
     def _answer(self, prompt: Prompt) -> Answered:
         if prompt.id in self.poison:
-            return Answered(group=None, reason="poison")
+            return Answered(group=None, reason="poison", problem=f"{prompt.id}: log-prob nan")
         return super()._answer(prompt)
 
 
@@ -316,7 +316,7 @@ def test_more_than_one_percent_of_twenty_steps_ends_the_run(size: int, allowed: 
         stream.start_over()
         for step in range(1, 40):
             if step == 3 + 3 * allowed:
-                with pytest.raises(EngineError, match=f"{allowed + 1} of the last {20 * size} prompts drawn"):
+                with pytest.raises(EngineError, match=f"{allowed + 1} of the last {20 * size} prompts drawn .*nan$"):
                     await stream.take(step)
                 return step
             await stream.take(step)
