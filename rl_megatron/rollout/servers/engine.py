@@ -105,7 +105,7 @@ class ServedEngine:
             started = await self._attempts.sampled(request, clock=clock)
         else:
             state = None
-            started = [replace(begun, finish_reason="abort")]
+            started = [begun]
         finishing = (self._finished(request, c, n, state, replace(clock)) for n, c in enumerate(started))
         completions = await _all_or_none(finishing)
         after = await self.weights.served_version(request)

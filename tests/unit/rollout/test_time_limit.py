@@ -86,6 +86,13 @@ def test_what_was_begun_before_a_resume_has_its_time_again() -> None:
     assert slow.seconds >= 0.05
 
 
+def test_what_its_time_had_ended_before_a_resume_stays_ended() -> None:
+    slow, ended = Slow([5]), completion((3, 4), finish="length", spans=((0, 2),))
+    (late,) = sampled(slow, begun=ended)
+    assert plain(late) == plain(ended)
+    assert slow.asked == []
+
+
 def test_the_completions_of_one_request_end_together() -> None:
     late = sampled(Slow([3, 4]), num_completions=3)
     assert [plain(one) for one in late] == [([3, 4], [-0.5] * 2, "length", ((0, 7),), None)] * 3
