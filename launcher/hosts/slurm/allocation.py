@@ -86,13 +86,11 @@ class Allocation:
         command = ["squeue", "--noheader", f"--job={self.id}", "--states=all", "--format=%N"]
         try:
             listed = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=True)
-            lines = listed.stdout.split()
+            left = {node for line in listed.stdout.split() for node in _expanded(line)}
         except (OSError, subprocess.SubprocessError) as error:
             logger.warning("Slurm does not say which nodes the job has: %s", error)
-            lines = []
-        if not lines:
-            return {node for nodes in self.by_role.values() for node in nodes}
-        return {node for line in lines for node in _expanded(line)}
+            left = set()
+        return left or {node for nodes in self.by_role.values() for node in nodes}
 
     def name_slow(self, nodes: Sequence[str]) -> None:
         """Tell the job's script which nodes are slow, the slowest first; it may leave them out at the next restart."""
@@ -163,6 +161,7 @@ def _hosts(variable: str) -> tuple[str, ...]:
 
 
 def _expanded(nodes: str) -> tuple[str, ...]:
-    """The nodes of a list as Slurm writes it."""
-    listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True)
+    """The nodes of a list as Slurm writes it. Raises OSError or SubprocessError."""
+    command = ["scontrol", "show", "hostnames", nodes]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=True)
     return tuple(listed.stdout.split())
