@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ logger = logging.getLogger(__name__)
 Answering = Callable[[Mapping[str, Any]], Awaitable[object]]
 """Takes a request's arguments and returns what JSON can hold. Raises RLMegatronError that says why it refuses."""
 _READ_SECONDS = 5.0  # for a request's line
-_LONGEST_PATH = 100  # bytes of a socket's path; Linux takes 107
 
 
 class Control:
@@ -39,35 +37,46 @@ class Control:
         self._commands: dict[str, Answering] = {}
         self._answering = set[asyncio.Task[Any]]()
 
-    @contextlib.contextmanager
-    def offering(self, name: str, command: Answering) -> Iterator[None]:
-        """Answer requests for ``name`` while the context is open."""
-        self._commands[name] = command
+    @contextlib.asynccontextmanager
+    async def offering(self, name: str, command: Answering) -> AsyncIterator[None]:
+        """Answer requests for ``name`` while the context is open. Those still at work at its end are cancelled."""
+        at_work = set[asyncio.Task[Any]]()
+
+        async def answered(arguments: Mapping[str, Any]) -> object:
+            task = asyncio.current_task()
+            assert task is not None
+            at_work.add(task)
+            try:
+                return await command(arguments)
+            finally:
+                at_work.discard(task)
+
+        self._commands[name] = answered
         try:
             yield
         finally:
             del self._commands[name]
+            await _cancelled(at_work)
 
     @contextlib.asynccontextmanager
     async def listening(self, run: Path) -> AsyncIterator[None]:
-        """Listen for the run in this folder. Commands that are still at work at the end are cancelled."""
+        """Listen for the run in this folder. Commands that are still at work at the end are cancelled.
+
+        Where no folder for temporary files takes a socket, the run goes on without listening.
+        """
         with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(scratch())  # of this user alone; its name cannot be foretold
-            if len(os.fsencode(folder)) > _LONGEST_PATH - 10:
-                folder = stack.enter_context(scratch(within=Path("/tmp")))
-            path = folder / "control"
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(str(path))
-            path.chmod(0o600)
+            bound = _bound(stack)
+            if bound is None:
+                yield
+                return
+            listener, path = bound
             server = await asyncio.start_unix_server(self._answer, sock=listener, limit=LONGEST_LINE)
             try:
                 with findable(run, path):
                     yield
             finally:
                 server.close()
-                for task in self._answering:
-                    task.cancel()
-                await asyncio.gather(*self._answering, return_exceptions=True)
+                await _cancelled(self._answering)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one connection. The command goes on if the other end leaves; nothing of it ends the run."""
@@ -112,3 +121,29 @@ class Control:
             raise ConfigError(self._otherwise.get(name, f"command {name!r} is not known; this run answers: {known}"))
         logger.info("asked for %s %s", name, arguments)
         return await self._commands[name](arguments)
+
+
+def _bound(stack: contextlib.ExitStack) -> tuple[socket.socket, Path] | None:
+    """A socket and its path, in the machine's temporary folder or in /tmp, until ``stack`` ends; else None."""
+    for within in (None, Path("/tmp")):
+        with contextlib.ExitStack() as held:
+            try:
+                path = held.enter_context(scratch(within=within)) / "control"  # a name that cannot be foretold
+                listener = held.enter_context(socket.socket(socket.AF_UNIX))
+                listener.bind(str(path))  # fails on disks without sockets, and for more than 107 bytes
+                path.chmod(0o600)
+            except OSError as error:
+                logger.info("no control socket in %s: %s", within or "the temporary folder", error)
+                continue
+            stack.enter_context(held.pop_all())
+            return listener, path
+    logger.warning("the run answers no commands (rl-megatron engines): neither TMPDIR nor /tmp takes a socket")
+    return None
+
+
+async def _cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks, and wait until they have ended."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)

@@ -99,7 +99,7 @@ class ServedLauncher(Launcher):
             delivery = _delivery(config, roles.weights, engine.weights, path, self._host, nodes)
             weights = ServedWeights(learner=roles.weights, delivery=delivery, trust=trust, servers=engine.weights)
             servers.refit = weights.refit
-            stack.enter_context(self._control.offering("engines", servers.fleet.answer))
+            await stack.enter_async_context(self._control.offering("engines", servers.fleet.answer))
             roles = replace(roles, engine=engine, weights=weights, engine_metrics=engine.metrics)
             yield colocated(roles, engine.weights) if config.rollout.server.colocated else roles
 

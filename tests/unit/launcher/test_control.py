@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,10 +50,9 @@ class Run:
 
     async def _listen(self) -> None:
         control, self._over = Control({"engines": "this run has no engine servers"}), asyncio.Event()
-        with control.offering("echo", echo):
-            async with control.listening(self.folder):
-                self._up.set()
-                await self._over.wait()
+        async with control.offering("echo", echo), control.listening(self.folder):
+            self._up.set()
+            await self._over.wait()
 
     def end(self) -> None:
         if self._thread.is_alive():
@@ -162,6 +163,61 @@ def test_nothing_is_sent_to_another_user_who_listens(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"another user listens at .*; nothing was sent"):
             ask_run(tmp_path, "echo")
         assert there.stdout.read() == "b''\n"
+
+
+def test_a_command_that_is_at_work_ends_with_what_offers_it(tmp_path: Path) -> None:
+    """Before what offers it is taken down; the socket still answers."""
+    (tmp_path / "config.yaml").touch()
+    ends: list[str] = []
+
+    async def test() -> None:
+        control, began = Control(), asyncio.Event()
+
+        async def lasting(arguments: Mapping[str, Any]) -> object:
+            began.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0)
+                ends.append("command")
+
+        async with control.listening(tmp_path):
+            async with control.offering("last", lasting):
+                asking = asyncio.create_task(asyncio.to_thread(ask_run, tmp_path, "last"))
+                await began.wait()
+            ends.append("offer")
+            with pytest.raises(ConfigError, match="the run ended before it answered"):
+                await asking
+            with pytest.raises(ConfigError, match="command 'last' is not known; this run answers: none"):
+                await asyncio.to_thread(ask_run, tmp_path, "last")
+
+    asyncio.run(asyncio.wait_for(test(), 300.0))
+    assert ends == ["command", "offer"]
+
+
+@pytest.mark.parametrize("tmp_takes_it", [True, False])
+def test_a_place_that_takes_no_socket_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_takes_it: bool
+) -> None:
+    make = tempfile.mkdtemp
+
+    def full(prefix: str, dir: Path | None) -> str:
+        if tmp_takes_it and dir == Path("/tmp"):
+            return make(prefix=prefix, dir=dir)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    one = Run(tmp_path / "run")
+    try:
+        if tmp_takes_it:
+            assert one.path.parent.parent == Path("/tmp")
+            assert ask_run(one.folder, "echo", still="there") == {"still": "there"}
+        else:
+            assert "the run answers no commands" in caplog.text
+            with pytest.raises(ConfigError, match="no process of this run listens"):
+                ask_run(one.folder, "echo")
+    finally:
+        one.end()
 
 
 def test_a_run_that_is_not_there_is_told(run: Run, tmp_path: Path) -> None:
