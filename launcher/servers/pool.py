@@ -207,27 +207,31 @@ class ServedEngines:
         server = self._server(f"http://{sites[0].host}:{port}", token)
         started = Started(guards=[], server=server, logs=[], ports=ports)
         stack.push_async_callback(started.end)
-        for node, site in enumerate(sites):
-            command = self._adapter.command(self._options(sites, node, port, packages))
-            own = {"PYTHONPATH": python_path(packages), engine_token.VARIABLE: token}
-            name = f"{self._adapter.name.lower()}_{number}" + (f"_node_{node}" if node else "")
-            order = Order(
-                before=site.before,
-                python=site.python,
-                host=site.host,
-                command=command.arguments,
-                environment={
-                    **os.environ,
-                    **shared_settings(self._config, os.environ),
-                    **own,
-                    **site.environment,
-                    **command.environment,
-                },
-                folder=Path.cwd(),
-                log=self._run_folder.resolve() / f"{name}.log",
-            )
-            started.guards.append(await site.start(order))
-            started.logs.append(order.log)
+        try:
+            for node, site in enumerate(sites):
+                command = self._adapter.command(self._options(sites, node, port, packages))
+                own = {"PYTHONPATH": python_path(packages), engine_token.VARIABLE: token}
+                name = f"{self._adapter.name.lower()}_{number}" + (f"_node_{node}" if node else "")
+                order = Order(
+                    before=site.before,
+                    python=site.python,
+                    host=site.host,
+                    command=command.arguments,
+                    environment={
+                        **os.environ,
+                        **shared_settings(self._config, os.environ),
+                        **own,
+                        **site.environment,
+                        **command.environment,
+                    },
+                    folder=Path.cwd(),
+                    log=self._run_folder.resolve() / f"{name}.log",
+                )
+                started.guards.append(await site.start(order))
+                started.logs.append(order.log)
+        except BaseException:
+            await started.end()  # its first nodes would keep GPUs and ports
+            raise
         return started
 
     def _options(self, sites: Sites, node: int, port: int, packages: Path) -> StartOptions:

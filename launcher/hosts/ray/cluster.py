@@ -231,6 +231,9 @@ class RayCluster:
             await self.own(ray.kill, actor)
             why = f": {error}" if isinstance(error, RayError) else f" in rollout.server.start_seconds={limit:g}"
             raise EngineError(f"Ray did not start the server of {order.log.name} on {node}{why}") from error
+        except BaseException:  # nobody waits for it any more
+            await asyncio.shield(self.own(ray.kill, actor))
+            raise
         return ActorGuard(self.own, actor, order.log)
 
 
