@@ -20,8 +20,10 @@ from rl_megatron.rollout.servers.replicas import Health, Replica
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_REASON = 500  # characters: all servers are told of in one line of the control socket
 ServerRow = dict[str, Any]
-"""What is said of a server: its number, state, nodes, weight version, running completions, restarts, why it died last.
+"""What is said of a server: its number, state, nodes, weight version, running completions, restarts, and the first line
+of why it died last.
 """
 
 
@@ -42,6 +44,7 @@ class Fleet:
         self._starting: set[int] = set()  # numbers of servers that join
         self._vacant: list[Sites] = []
         self._keeping: dict[Replica, asyncio.Task[None]] = {}
+        self._placing = asyncio.Lock()  # held while places are given or taken back
 
     @contextlib.asynccontextmanager
     async def watched(self, standing: Sequence[Standing]) -> AsyncIterator[None]:
@@ -90,7 +93,7 @@ class Fleet:
                 version=version if replica.health is Health.HEALTHY else None,
                 completions=replica.server.in_flight,
                 restarts=replica.restarts,
-                reason=replica.reason,
+                reason=replica.reason.partition("\n")[0][:_LONGEST_REASON],
             )
             for replica in self._replicas.all
         ]
@@ -110,7 +113,11 @@ class Fleet:
         replica = self._find(number)
         self._refuse_too_few(replica)
         await self._engine.part_with(replica, drain=drain)
-        await self._end(replica)
+        if replica in self._keeping:
+            _cancel(self._keeping[replica])  # at once: nothing may restart it while others get their places
+        async with self._placing:
+            if replica in self._keeping:  # else its place has been given to another
+                await self._end(replica)
         logger.info("replica %d has left", number)
 
     def _find(self, number: int) -> Replica:
@@ -135,14 +142,16 @@ class Fleet:
     async def _end(self, replica: Replica) -> None:
         """End a replica's server, and forget it."""
         task = self._keeping.pop(replica)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        if standing := self._supervisor.standing.pop(replica, None):
-            await standing.end()
-        self._replicas.remove(replica)
-        await replica.server.close()
-        if sites := self._sites.pop(replica.number, None):
-            self._vacant.append(sites)
+        _cancel(task)
+        try:
+            await asyncio.gather(task, return_exceptions=True)
+            if standing := self._supervisor.standing.pop(replica, None):
+                await standing.end()
+        finally:
+            self._replicas.remove(replica)
+            if sites := self._sites.pop(replica.number, None):
+                self._vacant.append(sites)
+            await replica.server.close()
 
     async def add(self, count: int, node: str | None = None) -> None:
         """Start servers, on ``node`` if given; returns once they serve.
@@ -150,7 +159,15 @@ class Fleet:
         Raises ConfigError if there is no place for them, EngineError if one does not start.
         """
         self._refuse_more(count)
-        numbers = [await self._place(node) for _ in range(count)]
+        numbers: list[int] = []
+        async with self._placing:
+            try:
+                while len(numbers) < count:
+                    numbers.append(await self._place(node))
+            except BaseException:
+                for number in numbers:
+                    self._give_back(number)
+                raise
         results = await asyncio.gather(*map(self._join, numbers), return_exceptions=True)
         for error in results:
             if isinstance(error, BaseException):
@@ -169,29 +186,32 @@ class Fleet:
 
     async def _place(self, node: str | None) -> int:
         """The number of a new server, with its sites: those of one that is gone first."""
-        gone = [one for one in self._replicas.all if one.health is Health.GONE]
+        gone = [one for one in self._replicas.all if one.health is Health.GONE and one in self._keeping]
         vacant = [*self._vacant, *(self._sites[one.number] for one in gone)]
         living = [sites for sites in self._sites.values() if not any(sites is one for one in vacant)]
         sites = await self._more_sites(node, living, vacant)
-        self._vacant = [one for one in self._vacant if one is not sites]
         for one in gone:
             if self._sites[one.number] is sites:
                 await self._end(one)
-                self._vacant.remove(sites)
+        self._vacant = [one for one in self._vacant if one is not sites]
         number = self._replicas.next_number()
         self._sites[number] = sites
         self._starting.add(number)
         return number
+
+    def _give_back(self, number: int) -> None:
+        """Free the place of a server that does not start."""
+        self._starting.discard(number)
+        self._vacant.append(self._sites.pop(number))
 
     async def _join(self, number: int) -> None:
         """Start a server, and wait until it serves."""
         try:
             standing = await self._start(number)
         except BaseException:
-            self._vacant.append(self._sites.pop(number))
+            self._give_back(number)
             raise
-        finally:
-            self._starting.discard(number)
+        self._starting.discard(number)
         replica = self._replicas.add(standing.server, number)
         self._keep(replica, standing)
         logger.info("replica %d has joined, on %s", number, ", ".join(self._row(number, state="")["nodes"]))
@@ -202,6 +222,12 @@ class Fleet:
         await self._replicas.some(settled)
         if replica.health is not Health.HEALTHY:
             raise EngineError(f"server {number} started, but {replica.reason}; it is restarted as others are")
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    """Cancel a task once: a second time would cut short how it ends."""
+    if not task.cancelling():
+        task.cancel()
 
 
 def _number(row: ServerRow) -> int:

@@ -121,7 +121,7 @@ class Supervisor:
                 replica.apply(Event.GIVEN_UP)
                 self._say_what_is_left(replica)
                 return
-            standing = again
+            self.standing[replica] = standing = again  # before the await: a drop meanwhile has to end it
             await replica.server.close()
             replica.server = standing.server
             replica.apply(Event.ANSWERED)

@@ -214,3 +214,92 @@ def test_a_server_that_is_dead_or_starts_again_can_be_dropped(fakes: list[Fake])
             assert fakes[2].asked == []
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("state", "changes"), [(Health.DEAD, {"backoff_seconds": LIMIT}), (Health.GONE, {"restarts": 0})]
+)
+def test_a_dead_server_leaves_at_once_and_only_once(fakes: list[Fake], state: Health, changes: dict[str, Any]) -> None:
+    """Its place is another's; it is told of by the first line of why it died."""
+
+    async def test() -> None:
+        async with bed(fakes[:2], fakes[2:], **changes) as it:
+            await it.push(4)
+            it.places[0].why.set_result("killed\nits log")
+            await it.reach(0, state)
+            assert [(row["state"], row["reason"]) for row in it.fleet.rows()] == [
+                (state.value, "killed"),
+                ("healthy", ""),
+            ]
+            await asyncio.gather(it.fleet.drop(0), it.fleet.drop(0))
+            assert [row["number"] for row in it.fleet.rows()] == [1]
+            assert it.spare == fakes[2:]
+            await it.fleet.add(1)
+            assert [(row["number"], row["nodes"]) for row in it.fleet.rows()] == [(1, ["node1"]), (2, ["node0"])]
+
+    run(test)
+
+
+def test_two_who_add_at_once_do_not_get_one_place(fakes: list[Fake]) -> None:
+    async def test() -> None:
+        async with bed(fakes[:1], fakes[1:], room=2) as it:
+            await it.push(4)
+            said = await asyncio.gather(it.fleet.add(1), it.fleet.add(1), return_exceptions=True)
+            assert [type(one) for one in said] == [type(None), ConfigError]
+            assert [(row["number"], row["state"]) for row in it.fleet.rows()] == [(0, "healthy"), (1, "healthy")]
+
+    run(test)
+
+
+def test_what_is_added_without_room_for_all_leaves_nothing(fakes: list[Fake]) -> None:
+    async def test() -> None:
+        async with bed(fakes[:1], fakes[1:], room=2) as it:
+            await it.push(4)
+            with pytest.raises(ConfigError, match="no server has left a place"):
+                await it.fleet.add(2)
+            assert [row["number"] for row in it.fleet.rows()] == [0]
+            assert it.spare == fakes[1:]
+            await it.fleet.add(1)
+            assert [row["state"] for row in it.fleet.rows()] == ["healthy", "healthy"]
+
+    run(test)
+
+
+def test_a_server_whose_end_fails_is_forgotten_and_its_place_free(fakes: list[Fake]) -> None:
+    async def fails() -> None:
+        raise OSError("no such process")
+
+    async def test() -> None:
+        async with bed(fakes[:2], fakes[2:]) as it:
+            await it.push(4)
+            it.places[0].end = fails
+            with pytest.raises(OSError, match="no such process"):
+                await it.fleet.drop(0)
+            await it.fleet.add(1, "node0")
+            assert [(row["number"], row["nodes"]) for row in it.fleet.rows()] == [(1, ["node1"]), (2, ["node0"])]
+
+    run(test)
+
+
+def test_a_server_that_has_just_started_again_is_ended_if_it_is_dropped(fakes: list[Fake]) -> None:
+    """While the connections to the one before are closed."""
+
+    async def test() -> None:
+        async with bed(fakes[:2], fakes[2:]) as it:
+            await it.push(4)
+            close, began = it.places[0].server.close, asyncio.Event()
+
+            async def closing() -> None:
+                await close()
+                if not began.is_set():
+                    began.set()
+                    await asyncio.Event().wait()
+
+            it.places[0].server.close = closing
+            it.places[0].why.set_result("killed")
+            await began.wait()
+            await it.fleet.drop(0)
+            assert it.places[2].was_ended
+            await it.places[2].server.close()
+
+    run(test)

@@ -69,7 +69,8 @@ class Bed:
 
 
 @contextlib.asynccontextmanager
-async def bed(fakes: list[Fake], spare: list[Fake], **changes: Any) -> AsyncIterator[Bed]:
+async def bed(fakes: list[Fake], spare: list[Fake], *, room: int = 9, **changes: Any) -> AsyncIterator[Bed]:
+    """``room``: how many servers there can be at once; changes are those of the section."""
     section = SECTION.model_copy(update={"restarts": 2, **changes})
 
     def place(fake: Fake) -> Place:
@@ -91,7 +92,8 @@ async def bed(fakes: list[Fake], spare: list[Fake], **changes: Any) -> AsyncIter
             await engine.weights.commit(it.version, only=url)
 
     async def more(node: str | None, living: Sequence[Sites], vacant: Sequence[Sites]) -> Sites:
-        return await vacated(node, living, vacant) if vacant or node else [Site()]
+        await asyncio.sleep(0)  # as one that asks a scheduler
+        return await vacated(node, living, vacant) if vacant or node or len(living) >= room else [Site()]
 
     supervisor = Supervisor(engine=engine, section=section, restart=lambda r: start(r.number), refit=refit)
     sites: dict[int, Sites] = {number: [Site(node=f"node{number}")] for number in range(len(places))}
