@@ -201,9 +201,9 @@ class ReplicaSet:
                 raise self._failure
             await self._turn.wait()
 
-    async def none_starting(self) -> None:
-        """Wait until no server is being restarted. Raises the error of a supervisor that has failed."""
-        while any(r.health is Health.RESTARTING for r in self.all):
+    async def none_starts_or_leaves(self) -> None:
+        """Wait until no server is being restarted, or leaves. Raises the error of a supervisor that has failed."""
+        while any(r.health in (Health.RESTARTING, Health.LEAVING) for r in self.all):
             if self._failure is not None:
                 raise self._failure
             await self._turn.wait()

@@ -203,12 +203,12 @@ class ReplicaWeights:
 
         No request may run. Does nothing if the memory is released; concurrent callers wait for the same release; a
         server that was restarted since releases its own. One that is being restarted is waited for, and none is from
-        now on (`room`).
+        now on (`room`); one that leaves is waited for too, until its processes have ended.
         """
         self._released, self._version = True, None
         self._turn.clear()
         if self._takes_turns:
-            await self._replicas.none_starting()
+            await self._replicas.none_starts_or_leaves()
 
         async def one(replica: Replica) -> None:
             if not replica.server.released:

@@ -303,3 +303,28 @@ def test_a_server_that_has_just_started_again_is_ended_if_it_is_dropped(fakes: l
             await it.places[2].server.close()
 
     run(test)
+
+
+def test_the_learner_waits_for_a_server_that_leaves_its_gpus(fakes: list[Fake]) -> None:
+    async def test() -> None:
+        async with bed(fakes[:2], [], colocated=True) as it:
+            await it.push(4)
+            ending, may_end = asyncio.Event(), asyncio.Event()
+
+            async def end() -> None:
+                ending.set()
+                await may_end.wait()
+
+            it.places[0].end = end
+            dropping = asyncio.create_task(it.fleet.drop(0))
+            await ending.wait()
+            releasing = asyncio.create_task(it.engine.weights.release())
+            for _ in range(20):  # time enough to ask another server
+                await it.places[1].server.status("/health", seconds=LIMIT)
+            assert not releasing.done()
+            assert fakes[1].asked.count("/release") == 0
+            may_end.set()
+            await asyncio.gather(dropping, releasing)
+            assert [fake.asked.count("/release") for fake in fakes[:2]] == [0, 1]
+
+    run(test)
