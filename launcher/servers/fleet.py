@@ -20,7 +20,7 @@ from rl_megatron.rollout.servers.replicas import Health, Replica
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_REASON = 500  # characters: all servers are told of in one line of the control socket
+_LONGEST_REASON = 500  # characters: one line of the control socket has the rows of all servers
 ServerRow = dict[str, Any]
 """What is said of a server: its number, state, nodes, weight version, running completions, restarts, and the first line
 of why it died last.

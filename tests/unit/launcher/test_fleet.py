@@ -220,7 +220,7 @@ def test_a_server_that_is_dead_or_starts_again_can_be_dropped(fakes: list[Fake])
     ("state", "changes"), [(Health.DEAD, {"backoff_seconds": LIMIT}), (Health.GONE, {"restarts": 0})]
 )
 def test_a_dead_server_leaves_at_once_and_only_once(fakes: list[Fake], state: Health, changes: dict[str, Any]) -> None:
-    """Its place is another's; it is told of by the first line of why it died."""
+    """Its place is another's; its row has the first line of why it died."""
 
     async def test() -> None:
         async with bed(fakes[:2], fakes[2:], **changes) as it:
