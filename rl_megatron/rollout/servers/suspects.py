@@ -88,6 +88,7 @@ class Suspects:
         self._losses: dict[Server, _Loss] = {}  # the last of each server
         self._explained: set[_Loss] = set()  # those under poison
         self._kept: tuple[str, Server] | None = None  # a prompt that stands trial alone, and where
+        self._timer: asyncio.TimerHandle | None = None  # until no server was lost for long enough
 
     @contextlib.contextmanager
     def following(self, request: GenerationRequest) -> Iterator[None]:
@@ -100,8 +101,10 @@ class Suspects:
             self._requests[prompt] -= 1
             if not self._requests[prompt]:
                 del self._requests[prompt]
-                self._records.pop(prompt, None)
+                record = self._records.pop(prompt, None)
                 self._leave(prompt)
+                if record is not None and record.stands_trial:
+                    self._changed()  # now they may be few
 
     def places(self, request: GenerationRequest, healthy: Sequence[Replica]) -> list[Replica]:
         """Those of the replicas to which the request may go now."""
@@ -131,7 +134,7 @@ class Suspects:
         """The replica that is kept for the prompt, once nothing else is in flight there."""
         loop = asyncio.get_running_loop()
         if (wait := self._last + self._calm - loop.time()) > 0:
-            loop.call_later(wait, self._changed)
+            self._timer = self._timer or loop.call_later(wait, self._calmed)
             return []
         if self._kept is None and places:
             self._kept = prompt, min(places, key=lambda one: one.server.in_flight).server
@@ -143,6 +146,10 @@ class Suspects:
             return self._alone(prompt, places) if places else []
         others = {flight.prompt for flight in self._flights.get(found[0].server, ())} - {prompt}
         return [] if others else found
+
+    def _calmed(self) -> None:
+        self._timer = None
+        self._changed()
 
     def _leave(self, prompt: str) -> None:
         if self._kept is not None and self._kept[0] == prompt:
@@ -162,8 +169,8 @@ class Suspects:
             self._flights[server].discard(flight)
             if not self._flights[server]:
                 del self._flights[server]
-            if any(record.stands_trial for record in self._records.values()):
-                self._changed()
+            if flight.trial or (self._kept is not None and self._kept[1] is server):
+                self._changed()  # all that wait look again
 
     def lost(self, flight: Flight, replica: Replica, server: Server, *, replicas: int) -> bool:
         """Note that ``server`` was lost under a request; ``replicas`` are left to the run.

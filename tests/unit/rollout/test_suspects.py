@@ -8,9 +8,10 @@ import logging
 import random
 import re
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -22,6 +23,7 @@ from rl_megatron.rollout.servers.adapter import Adapter
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import AttemptFailed, Broken, Server, Unreachable
 from rl_megatron.rollout.servers.replicas import Event, Replica
+from rl_megatron.rollout.servers.suspects import Suspects
 from rl_megatron.types import Completion, GenerationRequest, Prompt
 from tests.completions import completion
 from tests.streams import PROMPTS, Source, stream_over
@@ -301,6 +303,39 @@ def test_servers_that_answer_errors_and_live_on_show_one_bad_prompt_after_anothe
     assert isinstance(bad, PoisonPrompt)
     assert isinstance(worse, PoisonPrompt)
     assert good[0].spans == ((0, 4),)
+
+
+def test_what_cannot_end_a_wait_for_a_trial_wakes_nobody() -> None:
+    """Hundreds wait after two deaths, and thousands are answered meanwhile."""
+
+    async def count() -> list[int]:
+        woken, counts = [0], list[int]()
+
+        def wake() -> None:
+            woken[0] += 1
+
+        suspects = Suspects(wake, calm=10.0)
+        replicas = [Replica(number, cast(Server, Seat(number)), wake) for number in range(2)]
+        bad = [replace(REQUEST, id=f"bad {number}") for number in range(3)]
+        for replica in replicas:
+            with ExitStack() as sent:
+                flights = [sent.enter_context(suspects.sent(one, replica.server)) for one in bad]
+                for flight in flights:
+                    assert not suspects.lost(flight, replica, replica.server, replicas=2)
+        for number in range(20):
+            assert not any(suspects.places(one, replicas) for one in bad)
+            with suspects.sent(replace(REQUEST, id=f"{number}"), replicas[0].server):
+                pass
+        counts.append(woken[0])
+        await asyncio.sleep(11)
+        counts.append(woken[0])
+        with suspects.sent(REQUEST, replicas[0].server):
+            assert suspects.places(bad[0], replicas[:1]) == []  # what is there must end first
+        counts.append(woken[0])
+        assert suspects.places(bad[0], replicas[:1]) == replicas[:1]
+        return counts
+
+    assert run_at_once(count()) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("size", "allowed"), [(1, 1), (8, 1), (20, 4)])
