@@ -138,10 +138,11 @@ class Supervisor:
     async def _again(self, replica: Replica) -> Standing | None:
         """Restart the server; None after ``rollout.server.restarts`` attempts, each after twice the wait.
 
+        One for each death under poison does not count.
         A learner that takes turns with it trains first: its GPUs have no room for a start.
         """
-        while replica.restarts < self.section.restarts:
-            await asyncio.sleep(self.section.backoff_seconds * 2**replica.restarts)
+        while (tries := self.engine.tries(replica)) < self.section.restarts:
+            await asyncio.sleep(self.section.backoff_seconds * 2**tries)
             await self.engine.weights.room()
             replica.restarts += 1
             replica.apply(Event.RESTARTED)

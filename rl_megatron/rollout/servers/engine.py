@@ -55,6 +55,10 @@ class ServedEngine:
         restarts = sum(replica.restarts for replica in self.replicas.all)
         return {"engine/healthy": len(self.replicas.healthy()), "engine/restarts": restarts}
 
+    def tries(self, replica: Replica) -> int:
+        """The replica's restarts, but one for each of its servers that died under poison."""
+        return max(0, replica.restarts - len(replica.ended & self._attempts.suspects.explained()))
+
     def so_far(self, request_id: str) -> Completion | None:
         """What a running request of one completion has sampled, as far as servers have told."""
         return self._attempts.so_far.get(request_id)

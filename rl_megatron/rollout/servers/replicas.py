@@ -84,6 +84,7 @@ class Replica:
         self.health = Health.STALE
         self.reason = ""  # why it died last
         self.restarts = 0
+        self.ended = set[Server]()  # its servers that died
         self.supervised = False  # whether a supervisor restarts it
         self.suspicion: Exception | None = None
         self.suspected = asyncio.Event()
@@ -94,6 +95,7 @@ class Replica:
         before, self.health = self.health, after(self.health, event)
         if event is Event.DIED:
             self.reason = reason
+            self.ended.add(self.server)
             self._down.set()
         if event is Event.ANSWERED:
             self._down, self.suspected, self.suspicion = asyncio.Event(), asyncio.Event(), None

@@ -196,6 +196,10 @@ class Suspects:
         self._explain(record)
         return True
 
+    def explained(self) -> set[Server]:
+        """The servers that were lost under poison."""
+        return {loss.server for loss in self._explained}
+
     def told(self, flight: Flight) -> str:
         """The servers that were lost under the prompt, in words."""
         numbers = Counter(loss.replica for loss in self._records[flight.prompt].lost)

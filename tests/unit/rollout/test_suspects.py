@@ -98,6 +98,7 @@ class World:
             await asyncio.sleep(self.random.random())
             replica.apply(Event.DIED, "of something")
             await asyncio.sleep(10 + 20 * self.random.random())
+            replica.restarts += 1
             replica.apply(Event.RESTARTED)
             fresh: Any = Seat(replica.number)
             replica.server = fresh
@@ -209,6 +210,19 @@ def test_a_prompt_ends_few_servers(worlds: list[World]) -> None:
     assert len(kills) > 40
     assert kills[len(kills) // 2] == 3
     assert kills[-1] <= 6
+
+
+def test_restarts_after_deaths_by_poison_do_not_count(worlds: list[World]) -> None:
+    """Those after other deaths do."""
+    restarts = Counter[bool]()
+    for world in worlds:
+        for replica in world.engine.replicas.all:
+            if not world.deaths:
+                assert world.engine.tries(replica) == 0, world.seed
+            elif not world.dropped:
+                assert world.engine.tries(replica) == replica.restarts, world.seed
+            restarts[world.deaths > 0] += replica.restarts
+    assert min(restarts[False], restarts[True]) > 20
 
 
 @pytest.mark.parametrize(("refusing", "dropped"), [([0, 1], True), ([0], False), ([1], False)])
