@@ -49,7 +49,8 @@ def test_the_quickstart_is_followed_to_its_resume(place: Place) -> None:
                 said.append(place.call(*words[1:], *small, next(steps)))
             case ["rl-megatron", "status" | "inspect"]:
                 said.append(place.call_in_fork(*words[1:]))
-    assert [run.process.returncode for run in said] == [0] * 5, "".join(run.text() for run in said)
+    assert [(run.process.returncode, run.text()) for run in said if run.process.returncode != 0] == []
+    assert len(said) == 5
     shown = next(block.text for block in blocks(page, "") if block.text.startswith("reward "))
     assert re.sub(r"in [\d.]+ s", "", said[0].text()) == re.sub(r"in [\d.]+ s", "", shown)
     assert "step 1" in said[2].text()
