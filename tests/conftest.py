@@ -1,4 +1,4 @@
-"""What every test shares: property tests that try the same examples each time and are not timed on a busy machine.
+"""What every test shares: its own search path of modules, and property tests that try the same examples each time and are not timed on a busy machine.
 
 No test sees a GPU, but for those that ``-m gpu`` asks for.
 """
@@ -6,6 +6,7 @@ No test sees a GPU, but for those that ``-m gpu`` asks for.
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 from hypothesis import settings
@@ -18,3 +19,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Runs before torch is imported; child processes inherit the setting."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.fixture(autouse=True)
+def own_module_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders that a test adds, or the command line for it, are not searched by later tests, nor by their forks."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
