@@ -1,4 +1,5 @@
-"""What every test shares: its own search path of modules, and property tests that try the same examples each time and are not timed on a busy machine.
+"""What every test shares: a search path of modules that ends with it, and property tests that try the same examples
+each time and are not timed on a busy machine.
 
 No test sees a GPU, but for those that ``-m gpu`` asks for.
 """
