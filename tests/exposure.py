@@ -24,6 +24,7 @@ import psutil
 NAMED = {
     r"launcher train|rl-megatron train|pytest": "The controller",
     r"launcher\.worker\.(nursery|process|node|remote)\b|ray::RankActor": "A learner rank",
+    r"multiprocessing\.forkserver .*'tests\.imports'": "A learner rank",  # of a test's own, by tests/forks.py
     r"sglang::scheduler|VLLM::": "A rank of an engine server",
     r"/ray/core/|/ray/_private/|/ray/dashboard/|/ray/autoscaler/|ray::|ray\.scripts|ray[./]util[./]client": "Ray",
 }
@@ -169,4 +170,6 @@ def _ask_without_token(url: str, who: str) -> None:
                 status = plain.open(asking, timeout=120.0).status
             except urllib.error.HTTPError as error:
                 status = error.code
+            except TimeoutError as error:
+                raise AssertionError(f"{who}: {method} {path} without the token: no answer in 120 s") from error
             assert status == 401, f"{who}: {method} {path} without the token: status {status}"
