@@ -84,8 +84,11 @@ def test_all_cells_of_a_study_end_though_a_node_is_lost_and_one_fails(cluster: C
     array = re.search(r"^array (\d+): ", said, re.MULTILINE)[1]  # type: ignore[index]
     first = {line.split()[0] for line in left(cluster, array).splitlines() if " PENDING " not in line}
     assert first <= {str(index) for index in range(NODES)}
+    cells = cells_of(read_study(path).model_copy(update={"folder": runs}))
+    names = [cell.name for cell in cells]
+    before = runs / names[LOST] / "checkpoints" / "step_000001"  # which gets its name while the step behind it is held
     end = time.monotonic() + LIMIT
-    while not (cluster.work / "study_held").exists():
+    while not ((cluster.work / "study_held").exists() and before.exists()):
         assert time.monotonic() < end, left(cluster, array)
         time.sleep(0.2)
     node = next(line.split()[2] for line in left(cluster, array).splitlines() if line.startswith(f"{LOST} RUNNING"))
@@ -94,8 +97,6 @@ def test_all_cells_of_a_study_end_though_a_node_is_lost_and_one_fails(cluster: C
     until(cluster, array, "the end of the array")
     ended = time.monotonic() - began
 
-    cells = cells_of(read_study(path).model_copy(update={"folder": runs}))
-    names = [cell.name for cell in cells]
     shown = cluster.program("experiment", "status", "grid.yaml")
     assert shown.splitlines()[-1] == f"{CELLS} cells: {CELLS - 1} done, 1 failed"
     assert f"job {array}_{FAILS}: failed with status 1: error: reward 'study_rewards:held' of prompt" in shown
