@@ -123,6 +123,8 @@ def test_a_request_goes_on_from_columns_of_a_checkpoint(server: ServedBench, mod
     server.push(models[0], 1)
     asked = request(PROMPTS[3], new=24)
     first = server.generate(replace(asked, params=replace(asked.params, max_new_tokens=10)))[0][0]
+    assert (first.finish_reason, len(first.token_ids)) == ("length", 10)
+    first = replace(first, finish_reason="abort")  # as a save finds a completion under way; one that ended stays ended
     server.push(models[1], 2)
     whole = server.generate(replace(asked, begun=first))[0][0]
     assert whole.spans == ((0, 1), (10, 2))
