@@ -37,7 +37,7 @@ from rl_megatron.observability.charts import DOTTED, Chart, Point, Series, line_
 from rl_megatron.observability.figures import standalone_svg
 from rl_megatron.observability.history import load_runs
 from rl_megatron.observability.intervals import Interval
-from rl_megatron.observability.metrics import documented
+from rl_megatron.observability.metrics.table import documented
 from rl_megatron.observability.report import Curve, Panel, arms_chart, write_page
 
 _UNITS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from rl_megatron.observability.files import JsonValue
-from rl_megatron.observability.metrics import MetricsWriter
+from rl_megatron.observability.metrics.writer import MetricsWriter
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.samples import SampleRow, SamplesWriter
 from rl_megatron.observability.timeline import spans

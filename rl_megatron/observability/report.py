@@ -24,7 +24,7 @@ from rl_megatron.observability.charts import (
 from rl_megatron.observability.files import JsonRow
 from rl_megatron.observability.history import Run, headline_figures, load_runs, number, unless_damaged
 from rl_megatron.observability.intervals import mean_interval
-from rl_megatron.observability.metrics import PHASE_SECONDS, documented
+from rl_megatron.observability.metrics.table import PHASE_SECONDS, documented
 from rl_megatron.observability.samples import SampleRow
 from rl_megatron.observability.timeline.strip import Strip, strip_of_run
 

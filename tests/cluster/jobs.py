@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from rl_megatron.observability.files import read_jsonl
-from rl_megatron.observability.metrics import deterministic
+from rl_megatron.observability.metrics.table import deterministic
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent

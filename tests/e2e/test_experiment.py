@@ -19,7 +19,7 @@ from rl_megatron.experiments.cells import Cell, cells_of
 from rl_megatron.experiments.states import CellStanding, find_states, read_record
 from rl_megatron.experiments.study import Study, read_study
 from rl_megatron.observability.files import read_jsonl
-from rl_megatron.observability.metrics import deterministic
+from rl_megatron.observability.metrics.table import deterministic
 from tests.e2e.processes import LIMIT, TINY, Fork, Place
 
 REWARD = '''

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_megatron.observability.metrics import PHASE_SECONDS
+from rl_megatron.observability.metrics.table import PHASE_SECONDS
 from rl_megatron.observability.timeline.trace import FILES, TraceEvent, read_trace
 
 WIDTH, HEIGHT = 1000.0, 20.0

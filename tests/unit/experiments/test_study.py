@@ -17,7 +17,7 @@ from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.experiments.cells import Cell, cells_of, config_digest
 from rl_megatron.experiments.states import CellRecord, find_states, record_path, states_table, write_record
 from rl_megatron.experiments.study import Study, outcome_folder, read_study
-from rl_megatron.observability.metrics import MetricsWriter
+from rl_megatron.observability.metrics.writer import MetricsWriter
 
 ALGORITHMS = ["algorithm=grpo", "algorithm=gspo"]
 RATES = ["train.learning_rate=1e-3", {"fast": ["train.learning_rate=3e-3", "train.lr_warmup_steps=5"]}]

@@ -21,7 +21,7 @@ from rl_megatron.experiments.results import points_of
 from rl_megatron.experiments.states import CellRecord, drift_of, write_record
 from rl_megatron.experiments.study import Study, read_study
 from rl_megatron.observability.history import load_runs
-from rl_megatron.observability.metrics import MetricsWriter
+from rl_megatron.observability.metrics.writer import MetricsWriter
 
 SEEDS, STEPS = [0, 1, 2, 3], 40
 ARMS = ["moe grpo", "moe gspo", "dense grpo", "dense gspo"]

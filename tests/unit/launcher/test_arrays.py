@@ -20,7 +20,7 @@ from rl_megatron.experiments.cells import Cell, cells_of
 from rl_megatron.experiments.queued import Queued, read_task, task_log
 from rl_megatron.experiments.states import CellRecord, find_states, read_record, record_path, write_record
 from rl_megatron.experiments.study import Study, read_study
-from rl_megatron.observability.metrics import MetricsWriter
+from rl_megatron.observability.metrics.writer import MetricsWriter
 
 ARMS = {"a": ["algorithm=grpo", "algorithm=gspo"]}
 WIDE = {"x": ["train.learning_rate=1e-3", {"two nodes": ["train.learning_rate=2e-3", "slurm.nodes=2"]}]}

@@ -17,7 +17,7 @@ from rl_megatron.learner import world
 from rl_megatron.learner.megatron import make_policy
 from rl_megatron.learner.trained import MegatronLearner
 from rl_megatron.models.tiny import make_tiny_model
-from rl_megatron.observability.metrics import documented
+from rl_megatron.observability.metrics.table import documented
 from rl_megatron.types import Metric, Samples, StepResult
 from rl_megatron.weights.layouts.families import read_shape
 

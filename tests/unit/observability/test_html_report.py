@@ -13,7 +13,8 @@ import yaml
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import DataError
-from rl_megatron.observability.metrics import METRICS, PHASE_SECONDS, MetricsWriter
+from rl_megatron.observability.metrics.table import METRICS, PHASE_SECONDS
+from rl_megatron.observability.metrics.writer import MetricsWriter
 from rl_megatron.observability.report import HEADLINES, SECTIONS, write_report
 from rl_megatron.observability.samples import SampleRow, SamplesWriter
 

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.observability.metrics import METRICS, PHASE_SECONDS, MetricsWriter, checked, deterministic, render_docs
+from rl_megatron.observability.metrics.costs import COSTS
+from rl_megatron.observability.metrics.experts import EXPERTS
+from rl_megatron.observability.metrics.learning import LEARNING
+from rl_megatron.observability.metrics.sampling import SAMPLING
+from rl_megatron.observability.metrics.table import METRICS, PHASE_SECONDS, checked_row, deterministic, render_docs
+from rl_megatron.observability.metrics.writer import MetricsWriter
 
 ROW = {"step": 3, "phase": "rl", "loss": 0.25, "reward/mean": 0.5, "seconds/step": 1.5, "tokens_per_second/train": 9.0}
 WARM = {"step": 0, "phase": "warm_start", "warm_start/step": 40, "warm_start/loss": 1.25, "eval/accuracy": 0.5}
@@ -33,6 +38,7 @@ def test_every_metric_is_one_row_of_three_cells_in_the_docs() -> None:
 
 
 def test_names_units_and_meanings_are_well_formed() -> None:
+    assert len(METRICS) == sum(map(len, (LEARNING, SAMPLING, EXPERTS, COSTS)))  # no name comes twice
     for name, metric in METRICS.items():
         assert metric.name == name
         assert name == name.lower()
@@ -67,7 +73,7 @@ def test_an_undocumented_name_is_refused_with_a_near_miss_and_writes_nothing(
 
 def test_a_family_of_names_is_documented_once_and_taken_by_each_name() -> None:
     row = {**ROW, "reward/part/style_2": 0.5}
-    assert checked(row) == row
+    assert checked_row(row) == row
     assert deterministic(row)["reward/part/style_2"] == 0.5
     assert "| `reward/part/<name>` |" in render_docs()
 
@@ -77,7 +83,7 @@ def test_a_family_of_names_is_documented_once_and_taken_by_each_name() -> None:
 )
 def test_a_name_outside_the_family_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="is not documented"):
-        checked({**ROW, name: 1.0})
+        checked_row({**ROW, name: 1.0})
 
 
 @pytest.mark.parametrize(
@@ -85,18 +91,18 @@ def test_a_name_outside_the_family_is_refused(name: str) -> None:
 )
 def test_a_row_without_step_or_phase_is_refused(row: dict[str, float | str]) -> None:
     with pytest.raises(ValueError, match="integer step and a phase"):
-        checked(row)
+        checked_row(row)
 
 
 def test_values_that_are_not_finite_become_null_are_counted_and_warned(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        out = checked({**ROW, "loss": float("nan"), "grad_norm": float("-inf")})
+        out = checked_row({**ROW, "loss": float("nan"), "grad_norm": float("-inf")})
     assert out["loss"] is None
     assert out["grad_norm"] is None
     assert out["metrics/non_finite"] == 2
     assert out["reward/mean"] == 0.5
     assert "step 3 (rl): not finite: loss=nan, grad_norm=-inf" in caplog.text
-    assert "metrics/non_finite" not in checked(ROW)
+    assert "metrics/non_finite" not in checked_row(ROW)
 
 
 def test_deterministic_leaves_out_the_clock_alone() -> None:

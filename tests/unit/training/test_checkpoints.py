@@ -23,7 +23,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner
-from rl_megatron.observability.metrics import deterministic
+from rl_megatron.observability.metrics.table import deterministic
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.training import checkpoints

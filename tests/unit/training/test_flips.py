@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles
-from rl_megatron.observability.metrics import documented
+from rl_megatron.observability.metrics.table import documented
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.flips import engine_flips, update_flips
 from rl_megatron.training.update import Update

@@ -1,0 +1,73 @@
+"""Metrics of what a step costs: packing, weights, servers, tokens, memory, seconds and checkpoints."""
+
+from __future__ import annotations
+
+COSTS = (
+    ("packing/imbalance", "", "work of the slowest rank at each micro-batch over the mean rank's; 1 is even"),
+    ("packing/padding_fraction", "", "share of the packed positions that are padding"),
+    ("waves/count", "waves", "backward passes of the step, with train.stream_micro_batches"),
+    ("waves/early_fraction", "", "share of trained positions whose backward pass was before the batch's last groups"),
+    ("weights/bytes", "bytes", "weight bytes that crossed a process boundary to the rollout engine"),
+    (
+        "weights/route",
+        "",
+        "how they got there, as text: weights.transport, or `shared_file` through a file system that nodes share",
+    ),
+    (
+        "weights/quantization_error",
+        "",
+        "largest relative error of a tensor that was quantised for engine servers, as Frobenius norms",
+    ),
+    ("engine/healthy", "servers", "engine servers that serve after the step's push; only if servers sample"),
+    ("engine/restarts", "", "restarts of dead engine servers since the run was started"),
+    ("tokens/rollout", "tokens", "tokens sampled in the step"),
+    ("tokens/train", "tokens", "positions of the optimizer steps, prompts included, padding excluded"),
+    ("tokens_per_second/rollout", "tokens/s", "of seconds/rollout; of seconds/step with train.max_staleness"),
+    ("tokens_per_second/train", "tokens/s", "tokens/train over seconds/train"),
+    (
+        "flops/train",
+        "FLOP",
+        "FLOPs of the policy's model in forward and backward over tokens/train, without what is computed again; those "
+        "of sampling and scores are not counted (rl_megatron/scaling/flops.py)",
+    ),
+    (
+        "mfu/train",
+        "",
+        "flops/train over seconds/train at the bfloat16 peak of the policy's GPUs; only where that is known",
+    ),
+    ("seconds/rollout", "s", "sampling and rewards"),
+    ("seconds/logprobs", "s", "log-probs of the old policy by the learner, and of the new one (train.route_flips)"),
+    ("seconds/reference", "s", "log-probs of the reference; on separate ranks, only the wait after seconds/logprobs"),
+    ("seconds/values", "s", "values by the critic; on separate ranks, only the wait after the scores before it"),
+    (
+        "seconds/critic",
+        "s",
+        "forward, backward and optimizer of the critic's minibatches; on separate ranks, the wait after seconds/train",
+    ),
+    ("seconds/train", "s", "forward, backward and optimizer of all minibatches"),
+    ("seconds/weights", "s", "weight push to the rollout engine"),
+    (
+        "seconds/verify",
+        "s",
+        "part of seconds/weights: digests of the tensors sent and of those received, on the slowest rank",
+    ),
+    ("seconds/passes_median", "s", "forward and backward passes of the median learner rank, its waits included"),
+    ("seconds/passes_max", "s", "the same on the learner rank that took longest"),
+    (
+        "memory/peak",
+        "bytes",
+        "the most that a learner rank has held since its start: of its GPU as torch's allocator has it, of a CPU's "
+        "resident memory; with two ranks or more",
+    ),
+    ("ranks/slowest", "rank", "the learner rank that took longest for a fixed computation; with two ranks or more"),
+    ("ranks/slowness", "s/s", "its seconds for that over those of the median rank (run.slow_factor)"),
+    ("seconds/eval", "s", "held-out evaluation; only in rows that evaluated"),
+    ("checkpoint/stage_seconds", "s", "training waited for the copy of the state (checkpoint.async_save)"),
+    ("checkpoint/bytes", "bytes", "what ranks wrote into the last checkpoint; only in rows after it was written"),
+    ("checkpoint/write_seconds", "s", "the slowest rank wrote into it, policy and critic together; in the same rows"),
+    ("checkpoint/step", "", "step of the newest complete checkpoint; only in rows after it was completed"),
+    ("seconds/checkpoint", "s", "training waited for checkpoints; only in rows after one was begun or written"),
+    ("seconds/step", "s", "since the previous row: the step, its evaluation, the wait for checkpoints"),
+    ("loop/longest_ms", "ms", "the longest since the last row that the controller served nothing; log.txt says why"),
+    ("metrics/non_finite", "", "values of this row that were NaN or infinite and are null; only if there are any"),
+)

@@ -1,0 +1,49 @@
+"""Metrics of what was sampled: its age, waits, the engine's log-probs, lengths, groups and the ledger."""
+
+from __future__ import annotations
+
+SAMPLING = (
+    ("staleness/mean", "versions", "mean of the trained version minus the version that sampled, over the completions"),
+    ("staleness/max", "versions", "greatest staleness of a completion"),
+    ("staleness/p95", "versions", "95 % of the completions are at most so stale; this and the rest with max_staleness"),
+    ("staleness/tokens_mean", "versions", "mean staleness of a token, each by the version that sampled it"),
+    ("staleness/share/<name>", "", "share of the completions that are so stale: v0, v1, ... up to staleness/max"),
+    ("staleness/allowed", "versions", "how far sampling may be ahead at present; servers go from 1 to max_staleness"),
+    ("wait/due_seconds", "s", "part of seconds/rollout: waiting for groups that are due, with a batch of younger ones"),
+    ("in_flight/completions", "completions", "completions that were being sampled or scored at the push"),
+    ("overlap/fraction", "", "0 where sampling and training follow each other, 0.5 where both are always at work"),
+    ("mismatch/logprob_abs_mean", "nats", "mean |learner - engine| log-prob of a sampled token, equal weights"),
+    ("mismatch/logprob_abs_max", "nats", "greatest such difference"),
+    ("mismatch/logprob_abs_p50", "nats", "median of such differences; this and the rest are from before the update"),
+    ("mismatch/logprob_abs_p90", "nats", "90 % of the differences are below this"),
+    ("mismatch/logprob_abs_p99", "nats", "99 % of the differences are below this"),
+    ("mismatch/k1", "nats", "k1 estimate of KL(engine || learner) per token: mean engine - learner log-prob"),
+    (
+        "mismatch/position/<name>",
+        "nats",
+        "mean difference at these positions of the completions: t0 is the first token, then t1_7, t8_63, t64_511, "
+        "t512_4095, t4096_up",
+    ),
+    (
+        "mismatch/expert_worst",
+        "",
+        "the greatest mean difference over the tokens of one expert, over the mean of all tokens; of experts with 32 "
+        "tokens or more, if the engine returns routes",
+    ),
+    ("mismatch/expert_layer", "", "that expert's layer, counted from 0 among the layers with experts"),
+    ("mismatch/expert_number", "", "that expert's number in its layer"),
+    ("response/length_mean", "tokens", "mean length of a completion, stop token included"),
+    ("response/length_max", "tokens", "longest completion"),
+    ("response/truncated_fraction", "", "share of completions that reached rollout.max_new_tokens, or were ended late"),
+    ("response/late_fraction", "", "share of completions that rollout.max_seconds ended"),
+    ("groups/trained", "groups", "groups that the step trains on; 0 if it is skipped because there are none"),
+    ("groups/dropped", "groups", "groups left out: failed rewards if the config says so, and `poison` prompts"),
+    ("groups/filtered", "groups", "groups of equal shaped rewards, left out by rollout.dynamic_sampling"),
+    ("groups/zero_advantage_fraction", "", "share of groups whose rewards are all equal, so they give no gradient"),
+    (
+        "ledger/<name>",
+        "prompts",
+        "prompts `drawn` since the run's start, and where they are after the push: `queued` (not sent), `in_flight` "
+        "(being sampled or scored), `buffered` (scored), `trained`, or `dropped` (ledger.jsonl says when and why)",
+    ),
+)
