@@ -17,7 +17,7 @@ from rl_megatron.rollout.servers.answers import joined, problem_of, rest_of
 from rl_megatron.rollout.servers.http import AttemptFailed, Refused, Server
 from rl_megatron.rollout.servers.places import Places
 from rl_megatron.rollout.servers.replicas import PRESENT, Replica, ReplicaDied, ReplicaSet
-from rl_megatron.rollout.servers.suspects import Suspects, is_loss
+from rl_megatron.rollout.servers.suspects import Flight, Suspects, is_loss
 from rl_megatron.rollout.servers.time_limit import TimeLimit
 from rl_megatron.types import Completion, GenerationRequest
 
@@ -57,21 +57,22 @@ class Attempts:
     async def sampled(
         self, request: GenerationRequest, only: Replica | None = None, *, place: int = 0, clock: TimeLimit | None = None
     ) -> list[Completion]:
-        """Completions by a replica that `Places` chooses, or by ``only``. Deaths of replicas do not count as attempts.
-        Raises EngineError; PoisonPrompt, for requests without ``only``, by the rules of `suspects`.
+        """Completions by a replica that `Places` chooses, or by ``only``. Raises EngineError; PoisonPrompt, where there
+        is no ``only``, by the rules of `suspects`.
 
+        Neither deaths of replicas count as attempts nor what failed beside a prompt that proves to be poison.
         What is ``begun`` of the completion at ``place`` in its group is a part of the answer. Servers abort what
         runs longer than ``clock`` allows.
         """
         clock = clock or TimeLimit()
-        wait, failed, left = self._section.backoff_seconds, None, self._section.retries
+        failed, tries = None, list[Flight | None]()  # those that failed at servers that live on
         begun, refusals = request.begun, dict[int, Refused]()
         asked = request if begun is None else rest_of(request, begun, place)
         while True:
             replica = only or await self._place(request, failed, refusals)
-            server = replica.server
+            server, flight = replica.server, None
             try:
-                with self._in_flight(request, replica, is_probe=only is not None):
+                with self._in_flight(request, replica, is_probe=only is not None) as flight:
                     return await self._attempt(replica, asked, begun, clock)
             except ReplicaDied as error:
                 if only is not None:
@@ -81,13 +82,16 @@ class Attempts:
             except (AttemptFailed, ForeignWeights) as error:
                 failed = replica
                 replica.suspect(error)
-                if not left or (isinstance(error, ForeignWeights) and not replica.supervised):
-                    tries = self._section.retries + 1 - left
-                    raise EngineError(f"request {request.id!r}: {error}; attempts made: {tries}") from error
+                unexplained = sum(not self.suspects.explain(one) for one in tries)
+                if unexplained >= self._section.retries or (
+                    isinstance(error, ForeignWeights) and not replica.supervised
+                ):
+                    raise EngineError(f"request {request.id!r}: {error}; attempts made: {len(tries) + 1}") from error
+                wait = self._section.backoff_seconds * 2**unexplained
                 logger.warning("request %r: %s; retrying in %g s", request.id, error, wait)
                 await asyncio.sleep(wait)
                 if replica.server is server and replica.health in PRESENT:
-                    left, wait = left - 1, 2 * wait
+                    tries.append(flight)
             except Refused as error:
                 if only is not None or not self._another(request, replica, error, refusals):
                     raise EngineError(f"request {request.id!r}: {error}") from error
@@ -108,15 +112,15 @@ class Attempts:
         return self._places.choose(request, await self._replicas.some(places), failed)
 
     @contextlib.contextmanager
-    def _in_flight(self, request: GenerationRequest, replica: Replica, *, is_probe: bool) -> Iterator[None]:
+    def _in_flight(self, request: GenerationRequest, replica: Replica, *, is_probe: bool) -> Iterator[Flight | None]:
         """Raises PoisonPrompt where a server was lost under the request, and its prompt alone can be the cause."""
         if is_probe:
-            yield
+            yield None
             return
         server = replica.server
         with self.suspects.sent(request, server) as flight:
             try:
-                yield
+                yield flight
             except AttemptFailed as error:
                 left = len(self._replicas.left())
                 if not is_loss(error) or not self.suspects.lost(flight, replica, server, replicas=left):

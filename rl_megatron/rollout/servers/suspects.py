@@ -200,6 +200,10 @@ class Suspects:
         """The servers that were lost under poison."""
         return {loss.server for loss in self._explained}
 
+    def explain(self, flight: Flight | None) -> bool:
+        """Whether a request failed beside one whose prompt was found to be poison by it."""
+        return flight is not None and any(flight in loss.beside for loss in self._explained)
+
     def told(self, flight: Flight) -> str:
         """The servers that were lost under the prompt, in words."""
         numbers = Counter(loss.replica for loss in self._records[flight.prompt].lost)

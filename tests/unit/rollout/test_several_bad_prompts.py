@@ -1,0 +1,91 @@
+"""Prompts that servers answer with an error while they live on and answer others: random worlds, virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from rl_megatron.config.sections.rollout import ServerSection
+from rl_megatron.errors import PoisonPrompt
+from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.http import AttemptFailed
+from rl_megatron.types import Completion, GenerationRequest
+from tests.completions import completion
+from tests.unit.rollout.test_engine_servers import REQUEST, push
+from tests.unit.rollout.test_suspects import Deadly, Seat
+from tests.virtual_time import run_at_once
+
+
+@dataclass
+class World:
+    """Groups of requests at servers of which none dies."""
+
+    seed: int
+    failures: Counter[str] = field(default_factory=Counter)  # by prompt
+    dropped: set[str] = field(default_factory=set)
+    answered: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        r = self.random = random.Random(self.seed)
+        self.groups = [f"p{n}" for n in range(r.randint(6, 60))]
+        self.bad = set(r.sample(self.groups, r.choice([2, 2, 3, 4, 6])))
+        self.members, self.replicas, self.seconds = r.choice([1, 4]), r.randint(1, 3), r.choice([0.0, 1.0, 20.0])
+
+    async def run(self) -> None:
+        section = ServerSection()
+        seats: list[Any] = [Seat(number) for number in range(self.replicas)]
+        engine = ServedEngine(Failing(self), seats, section, max_length=99, vocab_size=99)
+        await push(engine, 1)
+        await asyncio.gather(*(self.group(engine, name) for name in self.groups))
+
+    async def group(self, engine: ServedEngine, name: str) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(self.members):
+                    tasks.create_task(engine.generate(replace(REQUEST, group=name, id=f"{name}, completion {number}")))
+            self.answered.add(name)
+        except* PoisonPrompt:
+            self.dropped.add(name)
+
+
+class Failing(Deadly):
+    """Answers after some seconds: to bad prompts always with an error."""
+
+    world: Any
+
+    async def generate(self, server: Any, request: GenerationRequest, request_id: str) -> list[Completion]:
+        name = str(request.group)
+        await asyncio.sleep(self.world.seconds * self.world.random.random())
+        if name in self.world.bad:
+            self.world.failures[name] += 1
+            raise AttemptFailed(f"{server.url}: status 500")
+        return [completion([5], spans=((0, 1),))] * request.num_completions
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Sequence[World]:
+    found = [World(seed) for seed in range(40)]
+    logging.disable(logging.CRITICAL)  # thousands of lines
+    for world in found:
+        run_at_once(world.run())  # raises what ends a run
+    logging.disable(logging.NOTSET)
+    return found
+
+
+def test_each_is_found_and_all_others_are_answered(worlds: Sequence[World]) -> None:
+    """None of them ends the run, though what one failed beside another counted for both at first."""
+    for world in worlds:
+        assert (world.dropped, world.answered) == (world.bad, set(world.groups) - world.bad), world.seed
+
+
+def test_each_is_asked_a_few_times(worlds: Sequence[World]) -> None:
+    tries = sorted(world.failures[name] / world.members for world in worlds for name in world.bad)
+    assert len(tries) > 100
+    assert tries[-1] < 12
