@@ -175,13 +175,17 @@ def _encoded(
 
 
 class PromptStream:
-    """Endless epochs over ``prompts``, each shuffled by (seed, epoch), so that a position determines the order."""
+    """Endless epochs over ``prompts``, each shuffled by (seed, epoch), so that a position determines the order.
+
+    ``left_out`` are the rows of ``prompts`` that are drawn no more.
+    """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int) -> None:
         if not prompts:
             raise DataError("no prompts to train on")
         self._prompts = prompts
         self._seed = seed
+        self.left_out = frozenset[int]()
         self._epoch, self._position = 0, 0
         self._order = self._shuffled()
 
@@ -193,22 +197,28 @@ class PromptStream:
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._shuffled()
             stop = min(self._position + n - len(taken), len(self._prompts))
-            taken += [self._prompts[i] for i in self._order[self._position : stop]]
+            taken += [self._prompts[i] for i in self._order[self._position : stop] if i not in self.left_out]
             self._position = stop
         return taken
 
+    def leave_out(self, prompt: Prompt) -> None:
+        """Draw ``prompt`` no more. Raises DataError if no other is left."""
+        self.left_out |= {row for row, one in enumerate(self._prompts) if one.id == prompt.id}
+        if len(self.left_out) == len(self._prompts):
+            raise DataError(f"no prompts are left to train on: none of {len(self._prompts)} can be sampled")
+
     def state(self) -> dict[str, int]:
-        """The position in the stream; ``restore`` of it continues with the same prompts in the same order."""
+        """The position in the stream; ``restore`` of it and ``left_out`` continues with the same prompts."""
         return {"epoch": self._epoch, "position": self._position, "num_prompts": len(self._prompts)}
 
-    def restore(self, state: Mapping[str, int]) -> None:
+    def restore(self, state: Mapping[str, int], left_out: Sequence[int] = ()) -> None:
         """Continue from ``state``. Raises CheckpointError if it belongs to another data set."""
         if state["num_prompts"] != len(self._prompts):
             raise CheckpointError(
                 f"the checkpoint was made with {state['num_prompts']} training prompts, but the data has "
                 f"{len(self._prompts)}; resume with the same data and limits"
             )
-        self._epoch, self._position = state["epoch"], state["position"]
+        self._epoch, self._position, self.left_out = state["epoch"], state["position"], frozenset(left_out)
         self._order = self._shuffled()
 
     def _shuffled(self) -> list[int]:

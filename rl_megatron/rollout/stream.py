@@ -295,6 +295,7 @@ class Stream:
         if section.dynamic_sampling != "off" and group is not None and not self._teaches([group])[0]:
             answered = replace(answered, group=None, reason="equal_rewards")
         if answered.reason == "poison":
+            self._prompts.leave_out(place.drawn.prompt)
             self._count_poison(place.drawn, answered.problem)
         place = replace(place, answered=answered)
         self._ledger.move([place.drawn.ordinal], "buffered" if place.kept else "left_out")

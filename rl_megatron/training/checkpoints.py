@@ -46,6 +46,7 @@ class TrainerState:
     step: int  # finished RL steps; 0 is right after the warm start
     prompts: dict[str, int]  # PromptStream.state()
     stream: StreamState | None  # of the prompts drawn; None where nothing is drawn ahead
+    left_out: tuple[int, ...] = ()  # PromptStream.left_out, ascending
     memory: AlgorithmState | None = None  # the algorithm's, by the name in checkpoints; None in a warm start
     warm_start_step: int | None = None  # supervised steps done in a stopped warm start; ``prompts`` is then its
 

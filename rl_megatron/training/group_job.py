@@ -203,6 +203,7 @@ class GroupJob(ABC):
         return TrainerState(
             step=self.number,
             prompts=self.prompts.state(),
+            left_out=tuple(sorted(self.prompts.left_out)),
             stream=None if self.stream is None else self.stream.state(),
             memory=self.update.state,
         )
@@ -215,7 +216,7 @@ class GroupJob(ABC):
     async def restore(self, state: TrainerState) -> None:
         """Continue from ``state``, and push the weights."""
         self.number = state.step
-        self.prompts.restore(state.prompts)
+        self.prompts.restore(state.prompts, state.left_out)
         if self.stream is not None and state.stream is not None:
             self.stream.restore(state.stream)
         if state.memory is not None:

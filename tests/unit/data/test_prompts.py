@@ -296,6 +296,21 @@ def test_a_restored_stream_continues_in_the_same_order(taken: int) -> None:
     assert second.take(40) == whole[taken:]
 
 
+def test_what_is_left_out_comes_no_more_and_all_others_in_the_same_order() -> None:
+    whole, stream = PromptStream(prompts(7), seed=5).take(28), PromptStream(prompts(7), seed=5)
+    assert stream.take(7) == whole[:7]
+    stream.leave_out(whole[2])
+    wanted = [prompt for prompt in whole[7:] if prompt.id != whole[2].id]
+    assert stream.take(4) == wanted[:4]
+    again = PromptStream(prompts(7), seed=5)
+    again.restore(stream.state(), sorted(stream.left_out))
+    assert stream.take(14) == again.take(14) == wanted[4:]
+    for prompt in prompts(6):
+        stream.leave_out(prompt)
+    with pytest.raises(DataError, match="no prompts are left to train on: none of 7 can be sampled"):
+        stream.leave_out(prompts(7)[6])
+
+
 def test_more_than_an_epoch_can_be_taken_at_once() -> None:
     one_by_one = PromptStream(prompts(3), seed=0)
     assert PromptStream(prompts(3), seed=0).take(11) == [one_by_one.take(1)[0] for _ in range(11)]

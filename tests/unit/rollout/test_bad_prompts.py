@@ -1,4 +1,6 @@
-"""Prompts that servers answer with an error while they live on and answer others: random worlds, virtual clock."""
+"""Prompts that servers answer with an error while they live on and answer others, in random worlds on a virtual clock;
+and those that were dropped, which are drawn no more.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,24 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from pydantic import TypeAdapter
 
+from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import PoisonPrompt
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import AttemptFailed
+from rl_megatron.training.checkpoints import TrainerState
+from rl_megatron.training.jobs.rl import Reinforcement
 from rl_megatron.types import Completion, GenerationRequest
 from tests.completions import completion
+from tests.streams import PROMPTS, stream_over
 from tests.unit.rollout.test_engine_servers import REQUEST, push
-from tests.unit.rollout.test_suspects import Deadly, Seat
+from tests.unit.rollout.test_suspects import Deadly, Poisoned, Seat
 from tests.virtual_time import run_at_once
 
 
@@ -89,3 +97,41 @@ def test_each_is_asked_a_few_times(worlds: Sequence[World]) -> None:
     tries = sorted(world.failures[name] / world.members for world in worlds for name in world.bad)
     assert len(tries) > 100
     assert tries[-1] < 12
+
+
+def test_what_was_dropped_is_asked_once_in_a_run_of_three_epochs_that_is_resumed() -> None:
+    """From what a checkpoint has; its place goes to the next prompt."""
+    prompts, as_json, asked = PROMPTS[:10], TypeAdapter(TrainerState), Counter[str]()
+
+    class Noting(Poisoned):
+        async def groups(self, drawn: Any) -> Any:
+            asked.update(one.prompt.id for one in drawn)
+            return await super().groups(drawn)
+
+    def job() -> Any:
+        stream = stream_over(Noting(lambda _: 1.0, poison={"p3"}), size=2, staleness=0, prompts=prompts)
+        weights = SimpleNamespace(push=lambda _: asyncio.sleep(0))
+        return Reinforcement(
+            config=load_config("tiny_cpu", []),
+            roles=cast(Any, SimpleNamespace(weights=weights)),
+            stream=stream,
+            prompts=stream._prompts,
+            **dict.fromkeys(("evaluation", "start_folder", "recorder", "route"), cast(Any, None)),
+            update=cast(Any, SimpleNamespace(state=None)),
+        )
+
+    async def run() -> int:
+        now, dropped = job(), 0
+        for step in range(1, 15):
+            now.number, batch = step, await now.stream.take(step)
+            dropped += batch.dropped_groups
+            now.stream.pushed(step)
+            if step == 6:
+                saved, now = as_json.dump_json(now.state()), job()
+                await now.restore(as_json.validate_json(saved))
+        return dropped
+
+    assert run_at_once(run()) == 1
+    assert asked["p3"] == 1
+    assert sum(asked.values()) == 28
+    assert {asked[prompt.id] for prompt in prompts} == {1, 3}
