@@ -15,6 +15,7 @@ from rl_megatron.config.sections.rollout import RunningRequests, ServerSection
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.types import Completion, GenerationRequest
 from tests.engines.benches import MAX_LENGTH, NEW, ServedBench, logprobs_of, logprobs_over_kept, request
+from tests.engines.test_servers import running_on
 
 PROMPTS = [[(13 * i + 5 * j) % 256 for j in range(8 + 5 * i)] for i in range(8)]
 TOLERANCE = 1e-4  # nats, in float32
@@ -133,3 +134,33 @@ def test_a_request_goes_on_from_columns_of_a_checkpoint(server: ServedBench, mod
     mine = torch.tensor(whole.logprobs)
     for folder, part in zip(models, (slice(0, 10), slice(10, 24)), strict=True):
         assert largest(mine[part], logprobs_of(folder, asked.token_ids, whole.token_ids, 1.0)[part]) < TOLERANCE
+
+
+def test_a_completion_that_does_not_end_is_ended_by_its_time(server: ServedBench, models: tuple[Path, Path]) -> None:
+    """The server is rid of it then; the one beside it is as it was."""
+    server.push(models[0], 1)
+    endless = replace(request(PROMPTS[5], new=NEW[-1]), id="endless", max_seconds=0.3)
+
+    async def both(beside: GenerationRequest) -> tuple[Completion, Completion] | None:
+        other, late = (asyncio.create_task(server.engine.generate(one)) for one in (beside, endless))
+        (ended,) = await late
+        alone = False
+        while not (alone or other.done()):
+            alone = await running_on(server) == 1
+        (whole,) = await other
+        return (ended, whole) if alone else None
+
+    for new in NEW:
+        beside = replace(request(PROMPTS[6], new=new), id="beside")
+        if found := server.run(both(beside)):
+            break
+    assert found is not None
+    for asked, completion in zip((endless, beside), found, strict=True):
+        assert (completion.finish_reason, completion.spans) == ("length", ((0, 1),))
+        expected = logprobs_of(models[0], asked.token_ids, completion.token_ids, 1.0)
+        assert largest(torch.tensor(completion.logprobs), expected) < TOLERANCE
+    ended, whole = (len(completion.token_ids) for completion in found)
+    assert 0 < ended < NEW[-1]
+    assert whole == new
+    assert server.run(running_on(server)) == 0
+    assert server.engine.servers[0].in_flight == 0
