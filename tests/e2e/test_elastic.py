@@ -146,6 +146,6 @@ def test_a_server_joins_on_a_node_that_joined_ray_and_is_lost_with_it(place: Pla
         lambda: "replica 1 is given up; the run goes on with 0" in (run.folder / "log.txt").read_text(), "its end"
     )
     assert serving_after_two_more(run) == 1
-    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(signal.SIGTERM)
     run.finish()
     each_prompt_is_trained_on_once(run)

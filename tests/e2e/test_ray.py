@@ -27,7 +27,7 @@ if os.environ["HEAD"] == "dies":
 sys.stdin.read()
 """
 SERVERS = """
-import asyncio, contextlib, os
+import asyncio, contextlib, os, signal
 from pathlib import Path
 import psutil
 from launcher.processes.guards import Order
@@ -56,8 +56,12 @@ async def sleeping(count):
 
 async def main():
     config = load_config("tiny_cpu", ["rollout=vllm", "rollout.server.replicas=2", "run.launcher=ray"])
-    cluster = RayCluster(config, None, Path.cwd())
+    cluster, asked = RayCluster(config, None, Path.cwd()), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
     async with cluster.running():
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asked.wait()
+        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)  # with Ray's handler, an alarm that aborts the process
         guard = await cluster.start_guard(0, order("echo its log; exit 5"))
         assert await guard.wait() == "ended with status 5"
         await guard.end()  # its place is free again

@@ -20,7 +20,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from launcher.hosts.ray.head import await_health, join_cluster, start_here
+from launcher.hosts.ray.head import await_health, join_cluster, start_here, take_sigterm_back
 from launcher.hosts.ray.node import Bundle, NodeCall, engine_node_command, node_command, shares, totals
 from launcher.hosts.ray.server_actors import ActorGuard, make_free_actor, make_server_actor
 from launcher.hosts.sites import cpus_of_engine_node, visible_gpus
@@ -106,6 +106,7 @@ class RayCluster:
                 await self._start_here(stack)
             else:
                 await self._start_on(self.allocation, stack)
+            take_sigterm_back()
             bundles = self.shares.engines
             groups = await self._own(lambda: {node: group_of("engine", node, bundles[node]) for node in bundles})
             free = {node: count() for node in groups}

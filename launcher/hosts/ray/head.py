@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -96,6 +97,16 @@ def start_here(has: Bundle, token: str, folder: str) -> None:
             _node_ip_address=HERE,
             _temp_dir=folder,
         )
+
+
+def take_sigterm_back() -> None:
+    """Have this process's own handler of SIGTERM run again, which a driver's start replaces. The main thread calls it.
+
+    Ray's (absl's failure_signal_handler.cc, installed for SIGTERM as for SIGSEGV) prints a stack, calls the one before,
+    and has SIGALRM abort the process three seconds later.
+    """
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    signal.siginterrupt(signal.SIGTERM, False)  # as asyncio sets it
 
 
 def said(error: BaseException) -> str:
