@@ -1,5 +1,6 @@
 # One attempt of a run: train from the last checkpoint, then see whether the run comes back. Read by bash, in the job.
-# Before it stand PYTHON, RUN (the run's folder), TRAIN (what `train` is given), REQUEUES, RESTARTS, SLOW, EXCLUDE.
+# Before it stand PYTHON, RUN (the run's folder), TRAIN (what `train` is given), REQUEUES, RESTARTS, SLOW, EXCLUDE, and
+# NO_KILL: of a job that goes on without a node that fails, how many of its last nodes are for servers alone; else empty.
 restart=${SLURM_RESTART_COUNT:-0} job=$SLURM_JOB_ID
 if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then # one task of the array has the array's own id, by which Slurm means them all
     job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
@@ -11,6 +12,30 @@ say() { echo "[$(date +%FT%T%z)] job $job, restart $restart: $*"; }
 newest() { ls -1td "$RUN"/checkpoints/{step,warm_start}_[0-9]* 2>/dev/null | head -n 1; }
 before=$(newest)
 say "starts on $SLURM_JOB_NODELIST; output is in $attempt"
+
+# With --no-kill Slurm takes a failed node from the job and lets the rest be, also where it is the node of this script,
+# with which the controller is lost: the job would hold its other nodes until its time is up. So two of the servers' nodes
+# look after it.
+outlive() { # in a step, which its node's loss does not end
+    local nodes=SLURM_JOB_NODELIST group=()
+    if [ -n "${SLURM_HET_SIZE:-}" ]; then # theirs is the last component
+        nodes=SLURM_JOB_NODELIST_HET_GROUP_$((SLURM_HET_SIZE - 1)) group=("--het-group=$((SLURM_HET_SIZE - 1))")
+    fi
+    set -- $(scontrol show hostnames "${!nodes}" | tail -n "$NO_KILL" | head -n 2)
+    exec env --unset=SLURM_GPUS_PER_NODE srun "${group[@]}" --overlap --no-kill --nodelist="$(IFS=,; echo "$*")" \
+        --nodes="$#" --ntasks="$#" --ntasks-per-node=1 --cpus-per-task=1 --mem=0 \
+        bash -c '
+            while sleep "$((15 + 5 * SLURM_PROCID))"; do
+                left=$(squeue --noheader --job="$1" --states=all --format=%N) &&
+                    left=$(for each in $left; do scontrol show hostnames "$each" || exit; done) && [ -n "$left" ] || continue
+                if ! grep -qx "$2" <<<"$left"; then
+                    echo "[$(date +%FT%T%z)] job $1: failed: node $2 was lost, and with it the controller; comes back" >>"$3"
+                    scontrol requeue "$1" || scancel "$1"
+                    exec sleep 600
+                fi
+            done' outlive "$job" "$SLURMD_NODENAME" "$RUN/jobs/$job.txt"
+}
+if [ -n "${NO_KILL:-}" ]; then outlive </dev/null >"$attempt/outlive.txt" 2>&1 & fi
 
 # SIGUSR1 is ignored until the run listens to it, so it is sent until the run has ended. SIGTERM is not trapped: a job
 # that came back after it would survive scancel.

@@ -41,3 +41,17 @@ def test_a_job_goes_on_without_the_node_of_a_server_and_with_one_that_joins(clus
     assert [rows[number]["engine/healthy"] for number in (1, 3, 5)] == [2, 1, 1]
     assert rows[-1]["ledger/trained"] == 6 * 4
     assert rows[-1]["ledger/dropped"] == 0
+    cluster.power_on("node28")
+    a_job_comes_back_from_the_loss_of_its_learners_node(cluster)
+
+
+def a_job_comes_back_from_the_loss_of_its_learners_node(cluster: Cluster) -> None:
+    """On which its script and the controller were; Slurm has nobody end the job then. On the same three nodes."""
+    job = cluster.submit("elastic-learner", *KEYS, hold="1")
+    job.until_step(1)
+    cluster.power_off("node26")
+    job.until(lambda: job.state() == "PENDING", "the requeue")
+    assert "failed: node node26 was lost, and with it the controller; comes back" in job.log()
+    assert job.shown()["Restarts"] == "1"
+    cluster.call("scancel", job.id)
+    cluster.power_on("node26")

@@ -49,9 +49,8 @@ class EngineNodesSection(RoleNodesSection):
     cpus_per_server: Positive | None = None
     """CPU cores of each server; null: as of a learner rank."""
     no_kill: bool = False
-    """Whether the job goes on without a node that fails (sbatch --no-kill), with the servers that are left. Slurm then
-    does not end it for one of the learner's nodes either: the run notices that itself, after ``run.watchdog_seconds``
-    at the latest."""
+    """Whether the job goes on without a node that fails (sbatch --no-kill), with the servers that are left. For one of
+    the learner's nodes it is requeued still, by its script or, where that was on it, by nodes of servers."""
     container: Word | None = None
     """Image of the container that servers run in, on whatever nodes; null: no container. ``rollout.python`` is an
     interpreter inside the image; ``slurm.container_runtime`` and ``slurm.container_mounts`` hold for it too."""

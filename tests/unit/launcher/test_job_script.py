@@ -6,9 +6,13 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from tests.e2e.processes import eventually
+
 JOB = Path(__file__).resolve().parents[3] / "slurm" / "job.sh"
 RUN = """#!/usr/bin/env bash
-[ -n "$FAILED" ] || touch "$ATTEMPT/requeue"
+[ -n "$FAILED$ENDS" ] || touch "$ATTEMPT/requeue"
 [ -z "$FAILED" ] || echo "$FAILED" >"$ATTEMPT/failed_node"
 [ -z "$NAMED" ] || printf '%s\\n' $NAMED >"$ATTEMPT/slow_nodes"
 [ -z "$STEP" ] || mkdir -p "$RUN/checkpoints/step_$STEP"
@@ -21,7 +25,22 @@ done
 [ $((6 - $(tr , '\\n' <<<"$without" | grep -c 'node[1-6]'))) -ge "$NEED" ]
 """
 SCONTROL = """#!/usr/bin/env bash
-echo "$@" >>"$RUN/asked"
+case $2 in
+    hostnames) IFS=- read -r first last <<<"$(tr -dc 0-9- <<<"$3")"; seq -f node%g "$first" "${last:-$first}" ;;
+    *) echo "$@" >>"$RUN/asked" ;;
+esac
+"""
+SRUN = """#!/usr/bin/env bash
+while [ "$1" != bash ]; do options+=("$1"); shift; done
+echo "${options[@]}" >"$RUN/srun"
+SLURM_PROCID=0 exec "$@"
+"""
+SQUEUE = """#!/usr/bin/env bash
+# Says in turn the lines of $LEFT; the third time it does not answer.
+echo "$@" >>"$RUN/queue"
+at=$(wc -l <"$RUN/queue")
+sed -n "${at}p" <<<"$LEFT"
+[ "$at" != 3 ]
 """
 
 
@@ -35,15 +54,17 @@ def attempt(
     run.mkdir(exist_ok=True)
     (run / "asked").write_text("")
     programs = {"scontrol": SCONTROL, "sbatch": SBATCH, "sleep": "#!/bin/sh\n", "python": RUN}
+    programs |= {"srun": SRUN, "squeue": SQUEUE}
     for name, text in programs.items():
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
     before = (
         f"RUN={run} PYTHON={commands}/{python} TRAIN=() REQUEUES=9 RESTARTS=3 SLOW={slow} EXCLUDE=node9\nexport RUN\n"
     )
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restart), "SLURM_JOB_NODELIST": "here"}
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restart), "SLURM_JOB_NODELIST": "node[1-4]"}
+    slurm["SLURMD_NODENAME"] = "node1"
     own = {"PATH": f"{commands}:{os.environ['PATH']}", "STEP": step, "ATTEMPT": f"{run}/jobs/7-{restart}"}
-    environment = os.environ | slurm | own | {"FAILED": "", "NAMED": "", "NEED": "1"} | given
+    environment = os.environ | slurm | own | {"FAILED": "", "ENDS": "", "NAMED": "", "NEED": "1"} | given
     script = before + JOB.read_text()
     done = subprocess.run(["bash"], input=script, capture_output=True, text=True, env=environment, timeout=600)
     asked = [line for line in (run / "asked").read_text().splitlines() if not line.startswith("show")]
@@ -105,3 +126,24 @@ def test_as_many_slow_nodes_are_left_out_as_the_cluster_can_spare(tmp_path: Path
     _, said, asked = attempt(tmp_path, 2, "000003", 3, NEED="6")
     assert "too few nodes" in said
     assert asked == ["requeue 7"]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_where_slurm_goes_on_without_the_scripts_node_two_nodes_of_servers_bring_the_job_back(
+    tmp_path: Path, parts: int
+) -> None:
+    """Only once Slurm says that the job has other nodes than that one."""
+    run, given = tmp_path / "run", {"NO_KILL": "3", "ENDS": "yes"}
+    if parts == 2:
+        given |= {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NODELIST_HET_GROUP_1": "node[2-4]"}
+    given["LEFT"] = "\n".join(["node1 node[2-4]", "", "node[2-4]", "node[1-4]", "node[2-4] node10"])
+    assert attempt(tmp_path, 0, **given)[0] == 0
+    eventually(lambda: "requeue 7\n" in (run / "asked").read_text(), "what the nodes ask")
+    assert len((run / "queue").read_text().splitlines()) == 5
+    options = (run / "srun").read_text().split()
+    assert {"--overlap", "--no-kill", "--nodelist=node2,node3", "--nodes=2", "--ntasks=2"} <= set(options)
+    assert ("--het-group=1" in options) is (parts == 2)
+    assert (
+        "job 7: failed: node node1 was lost, and with it the controller; comes back"
+        in (run / "jobs" / "7.txt").read_text()
+    )

@@ -279,7 +279,7 @@ def test_engine_nodes_take_after_the_learners_where_nothing_else_is_said() -> No
     for line in ("#SBATCH --partition=p", "#SBATCH --constraint=c", "#SBATCH --time=24:00:00"):
         assert line in learner
         assert line in engines
-    assert "--cpus-per-task" not in engines
+    assert "#SBATCH --cpus-per-task" not in engines
 
 
 def test_every_role_is_placed_before_the_job_is_sent() -> None:
