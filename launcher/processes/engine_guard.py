@@ -1,8 +1,8 @@
-"""Runs an engine server in a session of its own, and ends all of its processes when the trainer ends.
+"""Runs an engine server in a session of its own, and ends all of its processes when the trainer ends, or the server.
 
 The trainer holds the other end of this process's standard input. It closes however the trainer ends, even by SIGKILL;
-the trainer also closes it to end one server. Run as ``python engine_guard.py <address> <command...>``; it imports
-nothing of this package.
+the trainer also closes it to end one server. Once the guard has ended, no process of its server holds memory. Run as
+``python engine_guard.py <address> <command...>``; it imports nothing of this package.
 
 No other user of the node can read a server's files. Its temporary folder, with the sockets of its processes, is its own
 and is removed with it.
@@ -10,6 +10,7 @@ and is removed with it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -17,10 +18,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 
 import psutil
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STOP_SECONDS = 10.0
 
 
@@ -31,6 +33,7 @@ def main(host: str, command: list[str]) -> int:
     if (interface := interface_of(host)) is not None:  # else gloo resolves the node's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.umask(0o077)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what the server leaves behind becomes a child of this process
     with tempfile.TemporaryDirectory(prefix="engine-", ignore_cleanup_errors=True) as folder:
         os.environ["TMPDIR"] = folder
         server = subprocess.Popen(
@@ -39,6 +42,7 @@ def main(host: str, command: list[str]) -> int:
         threading.Thread(target=_end_with_trainer, args=(server,), daemon=True).start()
         status = server.wait()
         _signal_all(server, signal.SIGKILL)  # its remaining children
+        _end_the_rest()
     return status
 
 
@@ -63,6 +67,16 @@ def _end_with_trainer(server: subprocess.Popen[bytes]) -> None:
         server.wait(_STOP_SECONDS)
     except subprocess.TimeoutExpired:
         _signal_all(server, signal.SIGKILL)
+
+
+def _end_the_rest() -> None:
+    """Kill what is left of the server, also in sessions of its own, and wait for its end."""
+    end = time.monotonic() + _STOP_SECONDS
+    while (left := psutil.Process().children(recursive=True)) and time.monotonic() < end:
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=1.0)
 
 
 def _signal_all(server: subprocess.Popen[bytes], number: int) -> None:

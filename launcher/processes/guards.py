@@ -70,6 +70,8 @@ class GuardProcess(Guard):
             logger.warning("the guard (pid %d) of the server of %s did not end; killed", self.process.pid, self.log)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), STOP_SECONDS)
 
 
 async def start_guard(order: Order) -> GuardProcess:

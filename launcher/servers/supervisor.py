@@ -113,7 +113,7 @@ class Supervisor:
             self.standing[replica] = standing
             why = await self._until_dead(replica, standing)
             replica.apply(Event.DIED, why)
-            await standing.end()
+            await replica.end(standing.end())
             if replica.health is Health.GONE:
                 return
             again = await self._again(replica)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from enum import Enum
 from itertools import count
 from typing import Any, TypeVar
@@ -22,6 +22,8 @@ from rl_megatron.rollout.servers.http import AttemptFailed, Server
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_END_SECONDS = 90.0  # of a dead server's processes; guards, and Ray's actors, kill them after 10 to 40
 
 
 class Health(Enum):
@@ -86,6 +88,7 @@ class Replica:
         self.restarts = 0
         self.ended = set[Server]()  # its servers that died
         self.supervised = False  # whether a supervisor restarts it
+        self.ending: float | None = None  # since when its dead server's processes are being ended, by the loop's clock
         self.suspicion: Exception | None = None
         self.suspected = asyncio.Event()
         self._down = asyncio.Event()
@@ -105,6 +108,13 @@ class Replica:
             logger.log(
                 level, "replica %d: %s%s -> %s", self.number, text, before.value.upper(), self.health.value.upper()
             )
+        self._changed()
+
+    async def end(self, server: Awaitable[None]) -> None:
+        """Wait until the processes of its server, which died, have ended. Until then they may hold memory."""
+        self.ending = asyncio.get_running_loop().time()
+        await server
+        self.ending = None
         self._changed()
 
     def suspect(self, error: Exception) -> None:
@@ -203,9 +213,22 @@ class ReplicaSet:
                 raise self._failure
             await self._turn.wait()
 
-    async def none_starts_or_leaves(self) -> None:
-        """Wait until no server is being restarted, or leaves. Raises the error of a supervisor that has failed."""
-        while any(r.health in (Health.RESTARTING, Health.LEAVING) for r in self.all):
+    async def all_at_rest(self) -> None:
+        """Wait until no server is being restarted, or leaves, and none that died is still ending.
+
+        Raises EngineError where that takes one longer than a minute and a half, and the error of a failed supervisor.
+        """
+        while any(r.ending is not None or r.health in (Health.RESTARTING, Health.LEAVING) for r in self.all):
             if self._failure is not None:
                 raise self._failure
-            await self._turn.wait()
+            ending = [r for r in self.all if r.ending is not None]
+            since = [r.ending for r in ending if r.ending is not None]
+            try:
+                async with asyncio.timeout_at(min(since) + _END_SECONDS if since else None):
+                    await self._turn.wait()
+            except TimeoutError as error:
+                said = "\n  ".join(f"replica {r.number} at {r.server.url}: {r.reason}" for r in ending)
+                raise EngineError(
+                    f"a server that died has not ended in {_END_SECONDS:g} s, so the learner cannot take its GPUs; end "
+                    f"its processes there, then start the run again:\n  {said}"
+                ) from error

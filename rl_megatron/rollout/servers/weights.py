@@ -203,12 +203,12 @@ class ReplicaWeights:
 
         No request may run. Does nothing if the memory is released; concurrent callers wait for the same release; a
         server that was restarted since releases its own. One that is being restarted is waited for, and none is from
-        now on (`room`); one that leaves is waited for too, until its processes have ended.
+        now on (`room`); one that leaves or died is waited for too, until its processes have ended.
         """
         self._released, self._version = True, None
         self._turn.clear()
         if self._takes_turns:
-            await self._replicas.none_starts_or_leaves()
+            await self._replicas.all_at_rest()
 
         async def one(replica: Replica) -> None:
             if not replica.server.released:
@@ -217,7 +217,7 @@ class ReplicaWeights:
 
         present = {replica: replica.server for replica in self._replicas.present()}
         async with self._releasing:
-            with contextlib.suppress(ReplicasLost):  # dead servers hold no memory
+            with contextlib.suppress(ReplicasLost):  # dead servers, which have ended, hold no memory
                 await self._on_each(present, "releasing memory", one)
 
     def refuse(self) -> None:

@@ -23,16 +23,17 @@ from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import pack
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.interfaces import Launcher, Roles, RolloutEngine, WeightSync
 from rl_megatron.models.tiny import tiny_shape
+from rl_megatron.rollout.servers import replicas
 from rl_megatron.rollout.servers.replicas import Health
 from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement
 from rl_megatron.types import Loss, ParallelDims, Samples
-from tests.unit.launcher.test_supervisor import bed, run
+from tests.unit.launcher.test_supervisor import LIMIT, Bed, bed, run
 from tests.unit.rollout.test_engine_servers import Fake, running
 
 
@@ -242,6 +243,12 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
+async def answers(it: Bed) -> None:
+    """Time enough to ask the second server."""
+    for _ in range(20):
+        await it.places[1].server.status("/health", seconds=LIMIT)
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_server_that_dies_while_the_learner_has_the_gpus_starts_with_the_next_push(
     fakes: list[Fake], replicas: int
@@ -298,5 +305,61 @@ def test_the_learner_waits_for_a_server_that_is_starting_on_its_gpus(fakes: list
             it.may_start.set()
             await releasing
             assert [fake.asked.count("/release") for fake in fakes] == [0, 1, 1]
+
+    run(test)
+
+
+def test_the_learner_waits_for_the_processes_of_a_server_that_died(
+    fakes: list[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which still hold its memory; not for ever, and then it says whose."""
+
+    async def test() -> None:
+        async with bed(fakes[:2], fakes[2:], colocated=True, backoff_seconds=0.0) as it:
+            await it.push(4)
+            ending, may_end = asyncio.Event(), asyncio.Event()
+
+            async def end() -> None:
+                ending.set()
+                await may_end.wait()
+
+            it.places[0].end = end
+            it.places[0].why.set_result("killed")
+            await ending.wait()
+            monkeypatch.setattr(replicas, "_END_SECONDS", 0.0)
+            said = f"not ended in 0 s, so the learner cannot take its GPUs; .*\n  replica 0 at {fakes[0].url}: killed"
+            with pytest.raises(EngineError, match=said):
+                await it.engine.weights.release()
+            monkeypatch.undo()
+            releasing = asyncio.create_task(it.engine.weights.release())
+            await answers(it)
+            assert fakes[1].asked.count("/release") == 0
+            may_end.set()
+            await releasing
+            assert [fake.asked.count("/release") for fake in fakes] == [0, 1, 0]
+
+    run(test)
+
+
+def test_the_learner_waits_for_one_that_is_dropped_while_it_ends(fakes: list[Fake]) -> None:
+    async def test() -> None:
+        async with bed(fakes[:2], [], colocated=True) as it:
+            await it.push(4)
+            ending, may_end = asyncio.Event(), asyncio.Event()
+
+            async def end() -> None:
+                ending.set()
+                await may_end.wait()
+
+            it.places[0].end = end
+            it.places[0].why.set_result("killed")
+            await ending.wait()
+            dropping = asyncio.create_task(it.fleet.drop(0))
+            await it.reach(0, Health.GONE)
+            releasing = asyncio.create_task(it.engine.weights.release())
+            await answers(it)
+            assert fakes[1].asked.count("/release") == 0
+            may_end.set()
+            await asyncio.gather(dropping, releasing)
 
     run(test)

@@ -21,6 +21,17 @@ time.sleep(1000)
 """
 
 
+LEAVES = """
+import subprocess, sys
+deaf = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(1000)'
+for apart in (False, True):
+    child = subprocess.Popen([sys.executable, '-c', deaf], stdout=subprocess.PIPE, start_new_session=apart)
+    child.stdout.readline()
+    print(child.pid, flush=True)
+raise SystemExit(5)
+"""
+
+
 def guard(*command: str) -> subprocess.Popen[str]:
     return started(str(engine_guard.__file__), "127.0.0.1", *command)
 
@@ -62,6 +73,15 @@ def test_a_server_hears_signals_that_its_guard_was_born_deaf_to() -> None:
 def test_a_server_that_ends_gives_its_status() -> None:
     process = guard(sys.executable, "-c", "import sys; sys.exit(7)")
     assert process.wait(30) == 7
+
+
+def test_once_the_guard_of_a_dead_server_has_ended_nothing_of_it_is_left() -> None:
+    """Not even what it put into a session of its own: it would hold memory of GPUs that the learner takes next."""
+    process = guard(sys.executable, "-c", LEAVES)
+    assert process.stdout is not None
+    left = [int(process.stdout.readline()) for _ in range(2)]
+    assert process.wait(60) == 5
+    assert not any(psutil.pid_exists(pid) for pid in left)
 
 
 def test_folders_go_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
