@@ -15,7 +15,7 @@ from rl_megatron.observability.timeline.spans import FreeLanes
 from rl_megatron.rollout.servers.adapter import Adapter, ForeignWeights
 from rl_megatron.rollout.servers.answers import joined, problem_of, rest_of
 from rl_megatron.rollout.servers.http import AttemptFailed, Refused, Server
-from rl_megatron.rollout.servers.places import Places
+from rl_megatron.rollout.servers.places import Places, surplus
 from rl_megatron.rollout.servers.replicas import PRESENT, Replica, ReplicaDied, ReplicaSet
 from rl_megatron.rollout.servers.suspects import Flight, Suspects, is_loss
 from rl_megatron.rollout.servers.time_limit import TimeLimit
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 10.0
 _AGAIN_SECONDS = 0.5  # a server ignores an abort that overtakes its request
+_MOVE_SECONDS = 5.0  # after a request ended, until others may move: some seconds' tokens are the price of a move
 _CALM = 20  # waits before the first retry, until a prompt that may end servers is tried alone
 
 
@@ -46,13 +47,14 @@ class Attempts:
         self._vocab_size = vocab_size
         self._places = Places()
         self._lanes: dict[int, FreeLanes] = {}  # of the timeline, by replica
-        self._running: set[_Attempt] = set()
+        self._running: dict[_Attempt, None] = {}  # in the order sent
         self._aborts: set[asyncio.Task[None]] = set()
+        self._levelling: asyncio.Task[None] | None = None
         self.suspects = Suspects(replicas.wake, calm=_CALM * section.backoff_seconds)
         self.so_far: dict[str, Completion | None] = {}
         """What requests have sampled, as far as servers have told; of those whose ids are keys."""
         self.interrupts = 0
-        """How often running requests were interrupted, or handed over."""
+        """How often running requests were interrupted, handed over or moved."""
 
     async def sampled(
         self, request: GenerationRequest, only: Replica | None = None, *, place: int = 0, clock: TimeLimit | None = None
@@ -147,7 +149,7 @@ class Attempts:
         """What ``replica`` answers, behind what was ``begun``."""
         server = replica.server
         attempt = _Attempt(server, asked, f"{asked.id} {uuid.uuid4().hex}")
-        self._running.add(attempt)
+        self._running[attempt] = None
         if clock.limit is not None:
             self._apart(self._end_in_time(attempt, clock), server)
         clock.start()
@@ -167,8 +169,10 @@ class Attempts:
             self._apart(self._abort(attempt), server)
             raise
         finally:
-            self._running.discard(attempt)
+            del self._running[attempt]
             attempt.over.set()
+            if asked.group is not None and (self._levelling is None or self._levelling.done()):
+                self._levelling = asyncio.create_task(self._level())
 
     def _lanes_of(self, replica: Replica) -> FreeLanes:
         return self._lanes.setdefault(replica.number, FreeLanes(f"replica {replica.number}", "request"))
@@ -187,6 +191,25 @@ class Attempts:
         """Abort the requests of ``server``, which gets no more: they go on elsewhere. Returns when each is over."""
         self.interrupts += 1
         await self._end([attempt for attempt in self._running if attempt.server is server])
+
+    async def _level(self) -> None:
+        """Some seconds later, abort what should move: it goes on at a less busy replica, from its tokens.
+
+        Only requests of one completion of a ``group`` move, those sent last first: for them the least is computed
+        again. None moves while a push has servers paused, or a prompt stands trial, which keeps a replica for itself.
+        """
+        await asyncio.sleep(_MOVE_SECONDS)
+        healthy = self._replicas.healthy()
+        if self.suspects.tries or any(replica.server.paused for replica in healthy):
+            return
+        moved: list[_Attempt] = []
+        for replica, count in zip(healthy, surplus([one.server.in_flight for one in healthy]), strict=True):
+            movable = [one for one in self._running if one.server is replica.server and one.request.group is not None]
+            moved += movable[max(0, len(movable) - count) :]
+        if moved:
+            logger.info("%d completions move to less busy servers", len(moved))
+            self.interrupts += 1
+            await self._end(moved)
 
     async def ended(self, server: Server) -> None:
         """Wait until ``server``, which gets no more requests, has answered all."""
@@ -221,6 +244,8 @@ class Attempts:
 
     async def close(self) -> None:
         """Wait until servers have got all aborts, for a short time: theirs may be as long as a request's."""
+        if self._levelling is not None:
+            self._levelling.cancel()
         if not self._aborts:
             return
         done, late = await asyncio.wait(self._aborts, timeout=_CLOSE_SECONDS)

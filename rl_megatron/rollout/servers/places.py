@@ -1,4 +1,5 @@
-"""Chooses the replica for a request: one that has its prefix in the cache, unless another is less busy."""
+"""Chooses the replica for a request: one that has its prefix in the cache, unless another is less busy; and says when
+completions that run should move."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from rl_megatron.types import GenerationRequest
 
 _LEAD = 2  # completions that a replica may run beyond the least busy one, at least
 _SHARE = 16  # and this part of what that one runs
+_MOST_LEAD, _MOST_SHARE = 2, 4  # the same, before completions move
 _REMEMBERED = 16384  # prompts and requests
 
 
@@ -44,3 +46,21 @@ class Places:
         while len(self._servers) > _REMEMBERED:
             del self._servers[next(iter(self._servers))]
         return chosen
+
+
+def surplus(running: Sequence[int]) -> list[int]:
+    """How many of the completions that each server is ``running`` should move to the least busy ones.
+
+    As many as are needed for none to run more than 2, or a quarter, beyond the least busy one. A server's token takes
+    longer the more rows it has, because it reads more experts and more of the cache; so uneven servers make long
+    completions wait for rows that an idler one would take. To gather what is left on few servers would slow it down
+    (`python -m bench.moved`).
+    """
+    have = list(running)
+    moved = [0] * len(have)
+    while have and max(have) - (least := min(have)) > max(_MOST_LEAD, least // _MOST_SHARE):
+        busiest = have.index(max(have))
+        moved[busiest] += 1
+        have[busiest] -= 1
+        have[have.index(least)] += 1
+    return moved

@@ -90,6 +90,11 @@ class Suspects:
         self._kept: tuple[str, Server] | None = None  # a prompt that stands trial alone, and where
         self._timer: asyncio.TimerHandle | None = None  # until no server was lost for long enough
 
+    @property
+    def tries(self) -> bool:
+        """Whether any prompt stands trial."""
+        return any(record.stands_trial for record in self._records.values())
+
     @contextlib.contextmanager
     def following(self, request: GenerationRequest) -> Iterator[None]:
         """Remember what is lost under the request's prompt until the last request of it is answered."""
