@@ -2,11 +2,12 @@
 
     python -m bench.moved [--seeds 2] [--json FILE]
 
-A token of a server's rows takes the seconds of `scaling.rollouts.token_seconds`: more with more rows. Each completion is
-sent to the server with the fewest; groups are admitted and taken as in rl_megatron/rollout/stream.py; training takes as
-long as a step's tokens do at a full server. A completion that moves is asked again: its new server computes its prompt
-and tokens, while its other rows wait. *stay*: none moves. *gathered*: one that is alone on its server joins others, so
-that its server is free. *levelled*: the project's rule (`rollout.servers.places.surplus`), five seconds after one ended.
+A token of a server's rows takes the seconds of `scaling.rollouts.token_seconds`: more with more rows. Each completion
+is sent to the server with the fewest; groups are admitted and taken as in rl_megatron/rollout/stream.py; training takes
+as long as a step's tokens do at a full server. A completion that moves is asked again: its new server computes its
+prompt and tokens, while its other rows wait. *stay*: none moves. *gathered*: one that is alone on its server joins
+others, so that its server is free. *levelled*: the project's rule (`rollout.servers.places.surplus`), five seconds
+after one ended.
 """
 
 from __future__ import annotations
@@ -158,10 +159,11 @@ class Fleet:
             targets = [server for server in self.servers if len(server.rows) > 1]
         else:
             away, targets = surplus(counts), self.servers
-        moved = []
-        for server, count in zip(self.servers, away, strict=True):
-            for _ in range(count):
-                moved.append(server.remove(max(server.rows, key=lambda entry: entry[2].start)))  # sent last
+        moved = [  # those sent last
+            server.remove(max(server.rows, key=lambda entry: entry[2].start))
+            for server, count in zip(self.servers, away, strict=True)
+            for _ in range(count)
+        ]
         for row in moved:
             prefill = AGAIN + (PROMPT + row.done) * self.setting.token[1]
             min(targets, key=lambda server: len(server.rows)).add(row, prefill)

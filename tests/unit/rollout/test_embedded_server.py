@@ -21,6 +21,7 @@ from transformers import Qwen3MoeForCausalLM
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.local.engine import LocalEngine
+from rl_megatron.rollout.servers import attempts
 from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.engine_token import VARIABLE
@@ -44,19 +45,27 @@ def model_folder(theirs: Qwen3MoeForCausalLM, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def url(model_folder: Path) -> Iterator[str]:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    options = f"--model {model_folder} --host 127.0.0.1 --port {port} --dtype float32 --max-length 128 --slots 6"
-    arguments = [sys.executable, "-m", "rl_megatron.rollout.servers.embedded.server", *options.split()]
-    process = subprocess.Popen(arguments, env={**os.environ, VARIABLE: TOKEN})
+def urls(model_folder: Path) -> Iterator[list[str]]:
+    """Of two servers."""
+    ports, processes = [], []
+    for _ in range(2):
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            ports.append(held.getsockname()[1])
+        options = (
+            f"--model {model_folder} --host 127.0.0.1 --port {ports[-1]} --dtype float32 --max-length 128 --slots 6"
+        )
+        arguments = [sys.executable, "-m", "rl_megatron.rollout.servers.embedded.server", *options.split()]
+        processes.append(subprocess.Popen(arguments, env={**os.environ, VARIABLE: TOKEN}))
+    found = [f"http://127.0.0.1:{port}" for port in ports]
     try:
-        wait_for(f"http://127.0.0.1:{port}", process)
-        yield f"http://127.0.0.1:{port}"
+        for url, process in zip(found, processes, strict=True):
+            wait_for(url, process)
+        yield found
     finally:
-        process.terminate()
-        assert process.wait(30) in (0, -15)
+        for process in processes:
+            process.terminate()
+        assert {process.wait(30) for process in processes} <= {0, -15}
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
@@ -103,16 +112,15 @@ def begins(whole: Completion, known: Completion | None) -> None:
 
 
 def test_a_push_while_requests_run_labels_every_token_with_the_weights_that_made_it(
-    url: str,
+    urls: list[str],
     model_folder: Path,
     theirs: Qwen3MoeForCausalLM,
     newer: Qwen3MoeForCausalLM,
     make_engine: Callable[[int], LocalEngine],
     tmp_path: Path,
 ) -> None:
-    shape, path, weights = read_shape(model_folder), tmp_path / "mirror" / "model.safetensors", make_engine(1)
-    Mirror.make(path, hf_layout(shape).local_shapes(0), torch.float32, model_folder / "config.json")
-    mirror = Mirror(path, hf_layout(shape).local_shapes(0), torch.float32)
+    weights, mirror = make_engine(1), mirror_of(model_folder, tmp_path)
+    shape, path = read_shape(model_folder), mirror.path
     asked = [request(f"p{n}", (n, 7, n), 1 + n % 2, seed=n, max_new_tokens=100) for n in range(6)]
     known: dict[str, Completion] = {}
 
@@ -126,7 +134,7 @@ def test_a_push_while_requests_run_labels_every_token_with_the_weights_that_made
 
     async def run() -> list[list[object]]:
         adapter = EmbeddedAdapter(shape)
-        server = Server(url, token=TOKEN, timeout_seconds=60)
+        server = Server(urls[0], token=TOKEN, timeout_seconds=60)
         await describes_itself(adapter, server)
         engine = ServedEngine(adapter, [server], ServerSection(), max_length=128, vocab_size=41)
 
@@ -162,3 +170,56 @@ def test_a_push_while_requests_run_labels_every_token_with_the_weights_that_made
             np.testing.assert_allclose(got.logprobs, wanted, rtol=0, atol=1e-4)
             begins(got, known.get(one.id))
     assert (1, 2) in spans
+
+
+def mirror_of(model_folder: Path, tmp_path: Path) -> Mirror:
+    """An empty mirror file for the model."""
+    shape, path = read_shape(model_folder), tmp_path / "mirror" / "model.safetensors"
+    Mirror.make(path, hf_layout(shape).local_shapes(0), torch.float32, model_folder / "config.json")
+    return Mirror(path, hf_layout(shape).local_shapes(0), torch.float32)
+
+
+def test_completions_move_to_a_server_that_joins_with_every_token(
+    urls: list[str],
+    model_folder: Path,
+    theirs: Qwen3MoeForCausalLM,
+    make_engine: Callable[[int], LocalEngine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first server is paused meanwhile, so that its rows are still there."""
+    monkeypatch.setattr(attempts, "_MOVE_SECONDS", 0.01)
+    weights, mirror = make_engine(1), mirror_of(model_folder, tmp_path)
+    load(weights, theirs, 5)
+    for name, tensor in mirror.tensors.items():
+        tensor.copy_(weights.tensors[name])
+    mirror.serve(5)
+    asked = [replace(request(f"p{n}", (n, 7, n), 1, seed=n, max_new_tokens=100), group="g") for n in range(6)]
+
+    async def run() -> list[Completion]:
+        adapter = EmbeddedAdapter(read_shape(model_folder))
+        servers = [Server(url, token=TOKEN, timeout_seconds=60) for url in urls]
+        engine = ServedEngine(adapter, servers, ServerSection(), max_length=128, vocab_size=41)
+        try:
+            async with asyncio.timeout(60):
+                await engine.weights.load(mirror.path, 5, only=urls[0])
+                await engine.weights.commit(5)
+                made = await adapter.tokens(servers[0])
+                running = [asyncio.ensure_future(engine.generate(one)) for one in asked]
+                while await adapter.tokens(servers[0]) < made + 60:
+                    assert not any(one.done() for one in running)
+                await adapter.pause(servers[0], "recompute")
+                await engine.weights.load(mirror.path, 5, only=urls[1])
+                await engine.weights.commit(5, only=urls[1])
+                await engine.generate(replace(request("short", (1, 2), 1, max_new_tokens=2), group="h"))
+                while servers[1].in_flight != 2:
+                    await asyncio.sleep(0.01)
+                assert servers[0].in_flight == 4
+                await adapter.resume(servers[0])
+                return [one for (one,) in await asyncio.gather(*running)]
+        finally:
+            await engine.close()
+
+    for one, got in zip(asked, asyncio.run(run()), strict=True):
+        assert (len(got.token_ids), got.finish_reason, got.spans) == (100, "length", ((0, 5),))
+        np.testing.assert_allclose(got.logprobs, expected({5: theirs}, one, got, keep=False), rtol=0, atol=1e-4)
