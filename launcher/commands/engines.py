@@ -12,11 +12,14 @@ import typer
 
 from launcher.commands.job import RunFolder
 from launcher.control.address import address_of
-from launcher.control.client import ask_run
+from launcher.control.client import Late, ask_run
 from launcher.hosts.slurm import jobs
+from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 
 _LIST_SECONDS = 60.0
+_END_SECONDS = 120.0  # for a server's requests to be aborted, and its processes to end
+_GOES_ON = "it goes on, and `rl-megatron engines {}` shows how far it is"
 _COLUMNS = ("server", "state", "node", "version", "completions", "restarts")
 
 
@@ -38,10 +41,17 @@ def engines(
     drain: Annotated[
         bool, typer.Option("--drain", help="drop: let the server end what it samples; else that goes on elsewhere")
     ] = False,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="add, drop: the longest to wait [default: the run's limits of a start, a push and an end]",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """List the engine servers of a running job, start more, or have one leave; waits until that is done.
 
-    Ctrl-C ends the waiting, not what was asked. Of a Slurm job, it asks on the controller's node, by srun.
+    Ctrl-C and --seconds end the waiting, not what was asked. Of a Slurm job, it asks on the controller's node, by srun.
     """
     if action is Action.DROP and number is None:
         raise ConfigError("drop needs the number of a server; rl-megatron engines RUN lists them")
@@ -50,11 +60,29 @@ def engines(
     address = address_of(run)
     if not address.here:
         _ask_there(run, address.node)
-    rows = _asked(run, action, number, node, drain)
+    rows = _asked(run, action, number, node, drain, limit_of(run, action, drain) if seconds is None else seconds)
     print("\n".join(_table(rows)))
 
 
-def _asked(run: Path, action: Action, number: int | None, node: str | None, drain: bool) -> list[dict[str, Any]]:
+def limit_of(run: Path, action: Action, drain: bool) -> float | None:
+    """How long to wait, in seconds, by the limits of the run's own configuration.
+
+    None: for as long as its completions run, where ``rollout.max_seconds`` does not limit them.
+    """
+    if action is Action.LIST:
+        return _LIST_SECONDS
+    config = load_config(str(run / "config.yaml"), [])
+    push = config.watchdog_seconds  # a server that joins may wait for the next, one that leaves for the one under way
+    if action is Action.ADD:
+        return config.rollout.server.start_seconds + push
+    if not drain:
+        return push + _END_SECONDS
+    return None if config.rollout.max_seconds is None else push + _END_SECONDS + config.rollout.max_seconds
+
+
+def _asked(
+    run: Path, action: Action, number: int | None, node: str | None, drain: bool, seconds: float | None
+) -> list[dict[str, Any]]:
     match action:
         case Action.LIST:
             arguments: dict[str, object] = {}
@@ -63,12 +91,28 @@ def _asked(run: Path, action: Action, number: int | None, node: str | None, drai
         case Action.DROP:
             arguments = {"number": number, "drain": drain}
     try:
-        seconds = _LIST_SECONDS if action is Action.LIST else None
         rows: list[dict[str, Any]] = ask_run(run, "engines", seconds=seconds, action=action.value, **arguments)
+    except Late as error:
+        if action is Action.LIST:
+            raise
+        between = _in_between(ask_run(run, "engines", seconds=_LIST_SECONDS, action=Action.LIST.value))
+        raise ConfigError(
+            f"{action} is not done after {seconds:g} s: {between}; {_GOES_ON.format(run)}; --seconds sets another limit"
+        ) from error
     except KeyboardInterrupt:
-        print(f"not waited for; it goes on, and `rl-megatron engines {run}` shows how far it is", file=sys.stderr)
+        print(f"not waited for; {_GOES_ON.format(run)}", file=sys.stderr)
         raise typer.Exit(130) from None
     return rows
+
+
+def _in_between(rows: list[dict[str, Any]]) -> str:
+    """The servers that do not serve yet, or not any more, with what they wait for as far as the run says it."""
+    found = []
+    for row in rows:
+        running = f" with {row['completions']} completions" if row["completions"] else ""
+        if row["state"] not in ("healthy", "gone"):
+            found.append(f"server {row['number']} is {row['state']}{running}")
+    return "; ".join(found) or "all its servers serve, so it waits for a push of weights"
 
 
 def _ask_there(run: Path, node: str) -> None:

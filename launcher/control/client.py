@@ -13,11 +13,15 @@ from rl_megatron.errors import ConfigError
 _CONNECT_SECONDS = 10.0
 
 
+class Late(ConfigError):
+    """The run has not answered in time; what it was asked for goes on."""
+
+
 def ask_run(run: Path, command: str, *, seconds: float | None = None, **arguments: object) -> Any:
     """The run's answer to ``command``, as JSON holds it; None: wait for it without a limit.
 
-    Raises ConfigError with what the run refuses; if the run does not listen, listens on another node, as another user,
-    or does not answer within ``seconds``.
+    Raises ConfigError with what the run refuses; if the run does not listen, listens on another node, or as another
+    user; Late if it does not answer within ``seconds``.
     """
     address = address_of(run)
     if not address.here:
@@ -35,7 +39,7 @@ def ask_run(run: Path, command: str, *, seconds: float | None = None, **argument
         except (FileNotFoundError, ConnectionError) as error:
             raise ConfigError(not_running(run)) from error
         except TimeoutError as error:
-            raise ConfigError(f"{run}: its controller did not answer in time; log.txt says what it does") from error
+            raise Late(f"{run}: its controller did not answer in time; log.txt says what it does") from error
     if not answer:
         raise ConfigError(f"{run}: the run ended before it answered")
     said = json.loads(answer)

@@ -15,12 +15,13 @@ from typing import Any
 from launcher.servers.site import MoreSites, Sites
 from launcher.servers.supervisor import Standing, Supervisor
 from launcher.wire.greetings import this_node
-from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.errors import ConfigError, EngineError, RLMegatronError
 from rl_megatron.rollout.servers.replicas import Health, Replica
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_REASON = 500  # characters: one line of the control socket has the rows of all servers
+_LONGEST_ERRORS = 20_000  # characters, of all servers that did not join
 ServerRow = dict[str, Any]
 """What is said of a server: its number, state, nodes, weight version, running completions, restarts, and the first line
 of why it died last.
@@ -156,7 +157,7 @@ class Fleet:
     async def add(self, count: int, node: str | None = None) -> None:
         """Start servers, on ``node`` if given; returns once they serve.
 
-        Raises ConfigError if there is no place for them, EngineError if one does not start.
+        Raises ConfigError if there is no place for them, EngineError if some do not start, with each one's cause.
         """
         self._refuse_more(count)
         numbers: list[int] = []
@@ -169,9 +170,17 @@ class Fleet:
                     self._give_back(number)
                 raise
         results = await asyncio.gather(*map(self._join, numbers), return_exceptions=True)
-        for error in results:
-            if isinstance(error, BaseException):
+        failed = {number: error for number, error in zip(numbers, results, strict=True) if error is not None}
+        for number, error in failed.items():
+            if not isinstance(error, Exception) or count == 1:
                 raise error
+            if not isinstance(error, RLMegatronError):
+                logger.error("server %d did not join", number, exc_info=error)
+        if failed:
+            room, joined = _LONGEST_ERRORS // len(failed), [str(n) for n in numbers if n not in failed]
+            causes = "".join(f"\nserver {number}: {_shortened(error, room)}" for number, error in failed.items())
+            serving = f"; {', '.join(joined)} did" if joined else ""
+            raise EngineError(f"{len(failed)} of {count} servers did not join{serving}:{causes}")
 
     def _refuse_more(self, count: int) -> None:
         if count < 1:
@@ -222,6 +231,12 @@ class Fleet:
         await self._replicas.some(settled)
         if replica.health is not Health.HEALTHY:
             raise EngineError(f"server {number} started, but {replica.reason}; it is restarted as others are")
+
+
+def _shortened(error: BaseException, room: int) -> str:
+    """What it says, without the middle of what is longer than ``room`` characters."""
+    text = str(error) if isinstance(error, RLMegatronError) else f"{type(error).__name__}: {error}"
+    return text if len(text) <= room else f"{text[: room // 2]}\n[...]\n{text[-room // 2 :]}"
 
 
 def _cancel(task: asyncio.Task[None]) -> None:

@@ -18,10 +18,12 @@ from typing import Any
 
 import pytest
 
+from launcher.commands import engines
 from launcher.control import listener
 from launcher.control.address import LONGEST_LINE, address_of
 from launcher.control.client import ask_run
 from launcher.control.listener import Control
+from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.errors import ConfigError, EngineError
 from tests.unit.launcher.commands import Said
 
@@ -193,6 +195,75 @@ def test_a_command_that_is_at_work_ends_with_what_offers_it(tmp_path: Path) -> N
 
     asyncio.run(asyncio.wait_for(test(), 300.0))
     assert ends == ["command", "offer"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([(0, "healthy", 7), (1, "leaving", 13), (2, "gone", 0)], "server 1 is leaving with 13 completions"),
+        ([(0, "healthy", 7), (3, "starting", 0), (4, "stale", 0)], "server 3 is starting; server 4 is stale"),
+        ([(0, "healthy", 7)], "all its servers serve, so it waits for a push of weights"),
+    ],
+)
+def test_what_is_not_done_in_time_goes_on_and_what_it_waits_for_is_told(
+    tmp_path: Path, rows: list[tuple[int, str, int]], why: str
+) -> None:
+    (tmp_path / "config.yaml").touch()
+
+    async def test() -> None:
+        control, may_end, ended = Control(), asyncio.Event(), asyncio.Event()
+
+        async def fleet(arguments: Mapping[str, Any]) -> object:
+            if arguments["action"] != "list":
+                await may_end.wait()
+                ended.set()
+            return [dict(zip(("number", "state", "completions"), row, strict=True)) for row in rows]
+
+        async with control.listening(tmp_path), control.offering("engines", fleet):
+            said = f"drop is not done after 0.01 s: {why}; it goes on, and `rl-megatron engines {tmp_path}` shows"
+            with pytest.raises(ConfigError, match=said):
+                await asyncio.to_thread(engines._asked, tmp_path, engines.Action.DROP, 1, None, True, 0.01)
+            assert not ended.is_set()
+            may_end.set()
+            await ended.wait()
+
+    asyncio.run(asyncio.wait_for(test(), 300.0))
+
+
+@pytest.mark.parametrize(
+    ("action", "drain", "keys", "seconds"),
+    [
+        ("list", False, (), 60.0),
+        ("add", False, ("rollout.server.start_seconds=100",), 100.0 + 0.8 * 500.0),
+        ("drop", False, ("run.watchdog_seconds=30",), 30.0 + 120.0),
+        ("drop", True, ("run.watchdog_seconds=30", "rollout.max_seconds=7"), 30.0 + 120.0 + 7.0),
+        ("drop", True, (), None),
+    ],
+)
+def test_how_long_it_is_waited_for_is_by_the_runs_own_limits(
+    tmp_path: Path, action: str, drain: bool, keys: tuple[str, ...], seconds: float | None
+) -> None:
+    config = load_config("tiny_cpu", ("rollout=vllm", "learner.timeout_seconds=500", *keys))
+    save_resolved(config, tmp_path / "config.yaml")
+    assert engines.limit_of(tmp_path, engines.Action(action), drain) == seconds
+
+
+def test_a_temporary_folder_with_too_long_a_path_has_the_socket_in_tmp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux takes 107 bytes of a socket's path (unix(7)); what was made in that folder is removed."""
+    long = tmp_path / ("x" * 107)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    one = Run(tmp_path / "run")
+    try:
+        assert one.path.parent.parent == Path("/tmp")
+        assert ask_run(one.folder, "echo", still="there") == {"still": "there"}
+        assert list(long.iterdir()) == []
+        there = one.path.parent
+    finally:
+        one.end()
+    assert not there.exists()
 
 
 @pytest.mark.parametrize("tmp_takes_it", [True, False])

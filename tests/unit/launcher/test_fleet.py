@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from launcher.servers.supervisor import Standing
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.rollout.servers.replicas import Health
 from tests.unit.launcher.test_supervisor import LIMIT, bed, run, stuck, until
@@ -173,6 +174,34 @@ def test_a_start_that_fails_is_told_and_leaves_the_place_free(fakes: list[Fake])
             assert [(row["number"], row["nodes"]) for row in it.fleet.rows()] == [(0, ["node0"]), (3, ["node1"])]
             with pytest.raises(ConfigError, match="no server has left a place on node9"):
                 await it.fleet.add(1, "node9")
+
+    run(test)
+
+
+def test_of_several_that_are_added_each_one_that_fails_is_told(fakes: list[Fake]) -> None:
+    """Beside those that joined; a fault that nobody foresaw too, and as much of a long log as a line can have."""
+
+    async def test() -> None:
+        async with bed(fakes[:1], fakes[1:2]) as it:
+            await it.push(4)
+            plain, ends = it.fleet._start, iter((EngineError("a" * 9_000 + "x" * 9_000 + "b" * 9_000), OSError("disk")))
+
+            async def start(number: int) -> Standing:
+                if number > 1:
+                    raise next(ends)
+                return await plain(number)
+
+            it.fleet._start = start
+            with pytest.raises(EngineError) as failed:
+                await it.fleet.add(3)
+            first, one, middle, rest, other = str(failed.value).splitlines()
+            assert first == "2 of 3 servers did not join; 1 did:"
+            assert (one[:11], middle, rest[-1]) == ("server 2: a", "[...]", "b")
+            assert len(one) + len(rest) < 10_100
+            assert other == "server 3: OSError: disk"
+            assert [(row["number"], row["state"]) for row in it.fleet.rows()] == [(0, "healthy"), (1, "healthy")]
+            it.fleet._start, it.spare = plain, fakes[2:]
+            await it.fleet.add(1, "here")  # the others' places are free
 
     run(test)
 

@@ -1,0 +1,98 @@
+"""Servers that join and do not come up: real guards and processes end, and their ports and places are free again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.processes.guards import GuardProcess, Order, start_guard
+from launcher.servers.pool import ServedEngines
+from launcher.servers.site import Site, Sites
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import TinyModelSection
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
+from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.weights.layouts.families import read_shape
+
+PORT = "import sys, time; port = int(sys.argv[sys.argv.index('--port') + 1])\n"
+ENDS = "print('its log'); sys.exit(3)"
+SILENT = "time.sleep(1000)"
+OPEN = """
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"dtype": "float32", "architecture": "x", "max_length": 1}')
+
+    do_POST = do_GET
+
+HTTPServer(("127.0.0.1", port), Answers).serve_forever()
+"""
+
+
+class Started:
+    """Guards that were started, of servers that run ``code`` instead of theirs; ``fails`` starts one that does not."""
+
+    def __init__(self, code: str) -> None:
+        self._code, self.guards, self.ports = code, list[GuardProcess](), set[int]()
+
+    async def start(self, order: Order) -> GuardProcess:
+        self.ports.add(int(order.command[order.command.index("--port") + 1]))
+        command = (sys.executable, "-c", PORT + self._code, *order.command[1:])
+        self.guards.append(await start_guard(replace(order, command=command)))
+        return self.guards[-1]
+
+    async def fails(self, order: Order) -> GuardProcess:
+        raise OSError("no such node")
+
+
+@pytest.mark.parametrize(
+    ("code", "nodes", "seconds", "why"),
+    [
+        (ENDS, 1, 600, r"(?s)ended with status 3; .*local_0\.log ends with:\nits log"),
+        (SILENT, 1, 0.1, r"is not ready after rollout\.server\.start_seconds=0\.1; see .*local_0\.log"),
+        (OPEN, 1, 600, "answers without the run's token"),
+        (SILENT, 2, 600, "no such node"),
+    ],
+    ids=["it ends", "it is silent", "it is open to strangers", "its second node does not start"],
+)
+def test_nothing_is_left_of_a_server_that_joins_and_does_not_come_up(
+    tmp_path: Path, code: str, nodes: int, seconds: float, why: str
+) -> None:
+    model = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0)
+    keys = ("rollout=local", "rollout.server.replicas=1", f"rollout.server.start_seconds={seconds}")
+    config, started = load_config("tiny_cpu", (*keys, "train.max_staleness=1")), Started(code)
+    sites = [Site(start=start) for start in (started.start, started.fails)[:nodes]]
+
+    async def more(node: str | None, living: Sequence[Sites], vacant: Sequence[Sites]) -> Sites:
+        return vacant[0] if vacant else sites
+
+    async def test() -> None:
+        adapter, section = EmbeddedAdapter(read_shape(model)), config.rollout.server
+        servers = ServedEngines(config, adapter, model, tmp_path, read_shape(model), None, more)
+        servers._sites.clear()
+        engine = ServedEngine(adapter, [], section, max_length=8, vocab_size=10)
+        async with contextlib.AsyncExitStack() as running, servers._kept(running, tmp_path, engine, []):
+            with pytest.raises((RLMegatronError, OSError), match=why):
+                await servers.fleet.add(1)
+            (guard,) = started.guards
+            assert guard.process.returncode is not None
+            for port in started.ports:
+                with socket.socket() as free:
+                    free.bind(("127.0.0.1", port + 1))  # of its block, and nobody connected to it
+            assert servers.fleet.rows() == []
+            assert servers.fleet._vacant == [sites]
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(test(), 300.0))
