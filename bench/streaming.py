@@ -237,14 +237,14 @@ class Model:
     due: dict[int, int] = field(default_factory=dict)
 
     def admit(self) -> None:
-        """Draw what the rule allows; a group goes to the server with the fewest completions."""
+        """Draw what the rule allows; each completion goes to the server with the fewest."""
         while self.drawn < (self.version + self.ahead + 1) * PROMPTS:
             group, self.drawn = self.drawn, self.drawn + 1
-            server = min(range(SERVERS), key=lambda s: self.busy[s] + len(self.queues[s]))
             self.left[group], self.due[group] = GROUP, self.version + self.k + 1
-            seconds = (length(self.kind, self.seeds[group], n) * TOKEN_SECONDS for n in range(GROUP))
-            self.queues[server] += [(one, group) for one in seconds]
-            self.start(server)
+            for n in range(GROUP):
+                server = min(range(SERVERS), key=lambda s: self.busy[s] + len(self.queues[s]))
+                self.queues[server].append((length(self.kind, self.seeds[group], n) * TOKEN_SECONDS, group))
+                self.start(server)
 
     def start(self, server: int) -> None:
         """Give free slots to those that wait."""

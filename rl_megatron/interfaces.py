@@ -173,8 +173,8 @@ class Roles:
     """``reference`` where there is one."""
     engine: RolloutEngine
     weights: WeightSync
-    engine_metrics: Callable[[], Mapping[str, int]] = dict
-    """What a row of metrics says of the engine's servers."""
+    engine_metrics: Callable[[], Mapping[str, float]] = dict
+    """What a row of metrics says of the engine's servers; every step calls it once, after its push."""
     gpus: Sequence[str] = ()
     """CUDA's name for the GPU of each rank of the policy; none of CPUs."""
     rank_metrics: Callable[[], Mapping[str, float]] = dict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 from launcher.controller.group import WorkerGroup
@@ -21,6 +22,7 @@ class Plane:
         self._group, self._dims, self._sent = group, dims, Sent(dims.dp)
         self._held = False  # whether ranks may hold rows, also of a step whose later shares could not be computed
         self._lock = asyncio.Lock()  # ranks hold what earlier calls brought
+        self._bytes, self._seconds = 0, 0.0  # of shares since the last `row`, and to make them
 
     async def call(self, name: str, role: str, batch: Batch, *rest: Any, to_score: bool) -> list[Any]:
         """Call every rank with its micro-batches of the batch and ``rest``. Returns answers in rank order.
@@ -47,9 +49,18 @@ class Plane:
             answers = self._group.begin("forget", dict.fromkeys((w.rank for w in self._group.workers), ()))
         await self._group.gather(answers)
 
+    def row(self) -> dict[str, float]:
+        """Metrics since the call before."""
+        row: dict[str, float] = {"plane/bytes": self._bytes, "plane/seconds": self._seconds}
+        self._bytes, self._seconds = 0, 0.0
+        return row
+
     async def _shares(self, batch: Batch, *, to_score: bool) -> dict[int, Share]:
         """Each data-parallel rank's share, by the rank that gets it; computed beside the event loop."""
+        began = time.perf_counter()
         sent, self._sent = self._sent, Sent(self._dims.dp, after=self._sent.step + 1)
         shares = await asyncio.to_thread(sent.shares, batch, to_score=to_score)
         self._sent = sent  # unless this was cancelled: what was not sent is held by nobody
+        self._bytes += sum(share.nbytes for share in shares)
+        self._seconds += time.perf_counter() - began
         return {d * self._dims.tp * self._dims.cp: share for d, share in enumerate(shares)}

@@ -29,11 +29,16 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig, speeds: Speed
         }
         for roles in (trained, frozen)
     )
+
+    def rank_metrics() -> dict[str, float]:
+        rows = [plane.row() for plane in planes.values()]
+        return speeds.row() | {name: sum(row[name] for row in rows) for name in rows[0]}
+
     return Roles(
         learners=learners,
         frozen=others,
         engine=EngineGroup(group),
         weights=WeightGroup(group),
         gpus=group.gpus,
-        rank_metrics=speeds.row,
+        rank_metrics=rank_metrics,
     )

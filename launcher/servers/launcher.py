@@ -100,7 +100,7 @@ class ServedLauncher(Launcher):
             weights = ServedWeights(learner=roles.weights, delivery=delivery, trust=trust, servers=engine.weights)
             servers.refit = weights.refit
             await stack.enter_async_context(self._control.offering("engines", servers.fleet.answer))
-            roles = replace(roles, engine=engine, weights=weights, engine_metrics=engine.metrics)
+            roles = replace(roles, engine=engine, weights=weights, engine_metrics=engine.step_row)
             yield colocated(roles, engine.weights) if config.rollout.server.colocated else roles
 
 

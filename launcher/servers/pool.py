@@ -102,6 +102,7 @@ class ServedEngines:
                 self._section.model_copy(update={"concurrency": self._config.requests_in_flight}),
                 max_length=self._max_length,
                 vocab_size=self._shape.vocab_size,
+                slots=self._known_slots,
             )
             stack.push_async_callback(engine.close)
             await self._checks.check(servers)
@@ -264,6 +265,12 @@ class ServedEngines:
     @property
     def _extra(self) -> tuple[str, ...]:
         return tuple(shlex.split(self._section.options or ""))
+
+    @property
+    def _known_slots(self) -> int | None:
+        """Of each server; not of those at ``addresses``, nor where a request is for a whole group."""
+        known = self._config.one_by_one and not self._section.addresses
+        return self._config.rollout.slots if known else None
 
     @property
     def _python(self) -> Path:

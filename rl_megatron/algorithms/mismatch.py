@@ -19,6 +19,7 @@ QUANTILES = {"mismatch/logprob_abs_p50": 0.5, "mismatch/logprob_abs_p90": 0.9, "
 _BOUNDS = np.array([0, 1, 8, 64, 512, 4096])  # the first sampled token by itself, then eight times as many in each
 POSITIONS = ("t0", *(f"t{a}_{b - 1}" for a, b in pairwise(_BOUNDS[1:].tolist())), f"t{_BOUNDS[-1]}_up")
 _MOST_ROUTED = 65_536  # tokens whose routes are counted
+_MOST_LOG_RATIO = 20.0  # nats; its ratio's sum stays finite in float32
 _LEAST_TOKENS = 32  # of an expert whose mean counts
 
 
@@ -52,6 +53,28 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, c
     row |= dict(zip(QUANTILES, absolute[places].tolist(), strict=True))
     of_buckets = zip(POSITIONS, sums.tolist(), reached.tolist(), strict=True)
     return row | {f"mismatch/position/{name}": its / number for name, its, number in of_buckets if number}
+
+
+def gap_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, gaps: Tensor) -> dict[str, float]:
+    """k1 of KL(engine || learner), and the mean of pi_learner / pi_engine, for tokens of each version gap; [N] each.
+
+    ``gaps`` [spans, 2]: the sampled tokens are in so many spans, one after the other; tokens and gap of each. Under
+    exact log-probs the mean ratio's expectation is 1 at every gap. Log-ratios count as at most 20 nats.
+    """
+    lengths, of_spans = gaps.numpy()[gaps.numpy()[:, 0] > 0].T
+    chosen = mask.numpy()
+    d = (logprobs.numpy() - rollout_logprobs.numpy())[chosen]
+    assert len(d) == lengths.sum(), (len(d), lengths.sum())
+    if not len(d):
+        return {}
+    firsts = np.cumsum(lengths) - lengths
+    tokens = np.bincount(of_spans, lengths)
+    log_ratios = np.bincount(of_spans, np.add.reduceat(d, firsts, dtype=np.float64))
+    np.exp(np.minimum(d, _MOST_LOG_RATIO, out=d), out=d)
+    ratios = np.bincount(of_spans, np.add.reduceat(d, firsts, dtype=np.float64))
+    there = np.flatnonzero(tokens).tolist()
+    row = {f"mismatch/k1/v{gap}": -float(log_ratios[gap] / tokens[gap]) for gap in there}
+    return row | {f"mismatch/ratio/v{gap}": float(ratios[gap] / tokens[gap]) for gap in there}
 
 
 def _sampled(mask: NDArray[np.bool_], cu_seqlens: NDArray[np.int64]) -> NDArray[np.int64]:

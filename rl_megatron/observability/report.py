@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -21,177 +22,16 @@ from rl_megatron.observability.charts import (
     stacked_bars,
     styles,
 )
+from rl_megatron.observability.curves import HEADLINES, SECTIONS, Curve
 from rl_megatron.observability.files import JsonRow
 from rl_megatron.observability.history import Run, headline_figures, load_runs, number, unless_damaged
 from rl_megatron.observability.intervals import mean_interval
 from rl_megatron.observability.metrics.table import PHASE_SECONDS, documented
 from rl_megatron.observability.samples import SampleRow
-from rl_megatron.observability.timeline.strip import Strip, strip_of_run
+from rl_megatron.observability.timeline.strip import STEPS_SHOWN, Strip, strip_of_run
 
 MAX_BANDS = 3  # more single runs than this and their shaded bands hide the lines
 SAMPLES_PER_STEP = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """One chart: a metric, with a band (+- ``spread``, or ``low`` to ``high``; ``band`` names it) or a peak.
-
-    A metric with ``<name>`` makes a chart for each name that a run has recorded.
-    """
-
-    title: str
-    metric: str
-    band: str = ""
-    spread: str | None = None
-    low: str | None = None
-    high: str | None = None
-    peak: str | None = None
-    limits: tuple[float, float] | None = None
-    warm_start: bool = False  # the warm start's rows come first, shaded
-    hide_constant: bool = False  # no chart for a constant metric
-    compared: bool = False  # only if several runs are compared
-
-
-HEADLINES = (
-    Curve(title="Held-out accuracy", metric="eval/accuracy", limits=(0.0, 1.0), warm_start=True),
-    Curve(title="Reward", metric="reward/mean", band=", mean ± standard deviation", spread="reward/std"),
-)
-SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
-    (
-        "Policy",
-        (
-            Curve(title="Reward part <name>", metric="reward/part/<name>"),
-            Curve(title="Entropy", metric="entropy"),
-            Curve(title="KL from the old policy", metric="kl/old_policy"),
-            Curve(
-                title="Importance ratio: mean",
-                metric="ratio/mean",
-                band=", min to max",
-                low="ratio/min",
-                high="ratio/max",
-            ),
-            Curve(
-                title="Importance ratio: median",
-                metric="ratio/p50",
-                band=", 1 % to 99 %",
-                low="ratio/p01",
-                high="ratio/p99",
-            ),
-            Curve(title="Effective sample size, of all", metric="ratio/effective_fraction"),
-            Curve(title="Clip fraction", metric="clip_fraction"),
-            Curve(title="Clipped with a ratio below 1", metric="clip_fraction/low", hide_constant=True),
-            Curve(title="Clipped with a ratio above 1", metric="clip_fraction/high", hide_constant=True),
-            Curve(title="KL to the reference", metric="kl/reference"),
-            Curve(title="Coefficient of that KL", metric="kl/coefficient", hide_constant=True),
-            Curve(title="Preference pairs: share with the right order", metric="preference/accuracy"),
-            Curve(title="Preference pairs: margin", metric="preference/margin"),
-            Curve(title="Preference pairs of a step", metric="preference/pairs"),
-            Curve(title="Response length", metric="response/length_mean", peak="response/length_max"),
-            Curve(title="Truncated responses", metric="response/truncated_fraction"),
-            Curve(title="Responses ended by rollout.max_seconds", metric="response/late_fraction"),
-            Curve(title="Ratios beyond float32's range", metric="ratio/clamped_fraction", hide_constant=True),
-            Curve(title="Reward of all that was sampled", metric="reward/sampled_mean"),
-            Curve(title="Groups trained on", metric="groups/trained", hide_constant=True),
-            Curve(title="Groups dropped", metric="groups/dropped", hide_constant=True),
-            Curve(title="Groups of equal rewards left out", metric="groups/filtered", hide_constant=True),
-            Curve(title="Rewards that failed", metric="reward/errors", hide_constant=True),
-        ),
-    ),
-    (
-        "Optimization",
-        (
-            Curve(title="Loss", metric="loss"),
-            Curve(title="Gradient norm", metric="grad_norm"),
-            Curve(title="Optimizer steps left out", metric="steps/skipped", hide_constant=True),
-            Curve(title="Learning rate", metric="learning_rate", hide_constant=True),
-            Curve(title="Loss: KL term", metric="loss/kl"),
-            Curve(title="Loss: right completions' NLL", metric="loss/nll"),
-            Curve(
-                title="Advantage: mean", metric="advantage/mean", band=" ± standard deviation", spread="advantage/std"
-            ),
-            Curve(title="Critic: explained variance", metric="critic/explained_variance"),
-            Curve(title="Critic: loss", metric="critic/loss"),
-            Curve(title="Critic: gradient norm", metric="critic/grad_norm"),
-            Curve(title="Critic: mean value", metric="critic/value_mean"),
-            Curve(title="Critic: clip fraction", metric="critic/clip_fraction", hide_constant=True),
-            Curve(title="Critic: learning rate", metric="critic/learning_rate", hide_constant=True),
-            Curve(title="Warm start: loss by supervised step", metric="warm_start/loss"),
-        ),
-    ),
-    (
-        "Health",
-        (
-            Curve(
-                title="Train-rollout log-prob gap", metric="mismatch/logprob_abs_mean", peak="mismatch/logprob_abs_max"
-            ),
-            Curve(
-                title="Log-prob gap: 90 %",
-                metric="mismatch/logprob_abs_p90",
-                band=", median to 99 %",
-                low="mismatch/logprob_abs_p50",
-                high="mismatch/logprob_abs_p99",
-            ),
-            Curve(title="Log-prob gap at tokens <name>", metric="mismatch/position/<name>"),
-            Curve(title="Log-prob gap of the worst expert, over all", metric="mismatch/expert_worst"),
-            Curve(title="Layer of that expert", metric="mismatch/expert_layer"),
-            Curve(title="Number of that expert", metric="mismatch/expert_number"),
-            Curve(title="KL, engine from learner", metric="kl/rollout"),
-            Curve(title="The same by k1", metric="mismatch/k1"),
-            Curve(title="Expert load, busiest over mean", metric="moe/load_imbalance"),
-            Curve(title="Experts without tokens", metric="moe/dead_experts"),
-            Curve(title="Routers' entropy, over the uniform one's", metric="moe/routing_entropy"),
-            Curve(title="Tokens rerouted by replay", metric="moe/rerouted_fraction"),
-            Curve(title="Routes unlike the engine's", metric="moe/flips_engine"),
-            Curve(title="Routes unlike the engine's: <name>", metric="moe/flips_engine/<name>"),
-            Curve(title="Routes that the update changes", metric="moe/flips_update"),
-            Curve(title="Routes that the update changes: <name>", metric="moe/flips_update/<name>"),
-            Curve(title="Tokens by first such layer: <name>", metric="moe/first_flip/<name>"),
-            Curve(title="Ratios outside 1 ± 0.2", metric="ratio/outside"),
-            Curve(title="Ratios outside 1 ± 0.2, first flip in <name>", metric="ratio/outside/<name>"),
-            Curve(title="Expert load: loss of a micro-batch", metric="moe/aux_loss"),
-            Curve(title="Expert load: loss of a sequence", metric="moe/seq_aux_loss"),
-            Curve(title="Expert load: loss of all ranks", metric="moe/global_aux_loss"),
-            Curve(title="Routers' z-loss", metric="moe/z_loss"),
-            Curve(title="Observer <name>", metric="observer/<name>"),
-            Curve(title="Groups with equal rewards", metric="groups/zero_advantage_fraction"),
-            Curve(title="Packing imbalance", metric="packing/imbalance"),
-            Curve(title="Packing padding", metric="packing/padding_fraction"),
-            Curve(title="Waves of a step", metric="waves/count"),
-            Curve(title="Trained before the batch was whole", metric="waves/early_fraction"),
-            Curve(title="Correction weight", metric="correction/weight_mean"),
-            Curve(title="Tokens dropped by the correction", metric="correction/dropped_fraction"),
-            Curve(title="Error of quantised weights", metric="weights/quantization_error"),
-            Curve(title="Engine servers that serve", metric="engine/healthy", hide_constant=True),
-            Curve(title="Engine server restarts", metric="engine/restarts", hide_constant=True),
-            Curve(title="Staleness", metric="staleness/mean", peak="staleness/max", hide_constant=True),
-            Curve(title="Staleness: 95 % of the completions", metric="staleness/p95", hide_constant=True),
-            Curve(title="Staleness of a token", metric="staleness/tokens_mean", hide_constant=True),
-            Curve(title="Share of completions of staleness <name>", metric="staleness/share/<name>"),
-            Curve(title="How far sampling may be ahead", metric="staleness/allowed", hide_constant=True),
-            Curve(title="Seconds of waiting for groups that are due", metric="wait/due_seconds", hide_constant=True),
-            Curve(title="Completions in flight at the push", metric="in_flight/completions", hide_constant=True),
-            Curve(title="Overlap of sampling and training", metric="overlap/fraction"),
-            Curve(title="Prompts <name>", metric="ledger/<name>", hide_constant=True),
-        ),
-    ),
-    (
-        "Speed",
-        (
-            Curve(title="Seconds a step", metric="seconds/step", compared=True),
-            Curve(title="Rollout speed", metric="tokens_per_second/rollout"),
-            Curve(title="Training speed", metric="tokens_per_second/train"),
-            Curve(title="Share of the GPUs' peak in training (MFU)", metric="mfu/train"),
-            Curve(title="Seconds of weight digests", metric="seconds/verify"),
-            Curve(title="Seconds for which a step waited for a save's copy", metric="checkpoint/stage_seconds"),
-            Curve(title="Seconds in which a checkpoint was written", metric="checkpoint/write_seconds"),
-            Curve(title="Passes, median and slowest rank", metric="seconds/passes_median", peak="seconds/passes_max"),
-            Curve(title="A fixed computation, slowest rank over median", metric="ranks/slowness"),
-            Curve(title="Longest that the controller served nothing, ms", metric="loop/longest_ms"),
-            Curve(title="Slowest rank", metric="ranks/slowest"),
-            Curve(title="Most memory that a rank has held", metric="memory/peak"),
-        ),
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +82,7 @@ def write_page(
         seed_bands=_band_note(arms),
         panels=panels,
         strip=strip,
+        idle=_idle(runs[0]),
         headlines=_charts(HEADLINES, arms),
         sections=_sections(arms),
         samples=[(arm.runs[0].label, arm.style, _samples(arm.runs[0])) for arm in arms if arm.runs[0].samples],
@@ -380,6 +221,19 @@ def _phases(run: Run, *, named: bool) -> Chart | None:
     parts.append(("other", [max(w - c, 0.0) for w, c in zip(whole, claimed, strict=True)]))
     steps = [int(number(row, "step") or 0) for row in rows]
     return stacked_bars("Where the time goes" + (f": {run.label}" if named else ""), "s", steps, parts)
+
+
+def _idle(run: Run) -> str:
+    """What learner and engines did not use of the last steps' time; empty where that is not known."""
+    last = run.rl[-STEPS_SHOWN:]
+    learner, engine, stretch = (
+        [value for row in last if (value := number(row, name)) is not None]
+        for name in ("idle/learner_fraction", "idle/engine_fraction", "overlap/stretch")
+    )
+    said = [f"the learner waited for groups for {fmean(learner):.0%} of the time"] if learner else []
+    said += [f"{fmean(engine):.0%} of the servers' slots were unused"] if engine else []
+    said += [f"a step took {fmean(stretch):.2f} times as long as its longer half"] if stretch else []
+    return f"Mean of the last {len(learner)} rows: {', '.join(said)}." if said else ""
 
 
 def _staleness(run: Run, *, named: bool) -> Chart | None:

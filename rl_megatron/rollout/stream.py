@@ -27,6 +27,7 @@ from rl_megatron.data.prompts import PromptStream
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.batch import POISON_SHARE, Answered, Drawn, GroupSource, RolloutBatch, Waiting
 from rl_megatron.rollout.ledger import Ledger, LedgerState
+from rl_megatron.rollout.stream_times import StreamTimes
 from rl_megatron.types import RolloutGroup
 
 _PATIENCE = 0.02  # the share of a step for which the learner may wait before more is sampled ahead
@@ -91,9 +92,7 @@ class Stream:
         self._closed = self._last = False
         self._took: float | None = None  # the time of the last ``take``
         self._waited = 0.0  # seconds since
-        self._described: float | None = None  # the time of the last ``row``; the rest counts from there
-        self._busy, self._began = 0.0, 0.0  # seconds in which something was sampled, and since when it is
-        self._idle = self._idle_due = 0.0  # seconds for which the learner waited, and those for groups that are due
+        self._times = StreamTimes(apart=self._apart)
         self._given: list[Waiting] = []  # by ``finished``, to the step that is being made
 
     def admit(self) -> None:
@@ -169,22 +168,11 @@ class Stream:
 
     def row(self) -> dict[str, float]:
         """Metrics of a step after its push; with staleness, those of the time since the last call too."""
-        now, row = asyncio.get_running_loop().time(), dict[str, float](self._ledger.row())
+        row, times = dict[str, float](self._ledger.row()), self._times.row(sampling=bool(self._tasks))
         if not self._most:
             return row
-        if self._tasks:
-            self._busy, self._began = self._busy + now - self._began, now
-        if self._described is not None:
-            whole = now - self._described
-            work = self._busy + whole - self._idle
-            row["overlap/fraction"] = 1 - whole / work if work else 0.0
-        row |= {
-            "staleness/allowed": self._ahead,
-            "wait/due_seconds": self._idle_due,
-            "in_flight/completions": row["ledger/in_flight"] * self._section.group_size,
-        }
-        self._described, self._busy, self._idle, self._idle_due = now, 0.0, 0.0, 0.0
-        return row
+        in_flight = row["ledger/in_flight"] * self._section.group_size
+        return row | times | {"staleness/allowed": self._ahead, "in_flight/completions": in_flight}
 
     async def interrupt(self) -> None:
         """Have ``state`` know every token of the completions that are being sampled, where it shall have them."""
@@ -269,9 +257,8 @@ class Stream:
 
     def _send(self, places: Sequence[Waiting]) -> None:
         self._ledger.move((place.drawn.ordinal for place in places), "in_flight")
-        loop = asyncio.get_running_loop()
-        self._began = self._began if self._tasks else loop.time()
-        task = loop.create_task(self._sample(places))
+        self._times.sent((place.drawn.ordinal for place in places), first=not self._tasks)
+        task = asyncio.get_running_loop().create_task(self._sample(places))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -283,7 +270,7 @@ class Stream:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not self._tasks:
-            self._busy += asyncio.get_running_loop().time() - self._began
+            self._times.ended()
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self._failure = self._failure or error
         self.admit()
@@ -360,8 +347,8 @@ class Stream:
         self._changed.clear()
         await self._changed.wait()
         seconds = loop.time() - began
-        self._waited, self._idle = self._waited + seconds, self._idle + seconds
-        self._idle_due += seconds * is_due
+        self._waited += seconds
+        self._times.waited(seconds, for_due=is_due)
         self._check()
 
     def _check(self) -> None:
@@ -370,6 +357,7 @@ class Stream:
 
     def _remove(self, place: Waiting) -> None:
         del self._places[place.drawn.ordinal]
+        self._times.left(place.drawn.ordinal, trained=place.kept)
         self._dues[place.due] -= 1
         if not self._dues[place.due]:
             del self._dues[place.due]

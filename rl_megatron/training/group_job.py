@@ -24,7 +24,7 @@ from rl_megatron.training.credit import groups_that_differ
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.update import Update
 from rl_megatron.training.waves import WaveUpdate
-from rl_megatron.types import RolloutGroup, Trajectory
+from rl_megatron.types import RolloutGroup, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,8 @@ class GroupJob(ABC):
         row["seconds/verify"] = pushed.verify_seconds
         if pushed.quantization_error is not None:
             row["weights/quantization_error"] = pushed.quantization_error
-        return {**row, **self.roles.engine_metrics(), **self.roles.rank_metrics()}
+        row |= self.roles.engine_metrics()
+        return {**row, **stretch_row(row), **self.roles.rank_metrics()}
 
     async def _train(self, watch: Stopwatch) -> Row:
         """Train on the step's batch: in waves while it is sampled, where that is configured. Returns its metrics."""
@@ -178,6 +179,7 @@ class GroupJob(ABC):
             "staleness/p95": int(np.quantile(staleness, 0.95, method="higher")),
             "staleness/tokens_mean": sum(n * age for n, age in tokens) / max(1, sum(n for n, _ in tokens)),
             **shares,
+            **(carried_row(turns, self.config.rollout) if self.config.rollout.served else {}),
         }
 
     async def evaluate(self, watch: Stopwatch) -> Row:
@@ -222,6 +224,23 @@ class GroupJob(ABC):
         if state.memory is not None:
             self.update.state = state.memory
         await self.roles.weights.push(self.number)
+
+
+def carried_row(turns: Sequence[Turn], section: RolloutSection) -> Row:
+    """Tokens of these turns that pushes met, by the starts of spans: those that were gone on from, and those whose keys
+    and values servers computed again, unless they keep them."""
+    row: Row = {"in_flight/resumed_tokens": sum(turn.spans[-1].start for turn in turns if turn.spans)}
+    if section.server.running_requests != "keep_cache":
+        row["in_flight/recomputed_tokens"] = sum(span.start for turn in turns for span in turn.spans)
+    return row
+
+
+def stretch_row(row: Row) -> Row:
+    """How long a step takes, over what its longer half takes: the learner's work, or the sampling with all slots in
+    use; where it is known for which share of the step each was idle."""
+    idle = [row.get("idle/learner_fraction"), row.get("idle/engine_fraction")]
+    shares = [share for share in idle if isinstance(share, float)]
+    return {"overlap/stretch": 1 / (1 - min(shares))} if len(shares) == 2 and min(shares) < 1 else {}
 
 
 def late_row(trajectories: Sequence[Trajectory], section: RolloutSection) -> Row:

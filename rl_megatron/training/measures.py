@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rl_megatron.algorithms.mismatch import expert_metrics, mismatch_metrics
+from rl_megatron.algorithms.mismatch import expert_metrics, gap_metrics, mismatch_metrics
 from rl_megatron.algorithms.quantiles import ratio_quantiles
 from rl_megatron.observability.recorder import Row
 from rl_megatron.types import Counts, Metric, Over, Samples, StepResult
@@ -27,6 +27,7 @@ class Measured:
     next_values: Tensor | None  # [S]
     routes: Tensor | None  # [N, MoE layers, top_k] the experts that its pass used, where asked for
     engine_routes: Tensor | None = None  # likewise of the engine, where they are compared and not replayed
+    gaps: Tensor | None = None  # [spans, 2] int64, in the order of positions: tokens, and pushes since; with staleness
 
 
 def mismatch_row(found: Measured) -> Row:
@@ -35,6 +36,8 @@ def mismatch_row(found: Measured) -> Row:
     if current is None:
         return {}
     row: Row = {**mismatch_metrics(current, samples.rollout_logprobs, samples.mask, samples.cu_seqlens)}
+    if found.gaps is not None:
+        row |= gap_metrics(current, samples.rollout_logprobs, samples.mask, found.gaps)
     if samples.routes is not None:
         row |= expert_metrics(current, samples.rollout_logprobs, samples.mask, samples.routes)
     return row

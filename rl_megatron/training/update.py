@@ -119,7 +119,8 @@ class Update:
         section = self.config.algorithm
         sampled = await to_thread(self._samples_of, groups)
         found = await self._measure(sampled if self._replays else replace(sampled, routes=None), step, watch)
-        found = replace(found, engine_routes=None if self._replays else sampled.routes)
+        gaps = gaps_of(groups, step) if self.config.train.max_staleness and found.current is not None else None
+        found = replace(found, engine_routes=None if self._replays else sampled.routes, gaps=gaps)
         samples, state = await to_thread(
             assign_credit,
             found.samples,
@@ -349,6 +350,15 @@ def token_versions(groups: Sequence[RolloutGroup], samples: Samples) -> Tensor:
             for span in turn.spans:  # a later one covers what is behind its start
                 versions[begin + span.start : end] = span.version
     return versions
+
+
+def gaps_of(groups: Sequence[RolloutGroup], step: int) -> Tensor:
+    """Of every span of sampled tokens, in the order of the samples' positions: its tokens, and how many pushes older
+    the version is that sampled it than the one that ``step`` begins with; [spans, 2] int64."""
+    turns = [turn for group in groups for one in group.trajectories for row in one.chains for turn in row.turns]
+    starts = [(*(span.start for span in turn.spans), len(turn.logprobs)) for turn in turns]
+    lengths = [b - a for of_turn in starts for a, b in pairwise(of_turn)]
+    return torch.tensor([lengths, [step - 1 - span.version for turn in turns for span in turn.spans]]).T
 
 
 def positions_of(batch: Batch) -> list[int]:

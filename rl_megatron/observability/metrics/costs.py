@@ -5,6 +5,8 @@ from __future__ import annotations
 COSTS = (
     ("packing/imbalance", "", "work of the slowest rank at each micro-batch over the mean rank's; 1 is even"),
     ("packing/padding_fraction", "", "share of the packed positions that are padding"),
+    ("plane/bytes", "bytes", "columns of the batch, as the controller sent them to ranks"),
+    ("plane/seconds", "s", "the controller made these, beside its event loop"),
     ("waves/count", "waves", "backward passes of the step, with train.stream_micro_batches"),
     ("waves/early_fraction", "", "share of trained positions whose backward pass was before the batch's last groups"),
     ("weights/bytes", "bytes", "weight bytes that crossed a process boundary to the rollout engine"),
@@ -51,6 +53,7 @@ COSTS = (
         "s",
         "part of seconds/weights: digests of the tensors sent and of those received, on the slowest rank",
     ),
+    ("seconds/pause", "s", "part of seconds/weights: the push paused sampling, on the server that it paused longest"),
     ("seconds/passes_median", "s", "forward and backward passes of the median learner rank, its waits included"),
     ("seconds/passes_max", "s", "the same on the learner rank that took longest"),
     (

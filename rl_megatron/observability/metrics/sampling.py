@@ -10,14 +10,63 @@ SAMPLING = (
     ("staleness/share/<name>", "", "share of the completions that are so stale: v0, v1, ... up to staleness/max"),
     ("staleness/allowed", "versions", "how far sampling may be ahead at present; servers go from 1 to max_staleness"),
     ("wait/due_seconds", "s", "part of seconds/rollout: waiting for groups that are due, with a batch of younger ones"),
+    (
+        "wait/admission_seconds",
+        "s",
+        "since the previous row: fewer completions were in flight than servers have slots, as no more prompts were "
+        "admitted; this and idle/engine_fraction only with max_staleness and servers that the run starts",
+    ),
+    ("age/seconds_mean", "s", "from the sending of a group to the step that takes it, mean; not over a resume"),
     ("in_flight/completions", "completions", "completions that were being sampled or scored at the push"),
+    (
+        "in_flight/tokens",
+        "tokens",
+        "sampled tokens of completions that the push met; only with rollout.server.running_requests=abort: else "
+        "servers do not tell",
+    ),
+    (
+        "in_flight/resumed_tokens",
+        "tokens",
+        "tokens of the step's completions from which servers went on after the last push that each met; this and the "
+        "next only with max_staleness and servers",
+    ),
+    (
+        "in_flight/recomputed_tokens",
+        "tokens",
+        "tokens of the step's completions whose keys and values servers computed again, at each push that they met; "
+        "prompts come on top; not with running_requests=keep_cache",
+    ),
     ("overlap/fraction", "", "0 where sampling and training follow each other, 0.5 where both are always at work"),
+    (
+        "overlap/stretch",
+        "",
+        "the time since the previous row over that of the longer half: of the learner's work, pushes included, or of "
+        "the sampling with all slots in use; 1 is best. Where both of the next are there, 1 / (1 - the lesser)",
+    ),
+    (
+        "idle/learner_fraction",
+        "",
+        "share of the time since the previous row for which the learner waited for groups; with max_staleness and "
+        "servers",
+    ),
+    ("idle/engine_fraction", "", "share of the servers' slots without a completion, in the mean of that time"),
     ("mismatch/logprob_abs_mean", "nats", "mean |learner - engine| log-prob of a sampled token, equal weights"),
     ("mismatch/logprob_abs_max", "nats", "greatest such difference"),
     ("mismatch/logprob_abs_p50", "nats", "median of such differences; this and the rest are from before the update"),
     ("mismatch/logprob_abs_p90", "nats", "90 % of the differences are below this"),
     ("mismatch/logprob_abs_p99", "nats", "99 % of the differences are below this"),
     ("mismatch/k1", "nats", "k1 estimate of KL(engine || learner) per token: mean engine - learner log-prob"),
+    (
+        "mismatch/k1/<name>",
+        "nats",
+        "the same of the tokens that are so stale: v0, v1, ...; this and the next with max_staleness",
+    ),
+    (
+        "mismatch/ratio/<name>",
+        "",
+        "mean importance ratio of these tokens, learner over engine; its expectation is 1, however stale they are, "
+        "unless log-probs are wrong",
+    ),
     (
         "mismatch/position/<name>",
         "nats",

@@ -31,9 +31,9 @@ class Documented:
 
     @property
     def is_timing(self) -> bool:
-        """Whether it depends on the clock or on when the run saved, so that it differs between equal runs."""
+        """Whether it depends on the clock, on when the run saved or on what ranks hold, and not on the data alone."""
         return self.unit in ("s", "ms", "tokens/s", "rank", "s/s") or self.name.startswith(
-            ("overlap/", "checkpoint/", "memory/", "mfu/")
+            ("overlap/", "idle/", "checkpoint/", "memory/", "mfu/", "plane/")
         )
 
 
@@ -72,7 +72,10 @@ def render_docs() -> str:
 then one for each RL step. Names are stable. A value that was NaN or infinite is `null`. TensorBoard tags and W&B keys
 are the same names, prefixed by `warm_start/` in rows of the warm start. Log-probs, entropies and KLs are in nats.
 Metrics in s, ms, s/s, tokens/s and rank, and mfu, depend on the clock, those of a checkpoint on when the run saved; all
-others are equal to the bit in equal runs.
+others are equal to the bit in equal runs, but where servers sample ahead, whose answers arrive by the clock.
+
+A metric that a run cannot have is absent, not 0: what says "with max_staleness" where train.max_staleness is 0, what
+needs servers where the learner's processes sample.
 
 | name | unit | meaning |
 |---|---|---|

@@ -17,6 +17,7 @@ from rl_megatron.rollout.servers.answers import joined, problem_of, rest_of
 from rl_megatron.rollout.servers.http import AttemptFailed, Refused, Server
 from rl_megatron.rollout.servers.places import Places, surplus
 from rl_megatron.rollout.servers.replicas import PRESENT, Replica, ReplicaDied, ReplicaSet
+from rl_megatron.rollout.servers.slot_use import SlotUse
 from rl_megatron.rollout.servers.suspects import Flight, Suspects, is_loss
 from rl_megatron.rollout.servers.time_limit import TimeLimit
 from rl_megatron.types import Completion, GenerationRequest
@@ -42,7 +43,15 @@ class _Attempt:
 class Attempts:
     """Retries failed requests a few times; a request whose replica died goes to another, or waits for one."""
 
-    def __init__(self, adapter: Adapter, replicas: ReplicaSet, section: ServerSection, *, vocab_size: int) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        replicas: ReplicaSet,
+        section: ServerSection,
+        *,
+        vocab_size: int,
+        slots: int | None = None,
+    ) -> None:
         self._adapter, self._replicas, self._section = adapter, replicas, section
         self._vocab_size = vocab_size
         self._places = Places()
@@ -50,6 +59,7 @@ class Attempts:
         self._running: dict[_Attempt, None] = {}  # in the order sent
         self._aborts: set[asyncio.Task[None]] = set()
         self._levelling: asyncio.Task[None] | None = None
+        self.slot_use = None if slots is None else SlotUse(slots)
         self.suspects = Suspects(replicas.wake, calm=_CALM * section.backoff_seconds)
         self.so_far: dict[str, Completion | None] = {}
         """What requests have sampled, as far as servers have told; of those whose ids are keys."""
@@ -154,7 +164,7 @@ class Attempts:
             self._apart(self._end_in_time(attempt, clock), server)
         clock.start()
         try:
-            with server.busy(asked.num_completions), self._lanes_of(replica).during("attempt", request=asked.id):
+            with self._busy(server, asked.num_completions), self._lanes_of(replica).during("attempt", request=asked.id):
                 completions = await replica.while_alive(self._adapter.generate(server, asked, attempt.name))
             for completion in completions:
                 if problem := problem_of(completion, asked, vocab_size=self._vocab_size):
@@ -173,6 +183,12 @@ class Attempts:
             attempt.over.set()
             if asked.group is not None and (self._levelling is None or self._levelling.done()):
                 self._levelling = asyncio.create_task(self._level())
+
+    @contextlib.contextmanager
+    def _busy(self, server: Server, completions: int) -> Iterator[None]:
+        use = contextlib.nullcontext() if self.slot_use is None else self.slot_use.busy(server, completions)
+        with server.busy(completions), use:
+            yield
 
     def _lanes_of(self, replica: Replica) -> FreeLanes:
         return self._lanes.setdefault(replica.number, FreeLanes(f"replica {replica.number}", "request"))

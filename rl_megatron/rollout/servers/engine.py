@@ -32,15 +32,22 @@ class ServedEngine:
     During a push, running requests are paused and continue with the new weights, or are aborted and sent again with
     their tokens (``running_requests``); their answers are released after the commit. A prompt and its completion have
     at most ``max_length`` tokens, of ids below ``vocab_size``: other requests, which a server would truncate or crash
-    on, are refused here.
+    on, are refused here. ``slots``: of each server, where they are known and each request is for one completion.
     """
 
     def __init__(
-        self, adapter: Adapter, servers: Sequence[Server], section: ServerSection, *, max_length: int, vocab_size: int
+        self,
+        adapter: Adapter,
+        servers: Sequence[Server],
+        section: ServerSection,
+        *,
+        max_length: int,
+        vocab_size: int,
+        slots: int | None = None,
     ) -> None:
-        self.adapter = adapter
+        self.adapter, self._mode = adapter, section.running_requests
         self.replicas = ReplicaSet(adapter.name, servers, least=section.least_replicas)
-        self._attempts = Attempts(adapter, self.replicas, section, vocab_size=vocab_size)
+        self._attempts = Attempts(adapter, self.replicas, section, vocab_size=vocab_size, slots=slots)
         self.weights = ReplicaWeights(adapter, self.replicas, section, self._attempts)
         self._max_length, self._vocab_size = max_length, vocab_size
         self._slots, self._first = (asyncio.Semaphore(section.concurrency) for _ in range(2))
@@ -54,6 +61,15 @@ class ServedEngine:
         """Counts of healthy replicas and of restarts."""
         restarts = sum(replica.restarts for replica in self.replicas.all)
         return {"engine/healthy": len(self.replicas.healthy()), "engine/restarts": restarts}
+
+    def step_row(self) -> dict[str, float]:
+        """Metrics of a step, after its push: those of now, and those since the call before."""
+        row: dict[str, float] = {**self.metrics(), "seconds/pause": self.weights.paused_seconds}
+        if self._attempts.slot_use is not None:
+            row |= self._attempts.slot_use.row(len(self.replicas.present()))
+        if self._mode == "abort" and (running := self._attempts.so_far):
+            row["in_flight/tokens"] = sum(len(one.token_ids) for one in running.values() if one is not None)
+        return row
 
     def tries(self, replica: Replica) -> int:
         """The replica's restarts, but one for each of its servers that died under poison."""

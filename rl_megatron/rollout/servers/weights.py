@@ -33,6 +33,8 @@ class ReplicaWeights:
         self._adapter, self._replicas, self._section, self._attempts = adapter, replicas, section, attempts
         self._holding: dict[Replica, Server] = {}  # the servers that loaded the latest weights
         self._version: int | None = None
+        self.paused_seconds = 0.0
+        """The longest that a push paused the sampling of a server; of the last push to all."""
         self._released, self._releasing = False, asyncio.Lock()
         self._turn = asyncio.Event()  # set while GPUs are the servers', not the learner's
         self._turn.set()
@@ -127,10 +129,12 @@ class ReplicaWeights:
         if only is None:
             self._turn.set()
             self._settled.clear()
-            self._version = None
+            self._version, self.paused_seconds = None, 0.0
+
+        clock = asyncio.get_running_loop()
 
         async def one(server: Server) -> list[Report]:
-            server.paused = True
+            server.paused, began = True, clock.time()
             try:
                 await self._adapter.pause(server, self._section.running_requests)
                 # From now on: what is sent waits for the new weights. Another run may have cached by this version.
@@ -143,6 +147,8 @@ class ReplicaWeights:
                     await self._adapter.reclaim(server, "cache")
                     server.released = server.reclaimed = False
                 await self._adapter.resume(server)
+                if only is None:
+                    self.paused_seconds = max(self.paused_seconds, clock.time() - began)
             finally:
                 server.paused = False  # also after a failure, when nothing resumes it
             return reports

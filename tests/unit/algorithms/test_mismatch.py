@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rl_megatron.algorithms.mismatch import POSITIONS, expert_means, expert_metrics, mismatch_metrics
+from rl_megatron.algorithms.mismatch import POSITIONS, expert_means, expert_metrics, gap_metrics, mismatch_metrics
 
 BUCKETS = {"t0": (0, 1), "t1_7": (1, 8), "t8_63": (8, 64), "t64_511": (64, 512)}
 
@@ -55,6 +55,29 @@ def test_buckets_cover_every_length() -> None:
     assert found == pytest.approx(middles)
     assert list(found) == list(POSITIONS)
     assert mismatch_metrics(ones, ones, torch.zeros(size, dtype=torch.bool), torch.tensor([0, size])) == {}
+
+
+def test_gaps_of_versions_are_those_of_a_loop_and_a_ratio_of_exact_samples_has_mean_one() -> None:
+    """Of each gap every token comes exactly as often as the engine's distribution says: sums are expectations."""
+    shares = {
+        0: ([1, 2, 5], [2, 2, 4]),
+        3: ([4, 3, 1], [4, 3, 1]),
+        1: ([6, 1, 1], [2, 3, 3]),
+    }  # eighths: engine, learner
+    tokens = [(gap, e, q) for gap, pair in shares.items() for e, q in zip(*pair, strict=True) for _ in range(e)]
+    engine, learner, mask = [], [], []
+    for _, e, q in tokens:  # what is not sampled lies between
+        engine += [9.0, math.log(e / 8)]
+        learner += [-9.0, math.log(q / 8)]
+        mask += [False, True]
+    gaps = torch.tensor([[5, 0], [3, 0], [8, 3], [0, 7], [8, 1]])
+    row = gap_metrics(torch.tensor(learner), torch.tensor(engine), torch.tensor(mask), gaps)
+    k1 = {gap: sum(e / 8 * math.log(e / q) for e, q in zip(*pair, strict=True)) for gap, pair in shares.items()}
+    expected = {f"mismatch/k1/v{gap}": kl for gap, kl in k1.items()} | {f"mismatch/ratio/v{gap}": 1.0 for gap in k1}
+    assert row == pytest.approx(expected, abs=1e-6)
+    assert (
+        gap_metrics(torch.tensor(learner)[:2], torch.tensor(engine)[:2], torch.tensor([False, False]), gaps[3:4]) == {}
+    )
 
 
 def test_quantiles_of_five_are_the_middle_and_the_greatest() -> None:

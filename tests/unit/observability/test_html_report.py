@@ -13,9 +13,10 @@ import yaml
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import DataError
+from rl_megatron.observability.curves import HEADLINES, SECTIONS
 from rl_megatron.observability.metrics.table import METRICS, PHASE_SECONDS
 from rl_megatron.observability.metrics.writer import MetricsWriter
-from rl_megatron.observability.report import HEADLINES, SECTIONS, write_report
+from rl_megatron.observability.report import write_report
 from rl_megatron.observability.samples import SampleRow, SamplesWriter
 
 EVIL = "</script><script>alert(1)</script>'\"><img src=http:x.test/ onerror=alert(2)>&amp;\u2028\ud800"

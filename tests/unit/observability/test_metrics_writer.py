@@ -47,6 +47,7 @@ def test_names_units_and_meanings_are_well_formed() -> None:
     assert {f"seconds/{phase}" for phase in PHASE_SECONDS} == {n for n in METRICS if n.startswith("seconds/")} - {
         "seconds/step",
         "seconds/verify",
+        "seconds/pause",
         "seconds/passes_median",
         "seconds/passes_max",
     }

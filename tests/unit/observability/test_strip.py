@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_megatron.observability.metrics.writer import MetricsWriter
 from rl_megatron.observability.report import write_report
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.spans import Lane
@@ -100,3 +101,16 @@ def test_the_page_of_one_run_has_it_and_a_comparison_has_not(tmp_path: Path) -> 
     assert 'step <1> "x"' in page.text
     both = Page(write_report([folder, a_run(tmp_path / "b")], tmp_path / "both.html"))
     assert "section" not in {tag for tag, _ in both.tags}
+
+
+def test_beside_it_the_page_says_what_was_idle(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a", steps=2)
+    TraceFile(folder).append([(spans.STEPS, "step 8", 0, 4 * MS, None)])
+    assert "waited for groups" not in Page(write_report([folder], tmp_path / "r.html")).text
+    writer = MetricsWriter(folder)
+    for step, idle in ((3, 0.9), (4, 0.1), (5, 0.2), (6, 0.2), (7, 0.3)):  # the last four count
+        shares = {"idle/learner_fraction": idle, "idle/engine_fraction": 0.5, "overlap/stretch": 1.25}
+        writer.write({"phase": "rl", "step": step, "seconds/step": 1.0, **shares})
+    writer.close()
+    said = "the learner waited for groups for 20% of the time, 50% of the servers' slots were unused, a step took 1.25"
+    assert said in Page(write_report([folder], tmp_path / "r.html")).text

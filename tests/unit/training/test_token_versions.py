@@ -9,7 +9,7 @@ import torch
 
 from rl_megatron.algorithms.corrections import proximal_share
 from rl_megatron.data.samples import to_samples
-from rl_megatron.training.update import token_versions
+from rl_megatron.training.update import gaps_of, token_versions
 from rl_megatron.types import Chain, Prompt, RolloutGroup, Span, Trajectory, Turn
 
 
@@ -33,6 +33,9 @@ def test_tokens_of_rows_with_several_turns_and_versions() -> None:
     assert versions.tolist() == [1, 1, 1, 1, 2, 1, 2, 4, 4, 3, 3]
     sampled = samples.mask.tolist()
     assert sampled == [False, True, True, True, True, False, True, True, True, True, True]
+    lengths, ages = gaps_of([group], step=6).T  # which begins with version 5
+    of_tokens = torch.repeat_interleave(ages, lengths)
+    assert of_tokens.tolist() == [5 - version for version in versions[samples.mask].tolist()]
     share = proximal_share(versions, proximal_version=4, version=5)
     closed = [Fraction(4 - v, 5 - v) for v in (1, 1, 1, 2, 2, 4, 4, 3, 3)]
     assert torch.equal(share[samples.mask], torch.tensor([float(one) for one in closed]))

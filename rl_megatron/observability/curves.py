@@ -1,0 +1,180 @@
+"""The curves of a report: which metric has which title, in which section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One chart: a metric, with a band (+- ``spread``, or ``low`` to ``high``; ``band`` names it) or a peak.
+
+    A metric with ``<name>`` makes a chart for each name that a run has recorded.
+    """
+
+    title: str
+    metric: str
+    band: str = ""
+    spread: str | None = None
+    low: str | None = None
+    high: str | None = None
+    peak: str | None = None
+    limits: tuple[float, float] | None = None
+    warm_start: bool = False  # the warm start's rows come first, shaded
+    hide_constant: bool = False  # no chart for a constant metric
+    compared: bool = False  # only if several runs are compared
+
+
+HEADLINES = (
+    Curve(title="Held-out accuracy", metric="eval/accuracy", limits=(0.0, 1.0), warm_start=True),
+    Curve(title="Reward", metric="reward/mean", band=", mean ± standard deviation", spread="reward/std"),
+)
+SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
+    (
+        "Policy",
+        (
+            Curve(title="Reward part <name>", metric="reward/part/<name>"),
+            Curve(title="Entropy", metric="entropy"),
+            Curve(title="KL from the old policy", metric="kl/old_policy"),
+            Curve(
+                title="Importance ratio: mean",
+                metric="ratio/mean",
+                band=", min to max",
+                low="ratio/min",
+                high="ratio/max",
+            ),
+            Curve(
+                title="Importance ratio: median",
+                metric="ratio/p50",
+                band=", 1 % to 99 %",
+                low="ratio/p01",
+                high="ratio/p99",
+            ),
+            Curve(title="Effective sample size, of all", metric="ratio/effective_fraction"),
+            Curve(title="Clip fraction", metric="clip_fraction"),
+            Curve(title="Clipped with a ratio below 1", metric="clip_fraction/low", hide_constant=True),
+            Curve(title="Clipped with a ratio above 1", metric="clip_fraction/high", hide_constant=True),
+            Curve(title="KL to the reference", metric="kl/reference"),
+            Curve(title="Coefficient of that KL", metric="kl/coefficient", hide_constant=True),
+            Curve(title="Preference pairs: share with the right order", metric="preference/accuracy"),
+            Curve(title="Preference pairs: margin", metric="preference/margin"),
+            Curve(title="Preference pairs of a step", metric="preference/pairs"),
+            Curve(title="Response length", metric="response/length_mean", peak="response/length_max"),
+            Curve(title="Truncated responses", metric="response/truncated_fraction"),
+            Curve(title="Responses ended by rollout.max_seconds", metric="response/late_fraction"),
+            Curve(title="Ratios beyond float32's range", metric="ratio/clamped_fraction", hide_constant=True),
+            Curve(title="Reward of all that was sampled", metric="reward/sampled_mean"),
+            Curve(title="Groups trained on", metric="groups/trained", hide_constant=True),
+            Curve(title="Groups dropped", metric="groups/dropped", hide_constant=True),
+            Curve(title="Groups of equal rewards left out", metric="groups/filtered", hide_constant=True),
+            Curve(title="Rewards that failed", metric="reward/errors", hide_constant=True),
+        ),
+    ),
+    (
+        "Optimization",
+        (
+            Curve(title="Loss", metric="loss"),
+            Curve(title="Gradient norm", metric="grad_norm"),
+            Curve(title="Optimizer steps left out", metric="steps/skipped", hide_constant=True),
+            Curve(title="Learning rate", metric="learning_rate", hide_constant=True),
+            Curve(title="Loss: KL term", metric="loss/kl"),
+            Curve(title="Loss: right completions' NLL", metric="loss/nll"),
+            Curve(
+                title="Advantage: mean", metric="advantage/mean", band=" ± standard deviation", spread="advantage/std"
+            ),
+            Curve(title="Critic: explained variance", metric="critic/explained_variance"),
+            Curve(title="Critic: loss", metric="critic/loss"),
+            Curve(title="Critic: gradient norm", metric="critic/grad_norm"),
+            Curve(title="Critic: mean value", metric="critic/value_mean"),
+            Curve(title="Critic: clip fraction", metric="critic/clip_fraction", hide_constant=True),
+            Curve(title="Critic: learning rate", metric="critic/learning_rate", hide_constant=True),
+            Curve(title="Warm start: loss by supervised step", metric="warm_start/loss"),
+        ),
+    ),
+    (
+        "Health",
+        (
+            Curve(
+                title="Train-rollout log-prob gap", metric="mismatch/logprob_abs_mean", peak="mismatch/logprob_abs_max"
+            ),
+            Curve(
+                title="Log-prob gap: 90 %",
+                metric="mismatch/logprob_abs_p90",
+                band=", median to 99 %",
+                low="mismatch/logprob_abs_p50",
+                high="mismatch/logprob_abs_p99",
+            ),
+            Curve(title="Log-prob gap at tokens <name>", metric="mismatch/position/<name>"),
+            Curve(title="Log-prob gap of the worst expert, over all", metric="mismatch/expert_worst"),
+            Curve(title="Layer of that expert", metric="mismatch/expert_layer"),
+            Curve(title="Number of that expert", metric="mismatch/expert_number"),
+            Curve(title="KL, engine from learner", metric="kl/rollout"),
+            Curve(title="The same by k1", metric="mismatch/k1"),
+            Curve(title="The same of tokens of staleness <name>", metric="mismatch/k1/<name>"),
+            Curve(title="Importance ratio to the engine at staleness <name>", metric="mismatch/ratio/<name>"),
+            Curve(title="Expert load, busiest over mean", metric="moe/load_imbalance"),
+            Curve(title="Experts without tokens", metric="moe/dead_experts"),
+            Curve(title="Routers' entropy, over the uniform one's", metric="moe/routing_entropy"),
+            Curve(title="Tokens rerouted by replay", metric="moe/rerouted_fraction"),
+            Curve(title="Routes unlike the engine's", metric="moe/flips_engine"),
+            Curve(title="Routes unlike the engine's: <name>", metric="moe/flips_engine/<name>"),
+            Curve(title="Routes that the update changes", metric="moe/flips_update"),
+            Curve(title="Routes that the update changes: <name>", metric="moe/flips_update/<name>"),
+            Curve(title="Tokens by first such layer: <name>", metric="moe/first_flip/<name>"),
+            Curve(title="Ratios outside 1 ± 0.2", metric="ratio/outside"),
+            Curve(title="Ratios outside 1 ± 0.2, first flip in <name>", metric="ratio/outside/<name>"),
+            Curve(title="Expert load: loss of a micro-batch", metric="moe/aux_loss"),
+            Curve(title="Expert load: loss of a sequence", metric="moe/seq_aux_loss"),
+            Curve(title="Expert load: loss of all ranks", metric="moe/global_aux_loss"),
+            Curve(title="Routers' z-loss", metric="moe/z_loss"),
+            Curve(title="Observer <name>", metric="observer/<name>"),
+            Curve(title="Groups with equal rewards", metric="groups/zero_advantage_fraction"),
+            Curve(title="Packing imbalance", metric="packing/imbalance"),
+            Curve(title="Packing padding", metric="packing/padding_fraction"),
+            Curve(title="Waves of a step", metric="waves/count"),
+            Curve(title="Trained before the batch was whole", metric="waves/early_fraction"),
+            Curve(title="Correction weight", metric="correction/weight_mean"),
+            Curve(title="Tokens dropped by the correction", metric="correction/dropped_fraction"),
+            Curve(title="Error of quantised weights", metric="weights/quantization_error"),
+            Curve(title="Engine servers that serve", metric="engine/healthy", hide_constant=True),
+            Curve(title="Engine server restarts", metric="engine/restarts", hide_constant=True),
+            Curve(title="Staleness", metric="staleness/mean", peak="staleness/max", hide_constant=True),
+            Curve(title="Staleness: 95 % of the completions", metric="staleness/p95", hide_constant=True),
+            Curve(title="Staleness of a token", metric="staleness/tokens_mean", hide_constant=True),
+            Curve(title="Share of completions of staleness <name>", metric="staleness/share/<name>"),
+            Curve(title="How far sampling may be ahead", metric="staleness/allowed", hide_constant=True),
+            Curve(title="Seconds of waiting for groups that are due", metric="wait/due_seconds", hide_constant=True),
+            Curve(title="Seconds of spare slots: no more is admitted", metric="wait/admission_seconds"),
+            Curve(title="Seconds from a group's sending to its step", metric="age/seconds_mean"),
+            Curve(title="Completions in flight at the push", metric="in_flight/completions", hide_constant=True),
+            Curve(title="Their tokens", metric="in_flight/tokens", hide_constant=True),
+            Curve(title="Tokens gone on from after a push", metric="in_flight/resumed_tokens", hide_constant=True),
+            Curve(title="Tokens computed again after pushes", metric="in_flight/recomputed_tokens", hide_constant=True),
+            Curve(title="Overlap of sampling and training", metric="overlap/fraction"),
+            Curve(title="A step over its longer half", metric="overlap/stretch"),
+            Curve(title="Learner idle: it waits for groups", metric="idle/learner_fraction"),
+            Curve(title="Engines idle: slots unused", metric="idle/engine_fraction"),
+            Curve(title="Prompts <name>", metric="ledger/<name>", hide_constant=True),
+        ),
+    ),
+    (
+        "Speed",
+        (
+            Curve(title="Seconds a step", metric="seconds/step", compared=True),
+            Curve(title="Rollout speed", metric="tokens_per_second/rollout"),
+            Curve(title="Training speed", metric="tokens_per_second/train"),
+            Curve(title="Share of the GPUs' peak in training (MFU)", metric="mfu/train"),
+            Curve(title="Seconds of weight digests", metric="seconds/verify"),
+            Curve(title="Seconds for which a push paused sampling", metric="seconds/pause"),
+            Curve(title="Bytes of a step's columns to ranks", metric="plane/bytes"),
+            Curve(title="Seconds in which these were made", metric="plane/seconds"),
+            Curve(title="Seconds for which a step waited for a save's copy", metric="checkpoint/stage_seconds"),
+            Curve(title="Seconds in which a checkpoint was written", metric="checkpoint/write_seconds"),
+            Curve(title="Passes, median and slowest rank", metric="seconds/passes_median", peak="seconds/passes_max"),
+            Curve(title="A fixed computation, slowest rank over median", metric="ranks/slowness"),
+            Curve(title="Longest that the controller served nothing, ms", metric="loop/longest_ms"),
+            Curve(title="Slowest rank", metric="ranks/slowest"),
+            Curve(title="Most memory that a rank has held", metric="memory/peak"),
+        ),
+    ),
+)
