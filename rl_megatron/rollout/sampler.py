@@ -43,6 +43,7 @@ class RolloutSampler:
     routes: bool = False  # whether to request routes of the completions that are trained on
     apart: bool = False  # whether each completion of a group is requested by itself
     sampled: dict[str, Completion] = field(default_factory=dict)  # of groups that are not scored yet, by their requests
+    poison: dict[str, str] = field(default_factory=dict)  # the problem of each held-out prompt that was, by its id
 
     async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
         """``group_size`` completions of each prompt, scored, and after them the greedy ones.
@@ -80,17 +81,21 @@ class RolloutSampler:
     async def evaluate(self, prompts: Sequence[Prompt], *, temperature: float, success_reward: float) -> float:
         """Share of ``prompts`` whose one completion gets at least ``success_reward``; failed rewards do not count.
 
-        Raises EngineError if more than 1 % of them, and more than one, are poison.
+        What is poison is not asked again. Raises EngineError if more than 1 % of them, and more than one, are.
         """
-        named = list(zip(prompts, _told_apart("evaluation", prompts), strict=True))
+        named = [
+            one for one in zip(prompts, _told_apart("evaluation", prompts), strict=True) if one[0].id not in self.poison
+        ]
         answered = await self._run(named, 1, temperature, 1.0, birth=0)
-        poison = [one.problem for one in answered if one.reason == "poison"]
+        pairs = zip(named, answered, strict=True)
+        self.poison.update({prompt.id: one.problem for (prompt, _), one in pairs if one.reason == "poison"})
+        poison = [self.poison[prompt.id] for prompt in prompts if prompt.id in self.poison]
         if len(poison) > max(1, POISON_SHARE * len(prompts)):
             raise EngineError(
                 f"{len(poison)} of {len(prompts)} held-out prompts ended servers or were refused, so an accuracy "
                 f"would say nothing of the weights: read the servers' logs; the last one's error: {poison[-1]}"
             )
-        return sum(a.group is not None and a.group.rewards[0] >= success_reward for a in answered) / len(answered)
+        return sum(a.group is not None and a.group.rewards[0] >= success_reward for a in answered) / len(prompts)
 
     async def _run(
         self,

@@ -209,7 +209,8 @@ def test_an_evaluation_with_more_than_one_poison_prompt_in_a_hundred_has_no_accu
         prompts = [replace(PROMPTS[i >= poison], id=f"e{i}") for i in range(4)]
         return asyncio.run(ours.evaluate(prompts, temperature=0.0, success_reward=0.0))
 
-    assert accuracy(1) == 3 / 4
+    assert [accuracy(1) for _ in range(3)] == [3 / 4] * 3
+    assert [request.token_ids[0] for request in ours.engine.asked].count(3) == 1  # it is known from then on
     with pytest.raises(EngineError, match=r"2 of 4 held-out prompts .* the last one's error: .*e1.*log-prob nan"):
         accuracy(2)
 
