@@ -44,6 +44,12 @@ def even(prompt, completions, texts):
         time.sleep(0.01)
     return [float(sum(c.token_ids) % 2 == 0) for c in completions]
 
+def slow_for_some(prompt, completions, texts):
+    """For one prompt in four it takes longer than two steps, whose tokens are then as old as they may be."""
+    if prompt.id != "made-up" and sum(prompt.token_ids) % 4 == 0:
+        time.sleep(1)
+    return even(prompt, completions, texts)
+
 def raising(prompt, completions, texts):
     """Raise, except in the call before the run."""
     if prompt.id != "made-up":

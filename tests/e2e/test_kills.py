@@ -56,7 +56,7 @@ def test_every_prompt_is_trained_on_once_or_waits(read: Found) -> None:
     assert {step: len(prompts) for step, prompts in read.trained.items()} == dict.fromkeys(
         range(1, read.step + 1), SIZE
     )
-    assert 0 < max(read.ages) <= STALENESS
+    assert max(read.ages) == STALENESS
 
 
 def test_completions_went_on_over_pushes(finished: Run) -> None:

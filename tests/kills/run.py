@@ -2,7 +2,7 @@
 
 One run of the tiny model with two servers and train.max_staleness=2 is killed and continued again and again: at calls
 that a fixed seed draws, and at moments. A command that was ended goes on where it was. It ends with 1 where the run's
-files, read by json alone, lack a prompt or have one twice.
+files, read by json alone, lack a prompt or have one twice, or where none has tokens as old as allowed.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def kill_all(series: Series, wanted: list[Point | After], done: Path) -> int:
     equal = trained_by_the_learner(series.place.folder) == there.trained
     print(f"{len(wanted)} kills: {told(there)}")
     print(f"the learner trained on {'what' if equal else 'OTHER prompts than'} the ledger says")
-    return int(wrong > 0 or not equal or not right(there))
+    aged = max(there.ages, default=0) == STALENESS
+    print(f"tokens as old as allowed were {'' if aged else 'NEVER '}trained on")
+    return int(wrong > 0 or not equal or not right(there) or not aged)
 
 
 def told(there: Found) -> str:

@@ -11,7 +11,7 @@ from tests.kills.reader import DIGITS, NUM_EVAL, Found, found
 
 SIZE, STALENESS, NAME = 4, 2, "killed"
 KEYS = (
-    *("learner.ep=1", "reward.function=my_rewards:even", "rollout.server.replicas=2", f"data.digits={DIGITS}"),
+    *("learner.ep=1", "reward.function=my_rewards:slow_for_some", "rollout.server.replicas=2", f"data.digits={DIGITS}"),
     *("warm_start.steps=0", "eval.every=0", "train.lr_decay=none", f"train.max_staleness={STALENESS}"),
     *("checkpoint.every=1", f"log.samples_per_step={SIZE}", f"data.num_eval={NUM_EVAL}"),
     # So that pushes and checkpoints find completions under way:
