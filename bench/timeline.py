@@ -4,27 +4,42 @@
 
 *keep*: one span kept, as phases and generations are. *part*: one part of a call of a rank, with its share of the
 answer's pickle. *answer*: one of a rank's spans read from an answer and kept by the controller. *write*: one span
-written to trace.json, in the controller's thread for it. Then the share of a step: of a run that was made (its trace
-and its rows), and of a step of the given size. The bar is 0.5 % of the step, for the controller and for a rank.
+written to trace.json, in the controller's thread for it. *question*: a server's load asked over HTTP, and its lines
+kept and written; 35 kB of Prometheus's text, as vLLM's. Then the share of a step: of a run that was made (its trace and
+its rows), and of a step of the given size. The bar is 0.5 % of the step, for the controller and for a rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
+import http.server
 import itertools
 import json
+import multiprocessing
 import pickle
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+from typing_extensions import override
+
 from bench.results import parse, write
+from rl_megatron.models.named import NAMED
 from rl_megatron.observability import activity
 from rl_megatron.observability.timeline import ranks, spans
 from rl_megatron.observability.timeline.trace import TraceFile, read_trace
+from rl_megatron.rollout.servers.adapter import EngineGauges
+from rl_megatron.rollout.servers.gauges import PERIOD_SECONDS, GaugesInTurn
+from rl_megatron.rollout.servers.http import Server
+from rl_megatron.rollout.servers.replicas import ReplicaSet
+from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 
 BAR, COUNT, TRIES = 0.005, 20_000, 7
+QUESTIONS = 100
 PARTS = 2  # of a micro-batch: its forward, and what is after it
 CALLS = 8  # of a step, of a rank: scores, backward, step, stage, commit, sums and two more
 CALL_SPANS = 2  # of a call: the rank's, and the controller's wait for it
@@ -86,6 +101,89 @@ def writing(folder: Path) -> Callable[[], None]:
     return lambda: file.append(kept)
 
 
+class Metrics(http.server.BaseHTTPRequestHandler):
+    """Answers every request with the text of a vLLM server's metrics."""
+
+    protocol_version = "HTTP/1.1"
+    told = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "generation_tokens_total")
+    others = "".join(
+        f'vllm:other_bucket{{engine="0",le="{n}.0",model_name="/models/qwen3"}} {n}.0\n' for n in range(600)
+    )
+    text = (others + "".join(f'vllm:{name}{{engine="0",model_name="/models/qwen3"}} 0.5\n' for name in told)).encode()
+
+    def do_GET(self) -> None:
+        """Answer."""
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.text)))
+        self.end_headers()
+        self.wfile.write(self.text)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+class Counted(VLLMAdapter):
+    """Counts questions."""
+
+    asked = 0
+
+    @override
+    async def gauges(self, server: Server) -> EngineGauges:
+        self.asked += 1
+        return await super().gauges(server)
+
+
+class Quiet(http.server.ThreadingHTTPServer):
+    """Says nothing of clients that go while they ask, as the last one of a try does."""
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Nothing."""
+
+
+def serve(port: Connection) -> None:
+    """Serve in a process of its own, whose CPU is not counted."""
+    with Quiet(("127.0.0.1", 0), Metrics) as server:
+        port.send(server.server_port)
+        server.serve_forever()
+
+
+@contextlib.contextmanager
+def server_that_tells() -> Iterator[str]:
+    """The URL of one."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{ours.recv()}"
+    finally:
+        process.terminate()
+        process.join()
+
+
+def question(folder: Path) -> float:
+    """Nanoseconds of CPU of a question and what it writes, at best of ``TRIES``."""
+    adapter, file = Counted(NAMED["qwen3-30b-a3b"]), TraceFile(folder)
+
+    async def asked(url: str) -> None:
+        server = Server(url, token=None, timeout_seconds=60)
+        try:
+            async with GaugesInTurn(adapter, ReplicaSet("vLLM", [server]), 0.0).asked():
+                while adapter.asked < QUESTIONS:
+                    await asyncio.sleep(0.01)
+        finally:
+            await server.close()
+
+    taken = []
+    with server_that_tells() as url:
+        for _ in range(TRIES):
+            spans.taken()
+            adapter.asked, began = 0, time.process_time_ns()
+            asyncio.run(asked(url))
+            file.append(spans.taken()[0])
+            taken.append((time.process_time_ns() - began) / adapter.asked)
+    return min(taken)
+
+
 def of_run(folder: Path, kept: float, written: float) -> dict[str, object]:
     """The spans of a step of a run that was made, and their share of its seconds."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -107,7 +205,7 @@ def main() -> None:
     args = parse(parser)
     with tempfile.TemporaryDirectory() as folder:
         measured = {"keep": keep, "part": part, "answer": answers(), "write": writing(Path(folder))}
-        found = {name: cost(work) for name, work in measured.items()}
+        found = {name: cost(work) for name, work in measured.items()} | {"question": question(Path(folder))}
     for name, nanoseconds in found.items():
         print(f"{name:8} {nanoseconds:7,.0f} ns a span")
     of_rank = CALLS + 2 * args.micro_batches * PARTS  # scores and backward pass over all
@@ -121,6 +219,8 @@ def main() -> None:
         ),
     }
     rows: list[dict[str, object]] = [{"what": name, "nanoseconds": value} for name, value in found.items()]
+    questions = round(args.seconds / PERIOD_SECONDS)
+    shares["questions to servers, however many"] = 2 * questions, questions * found["question"]
     rows += [
         {"what": who, "seconds": args.seconds, "spans": count, "share": total / 1e9 / args.seconds}
         for who, (count, total) in shares.items()

@@ -30,6 +30,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers import engine_token
 from rl_megatron.rollout.servers.adapter import Adapter, StartOptions
 from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.gauges import GaugesInTurn
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.replicas import Replica
 from rl_megatron.weights.bytes.dtypes import DType
@@ -107,6 +108,7 @@ class ServedEngines:
             stack.push_async_callback(engine.close)
             await self._checks.check(servers)
             await stack.enter_async_context(self._kept(running, packages, engine, standing))
+            await stack.enter_async_context(GaugesInTurn(self._adapter, engine.replicas).asked())
             yield engine
 
     @contextlib.asynccontextmanager

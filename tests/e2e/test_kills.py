@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import pytest
 
+from rl_megatron.observability.timeline.trace import read_trace
 from tests.e2e.processes import Place, Run
 from tests.kills.points import KILLED, Point, function_of
 from tests.kills.reader import Found, found, lines_of, trained_by_the_learner
 from tests.kills.run import points
 from tests.kills.series import SIZE, STALENESS, Series
+from tests.perfetto import check_trace
 
 STREAM, LEDGER = "rl_megatron.rollout.stream:Stream", "rl_megatron.rollout.ledger:Ledger"
 SAVES, PUSHES = "rl_megatron.training.checkpoints", "rl_megatron.rollout.servers.embedded.adapter:EmbeddedAdapter"
@@ -83,3 +85,16 @@ def test_what_make_test_kills_draws_is_there() -> None:
     drawn = points(18, 100)
     assert len({point.name for point in drawn}) > 80
     assert all(callable(function_of(point.call)[2]) for point in drawn if isinstance(point, Point))
+
+
+def test_the_timeline_has_the_servers_requests_under_the_generations_that_they_answer(finished: Run) -> None:
+    """An arrow goes from each generation of the last start to its request by a server; some go on over a push."""
+    check_trace(finished.folder / "trace.json")
+    events = read_trace(finished.folder)
+    generations = {e.flow: e for e in events if e.name == "generate" and e.flow is not None}
+    attempts = [e for e in events if e.name == "attempt" and e.flow in generations]
+    assert len(attempts) >= len(generations) > SIZE
+    assert {e.process for e in attempts} == {"replica 0", "replica 1"}
+    assert all(generations[e.flow].begin <= e.begin <= e.end <= generations[e.flow].end for e in attempts)
+    commits = [e.end for e in events if (e.thread, e.name) == ("pushes", "commit")]
+    assert any(e.begin < moment < e.end for e in attempts for moment in commits)

@@ -19,6 +19,7 @@ from rl_megatron.scaling.saves import bytes_by_rank
 from rl_megatron.training import checkpoints
 from rl_megatron.weights.layouts.learner import learner_layout
 from tests.e2e.processes import PORTABLE, Place, Run, alive
+from tests.perfetto import check_trace
 
 ONE = ("learner.ep=1", "reward.function=my_rewards:even")
 STORED = Path(__file__).with_name("reference.json")
@@ -59,11 +60,10 @@ def test_the_reference_records_what_it_always_did(place: Place, reference: Run) 
 
 
 def test_the_timeline_is_a_trace_whose_seconds_are_those_of_the_rows(reference: Run) -> None:
-    """Chrome's format by its own words: complete events of integers, nested in each lane; sums within 1 %."""
+    """Perfetto leaves nothing of it out; sums within 1 %."""
+    check_trace(reference.folder / "trace.json")
     events = json.loads((reference.folder / "trace.json").read_text())
-    assert {event["ph"] for event in events} == {"X", "M"}
     shown = [event for event in events if event["ph"] == "X"]
-    assert all(type(event[key]) is int and event[key] >= 0 for event in shown for key in ("ts", "dur", "pid", "tid"))
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     lanes: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
@@ -74,12 +74,6 @@ def test_the_timeline_is_a_trace_whose_seconds_are_those_of_the_rows(reference: 
         queued[e["ts"], e["name"]] = e.get("args", {}).get("queued_us", 0)
     assert {("controller", thread) for thread in ("steps", "phases", "pushes", "saves")} <= lanes.keys()
     assert {("sampling", "request 0"), ("sampling", "reward 0"), ("rank 0", "calls")} <= lanes.keys()
-    for spans in lanes.values():
-        open_until: list[int] = []
-        for begin, end, _ in spans:
-            open_until = [until for until in open_until if until > begin]
-            assert all(end <= until for until in open_until)
-            open_until.append(end)
     steps = {name: (begin, end) for begin, end, name in lanes["controller", "steps"]}
     rows = [row for row in reference.rows() if "seconds/step" in row]
     assert len(steps) == len(rows) == 8

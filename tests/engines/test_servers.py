@@ -18,6 +18,7 @@ from torch import Tensor
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.data.routes import decode_routes
 from rl_megatron.errors import ConfigError, EngineError, SyncError
+from rl_megatron.rollout.servers.adapter import EngineGauges
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.types import Completion
 from tests.engines.benches import MAX_LENGTH, NEW, RETURN_ROUTES, ServedBench, logprobs_of, request, routes_of, served
@@ -97,6 +98,26 @@ def test_it_tells_meanwhile_that_it_makes_tokens(server: ServedBench, models: tu
         if len(busy - idle) > 3:  # of the prompt and of many tokens behind it
             return
     raise AssertionError(f"it told {busy - idle} while it sampled {new} tokens")
+
+
+def test_it_says_how_busy_it_is(server: ServedBench, models: tuple[Path, Path]) -> None:
+    """One request runs, then none; what it says is in the cache is a share."""
+    server.push(models[0], 1)
+    adapter, (one,) = server.engine.adapter, server.engine.servers
+
+    async def looked(new: int) -> list[EngineGauges | None]:
+        running, busy = asyncio.create_task(server.engine.generate(request(new=new))), list[EngineGauges | None]()
+        while not running.done():
+            busy.append(await adapter.gauges(one))
+        return busy
+
+    for new in NEW:
+        found = [each for each in server.run(looked(new)) if each is not None and each.running]
+        if found:
+            break
+    assert {(each.running, each.waiting) for each in found} == {(1, 0)}
+    assert all(each.cache is not None and 0 <= each.cache < 1 for each in found)
+    assert all(each.tokens is not None or each.tokens_per_second is not None for each in found)
 
 
 def test_a_running_request_goes_on_over_an_update(server: ServedBench, models: tuple[Path, Path]) -> None:

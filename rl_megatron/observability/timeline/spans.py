@@ -21,7 +21,10 @@ SpanDetails = Mapping[str, str | int | float]
 
 
 class Lane:
-    """A row of the timeline: a thread of a process, by the names that are shown, and its clock if that is another's."""
+    """A row of the timeline: a thread of a process, by the names that are shown, and its clock if that is another's.
+
+    Without a thread it is for values of the process (`gauge`).
+    """
 
     __slots__ = ("clock", "process", "thread")
 
@@ -30,7 +33,9 @@ class Lane:
 
 
 KeptSpan = tuple[Lane, str, int, int, SpanDetails | None]
-"""Lane, name, begin and end, and what else is said of it. Those of a lane are nested or apart."""
+"""Lane, name, begin and end, and what else is said of it. Those of a lane are nested or apart.
+
+Of values: their lane has no thread, begin and end are equal, and ``said`` has them by name."""
 
 STEPS, PHASES, PUSHES, SAVES = (Lane("controller", thread) for thread in ("steps", "phases", "pushes", "saves"))
 _kept: deque[KeptSpan] = deque(maxlen=MOST)
@@ -43,6 +48,12 @@ def keep(lane: Lane, name: str, begin: int, end: int, said: SpanDetails | None =
     if len(_kept) == MOST:
         _lost += 1
     _kept.append((lane, name, begin, end, said))
+
+
+def gauge(process: Lane, name: str, **values: int | float) -> None:
+    """Keep what ``values`` are now, of a lane without a thread: each is drawn as a line, ``name`` before its own."""
+    at = now()
+    keep(process, name, at, at, values)
 
 
 def taken() -> tuple[list[KeptSpan], int]:

@@ -3,6 +3,9 @@
 That is "Trace Event Format" of the Chromium project, in its form of a JSON array. A line is one event: a file that a
 kill has torn is read up to its last whole line, and the format lets the closing bracket be missing. A file that is
 full, or that an earlier start wrote, is renamed to trace_before.json; the one that had this name goes.
+
+Perfetto shows processes by their sort index (before v53 by their number of spans), and threads by their number, where
+that of their process would be its main thread's. Arrows go from a generation to each of its requests by servers.
 """
 
 from __future__ import annotations
@@ -15,23 +18,32 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from rl_megatron.durable import naming, write_atomically
 from rl_megatron.errors import DataError
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.clock import Clock
-from rl_megatron.observability.timeline.spans import KeptSpan, Lane, SpanDetails
+from rl_megatron.observability.timeline.spans import KeptSpan, SpanDetails
 
 FILES = ("trace_before.json", "trace.json")
 MOST_BYTES = 32 << 20  # of each of the two
 _TAIL_BYTES = 8 << 20
+_JOINED = ("generate", "attempt")  # spans that arrows join, by their requests: from the first to each of the others
 _FIRST = ("controller", "sampling", "replica", "rank")  # processes in the order in which they are shown
+_THREADS = ("steps", "phases", "pushes", "saves", "calls", "asked by the controller")  # so are those of a process,
+_NUMBERED = {"request": 100, "reward": 1_000_000}  # and after them those with numbers, from these on
+_OTHERS = 2_000_000
+_FLOWS_IN = ',"flow_in":true'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceEvent:
-    """A span as it was written: microseconds since 1970 by the controller's clock."""
+    """A span as it was written: microseconds since 1970 by the controller's clock.
+
+    Without a thread it is values of its process, by their names in ``said``, at ``begin``. Events of one ``flow`` are
+    joined by arrows.
+    """
 
     process: str
     thread: str
@@ -39,6 +51,50 @@ class TraceEvent:
     begin: int
     end: int
     said: SpanDetails
+    flow: int | None = None
+
+
+class _Lines:
+    """Makes the lines of a file's events. Those of a process and a thread are named before their first."""
+
+    def __init__(self) -> None:
+        self.processes: dict[str, int] = {}
+        self._threads: dict[tuple[str, str], str] = {}  # their numbers, as a line has them
+
+    def span(
+        self, process: str, thread: str, name: str, begin: int, end: int, said: SpanDetails | None, flow: int | None
+    ) -> str:
+        """The line of a span, or of values if ``thread`` is empty: Perfetto reads no escapes in their names."""
+        head, numbers = "", self._threads.get((process, thread))
+        if numbers is None:
+            head = self._named(process, thread)
+            numbers = self._threads[process, thread]
+        more = _args(tuple(said.items())) if said else ""
+        if flow is not None:
+            more += f',"bind_id":"{flow:#x}","flow_out":true{"" if name == _JOINED[0] else _FLOWS_IN}'
+        if not thread:
+            return f'{head}{{"ph":"C","name":{_quoted(name)},"ts":{begin},{numbers}{more}}},\n'
+        return f'{head}{{"ph":"X","name":{_quoted(name)},"ts":{begin},"dur":{end - begin},{numbers}{more}}},\n'
+
+    def end(self) -> str:
+        """The last lines: one of JSON has no comma."""
+        first = next(iter(self.processes), "")
+        return _meta("process_sort_index", 1, sort_index=_rank(first))[:-2] + "\n]\n"
+
+    def _named(self, process: str, thread: str) -> str:
+        head = ""
+        if process not in self.processes:
+            number = self.processes[process] = len(self.processes) + 1
+            head += _meta("process_name", number, name=process)
+            head += _meta("process_sort_index", number, sort_index=_rank(process))
+        number = self.processes[process]
+        if not thread:
+            self._threads[process, thread] = f'"pid":{number}'
+            return head
+        place = _place(thread, len(self._threads))
+        place += place >= number  # Perfetto shows the thread with its process's number first
+        self._threads[process, thread] = f'"pid":{number},"tid":{place}'
+        return head + _meta("thread_name", number, place, name=thread)
 
 
 class TraceFile:
@@ -49,31 +105,39 @@ class TraceFile:
         self._most, self._size = most_bytes, 0
         self._wall = time.time_ns() - spans.now()
         self._file: IO[bytes] | None = None
-        self._processes: dict[str, tuple[int, Clock | None]] = {}
-        self._threads: dict[tuple[str, str], str] = {}  # their numbers, as a line has them
+        self._lines = _Lines()
+        self._clocks: dict[str, Clock] = {}  # of processes
+        self._flows: dict[object, int] = {}  # of requests that are not over
+        self._flow = time.time_ns() // 1000  # the number of the latest; those of another start are others
 
     def append(self, kept: Iterable[KeptSpan]) -> None:
-        """Write spans; readers see them when this returns."""
-        file = self._open()
+        """Write spans, and how far clocks may be off; readers see them when this returns."""
+        self._open()
+        flows = self._flows_of(kept := list(kept))
         with naming(self._path):
-            for span in sorted(kept, key=lambda span: (span[2], -span[3])):  # of equal begins the outer one first
-                if self._size > self._most:
-                    self.close()
-                    file = self._open()
-                self._size += file.write(self._line(span).encode("ascii"))
-            file.flush()
+            for span, flow in sorted(zip(kept, flows, strict=True), key=_outer_first):
+                file = self._with_room()
+                self._size += file.write(self._line(span, flow).encode("ascii"))
+            at = (spans.now() + self._wall) // 1000
+            for process, clock in self._clocks.items():
+                if clock.bound is not None:
+                    said = {"wrong by us, at most": round(clock.bound / 1000, 1)}
+                    file = self._with_room()
+                    self._size += file.write(self._lines.span(process, "", "clock", at, at, said, None).encode("ascii"))
+            self._open().flush()
 
     def close(self) -> None:
         """End the file, if it is open."""
         file, self._file = self._file, None
-        if file is None:
-            return
-        with naming(self._path), file:
-            for number, clock in self._processes.values():
-                if clock is not None:
-                    file.write(_meta("process_labels", number, labels=_trust(clock)).encode("ascii"))
-            first = next(iter(self._processes), "")
-            file.write(_meta("process_sort_index", 1, sort_index=_rank(first)).encode("ascii")[:-2] + b"\n]\n")
+        if file is not None:
+            with naming(self._path), file:
+                file.write(self._lines.end().encode("ascii"))
+
+    def _with_room(self) -> IO[bytes]:
+        """The file, or the next one, in which no lane has a name yet."""
+        if self._size > self._most:
+            self.close()
+        return self._open()
 
     def _open(self) -> IO[bytes]:
         if self._file is not None:
@@ -81,36 +145,36 @@ class TraceFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
             self._path.replace(self._before)
-        self._processes, self._threads = {}, {}
+        self._lines = _Lines()
         with naming(self._path):
             self._file = self._path.open("wb")
             self._size = self._file.write(b"[\n")
         return self._file
 
-    def _line(self, span: KeptSpan) -> str:
-        lane, name, begin, end, said = span
-        numbers = self._threads.get((lane.process, lane.thread))
-        head = "" if numbers is not None else self._named(lane)
-        shift = self._wall + (lane.clock.offset if lane.clock is not None else 0)
-        first, last = (begin + shift) // 1000, (end + shift) // 1000  # whole ones, so that what was nested stays so
-        more = _args(tuple(said.items())) if said else ""
-        numbers = self._threads[lane.process, lane.thread]
-        return f'{head}{{"ph":"X","name":{_quoted(name)},"ts":{first},"dur":{last - first},{numbers}{more}}},\n'
+    def _flows_of(self, kept: Iterable[KeptSpan]) -> list[int | None]:
+        """The number of each span's flow: one for a generation and all of its requests by servers, which end first."""
+        found = list[int | None]()
+        for _, name, _, _, said in kept:
+            request = said.get("request") if said and name in _JOINED else None
+            if request is None:
+                found.append(None)
+            elif name == _JOINED[0]:
+                found.append(self._flows.pop(request, None))
+            else:
+                if request not in self._flows:
+                    self._flow += 1
+                    self._flows[request] = self._flow
+                found.append(self._flows[request])
+        return found
 
-    def _named(self, lane: Lane) -> str:
-        """The lines that name a lane which the file has not yet."""
-        head = ""
-        if lane.process not in self._processes:
-            number = len(self._processes) + 1
-            head += _meta("process_name", number, name=lane.process)
-            head += _meta("process_sort_index", number, sort_index=_rank(lane.process))
-            self._processes[lane.process] = number, None
-        number, clock = self._processes[lane.process]
-        self._processes[lane.process] = number, lane.clock or clock
-        thread = len(self._threads) + 1
-        self._threads[lane.process, lane.thread] = f'"pid":{number},"tid":{thread}'
-        head += _meta("thread_name", number, thread, name=lane.thread)
-        return head + _meta("thread_sort_index", number, thread, sort_index=thread)
+    def _line(self, span: KeptSpan, flow: int | None) -> str:
+        lane, name, begin, end, said = span
+        shift = self._wall
+        if lane.clock is not None:
+            self._clocks[lane.process] = lane.clock
+            shift += lane.clock.offset
+        first, last = (begin + shift) // 1000, (end + shift) // 1000  # whole ones, so that what was nested stays so
+        return self._lines.span(lane.process, lane.thread, name, first, last, said, flow)
 
 
 def read_trace(folder: Path, *, tail: bool = False) -> list[TraceEvent]:
@@ -134,39 +198,37 @@ def write_trace(folder: Path, out: Path) -> Path:
 
     Raises as `read_trace`.
     """
-    processes, threads, lines = dict[str, int](), dict[tuple[str, str], int](), list[str]()
-    for event in read_trace(folder):
-        who = event.process, event.thread
-        number = processes.setdefault(event.process, len(processes) + 1)
-        thread = threads.setdefault(who, len(threads) + 1)
-        shown: dict[str, Any] = {"ph": "X", "name": event.name, "ts": event.begin, "dur": event.end - event.begin}
-        lines.append(json.dumps({**shown, "pid": number, "tid": thread, "args": event.said}))
-    named = [_meta("process_name", number, name=name) for name, number in processes.items()]
-    named += [_meta("process_sort_index", number, sort_index=_rank(name)) for name, number in processes.items()]
-    named += [_meta("thread_name", processes[name], number, name=thread) for (name, thread), number in threads.items()]
-    text = "[\n" + "".join(named) + ",\n".join(lines) + "\n]\n"
+    lines = _Lines()
+    events = [
+        lines.span(event.process, event.thread, event.name, event.begin, event.end, event.said, event.flow)
+        for event in read_trace(folder)
+    ]
+    text = "".join(["[\n", *events, lines.end()])
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, gzip.compress(text.encode()) if out.suffix == ".gz" else text.encode())
     return out
 
 
 def _events(path: Path, *, skipped: int) -> Iterator[TraceEvent]:
-    processes, threads = dict[int, str](), dict[int, str]()
-    for number, line in _lines(path, skipped):
+    processes, threads = dict[int, str](), dict[tuple[int, int], str]()
+    for number, line in _whole_lines(path, skipped):
         try:
             found = json.loads(line.rstrip(b",]\n"))
             if found["ph"] == "M":
-                named = {"process_name": (processes, "pid"), "thread_name": (threads, "tid")}.get(found["name"])
-                if named is not None:
-                    named[0][found[named[1]]] = found["args"]["name"]
+                if found["name"] == "process_name":
+                    processes[found["pid"]] = found["args"]["name"]
+                elif found["name"] == "thread_name":
+                    threads[found["pid"], found["tid"]] = found["args"]["name"]
                 continue
+            values, flow = found["ph"] == "C", found.get("bind_id")
             yield TraceEvent(
                 process=processes[found["pid"]],
-                thread=threads[found["tid"]],
+                thread="" if values else threads[found["pid"], found["tid"]],
                 name=found["name"],
                 begin=found["ts"],
-                end=found["ts"] + found["dur"],
+                end=found["ts"] + (0 if values else found["dur"]),
                 said=found.get("args", {}),
+                flow=None if flow is None else int(flow, 16),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
@@ -174,7 +236,7 @@ def _events(path: Path, *, skipped: int) -> Iterator[TraceEvent]:
             ) from error
 
 
-def _lines(path: Path, skipped: int) -> Iterator[tuple[int, bytes]]:
+def _whole_lines(path: Path, skipped: int) -> Iterator[tuple[int, bytes]]:
     """Whole lines but brackets, with their numbers; of the first ``skipped`` bytes only the names of lanes."""
     at = 0
     with path.open("rb") as file:
@@ -199,12 +261,22 @@ def _quoted(name: str) -> str:
     return json.dumps(name)
 
 
+def _place(thread: str, known: int) -> int:
+    """Where a thread is shown in its process; ``known``: of how many threads there are numbers."""
+    if thread in _THREADS:
+        return _THREADS.index(thread) + 1
+    word, _, number = thread.rpartition(" ")
+    return _NUMBERED[word] + int(number) if word in _NUMBERED and number.isdecimal() else _OTHERS + known
+
+
+def _outer_first(one: tuple[KeptSpan, int | None]) -> tuple[int, int]:
+    """The order of spans: of equal begins the longer one is the outer."""
+    span, _ = one
+    return span[2], -span[3]
+
+
 def _rank(process: str) -> int:
     """Where a process is shown: the controller first, ranks by their numbers, those of other roles last."""
     word, number = process.split(" ")[0], re.search(r"\d+", process)
     place = _FIRST.index(word) if word in _FIRST else len(_FIRST)
     return place * 1_000_000 + (int(number[0]) if number else 0)
-
-
-def _trust(clock: Clock) -> str:
-    return "clock not compared" if clock.bound is None else f"clock ± {clock.bound / 1000:,.0f} µs"

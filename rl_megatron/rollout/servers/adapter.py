@@ -76,6 +76,17 @@ class Description:
     priorities: bool = False  # whether it takes requests of less priority first
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineGauges:
+    """How busy a server is, over all of its schedulers."""
+
+    running: int  # requests
+    waiting: int
+    cache: float | None = None  # the share of it that is in use, if it tells
+    tokens: float | None = None  # sampled since its start,
+    tokens_per_second: float | None = None  # or their speed of late, if it tells that itself
+
+
 class Sampling(Protocol):
     """Samples, scores and describes a server. Every method raises as `Server` does."""
 
@@ -102,6 +113,10 @@ class Sampling(Protocol):
         """A value that changes whenever the server has made tokens. It must return at once, even if the server is
         busy."""
         ...
+
+    async def gauges(self, server: Server) -> EngineGauges | None:
+        """How busy it is, for the timeline; None: it does not tell."""
+        return None
 
 
 class Loading(Protocol):

@@ -159,12 +159,13 @@ class Attempts:
         """What ``replica`` answers, behind what was ``begun``."""
         server = replica.server
         attempt = _Attempt(server, asked, f"{asked.id} {uuid.uuid4().hex}")
+        kind = "probe" if asked.birth is None else "attempt"
         self._running[attempt] = None
         if clock.limit is not None:
             self._apart(self._end_in_time(attempt, clock), server)
         clock.start()
         try:
-            with self._busy(server, asked.num_completions), self._lanes_of(replica).during("attempt", request=asked.id):
+            with self._busy(server, asked.num_completions), self._lanes_of(replica).during(kind, request=asked.id):
                 completions = await replica.while_alive(self._adapter.generate(server, asked, attempt.name))
             for completion in completions:
                 if problem := problem_of(completion, asked, vocab_size=self._vocab_size):

@@ -14,6 +14,7 @@ from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.clock import Clock
 from rl_megatron.observability.timeline.recording import Timeline
 from rl_megatron.observability.timeline.trace import TraceFile, read_trace, write_trace
+from tests.perfetto import check_trace
 
 MS = 1_000_000
 
@@ -37,14 +38,17 @@ def test_a_file_is_json_with_names_of_lanes_and_microseconds_on_one_clock(tmp_pa
     events = json.loads((tmp_path / "trace.json").read_text())
     named = {(e["name"], e["pid"], e["tid"]): e["args"] for e in events if e["ph"] == "M"}
     assert named["process_name", 1, 0] == {"name": "rank 1 (b)"}
-    assert named["thread_name", 1, 1] == {"name": "calls"}
+    assert named["thread_name", 1, 6] == {"name": "calls"}
     assert named["process_name", 2, 0] == {"name": "controller"}
-    assert named["process_labels", 1, 0] == {"labels": "clock ± 0 µs"}
+    assert [(e["pid"], e["name"], e["args"]) for e in events if e["ph"] == "C"] == [
+        (1, "clock", {"wrong by us, at most": 0.0})
+    ]
     shown = [e for e in events if e["ph"] == "X"]
     assert [(e["name"], e["pid"], e["tid"], e["dur"]) for e in shown] == [
-        ('forward "x"', 1, 1, 2000),
-        ("train", 2, 2, 4000),
+        ('forward "x"', 1, 6, 2000),
+        ("train", 2, 3, 4000),
     ]
+    check_trace(tmp_path / "trace.json")
     assert shown[0]["args"] == {"of": "1 of 2"}
     assert shown[0]["ts"] - shown[1]["ts"] == 1000
     assert all(type(e[key]) is int for e in shown for key in ("ts", "dur", "pid", "tid"))
@@ -73,6 +77,88 @@ def test_what_a_kill_left_and_a_resume_wrote_are_one_trace(tmp_path: Path) -> No
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"all.json", "all.json.gz"}
 
 
+def test_threads_are_in_order_and_arrows_go_from_a_generation_to_its_requests(tmp_path: Path) -> None:
+    """A push aborts request a, which another server gets; b goes on over it. What ends later is written later."""
+    replicas = [[spans.Lane(f"replica {number}", f"request {lane}") for lane in (0, 1)] for number in (0, 1)]
+    sampling = [spans.Lane("sampling", f"request {lane}") for lane in range(12)]
+    file = TraceFile(tmp_path)
+    file.append(
+        [
+            (replicas[0][0], "attempt", 2 * MS, 4 * MS, {"request": "a"}),
+            (spans.PUSHES, "push", 4 * MS, 5 * MS, {"version": 2}),
+            (spans.STEPS, "step 1", 0, 6 * MS, None),
+        ]
+    )
+    file.append(
+        [
+            (replicas[1][0], "attempt", 5 * MS, 7 * MS, {"request": "a"}),
+            (sampling[10], "generate", 1 * MS, 7 * MS, {"request": "a", "tokens": 9}),
+            (replicas[0][1], "attempt", 3 * MS, 8 * MS, {"request": "b"}),
+            (sampling[2], "generate", 2 * MS, 8 * MS, {"request": "b"}),
+            (spans.Lane("sampling", "reward 0"), "reward", 8 * MS, 9 * MS, {"prompt": "b"}),
+            (replicas[0][1], "attempt", 9 * MS, 10 * MS, {"request": "a"}),  # of the next evaluation
+            (sampling[2], "generate", 9 * MS - 1000, 10 * MS, {"request": "a"}),
+            (replicas[1][0], "probe", 9 * MS, 10 * MS, {"request": "probe 0"}),
+        ]
+    )
+    file.close()
+    check_trace(tmp_path / "trace.json")
+    events = json.loads(write_trace(tmp_path, tmp_path / "out.json").read_text())
+    check_trace(tmp_path / "out.json")
+    threads: dict[str, list[tuple[int, str]]] = {}
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    for e in events:
+        if e["name"] == "thread_name":
+            threads.setdefault(processes[e["pid"]], []).append((e["tid"], e["args"]["name"]))
+    assert {process: [name for _, name in sorted(each)] for process, each in threads.items()} == {
+        "controller": ["steps", "pushes"],
+        "sampling": ["request 2", "request 10", "reward 0"],
+        "replica 0": ["request 0", "request 1"],
+        "replica 1": ["request 0"],
+    }
+    flows: dict[str, list[tuple[str, str]]] = {}
+    for e in sorted((e for e in events if "bind_id" in e), key=lambda e: e["ts"]):
+        flows.setdefault(e["bind_id"], []).append((e["name"], processes[e["pid"]]))
+    assert sorted(flows.values()) == [
+        [("generate", "sampling"), ("attempt", "replica 0")],
+        [("generate", "sampling"), ("attempt", "replica 0")],
+        [("generate", "sampling"), ("attempt", "replica 0"), ("attempt", "replica 1")],
+    ]
+
+
+def test_values_of_a_process_are_counters(tmp_path: Path) -> None:
+    of_server, timeline = spans.Lane("replica 0", ""), Timeline(tmp_path)
+    for running in (3, 1):
+        spans.gauge(of_server, "requests", running=running, waiting=0)
+    timeline.close()
+    check_trace(tmp_path / "trace.json")
+    assert [(e.process, e.thread, e.name, e.said, e.end - e.begin) for e in read_trace(tmp_path)] == [
+        ("replica 0", "", "requests", {"running": running, "waiting": 0}, 0) for running in (3, 1)
+    ]
+
+
+def test_the_check_of_the_format_finds_what_perfetto_drops(tmp_path: Path) -> None:
+    """Each of these is a count in Perfetto's "Import errors", or draws another picture than ours."""
+    named = [
+        {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "rank 0"}},
+        {"ph": "M", "name": "process_sort_index", "pid": 1, "tid": 0, "args": {"sort_index": 0}},
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 2, "args": {"name": "calls"}},
+    ]
+    span = {"ph": "X", "name": "a", "ts": 10, "dur": 10, "pid": 1, "tid": 2}
+    wrong: dict[str, list[dict[str, Any]]] = {
+        "overlaps": [span, {**span, "ts": 15}],
+        "no name": [{**span, "tid": 3}],
+        "is no whole number": [{**span, "dur": 1.5}],
+        "begins 0 times": [{**span, "bind_id": "0x1", "flow_in": True, "flow_out": True}],
+        "escape": [{"ph": "C", "name": "clock", "ts": 1, "pid": 1, "args": {"µs": 1}}],
+        "no number": [{"ph": "C", "name": "clock", "ts": 1, "pid": 1, "args": {"us": "1"}}],
+    }
+    for problem, events in wrong.items():
+        (tmp_path / "trace.json").write_text(json.dumps([*named, *events]))
+        with pytest.raises(AssertionError, match=problem):
+            check_trace(tmp_path / "trace.json")
+
+
 def test_ten_thousand_steps_are_bounded_in_memory_and_on_disk(tmp_path: Path) -> None:
     """Ten spans a step are 8 MB as text; the latest are there, and the two files hold no more than their bound."""
     most = 1 << 20
@@ -86,7 +172,7 @@ def test_ten_thousand_steps_are_bounded_in_memory_and_on_disk(tmp_path: Path) ->
     assert kept <= spans.MOST
     sizes = [path.stat().st_size for path in tmp_path.iterdir()]
     assert len(sizes) == 2
-    assert max(sizes) < most + 1000  # the line that fills it, and the last
+    assert most < max(sizes) < most + 1000  # the line that fills it, and the last
     steps = [event for event in read_trace(tmp_path, tail=True) if event.thread == "steps"]
     assert steps[-1].name == "step 10000"
     assert {event.end - event.begin for event in steps} <= {1000, 1001}

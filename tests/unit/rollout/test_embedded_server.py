@@ -20,11 +20,13 @@ from transformers import Qwen3MoeForCausalLM
 
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import EngineError
+from rl_megatron.observability.timeline import spans as spans_of_timeline
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.servers import attempts
 from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.engine_token import VARIABLE
+from rl_megatron.rollout.servers.gauges import GaugesInTurn
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
@@ -111,6 +113,22 @@ def begins(whole: Completion, known: Completion | None) -> None:
     assert known.spans == ((0, 1),)
 
 
+async def says_how_busy_it_is(
+    adapter: EmbeddedAdapter, engine: ServedEngine, running: Sequence[asyncio.Future[Sequence[Completion]]]
+) -> None:
+    """Nine completions are in six slots, until each has some tokens, and the timeline says so."""
+    (server,) = engine.servers
+    spans_of_timeline.taken()
+    async with GaugesInTurn(adapter, engine.replicas, 0.005).asked():
+        while await adapter.tokens(server) < 60:
+            assert not all(one.done() for one in running)
+    gauges = await adapter.gauges(server)
+    assert (gauges.running, gauges.waiting) == (6, 3)
+    kept = [(lane, name, said) for lane, name, _, _, said in spans_of_timeline.taken()[0] if not lane.thread]
+    assert {lane.process for lane, *_ in kept} == {"replica 0"}
+    assert ("requests", {"running": 6, "waiting": 3}) in [(name, said) for _, name, said in kept]
+
+
 def test_a_push_while_requests_run_labels_every_token_with_the_weights_that_made_it(
     urls: list[str],
     model_folder: Path,
@@ -150,8 +168,7 @@ def test_a_push_while_requests_run_labels_every_token_with_the_weights_that_made
             with pytest.raises(EngineError, match="max_new_tokens=0"):
                 await adapter.generate(server, request("none", (1,), 1, max_new_tokens=0), "none")
             running = [asyncio.ensure_future(engine.generate(one)) for one in asked]
-            while await adapter.tokens(server) < 60:
-                assert not all(one.done() for one in running)
+            await says_how_busy_it_is(adapter, engine, running)
             running.append(asyncio.ensure_future(engine.generate(LATE)))
             known.update(await interrupted(engine, asked))
             await push(newer, 2)

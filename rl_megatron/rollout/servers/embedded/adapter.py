@@ -11,7 +11,7 @@ from typing_extensions import override
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, StartOptions
+from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, EngineGauges, StartOptions
 from rl_megatron.rollout.servers.embedded import wire
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.types import Completion, GenerationRequest
@@ -78,6 +78,10 @@ class EmbeddedAdapter(Adapter):
     @override
     async def tokens(self, server: Server) -> int:
         return int(await server.get("/tokens"))
+
+    @override
+    async def gauges(self, server: Server) -> EngineGauges:
+        return EngineGauges(**await server.get("/gauges"))
 
     @override
     async def pause(self, server: Server, mode: RunningRequests) -> None:

@@ -71,6 +71,11 @@ class RunningBatch:
         """Whether a completion decodes or waits."""
         return bool(self._queue or self._decoded)
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Completions that decode, and that wait; any thread may ask."""
+        return len(self._decoded), len(self._queue)
+
     def start(self, name: str, request: GenerationRequest) -> None:
         """Have the request's completions wait for a slot. Raises EngineError if it cannot be served."""
         self._engine.check(request)

@@ -149,7 +149,12 @@ class Service:
 
     def routes(self) -> list[Route]:
         """All paths."""
-        asked = {"/health": self._health, "/openapi.json": self._describe, "/tokens": self._tokens}
+        asked = {
+            "/health": self._health,
+            "/openapi.json": self._describe,
+            "/tokens": self._tokens,
+            "/gauges": self._gauges,
+        }
         ordered = ("generate", "abort", "score", "pause", "resume", "load", "held", "boxes")
         return [
             *(Route(path, endpoint) for path, endpoint in asked.items()),
@@ -164,6 +169,10 @@ class Service:
 
     async def _tokens(self, _: Request) -> Response:
         return JSONResponse(self._sampler.running.tokens)
+
+    async def _gauges(self, _: Request) -> Response:
+        running, waiting = self._sampler.running.counts
+        return JSONResponse({"running": running, "waiting": waiting, "tokens": self._sampler.running.tokens})
 
     async def _generate(self, asked: Request) -> Response:
         name, request = wire.request_of(await asked.json())

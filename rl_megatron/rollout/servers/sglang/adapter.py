@@ -23,6 +23,7 @@ from rl_megatron.rollout.servers.adapter import (
     Adapter,
     Command,
     Description,
+    EngineGauges,
     StartOptions,
     candidate,
     value_given,
@@ -219,6 +220,17 @@ class SGLangAdapter(Adapter):
         """Prompt tokens since the start and tokens in the cache, as each scheduler last recorded them."""
         loads = (await server.get("/v1/loads"))["loads"]
         return tuple((int(load["total_prefill_uncached_tokens"]), int(load["num_used_tokens"])) for load in loads)
+
+    @override
+    async def gauges(self, server: Server) -> EngineGauges:
+        """As its schedulers last recorded them."""
+        loads = (await server.get("/v1/loads"))["loads"]
+        return EngineGauges(
+            running=sum(int(load["num_running_reqs"]) for load in loads),
+            waiting=sum(int(load["num_waiting_reqs"]) for load in loads),
+            cache=sum(float(load["token_usage"]) for load in loads) / len(loads),
+            tokens_per_second=sum(float(load["gen_throughput"]) for load in loads),
+        )
 
     @override
     async def pause(self, server: Server, mode: RunningRequests) -> None:

@@ -21,6 +21,7 @@ from rl_megatron.rollout.servers.adapter import (
     Adapter,
     Command,
     Description,
+    EngineGauges,
     StartOptions,
     candidate,
     value_given,
@@ -48,6 +49,10 @@ _KEYS = {
 _INVARIANT = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASH_ATTN_MLA", "TRITON_MLA")
 """Attention whose ``supports_batch_invariance`` is true in vLLM 0.32.0 (v1/attention/backends)."""
 _TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)", re.MULTILINE)
+_GAUGE = re.compile(
+    r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc|generation_tokens_total)(?:\{.*\})? (\S+)",
+    re.MULTILINE,
+)
 
 
 class VLLMAdapter(Adapter):
@@ -189,6 +194,18 @@ class VLLMAdapter(Adapter):
     async def tokens(self, server: Server) -> float:
         """The number of prompt tokens and sampled tokens since the server started."""
         return sum(float(value) for value in _TOKENS.findall(await server.text("/metrics")))
+
+    @override
+    async def gauges(self, server: Server) -> EngineGauges:
+        found = dict[str, list[float]]()
+        for name, value in _GAUGE.findall(await server.text("/metrics")):
+            found.setdefault(name, []).append(float(value))  # of each data-parallel rank
+        return EngineGauges(
+            running=int(sum(found["num_requests_running"])),
+            waiting=int(sum(found["num_requests_waiting"])),
+            cache=sum(found["kv_cache_usage_perc"]) / len(found["kv_cache_usage_perc"]),
+            tokens=sum(found["generation_tokens_total"]),
+        )
 
     @override
     async def pause(self, server: Server, mode: RunningRequests) -> None:
