@@ -18,6 +18,7 @@ MAX_BARS = 60
 _COLORS, _DASHES = 8, ((99, 0), (9, 5), (1, 5))  # px of line and of gap
 DOTTED = 2 * _COLORS  # added to a solid style: dots of the same color
 _WARM_SHARE = 0.2
+_SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +88,10 @@ def number_text(value: float) -> str:
 
 
 def line_chart(title: str, unit: str, series: Sequence[Series], limits: tuple[float, float] | None = None) -> Chart:
-    """Lines with their bands over a shared axis. At least one point must have a value."""
+    """Lines with bands over a shared axis. At least one point must have a value. Bytes are shown in GB, MB or kB."""
     series = [replace(s, points=_thin(s.points)) for s in series]
+    if unit == "bytes" and limits is None:
+        unit, series = _of_a_thousand(series)
     points = [p for s in series for p in s.points]
     values = [v for p in points for v in (p.y, p.low, p.high) if v is not None]
     y_ticks, y = _y_axis(*(limits or _y_limits(min(values), max(values))))
@@ -188,6 +191,20 @@ def histogram_chart(title: str, unit: str, what: str, counts: Sequence[float]) -
 
 def _r(value: float) -> float:
     return round(value, 1)
+
+
+def _of_a_thousand(series: Sequence[Series]) -> tuple[str, list[Series]]:
+    """The unit in which the greatest number of bytes is at least 1, and the lines in it."""
+    most = max(abs(p.y) for s in series for p in s.points if p.y is not None)
+    size, unit = next(((size, unit) for size, unit in _SIZES if most >= size), (1.0, "bytes"))
+
+    def scaled(value: float | None) -> float | None:
+        return None if value is None else value / size
+
+    def point(p: Point) -> Point:
+        return replace(p, y=scaled(p.y), low=scaled(p.low), high=scaled(p.high))
+
+    return unit, [replace(s, points=[point(p) for p in s.points]) for s in series]
 
 
 def _thin(points: Sequence[Point]) -> Sequence[Point]:

@@ -52,6 +52,22 @@ def test_the_warm_start_has_a_fifth_of_the_width_however_long_it_was() -> None:
     assert _chart([0.5]).warm_end is None
 
 
+@pytest.mark.parametrize(
+    ("values", "unit", "ticks", "told"),
+    [
+        ([61e9, None, 68.4e9], "GB", {"62", "64", "66", "68"}, ["61", "68.4"]),
+        ([0.0, 2e6], "MB", {"0", "0.5", "1", "1.5", "2"}, ["0", "2"]),
+        ([0.0, 12.0], "bytes", {"0", "5", "10"}, ["0", "12"]),
+    ],
+)
+def test_bytes_are_in_the_unit_of_the_greatest(
+    values: list[float | None], unit: str, ticks: set[str], told: list[str]
+) -> None:
+    chart = line_chart("t", "bytes", [Series(label="a", style=0, points=_points(values))])
+    assert (chart.unit, {tick.text for tick in chart.y_ticks}) == (unit, ticks)
+    assert [text for *_, ((_, _, text),) in chart.hover] == told
+
+
 def test_a_band_beyond_the_limits_ends_at_the_frame() -> None:
     points = [Point(x=x, y=0.9, label="", low=-0.3, high=2.1) for x in (0, 1)]
     band, _ = line_chart("t", "", [Series(label="a", style=0, points=points)], (0.0, 1.0)).marks

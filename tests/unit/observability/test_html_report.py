@@ -308,7 +308,8 @@ def test_memory_and_mfu_are_beside_the_plans(tmp_path: Path) -> None:
     charts = Page(write_report([folder], tmp_path / "r.html")).charts()
     found = charts["Most memory that a rank has held (dotted: plan)"]
     assert [name for name, _ in found["names"]] == ["plan", "memory/peak"]
-    assert {tuple(text for *_, text in values) for *_, values in found["points"]} == {("8.5e9", "7e9")}
+    assert {tuple(text for *_, text in values) for *_, values in found["points"]} == {("8.5", "7")}
+    assert (tmp_path / "r.html").read_text().count("<span>GB</span>") == 1
     assert not any("MFU" in name for name in charts)  # no row has it
     (folder / "plan.json").write_text("[1]")
     with pytest.raises(DataError, match=r"plan\.json: not a plan"):
