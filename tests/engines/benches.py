@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from launcher.servers.engines import SERVERS
+from launcher.servers.fleet import Fleet
 from launcher.servers.pool import ServedEngines
 from launcher.servers.site import Sites
 from rl_megatron.config.io import load_config
@@ -198,8 +199,10 @@ class ServedBench:
         runner: asyncio.Runner,
         probes: Probes,
         tolerance: float,
+        fleet: Fleet,
     ) -> None:
         self.name, self.engine, self.sync, self.path, self._runner = name, engine, sync, path, runner
+        self.fleet = fleet
         self.renormalises_top_p = engine.adapter.renormalises_top_p
         self._probes, self._tolerance = probes, tolerance
         self.weights = self.weights_of(engine)
@@ -309,7 +312,9 @@ def served(
             running = runner.run(stack.enter_async_context(servers.running(path)))
             Mirror.make(path, shapes, held, model / "config.json", kind)
             mirror = Mirror(path, shapes, held, kind)
-            bench = ServedBench(engine, running, FolderSync(mirror=mirror), path, runner, probes, tolerance)
+            bench = ServedBench(
+                engine, running, FolderSync(mirror=mirror), path, runner, probes, tolerance, servers.fleet
+            )
             servers.refit = bench.weights.refit
             yield bench
         finally:
