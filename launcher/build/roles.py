@@ -121,4 +121,4 @@ def _on_ray(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> 
         found = sites_of(parts.config, parts.allocation, cluster.start_guard)
         more = MoreOnRay(cluster=cluster, known=_more_sites(parts))
         launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, cluster.host, more, parts.control)
-    return InCluster(cluster=cluster, inner=launcher)
+    return InCluster(cluster=cluster, inner=launcher, control=parts.control)

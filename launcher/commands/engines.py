@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from launcher.commands.job import RunFolder
+from launcher.commands.joining import join_cluster_of
 from launcher.control.address import address_of
 from launcher.control.client import Late, ask_run
 from launcher.hosts.slurm import jobs
@@ -29,6 +30,7 @@ class Action(StrEnum):
     LIST = "list"
     ADD = "add"
     DROP = "drop"
+    JOIN = "join"
 
 
 def engines(
@@ -51,12 +53,16 @@ def engines(
 ) -> None:
     """List the engine servers of a running job, start more, or have one leave; waits until that is done.
 
+    join, on a node that the job does not have: makes it one of the job's Ray cluster, until Ctrl-C or the run's end.
     Ctrl-C and --seconds end the waiting, not what was asked. Of a Slurm job, it asks on the controller's node, by srun.
     """
     if action is Action.DROP and number is None:
         raise ConfigError("drop needs the number of a server; rl-megatron engines RUN lists them")
     if (node is not None and action is not Action.ADD) or (drain and action is not Action.DROP):
         raise ConfigError("--node is for add, --drain for drop")
+    if action is Action.JOIN:
+        join_cluster_of(run)
+        return
     address = address_of(run)
     if not address.here:
         _ask_there(run, address.node)
@@ -117,11 +123,7 @@ def _in_between(rows: list[dict[str, Any]]) -> str:
 
 def _ask_there(run: Path, node: str) -> None:
     """Run this command on the controller's node, in the run's job. Raises ConfigError if it has none."""
-    if not (run / "jobs" / "id").is_file():
-        raise ConfigError(f"{run}: its controller is on {node}; run this command there")
-    job = jobs.job_of(run)
-    where = (f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", "--mem=0", f"--nodelist={node}")
-    os.execvp("srun", ["srun", *where, sys.executable, "-m", "launcher", *sys.argv[1:]])
+    os.execvp("srun", [*jobs.srun_beside(run, node), sys.executable, "-m", "launcher", *sys.argv[1:]])
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:

@@ -1,9 +1,13 @@
-"""Asks a running run, from a process of the same user on the controller's node."""
+"""Asks a running run, from a process of the same user on the controller's node.
+
+Run as ``python -m launcher.control.client RUN COMMAND ARGUMENTS``, with arguments as JSON, it prints the answer so.
+"""
 
 from __future__ import annotations
 
 import json
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +61,10 @@ def _line(stream: socket.socket) -> bytes:
             return b""
         found += part
     return found
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(ask_run(Path(sys.argv[1]), sys.argv[2], **json.loads(sys.argv[3]))))
+    except ConfigError as said:
+        sys.exit(str(said))

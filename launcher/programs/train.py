@@ -45,7 +45,7 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
             folder=folder,
             reward=reward,
             allocation=allocation_of(config, folder),
-            control=Control({"engines": _no_engines(config)}),
+            control=Control({"engines": _no_engines(config), **dict.fromkeys(("join", "joined"), _no_cluster(config))}),
         )
         start = find(config, folder) if resume else None
         save_resolved(config, folder / "config.yaml")
@@ -84,6 +84,16 @@ def _no_engines(config: RunConfig) -> str:
     return (
         "this run has no engine servers: rollout=local samples in the learner's processes; set "
         "rollout.server.replicas=N, rollout=vllm or rollout=sglang for servers"
+    )
+
+
+def _no_cluster(config: RunConfig) -> str:
+    """Why no node can join this run now."""
+    if config.run.launcher == "ray":
+        return "its Ray cluster still starts, or is being ended; ask again, or read log.txt"
+    return (
+        f"run.launcher={config.run.launcher}: only a cluster of Ray takes nodes that its job does not have; submit the "
+        "run with run.launcher=ray, or start servers on the nodes that it has (rl-megatron engines RUN add)"
     )
 
 

@@ -79,7 +79,7 @@ class Cluster:
 
     def start(self, *, nodes: int) -> None:
         """Start the daemons unless another test process has."""
-        with self._alone("start"):
+        with self.alone("start"):
             if not self.folder.exists():
                 (self.work / "my_rewards.py").write_text(REWARDS)
                 command = [SCRIPTS / "start.sh", self.folder, str(nodes), REPO, self.work]
@@ -90,8 +90,8 @@ class Cluster:
             subprocess.run([SCRIPTS / "stop.sh", self.folder], check=True, timeout=LIMIT)
 
     @contextlib.contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
-        """Let one test process in at a time."""
+    def alone(self, what: str) -> Iterator[None]:
+        """Let one test process in at a time: at ``what``, as at a partition whose nodes several tests need."""
         self.work.mkdir(exist_ok=True)
         with (self.work / f"{what}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -146,7 +146,7 @@ class Cluster:
 
     def local(self) -> Record:
         """The records of the same run on this machine, without Slurm; made once."""
-        with self._alone("local"):
+        with self.alone("local"):
             run = self.work / "runs" / "local"
             if not run.exists():
                 self.program("train", *TINY, "run.name=local")

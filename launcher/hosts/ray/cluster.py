@@ -20,6 +20,8 @@ from typing import Any
 
 from typing_extensions import override
 
+from launcher.control.listener import Control
+from launcher.hosts.ray.guests import Guests
 from launcher.hosts.ray.head import await_health, join_cluster, start_here, take_sigterm_back
 from launcher.hosts.ray.node import Bundle, NodeCall, engine_node_command, node_command, shares, totals
 from launcher.hosts.ray.server_actors import ActorGuard, make_free_actor, make_server_actor
@@ -81,6 +83,7 @@ class RayCluster:
         self.shares = shares(self.placements, self.seats, alone=bool(allocation and allocation.engine_nodes))
         self._config = config
         self._own: OwnThread | None = None
+        self._call: NodeCall | None = None
         self._places: Sequence[PlacementGroupSchedulingStrategy] = ()  # of servers
 
     @property
@@ -91,6 +94,12 @@ class RayCluster:
         """
         assert self._own is not None
         return self._own
+
+    @property
+    def call(self) -> NodeCall:
+        """The message to the nodes of a running job's cluster."""
+        assert self._call is not None
+        return self._call
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -133,6 +142,7 @@ class RayCluster:
             resources=on_learner,
             seconds=self._config.learner.timeout_seconds,
         )
+        self._call = call
         calls = [(self._node_command(allocation, self.placements[0]), call)]
         for other in self.placements[1:]:
             there = replace(call, head=None, resources=totals(self.shares.ranks[other.role]))
@@ -140,7 +150,8 @@ class RayCluster:
         if allocation.engine_nodes and engines:
             there = replace(call, head=None, resources=totals(engines))
             cpus = cpus_of_engine_node(self._config, allocation, self.seats)
-            calls.append((engine_node_command(allocation, cpus, python=sys.executable), there))
+            no_kill = self._config.slurm.engines.no_kill
+            calls.append((engine_node_command(allocation, cpus, python=sys.executable, no_kill=no_kill), there))
         steps = [
             await stack.enter_async_context(running_step(command, told.line(), allocation.folder))
             for command, told in calls
@@ -244,11 +255,17 @@ class InCluster(Launcher):
 
     cluster: RayCluster
     inner: Launcher
+    control: Control
 
     @override
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
-        async with self.cluster.running(), self.inner.start(config, tell) as roles:
+        guests = Guests(self.cluster, config)
+        async with (
+            self.cluster.running(),
+            self.inner.start(config, tell) as roles,
+            guests.welcome(self.control),
+        ):
             yield roles
 
 

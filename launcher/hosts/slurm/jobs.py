@@ -68,6 +68,14 @@ def job_of(run: Path) -> str:
     return path.read_text().strip()
 
 
+def srun_beside(run: Path, node: str) -> list[str]:
+    """The srun command that runs another on a node of a run's job, beside its steps. Raises ConfigError without one."""
+    if not (run / "jobs" / "id").is_file():
+        raise ConfigError(f"{run}: its controller is on {node}; run this command there")
+    where = ("--overlap", "--nodes=1", "--ntasks=1", "--mem=0", f"--nodelist={node}")
+    return ["srun", f"--jobid={job_of(run)}", *where]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """A job's state in Slurm's word, and a line with the reason for waiting, the nodes and restarts."""

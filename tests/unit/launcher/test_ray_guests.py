@@ -1,0 +1,85 @@
+"""A node of the user's own that joins a job's Ray cluster: what it gets, and why another is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from launcher.hosts.ray.guests import Guests
+from launcher.hosts.ray.node import NodeCall, options
+from launcher.hosts.slurm.allocation import Allocation
+from rl_megatron.config.io import load_config
+from rl_megatron.errors import ConfigError, EngineError
+
+HEAD = NodeCall(
+    head="node1", host="10.0.0.1", port=6379, token="secret", folder="/tmp/rlm-7-x", resources={}, seconds=600.0
+)
+
+
+class Nodes:
+    """The nodes of a cluster, one more each time that it is asked."""
+
+    def __init__(self, allocation: Allocation | None, later: Collection[str] = ()) -> None:
+        self.allocation, self.call, self._there, self._later = allocation, HEAD, ["node1", "node2"], list(later)
+
+    async def nodes(self) -> Collection[str]:
+        self._there += self._later[:1]
+        del self._later[:1]
+        return list(self._there)
+
+
+def job(folder: Path, *engine_nodes: str) -> Allocation:
+    return Allocation(
+        id="7", restart=0, here="node1", nodes=("node1",), engine_nodes=engine_nodes, heterogeneous=False, folder=folder
+    )
+
+
+def test_a_node_gets_what_those_of_the_job_had_but_with_a_place_for_servers_alone(tmp_path: Path) -> None:
+    guests = Guests(Nodes(job(tmp_path, "node2")), load_config("tiny_cpu", ["rollout=vllm"]))
+    told = asyncio.run(guests.invited({"node": "node9"}))
+    assert Path(told["log"]) == tmp_path / "ray-joined-node9.txt"
+    call = NodeCall(**json.loads(told["line"]))
+    assert (call.head, call.token, call.folder) == (None, "secret", "/tmp/rlm-7-x")
+    given = options(call, "node9", "10.0.0.9")
+    wanted = ["--address=10.0.0.1:6379", "--node-ip-address=10.0.0.9", "--num-cpus=0", "--num-gpus=0"]
+    assert {*wanted, '--resources={"engine on node9": 1}'} <= set(given)
+
+
+@pytest.mark.parametrize(
+    ("engine_nodes", "keys", "node", "why"),
+    [
+        (None, (), "node9", "on one machine and listens on loopback alone.*engines RUN add"),
+        (
+            (),
+            (),
+            "node9",
+            "slurm.engines.nodes=0: .*in the memory of the learner's nodes.*submit it with nodes for servers",
+        ),
+        (
+            ("node2",),
+            ("learner.device=cuda",),
+            "node9",
+            "cuda: on GPUs servers are on the nodes that the job started",
+        ),
+        (("node2",), (), "node2", "node2 is in this run's cluster; .*add --node node2"),
+    ],
+)
+def test_a_node_that_servers_could_not_be_on_is_refused(
+    tmp_path: Path, engine_nodes: tuple[str, ...] | None, keys: tuple[str, ...], node: str, why: str
+) -> None:
+    allocation = None if engine_nodes is None else job(tmp_path, *engine_nodes)
+    guests = Guests(Nodes(allocation), load_config("tiny_cpu", ["rollout=vllm", *keys]))
+    with pytest.raises(ConfigError, match=why):
+        asyncio.run(guests.invited({"node": node}))
+
+
+def test_a_node_is_waited_for_with_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.hosts.ray.guests._LOOK_SECONDS", 0.0)
+    config = load_config("tiny_cpu", ["rollout=vllm", "learner.timeout_seconds=0.05"])
+    asyncio.run(Guests(Nodes(job(tmp_path, "node2"), ["node8", "node9"]), config).joined({"node": "node9"}))
+    with pytest.raises(EngineError, match=r"Ray has no node node9 after learner\.timeout_seconds=0\.05"):
+        asyncio.run(Guests(Nodes(job(tmp_path, "node2")), config).joined({"node": "node9"}))
