@@ -51,7 +51,8 @@ class StreamTimes:
         if self._ages:
             row["age/seconds_mean"] = sum(self._ages) / len(self._ages)
         if self._described is not None and (whole := now - self._described):
-            row["overlap/fraction"] = 1 - whole / (self._busy + whole - self._idle)
+            work = self._busy + whole - self._idle
+            row["overlap/fraction"] = 1 - whole / work if work else 0.0
             if self._apart:
                 row["idle/learner_fraction"] = self._idle / whole
         self._described, self._busy, self._idle, self._idle_due, self._ages = now, 0.0, 0.0, 0.0, []

@@ -119,7 +119,8 @@ class Update:
         section = self.config.algorithm
         sampled = await to_thread(self._samples_of, groups)
         found = await self._measure(sampled if self._replays else replace(sampled, routes=None), step, watch)
-        gaps = gaps_of(groups, step) if self.config.train.max_staleness and found.current is not None else None
+        aged = self.config.train.max_staleness and found.current is not None
+        gaps = await to_thread(gaps_of, groups, step) if aged else None
         found = replace(found, engine_routes=None if self._replays else sampled.routes, gaps=gaps)
         samples, state = await to_thread(
             assign_credit,
