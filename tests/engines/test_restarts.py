@@ -8,6 +8,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -62,6 +63,45 @@ def while_sampling(server: ServedBench, do: Callable[[], None]) -> Answered:
     raise AssertionError("each time a request was over before the server told that it sampled")
 
 
+def pushed_while_sampling(server: ServedBench, folder: Path, version: int) -> Answered:
+    """A push that finds requests at both servers, paused so that none is over before; then one server is left."""
+    servers, adapter = server.engine.servers, server.engine.adapter
+
+    async def both(asked: Sequence[GenerationRequest]) -> Answered | None:
+        running = [asyncio.create_task(server.engine.generate(r)) for r in asked]
+        await server.sampling(*running)
+        await asyncio.gather(*(adapter.pause(one, "recompute") for one in servers))
+        if met := not any(task.done() for task in running):
+            server.sync.folder = folder
+            await server.weights.push(version)
+            assert server.engine.metrics() == {"engine/healthy": 1, "engine/restarts": 1}
+        else:
+            await asyncio.gather(*map(adapter.resume, servers))
+        answers = await asyncio.gather(*running)
+        return list(zip(asked, answers, strict=True)) if met else None
+
+    for new in NEW:
+        if answered := server.run(
+            both([replace(request(range(20 + i, 40 + i), new=new), id=f"{i}") for i in range(6)])
+        ):
+            return answered
+    raise AssertionError("each time a request was over before the servers were paused")
+
+
+def check_spans(answered: Answered, models: tuple[Path, Path]) -> None:
+    """Each token is of its span's weights, those of version n in ``models[n % 2]``: some requests went on where they
+    were, and some were asked again."""
+    for asked, (completion,) in answered:
+        assert (completion.finish_reason, len(completion.token_ids)) == ("length", asked.params.max_new_tokens)
+        ends = [*(span.start for span in completion.spans[1:]), len(completion.token_ids)]
+        for span, end in zip(completion.spans, ends, strict=True):
+            right = logprobs_of(models[span.version % 2], asked.token_ids, completion.token_ids, 1.0)
+            mine = torch.tensor(completion.logprobs)
+            torch.testing.assert_close(mine[span.start : end], right[span.start : end], atol=1e-4, rtol=0)
+    versions = Counter(tuple(span.version for span in completion.spans) for _, (completion,) in answered)
+    assert set(versions) == {(1, 2), (2,)}, versions
+
+
 def until_healthy(server: ServedBench, restarts: int) -> None:
     """All serve, after so many restarts or more: what was killed is healthy until its death is seen."""
 
@@ -110,8 +150,8 @@ def one_leaves_and_another_joins(server: ServedBench, models: tuple[Path, Path])
 
 @pytest.mark.parametrize("name", sorted(SERVERS))
 def test_servers_that_die_come_back_with_what_is_served(models: tuple[Path, Path], tmp_path: Path, name: str) -> None:
-    """In the middle of sampling, of a push, where it stands still, of a way straight into it or of a push along it, and
-    all of them; others leave and join. 150 seconds each."""
+    """In the middle of sampling, of a push over running requests, where it stands still, of a way straight into it or
+    of a push along it, and all of them; others leave and join. 150 seconds each."""
     needs(name)
     keys = {"replicas": 2, "restarts": 5, "backoff_seconds": 0.1, "health_seconds": 18.0 if name == "vllm" else 60.0}
     with served(name, models[0], tmp_path, **keys) as server:
@@ -122,9 +162,8 @@ def test_servers_that_die_come_back_with_what_is_served(models: tuple[Path, Path
             one_leaves_and_another_joins(server, models)
             return
         server.sync.after = lambda: os.killpg(process_of(server, 1).pid, signal.SIGSTOP)
-        server.push(models[0], 2)
+        check_spans(pushed_while_sampling(server, models[0], 2), models)
         server.sync.after = lambda: None
-        assert server.engine.metrics() == {"engine/healthy": 1, "engine/restarts": 1}
         until_healthy(server, 2)
 
         def kill_all() -> None:
