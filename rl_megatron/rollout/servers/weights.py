@@ -148,7 +148,7 @@ class ReplicaWeights:
                     server.released = server.reclaimed = False
                 await self._adapter.resume(server)
                 if only is None:
-                    self.paused_seconds = max(self.paused_seconds, clock.time() - began)
+                    self.paused_seconds = clock.time() - began  # all began together: the last one's
             finally:
                 server.paused = False  # also after a failure, when nothing resumes it
             return reports

@@ -70,7 +70,7 @@ def test_gaps_of_versions_are_those_of_a_loop_and_a_ratio_of_exact_samples_has_m
         engine += [9.0, math.log(e / 8)]
         learner += [-9.0, math.log(q / 8)]
         mask += [False, True]
-    gaps = torch.tensor([[5, 0], [3, 0], [8, 3], [0, 7], [8, 1]])
+    gaps = torch.tensor([[5, 0], [3, 0], [8, 3], [0, 7], [8, 1], [0, 2]])
     row = gap_metrics(torch.tensor(learner), torch.tensor(engine), torch.tensor(mask), gaps)
     k1 = {gap: sum(e / 8 * math.log(e / q) for e, q in zip(*pair, strict=True)) for gap, pair in shares.items()}
     expected = {f"mismatch/k1/v{gap}": kl for gap, kl in k1.items()} | {f"mismatch/ratio/v{gap}": 1.0 for gap in k1}

@@ -1,0 +1,114 @@
+"""An evaluation while completions to train on run changes nothing of these."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.rollout import RolloutSection, RunningRequests, ServerSection
+from rl_megatron.data.prompts import PromptStream
+from rl_megatron.rewards.own import Plain
+from rl_megatron.rollout.ledger import Ledger
+from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.http import Server
+from rl_megatron.rollout.stream import Stream
+from rl_megatron.types import Completion, GenerationRequest, Prompt
+from rl_megatron.weights.checks.reports import Report
+from tests.completions import completion
+from tests.unit.rollout.test_engine_servers import Words
+
+STEPS, STALENESS = 5, 2
+PROMPTS = [Prompt(id=f"p{i}", text="", token_ids=(i, 5), answer="") for i in range(40)]
+
+
+@dataclass(eq=False)
+class Seeded(Words):
+    """A server whose tokens are a function of the request's seed; all but evaluations' wait until they may go on."""
+
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    version: int = 0
+    heard: list[GenerationRequest] = field(default_factory=list)
+
+    async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
+        self.heard.append(request)
+        tokens = np.random.default_rng(request.params.seed).integers(1, 40, 2 + request.params.seed % 5).tolist()
+        spans = [(0, self.version)]
+        if not request.id.startswith("evaluation"):
+            await self.go.wait()
+            spans += [(1, self.version)] if self.version > spans[0][1] else []
+        return [completion(tokens, spans=spans)]
+
+    async def load(self, server: Server, path: Path, version: int, **_: object) -> list[Report]:  # type: ignore[override]
+        self.version = version
+        return []
+
+    async def pause(self, server: Server, mode: RunningRequests) -> None: ...
+
+    async def resume(self, server: Server) -> None: ...
+
+    async def relabel(self, server: Server, version: int) -> None: ...
+
+
+async def trained(path: Path, *, evaluates: bool) -> tuple[list[object], list[int], int]:
+    """What each step trains on and what the stream says of itself, seeds in their order, and evaluations' requests."""
+    adapter, section = Seeded(), RolloutSection(engine="vllm", prompts_per_step=2, group_size=3, max_new_tokens=20)
+    servers = [Server("http://s:0", token=None, timeout_seconds=60)]
+    engine = ServedEngine(adapter, servers, ServerSection(), max_length=64, vocab_size=41)
+    sampler = RolloutSampler(
+        engine=engine,
+        reward_function=Plain(lambda prompt, completions, texts: [float(len(text)) for text in texts]),
+        decode=lambda tokens: " ".join(map(str, tokens)),
+        rollout=section,
+        reward=RewardSection(),
+        stop_token_ids=(),
+        seed=0,
+        apart=True,
+    )
+    stream = Stream(
+        prompts=PromptStream(PROMPTS, seed=0),
+        source=sampler,
+        section=section,
+        max_staleness=STALENESS,
+        teaches=lambda groups: [True] * len(groups),
+        ledger=Ledger(path),
+    )
+    found: list[object] = []
+    await engine.weights.load(Path("none"), 0)
+    await engine.weights.commit(0)
+    stream.admit()
+    for step in range(1, STEPS + 1):
+        if evaluates:
+            assert stream._tasks  # something is sampled, and waits
+            accuracy = await sampler.evaluate(PROMPTS[:7], temperature=1.0, success_reward=1.0)
+            assert accuracy == 1.0
+        adapter.go.set()
+        await asyncio.gather(*stream._tasks)
+        adapter.go.clear()
+        batch = await stream.take(step)
+        found.append([(g.prompt.id, one.chains[0].token_ids.tolist()) for g in batch.groups for one in g.trajectories])
+        found.append([turn.spans for g in batch.groups for one in g.trajectories for turn in one.turns])
+        found.append((batch.num_completions, batch.reward_sum))
+        await engine.weights.load(Path("none"), step)
+        await engine.weights.commit(step)
+        stream.pushed(step)
+        found.append({name: value for name, value in stream.row().items() if name.startswith("ledger/")})
+    state = stream.state()
+    found += [state.drawn, state.batch, state.ledger, path.read_text(), sampler.sampled]
+    adapter.go.set()
+    await stream.close()
+    await engine.close()
+    seeds = [one.params.seed for one in adapter.heard if not one.id.startswith("evaluation")]
+    return found, seeds, len(adapter.heard) - len(seeds)
+
+
+def test_an_evaluation_beside_running_completions_changes_no_row_of_training(tmp_path: Path) -> None:
+    alone, seeds, none = asyncio.run(trained(tmp_path / "alone.jsonl", evaluates=False))
+    beside, same, asked = asyncio.run(trained(tmp_path / "beside.jsonl", evaluates=True))
+    assert beside == alone
+    assert same == seeds
+    assert (none, asked) == (0, 7 * STEPS)
