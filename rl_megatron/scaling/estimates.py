@@ -46,6 +46,13 @@ class Predicted:
         parts = ", ".join(f"{name} {seconds:,.1f} s" for name, seconds in step.parts.items())
         bubble = step.training.get("bubble", 0.0) / step.parts["training"]
         yield f"  {parts}{f'; sampling overlaps the rest (staleness {step.staleness})' if step.staleness else ''}"
+        if step.least:
+            older = ", which only makes data older" if step.staleness > step.least else ""
+            yield (
+                f"  the longest completion takes {step.sampled.longest:,.0f} s: train.max_staleness={step.least} is "
+                f"the least with which no step waits for it, and takes {step.slower:,.1f} s; here it is "
+                f"{step.staleness}{older}"
+            )
         rate = step.tokens_a_second
         yield (
             f"  {rate:,.0f} tokens/s, {rate / self.gpus:,.0f} on each of {self.gpus} GPUs; "

@@ -40,8 +40,8 @@ _PAUSE = 2.0  # seconds in which servers stop, verify and go on at a push; assum
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlStep:
     """A step's ``seconds``, its parts, and of training's the terms; ``staleness`` is what the seconds hold for, and
-    ``least`` with which a step takes no longer than the slower of learner and engines. ``sampled`` is held back only
-    if the step would sample in less with more requests in flight."""
+    ``least`` with which a step takes no longer than the ``slower`` of learner and engines; 0 where these take turns.
+    ``sampled`` is held back only if the step would sample in less with more requests in flight."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -49,6 +49,7 @@ class RlStep:
     sampled: Sampled
     staleness: int
     least: int
+    slower: float
     tokens: float
 
     @property
@@ -207,8 +208,8 @@ def rl_step(
     engines = sample(concurrency=section.concurrency)
     learner = sum(parts.values())
     slower = max(learner, engines.steady)
-    least = min(MOST_STALENESS, max(1, ceil(engines.longest / slower))) if apart else 0
-    k = (least if staleness is None else staleness) if apart else 0
+    least = max(1, ceil(engines.longest / slower)) if apart else 0
+    k = (min(MOST_STALENESS, least) if staleness is None else staleness) if apart else 0
     parts["rollout"] = engines.steady if k else engines.alone
     if engines.held_back:  # or not, where the step's completions all fit
         free = sample(concurrency=inf)
@@ -223,6 +224,7 @@ def rl_step(
         sampled=engines,
         staleness=k,
         least=least,
+        slower=slower,
         tokens=config.completions_per_step * mean,
     )
 

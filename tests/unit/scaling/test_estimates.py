@@ -129,6 +129,24 @@ def test_roles_with_ranks_of_their_own_compute_beside_the_policy() -> None:
     assert gpus_by_role(job("qwen3_30b_a3b", *keys, "roles.critic=separate")) == {"learner": 8, "critic": 8}
 
 
+def test_the_least_staleness_that_is_printed_is_the_least_by_the_seconds() -> None:
+    """Of a run whose longest completion is many times the mean."""
+    keys = ("rollout.max_new_tokens=14336", "slurm.speeds.mean_tokens=200", "rollout.prompts_per_step=8")
+    seconds, least = {}, set()
+    for k in range(1, 9):
+        found = told(job("qwen3_30b_a3b_disaggregated", *keys, "train.minibatches=1", f"train.max_staleness={k}"))
+        text = "\n".join(found.lines())
+        ((said, given),) = re.findall(r"max_staleness=(\d+) is the least .* waits for it, .*; here it is (\d+)", text)
+        assert int(given) == k
+        assert ("which only makes data older" in text) == (k > int(said))
+        seconds[k] = found.seconds
+        least.add(int(said))
+    (k,) = least
+    assert 1 < k < 8
+    assert seconds[k] == pytest.approx(min(seconds.values()))
+    assert seconds[k - 1] > 1.01 * seconds[k]
+
+
 def test_servers_with_gpus_of_their_own_sample_while_the_learner_trains() -> None:
     here = job("qwen3_30b_a3b_disaggregated", "train.max_staleness=2")
     found = told(here)
