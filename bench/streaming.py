@@ -1,12 +1,13 @@
 """Measure how far sampling and training overlap: seconds of a step beside max(train, rollout), and beside k = 0.
 
-    python -m bench.streaming [--steps 24] [--json FILE]
+    python -m bench.streaming [--steps 12] [--json FILE]
 
-Two servers that sleep for each token answer over HTTP; the project's own Stream, sampler, served engine and pushes ask
-them, and the learner sleeps. *heavy*: lengths 1 : 8, lognormal (sigma 1.0) and cut at eight times their mean; *equal*:
-all alike. Rollout is the time of a step's tokens with every slot busy, train is as long. k is the least that the rule
-wants: seconds of the longest completion over those of a step. *simulated* are the same lengths in a model of events,
-which knows slots, lengths and the rule of admission, and nothing of the code.
+Two servers that sleep for each token answer over HTTP; the project's own Stream, sampler, served engine, pushes and
+update ask them, and the learner sleeps for each token of a backward pass. *heavy*: lengths 1 : 8, lognormal (sigma 1.0)
+and cut at eight times their mean; *equal*: all alike. Rollout is the time of a step's tokens with every slot busy, and
+train is as long. k is the least that the rule wants: seconds of the longest completion over those of a step. *waves*:
+with `train.stream_micro_batches=1`, of 512 tokens; the prompts, and so the lengths, are those of the row without them.
+*simulated* are the same lengths in a model of events (bench/streaming_model.py).
 """
 
 from __future__ import annotations
@@ -15,19 +16,18 @@ import argparse
 import asyncio
 import contextlib
 import hashlib
-import heapq
 import math
 import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import NormalDist
+from typing import Any
 
 import httpx2
 import numpy as np
+import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -36,10 +36,29 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from bench.results import parse, write
+from bench.streaming_model import (
+    GROUP,
+    MEAN,
+    MICRO_BATCH,
+    MOST,
+    PROMPTS,
+    SERVERS,
+    SLOTS,
+    TOKEN_SECONDS,
+    TRAIN_TOKEN,
+    WARM,
+    Model,
+    length,
+)
+from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.config.sections.rollout import RolloutSection, ServerSection
+from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.data.prompts import PromptStream
+from rl_megatron.interfaces import Roles
 from rl_megatron.models.named import NAMED
+from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.rollout.batch import RolloutBatch
+from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.rollout.servers.embedded import wire
 from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
@@ -47,23 +66,25 @@ from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.engine_token import VARIABLE, EngineToken
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.rollout.stream import Stream
-from rl_megatron.types import Completion, Prompt, RolloutGroup, Scored, Span
+from rl_megatron.training.update import Update
+from rl_megatron.training.waves import WaveUpdate
+from rl_megatron.types import (
+    Batch,
+    Completion,
+    Loss,
+    Metric,
+    Prompt,
+    RolloutGroup,
+    Scored,
+    Scores,
+    Span,
+    StepResult,
+    Want,
+)
 
-PROMPTS, GROUP, SERVERS, SLOTS = 8, 4, 2, 8
-MEAN, MOST, TOKEN_SECONDS = 50, 8, 0.005  # tokens, times the mean, of a token in a slot
-TRAIN = PROMPTS * GROUP * MEAN * TOKEN_SECONDS / (SERVERS * SLOTS)
-WARM = 8  # steps that no figure counts
+TRAIN = PROMPTS * GROUP * MEAN * TRAIN_TOKEN
 BARS = {"over_floor": 1.10, "speed_up": 1.8, "equal": 1.0, "simulator": 0.05}
 TOKEN = "of-this-bench"
-
-
-def length(kind: str, seed: int, number: int) -> int:
-    """Tokens of a completion: a function of its request's seed and its number."""
-    if kind == "equal":
-        return MEAN
-    uniform = int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:8], "little") / 2**64
-    drawn = math.exp(NormalDist().inv_cdf(min(max(uniform, 1e-9), 1 - 1e-9)) - 0.5) * MEAN * 1.02
-    return round(min(max(drawn, 4), MOST * MEAN))
 
 
 class Sleeping:
@@ -178,27 +199,83 @@ class Counted:
         return [Scored(total=float(place % 2), parts={}) for place in range(len(completions))]
 
 
-async def measured(urls: list[str], k: int, steps: int, prompts: list[Prompt]) -> tuple[float, list[int]]:
+class Learns:
+    """A policy whose backward pass takes `TRAIN_TOKEN` for each token."""
+
+    async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
+        """At once."""
+        return {
+            what: [[torch.full_like(m.rollout_logprobs, -1) for m in row] for row in batch.micro_batches]
+            for what in want
+        }
+
+    async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float]]:
+        """Sleep."""
+        await asyncio.sleep(batch.samples.mask.sum().item() * TRAIN_TOKEN)
+        return {"loss": Metric(value=0.0)}
+
+    async def step(self, learning_rate: float, scale: float = 1.0) -> StepResult:
+        """Nothing."""
+        return StepResult(grad_norm=1.0)
+
+    async def forget(self) -> None:
+        """Nothing."""
+
+
+def config_of(k: int, *, waves: bool) -> RunConfig:
+    """What the update and the stream read."""
+    rollout = {
+        "engine": "vllm",
+        "prompts_per_step": PROMPTS,
+        "group_size": GROUP,
+        "max_prompt_tokens": 2,
+        "max_new_tokens": MOST * MEAN,
+    }
+    train = {"minibatches": 1, "max_staleness": k, "stream_micro_batches": int(waves)}
+    learner = {"max_tokens_per_micro_batch": MICRO_BATCH}
+    return RunConfig.model_validate({"rollout": rollout, "train": train, "learner": learner})
+
+
+async def trained(stream: Stream, update: Update, step: int) -> RolloutBatch:
+    """As `training.group_job` trains on a step's batch."""
+    if isinstance(update, WaveUpdate):
+        await update.over(stream.finished(step), step, Stopwatch())
+        return await stream.take(step)
+    batch = await stream.take(step)
+    await update(batch.groups, step, Stopwatch())
+    return batch
+
+
+async def measured(urls: list[str], config: RunConfig, steps: int, prompts: list[Prompt]) -> tuple[float, list[int]]:
     """Mean seconds of a step after `WARM`, and the lengths that were trained on."""
-    section = RolloutSection(prompts_per_step=PROMPTS, group_size=GROUP, max_new_tokens=MOST * MEAN, engine="vllm")
-    adapter = EmbeddedAdapter(NAMED["qwen3-30b-a3b"])
+    adapter, k = EmbeddedAdapter(NAMED["qwen3-30b-a3b"]), config.train.max_staleness
     clients = [Server(url, token=TOKEN, timeout_seconds=60) for url in urls]
     engine = ServedEngine(adapter, clients, ServerSection(), max_length=4096, vocab_size=100)
     sampler = RolloutSampler(
         engine=engine,
         reward_function=Counted(),
         decode=lambda _: "",
-        rollout=section,
+        rollout=config.rollout,
         reward=RewardSection(),
         stop_token_ids=(0,),
         seed=0,
+        apart=config.one_by_one,
     )
+    policy: Any = Learns()
+    roles: Any = Roles(learners={"policy": policy}, frozen={}, engine=engine, weights=policy)
+    kind = WaveUpdate if config.train.stream_micro_batches else Update
+    update = kind(config=config, roles=roles, attention_cost=0.0)
 
-    def teaches(groups: list[RolloutGroup]) -> list[bool]:
+    def teaches(groups: Sequence[RolloutGroup]) -> list[bool]:
         return [True] * len(groups)
 
     stream = Stream(
-        prompts=PromptStream(prompts, seed=0), source=sampler, section=section, max_staleness=k, teaches=teaches
+        prompts=PromptStream(prompts, seed=0),
+        source=sampler,
+        section=config.rollout,
+        max_staleness=k,
+        teaches=teaches,
+        ledger=Ledger(),
     )
     lengths, began = [], 0.0
     try:
@@ -209,86 +286,13 @@ async def measured(urls: list[str], k: int, steps: int, prompts: list[Prompt]) -
                 stream.pushed(version)
             if version == WARM:
                 began = time.perf_counter()
-            batch = await stream.take(version + 1)
-            await asyncio.sleep(TRAIN)
+            batch = await trained(stream, update, version + 1)
             if version >= WARM:
                 lengths += [one.num_sampled for group in batch.groups for one in group.trajectories]
         return (time.perf_counter() - began) / steps, lengths
     finally:
         await stream.close()
         await engine.close()
-
-
-@dataclass(slots=True)
-class Model:
-    """The same run as events on a clock of its own. Letters as in rl_megatron/rollout/stream.py."""
-
-    kind: str
-    k: int
-    seeds: list[int]  # of the request of each prompt, in the order drawn
-    now: float = 0.0
-    drawn: int = 0
-    version: int = 0
-    ahead: int = 0
-    events: list[tuple[float, int, int]] = field(default_factory=list)  # when a completion ends, its group, server
-    queues: list[list[tuple[float, int]]] = field(default_factory=lambda: [[] for _ in range(SERVERS)])
-    busy: list[int] = field(default_factory=lambda: [0] * SERVERS)
-    left: dict[int, int] = field(default_factory=dict)  # completions that groups wait for
-    due: dict[int, int] = field(default_factory=dict)
-
-    def admit(self) -> None:
-        """Draw what the rule allows; each completion goes to the server with the fewest."""
-        while self.drawn < (self.version + self.ahead + 1) * PROMPTS:
-            group, self.drawn = self.drawn, self.drawn + 1
-            self.left[group], self.due[group] = GROUP, self.version + self.k + 1
-            for n in range(GROUP):
-                server = min(range(SERVERS), key=lambda s: self.busy[s] + len(self.queues[s]))
-                self.queues[server].append((length(self.kind, self.seeds[group], n) * TOKEN_SECONDS, group))
-                self.start(server)
-
-    def start(self, server: int) -> None:
-        """Give free slots to those that wait."""
-        while self.queues[server] and self.busy[server] < SLOTS:
-            seconds, group = self.queues[server].pop(0)
-            self.busy[server] += 1
-            heapq.heappush(self.events, (self.now + seconds, group, server))
-
-    def until(self, when: float) -> None:
-        """Let everything happen that ends by ``when``."""
-        while self.events and self.events[0][0] <= when:
-            self.now, group, server = heapq.heappop(self.events)
-            self.busy[server] -= 1
-            self.left[group] -= 1
-            self.start(server)
-        self.now = max(self.now, when)
-
-    def batch(self) -> list[int] | None:
-        """The groups of the step after ``version``; None if it waits."""
-        ready = sorted((self.due[g], g) for g, left in self.left.items() if not left)[:PROMPTS]
-        rest = self.due.keys() - {group for _, group in ready}
-        late = any(
-            sum(self.due[g] <= step for g in rest) > (step - self.version - 1) * PROMPTS
-            for step in range(self.version + 1, self.version + self.k + 2)
-        )
-        return None if len(ready) < PROMPTS or late else [group for _, group in ready]
-
-    def seconds(self, steps: int) -> float:
-        """Mean seconds of a step after `WARM`."""
-        self.ahead, began, last, calm = min(1, self.k), 0.0, 0.0, 0
-        for version in range(WARM + steps):
-            self.version, asked = version, self.now
-            began = self.now if version == WARM else began
-            self.admit()
-            while (batch := self.batch()) is None:
-                self.until(self.events[0][0])
-            for group in batch:
-                del self.left[group], self.due[group]
-            if version and self.k:
-                calm = 0 if self.now - asked > 0.02 * (self.now - last) else calm + 1
-                self.ahead = min(self.k, self.ahead + 1) if not calm else self.ahead
-            last = self.now
-            self.until(self.now + TRAIN)
-        return (self.now - began) / steps
 
 
 def request_seeds(prompts: list[Prompt]) -> list[int]:
@@ -302,37 +306,53 @@ def request_seeds(prompts: list[Prompt]) -> list[int]:
 
 
 def main() -> None:
-    """Print a row for each kind of lengths and k, with the bars that are missed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=24, help="that figures count")
+    """Print a row for each kind of lengths, k, and way to train, with the bars."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12, help="that figures count")
+    parser.add_argument("--lengths", nargs="+", choices=["heavy", "equal"], default=["heavy", "equal"])
     args = parse(parser)
+    torch.set_num_threads(1)
     rows: list[dict[str, object]] = []
-    floor = TRAIN  # rollout is as long
-    for kind in ("heavy", "equal"):
-        least = math.ceil((MOST if kind == "heavy" else 1) * MEAN * TOKEN_SECONDS / floor)
+    for kind in args.lengths:
+        least = math.ceil((MOST if kind == "heavy" else 1) * MEAN * TOKEN_SECONDS / TRAIN)  # rollout is as long
         count = PROMPTS * (WARM + args.steps + least + 1)
         prompts = [Prompt(id=f"{n}", text="", token_ids=(1,), answer="") for n in range(count)]
+        ways = [(k, waves) for k in (0, least) for waves in ((False, True) if kind == "heavy" else (False,))]
         with servers(kind) as urls:
-            synchronous = 0.0
-            for k in (0, least):
-                seconds, lengths = asyncio.run(measured(urls, k, args.steps, prompts))
-                said = Model(kind, k, request_seeds(prompts)).seconds(args.steps)
-                synchronous = synchronous or seconds
-                rows.append(
-                    {
-                        "lengths": kind,
-                        "k": k,
-                        "seconds": round(seconds, 3),
-                        "over_floor": round(seconds / floor, 3),
-                        "speed_up": round(synchronous / seconds, 3),
-                        "simulated": round(said, 3),
-                        "simulator_error": round(said / seconds - 1, 4),
-                        "mean_length": round(sum(lengths) / len(lengths), 1),
-                        "bar": bars(kind, k),
-                    }
-                )
-                print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+            rows += [row for way in ways for row in [measure(kind, urls, *way, args.steps, prompts)]]
+        told(rows)
     write(args, rows)
+
+
+def measure(kind: str, urls: list[str], k: int, waves: bool, steps: int, prompts: list[Prompt]) -> dict[str, object]:
+    """One row."""
+    seconds, lengths = asyncio.run(measured(urls, config_of(k, waves=waves), steps, prompts))
+    said = Model(kind, k, request_seeds(prompts), waves=waves).seconds(steps)
+    return {
+        "lengths": kind,
+        "k": k,
+        "waves": waves,
+        "seconds": seconds,
+        "over_floor": seconds / TRAIN,
+        "simulated": said,
+        "simulator_error": said / seconds - 1,
+        "mean_length": sum(lengths) / len(lengths),
+    }
+
+
+def told(rows: list[dict[str, Any]]) -> None:
+    """Print the rows of one kind of lengths, which get what compares them, and the bars."""
+    kind = rows[-1]["lengths"]
+    mine = [row for row in rows if row["lengths"] == kind]
+    synchronous = mine[0]["seconds"]
+    for row in mine:
+        row["speed_up"] = synchronous / row["seconds"]
+        if row["waves"]:
+            (without,) = (other for other in mine if other["k"] == row["k"] and not other["waves"])
+            row["saved_seconds"] = without["seconds"] - row["seconds"]
+            row["simulated_saved"] = without["simulated"] - row["simulated"]
+        row["bar"] = bars(kind, row["k"])
+        print(" ".join(f"{n}={v:.3f}" if isinstance(v, float) else f"{n}={v}" for n, v in row.items()), flush=True)
 
 
 def bars(kind: str, k: int) -> str:
