@@ -43,17 +43,39 @@ class SampledColumns:
 def as_form(text: bytes, form: type[T]) -> T:
     """The JSON ``text`` as ``form``. Raises ValueError that names the first part that is not of this form, or where the
     text breaks off."""
-    decoder = _decoders.get(form)
-    if decoder is None:
-        decoder = _decoders[form] = msgspec.json.Decoder(form)
     try:
-        return cast(T, decoder.decode(text))
+        return cast(T, _decoder(form).decode(text))
     except msgspec.ValidationError:
         raise
     except msgspec.DecodeError:
         return msgspec.convert(json.loads(text), form)  # NaN and infinity, which JSON lacks, and what is broken
     except RecursionError as error:
         raise ValueError(f"the answer is nested too deeply: {error}") from error
+
+
+def as_form_at_once(text: bytes, form: type[T]) -> T | None:
+    """The same, for a form with parts as they are written (`msgspec.Raw`); None for what it would raise or convert."""
+    try:
+        return cast(T, _decoder(form).decode(text))
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _decoder(form: type[T]) -> msgspec.json.Decoder[Any]:
+    if form not in _decoders:
+        _decoders[form] = msgspec.json.Decoder(form)
+    return _decoders[form]
+
+
+def whole_numbers(written: msgspec.Raw) -> TokenIds | None:
+    """The column of a JSON array of whole numbers from 0 to 2**31 - 1 without blanks; None for anything else."""
+    text = bytes(written)
+    inner = text[1:-1]
+    if text[:1] != b"[" or inner.translate(None, b"0123456789,"):
+        return None
+    found = np.fromstring(inner, np.int64, sep=",") if inner else np.empty(0, np.int64)
+    known = len(found) == (inner.count(b",") + 1 if inner else 0) and (not inner or found.max() < 2**31)
+    return found.astype(np.int32) if known else None
 
 
 def token_column(token_ids: Sequence[int]) -> TokenIds:

@@ -51,6 +51,37 @@ def test_numbers_are_read_as_json_loads_reads_them(engine: str, value: str) -> N
     assert found.logprobs[0] == np.float32(value)
 
 
+@pytest.mark.parametrize("ids", ["[7,2147483647,0]", "[ 7 , 8,9 ]", "[-1,8,9]", "[7]", "[]", "null"])
+def test_token_ids_are_those_of_json_loads_however_they_are_written(ids: str) -> None:
+    (found,) = vllm.read_sampled(with_token_ids(ids))
+    assert found.token_ids.dtype == np.int32
+    assert found.token_ids.tolist() == (json.loads(ids) or [])
+
+
+@pytest.mark.parametrize(
+    "ids", ["[7,2147483648]", "[4294967297]", "[1e3,5.5]", f"[{10**30}]", '["7"]', "[7,null]", "7"]
+)
+def test_what_is_no_token_id_is_a_value_error(ids: str) -> None:
+    with pytest.raises(ValueError, match=r"token.ids"):
+        vllm.read_sampled(with_token_ids(ids))
+
+
+@pytest.mark.parametrize("ids", ["[7,,8]", "[7,]", "[,7]", "[7 8]"])
+def test_token_ids_that_are_no_json_are_refused_as_json_loads_does(ids: str) -> None:
+    text = with_token_ids(ids)
+    with pytest.raises(ValueError, match="column") as theirs:
+        json.loads(text)
+    with pytest.raises(ValueError, match="column") as ours:
+        vllm.read_sampled(text)
+    assert str(ours.value) == str(theirs.value)
+
+
+def with_token_ids(ids: str) -> bytes:
+    """An answer of vLLM's with other token ids."""
+    text = of_vllm(3).decode()
+    return text.replace(json.dumps(drawn(3)[0], separators=(",", ":")), ids, 1).encode()
+
+
 @ENGINES
 def test_fields_that_are_not_read_may_hold_anything(engine: str) -> None:
     answer = json.loads(MADE[engine](4))

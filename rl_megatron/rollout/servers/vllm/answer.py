@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from rl_megatron.rollout.servers.decoding import LabelledSpan, SampledColumns, as_form, logprob_column, token_column
+from rl_megatron.columns import TokenIds
+from rl_megatron.rollout.servers.decoding import (
+    LabelledSpan,
+    SampledColumns,
+    as_form,
+    as_form_at_once,
+    logprob_column,
+    token_column,
+    whole_numbers,
+)
 from rl_megatron.types import FinishReason
 
 
@@ -31,14 +40,26 @@ class _Sampled(msgspec.Struct):
     choices: list[_Choice]
 
 
+class _RawChoice(_Choice):
+    token_ids: msgspec.Raw  # type: ignore[assignment]  # as they are written: a number object each takes a tenth of all
+
+
+class _RawSampled(msgspec.Struct):
+    choices: list[_RawChoice]
+
+
 class _Scored(msgspec.Struct):
     prompt_logprobs: list[dict[str, _LogProb] | None]
 
 
 def read_sampled(text: bytes) -> list[SampledColumns]:
     """The choices, in order. Raises ValueError as `as_form` does."""
-    choices = sorted(as_form(text, _Sampled).choices, key=lambda choice: choice.index)
-    return [_answer(choice) for choice in choices]
+    raw = as_form_at_once(text, _RawSampled)
+    of_raw = [] if raw is None else [(choice, whole_numbers(choice.token_ids)) for choice in raw.choices]
+    plain = [(choice, ids) for choice, ids in of_raw if ids is not None]
+    if raw is None or len(plain) < len(of_raw):  # anything else than usual, such as NaN, null and what is wrong
+        plain = [(choice, token_column(choice.token_ids or [])) for choice in as_form(text, _Sampled).choices]
+    return [_answer(choice, ids) for choice, ids in sorted(plain, key=lambda one: one[0].index)]
 
 
 def read_scored(text: bytes) -> Sequence[Mapping[str, float]]:
@@ -47,14 +68,13 @@ def read_scored(text: bytes) -> Sequence[Mapping[str, float]]:
     return [{token: one.logprob for token, one in (found or {}).items()} for found in said]
 
 
-def _answer(choice: _Choice) -> SampledColumns:
-    token_ids = choice.token_ids or []
+def _answer(choice: _Choice, token_ids: TokenIds) -> SampledColumns:
     content = (choice.logprobs.content if choice.logprobs else None) or []
     return SampledColumns(
-        token_ids=token_column(token_ids),
+        token_ids=token_ids,
         logprobs=logprob_column([one.logprob for one in content]),
         finish_reason=choice.finish_reason,
         # A completion without tokens has no version.
-        spans=choice.weight_versions or [LabelledSpan(start=0, version=None if token_ids else 0)],
+        spans=choice.weight_versions or [LabelledSpan(start=0, version=None if len(token_ids) else 0)],
         routes=choice.routed_experts,
     )
