@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from launcher.controller.group import WorkerGroup
-from rl_megatron.data.held import Share
 from rl_megatron.data.sent import Sent
+from rl_megatron.data.shares import Share
 from rl_megatron.types import Batch, ParallelDims
 
 

@@ -23,7 +23,7 @@ from rl_megatron.types import Counts, Loss, Metric, Samples, SkippedStep, StepRe
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rl_megatron.data.held import Share
+    from rl_megatron.data.shares import Share
     from rl_megatron.learner.checkpoint.saving import ShardSave
     from rl_megatron.learner.scorer import MegatronScorer
     from rl_megatron.learner.trained import MegatronLearner
@@ -156,7 +156,8 @@ class RankModels:
 
     def _taken(self, role: str, share: Share | None) -> tuple[Samples, ...]:
         """The micro-batches of a pass: the controller sends a data-parallel rank's share to the first of its ranks."""
-        return self._rows.take(self._relay.passed_on(share), self._scorer(role).routed_layers)
+        layers = self._scorer(role).routed_layers
+        return self._rows.take(self._relay.passed_on(share, layers), layers)
 
     def forget(self) -> None:
         """Free the columns of a step. Not collective."""

@@ -1,15 +1,14 @@
 """On a rank: columns of a step's rows, of which the controller sends what this does not hold yet (`sent`).
 
-A share is one array of bytes, without a pickle: a header, the numbers of the rows that the pass takes, and columns of
-rows. Each column goes to a data-parallel rank once a step, in the shortest of the forms below that gives its numbers
-back to the bit. Letters: S sequences (rows), T positions of those of one block, D data-parallel ranks, M micro-batches.
+A share (`shares`) has the numbers of the rows that the pass takes, and columns of rows. Each column goes to a
+data-parallel rank once a step, in the shortest of the forms below that gives its numbers back to the bit. Letters: S
+sequences (rows), T positions of those of one block, D data-parallel ranks, M micro-batches.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,19 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_megatron.data.samples import with_last_tokens
+from rl_megatron.data.shares import Share, opened
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.types import Samples
 
 TO_SCORE = ("input_ids", "targets", "mask", "routes")  # columns that a pass without a loss reads
-Share: TypeAlias = NDArray[np.uint8]
-"""What one data-parallel rank is sent for one pass."""
-
 Form = Literal["whole", "bits", "last", "copy", "masked", "trained", "spread"]
 """How a column is sent: all its numbers; as bits; the last of each row, if the others are the next input; nothing, if
 it is equal to another column; those at masked-in positions, if the others are 0; a number a row, times the mask; a
 number a row."""
 
-_ALIGNMENT = 8
 _SHOWN = 8  # rows in a message
 
 
@@ -54,19 +50,20 @@ class HeldRows:
 
         Raises RLMegatronError for rows that it was not sent.
         """
-        head, arrays = _opened(share)
+        head, arrays = opened(share)
+        whole = "is_cut" not in head
         if head["step"] != self._step:
             self.forget()
             self._step = head["step"]
         rows, counts, *arrays = arrays
         spare = {name: torch.from_numpy(arrays.pop(0)) for name in head["spare"]}
-        if "routes" in spare:
+        if whole and "routes" in spare:
             spare["routes"] = _of_layers(spare["routes"], layers)
         for forms in head["blocks"]:
             new, lengths, *arrays = arrays
             found = self._decoded(forms, arrays, new, torch.from_numpy(lengths).long())
             for name, column in found.items():
-                column = _of_layers(column, layers) if name == "routes" else column
+                column = _of_layers(column, layers) if whole and name == "routes" else column
                 if column.untyped_storage().nbytes() > 2 * column.nbytes:  # else it would keep others' in memory
                     column = column.clone()
                 self._rows.setdefault(name, {}).update(zip(new.tolist(), column.split(lengths.tolist()), strict=True))
@@ -152,20 +149,3 @@ def _decoded(form: Form, sent: Tensor, lengths: Tensor, mask: Tensor | None, ids
         everywhere = torch.repeat_interleave(sent, lengths, output_size=total)
         return everywhere if form == "spread" or mask is None else everywhere * mask
     return sent
-
-
-def _opened(share: Share) -> tuple[dict[str, Any], list[NDArray[Any]]]:
-    """Header and arrays, which use the share's memory."""
-    length = int(share[:_ALIGNMENT].view(np.int64)[0])
-    head = json.loads(share[_ALIGNMENT : _ALIGNMENT + length].tobytes())
-    place, arrays = _ALIGNMENT + room_for(length), []
-    for dtype, shape in head["arrays"]:
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        arrays.append(share[place : place + size].view(dtype).reshape(shape))
-        place += room_for(size)
-    return head, arrays
-
-
-def room_for(size: int) -> int:
-    """Bytes that an array of ``size`` bytes takes in a share."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

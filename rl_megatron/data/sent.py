@@ -6,8 +6,6 @@ is then copied row by row into the memory that is sent. Letters as in `held`.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -17,14 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_megatron.data.held import TO_SCORE, Form, Share, room_for
+from rl_megatron.data.held import TO_SCORE, Form
 from rl_megatron.data.samples import tokens_of
+from rl_megatron.data.shares import Pieces, Share, joined
 from rl_megatron.types import Batch, Samples
 
 _PART = 2**18  # positions
-
-_Pieces = tuple[list[NDArray[Any]], np.dtype[Any], tuple[int, ...]]
-"""Arrays that are sent as one, its dtype and its shape."""
 
 
 class Sent:
@@ -99,9 +95,9 @@ class Sent:
             blocks.append(forms)
             pieces += more
         head = {"step": self.step, "columns": list(columns), "spare": spare, "blocks": blocks}
-        return _joined({**head, "last_tokens": batch.last_tokens}, pieces)
+        return joined({**head, "last_tokens": batch.last_tokens}, pieces)
 
-    def _block(self, new: NDArray[np.int64], names: Sequence[str]) -> tuple[dict[str, tuple[Form, str]], list[_Pieces]]:
+    def _block(self, new: NDArray[np.int64], names: Sequence[str]) -> tuple[dict[str, tuple[Form, str]], list[Pieces]]:
         """The form of each column of the ``new`` rows, and what is sent: their numbers, lengths and columns."""
         forms: dict[str, tuple[Form, str]] = {}
         pieces = [_as_int32(new), _as_int32(self._columns[names[0]].rows.lengths[new])]
@@ -152,7 +148,7 @@ class _Column:
             of_runs, bounds = of_runs[rows.mask], np.concatenate(([0], rows.tokens.cumsum()))
         self._runs, self._bounds = _narrowed(of_runs), bounds.tolist()
 
-    def sent(self, rows: NDArray[np.int64], *, with_ids: bool) -> tuple[Form, _Pieces]:
+    def sent(self, rows: NDArray[np.int64], *, with_ids: bool) -> tuple[Form, Pieces]:
         """Of the ``rows``; ``with_ids``: their inputs are sent beside it."""
         if self.form in ("trained", "spread"):
             return self.form, _whole(self._numbers[self.rows.some[rows]])
@@ -215,24 +211,10 @@ def _narrowed(numbers: NDArray[Any]) -> tuple[NDArray[Any], np.dtype[Any]]:
     return numbers, np.dtype(np.int32)
 
 
-def _whole(array: NDArray[Any]) -> _Pieces:
+def _whole(array: NDArray[Any]) -> Pieces:
     numbers, dtype = _narrowed(array)
     return [numbers], dtype, numbers.shape
 
 
-def _as_int32(array: NDArray[np.int64]) -> _Pieces:
+def _as_int32(array: NDArray[np.int64]) -> Pieces:
     return [array], np.dtype(np.int32), array.shape
-
-
-def _joined(head: dict[str, Any], every: Sequence[_Pieces]) -> Share:
-    """Header and arrays in one array of bytes, each at a multiple of 8."""
-    text = json.dumps({**head, "arrays": [(dtype.str, shape) for _, dtype, shape in every]}).encode()
-    sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in every]
-    place = 8 + room_for(len(text))
-    out = np.zeros(place + sum(map(room_for, sizes)), np.uint8)
-    out[:8].view(np.int64)[0] = len(text)
-    out[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
-    for (arrays, dtype, shape), size in zip(every, sizes, strict=True):
-        np.concatenate(arrays, out=out[place : place + size].view(dtype).reshape(shape), casting="unsafe")
-        place += room_for(size)
-    return out

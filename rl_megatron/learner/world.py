@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from numpy.typing import NDArray
 
 from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.data.shares import Share, has_routes, of_layers
 from rl_megatron.errors import ConfigError
 
 
@@ -79,30 +78,69 @@ def make_groups(learner: LearnerSection, *, seed: int, gloo: bool = True) -> Non
 
 
 class Relay:
-    """Passes bytes from the first rank of a data-parallel rank's ranks (tp x cp x pp) on to the others.
+    """Passes shares from the first rank of a data-parallel rank's ranks (tp x cp x pp) on to the others, each with the
+    routes of its own layers.
 
     Every rank makes one.
     """
 
     def __init__(self, learner: LearnerSection, rank: int) -> None:
         d, limit = learner.dims, timedelta(seconds=learner.timeout_seconds)
+        self._rank = rank
         self._group: dist.ProcessGroup | None = None
         for data_rank in range(d.dp if d.world_size > d.dp else 0):
             ranks = [r for r in range(d.world_size) if d.dp_rank(r) == data_rank]
             group = dist.new_group(ranks, timeout=limit, backend="gloo")
             if rank in ranks:
-                self._group, self._first = group, ranks[0]
+                self._group, self._ranks = group, ranks
 
-    def passed_on(self, data: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
-        """What the first rank has as ``data``; others have None. Collective among them."""
+    def passed_on(self, share: Share | None, layers: tuple[int, ...]) -> Share:
+        """What the first rank has as ``share``; others have None. ``layers``: this rank's MoE layers. Collective among
+        them."""
         if self._group is None:
-            assert data is not None
-            return data
-        size = torch.tensor([0 if data is None else len(data)])
-        dist.broadcast(size, self._first, group=self._group)
-        tensor = torch.empty(int(size), dtype=torch.uint8) if data is None else torch.from_numpy(data)
-        dist.broadcast(tensor, self._first, group=self._group)
+            assert share is not None
+            return share
+        told = torch.tensor([0, 0] if share is None else [len(share), has_routes(share)])
+        dist.broadcast(told, self._ranks[0], group=self._group)
+        size, routes = told.tolist()
+        if routes:
+            return self._by_layers(share, layers)
+        tensor = torch.empty(size, dtype=torch.uint8) if share is None else torch.from_numpy(share)
+        dist.broadcast(tensor, self._ranks[0], group=self._group)
         return tensor.numpy()
+
+    def _by_layers(self, share: Share | None, layers: tuple[int, ...]) -> Share:
+        """Each stage's share once to its first rank, which sends it on to those beside it."""
+        of_ranks: list[tuple[int, ...]] = [()] * len(self._ranks)
+        dist.all_gather_object(of_ranks, layers, group=self._group)
+        stages: dict[tuple[int, ...], list[int]] = {}
+        for rank, its in zip(self._ranks, of_ranks, strict=True):
+            stages.setdefault(its, []).append(rank)
+        first, *beside = stages[layers]
+        mine = None
+        if share is not None:
+            for its, (leader, *_) in stages.items():
+                part = of_layers(share, its)
+                if leader == self._rank:
+                    mine = part
+                else:
+                    self._send(part, leader)
+        if mine is None:
+            mine = self._received(self._ranks[0] if self._rank == first else first)
+        for rank in beside if self._rank == first else ():
+            self._send(mine, rank)
+        return mine
+
+    def _send(self, share: Share, to: int) -> None:
+        dist.send(torch.tensor([len(share)]), to, group=self._group)
+        dist.send(torch.from_numpy(share), to, group=self._group)
+
+    def _received(self, source: int) -> Share:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, source, group=self._group)
+        share = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(share, source, group=self._group)
+        return share.numpy()
 
 
 def leave() -> None:

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_megatron.data.held import HeldRows, Share
+from rl_megatron.data.held import HeldRows
 from rl_megatron.data.packing import Packer
 from rl_megatron.data.samples import select, to_samples, with_last_tokens
 from rl_megatron.data.sent import Sent
+from rl_megatron.data.shares import Share
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.types import Batch, Completion, ParallelDims, Prompt, RolloutGroup, Samples, Span

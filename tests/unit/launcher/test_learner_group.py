@@ -15,8 +15,9 @@ from launcher.controller.learner import LearnerGroup
 from launcher.controller.plane import Plane
 from launcher.wire import messages
 from rl_megatron.algorithms.losses import CrossEntropy
-from rl_megatron.data.held import HeldRows, Share
+from rl_megatron.data.held import HeldRows
 from rl_megatron.data.packing import pack
+from rl_megatron.data.shares import Share
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.types import Batch, ParallelDims, Samples
 
