@@ -36,6 +36,9 @@ class Model:
     k: int
     seeds: list[int]  # of the request of each prompt, in the order drawn
     waves: bool = False
+    alone: bool | None = None  # whether each completion is a request; None: with staleness
+    seeded: bool = True  # whether each such request has a seed of its own
+    train: float | None = None  # seconds of a step's training; None: by its tokens
     now: float = 0.0
     drawn: int = 0
     version: int = 0
@@ -46,22 +49,26 @@ class Model:
     left: dict[int, int] = field(default_factory=dict)  # completions that groups wait for
     due: dict[int, int] = field(default_factory=dict)
 
+    @property
+    def by_completion(self) -> bool:
+        """Whether each completion is a request."""
+        return self.k > 0 if self.alone is None else self.alone
+
     def tokens(self, group: int) -> list[int]:
-        """Of each completion; with staleness each is a request with a seed of its own."""
+        """Of each completion."""
         seed = self.seeds[group]
-        if not self.k:
+        if not (self.seeded and self.by_completion):
             return [length(self.kind, seed, n) for n in range(GROUP)]
         digests = [hashlib.sha256(f"{seed} {n}".encode()).digest() for n in range(GROUP)]
         return [length(self.kind, int.from_bytes(one[:8], "little") >> 1, 0) for one in digests]
 
     def admit(self) -> None:
-        """Draw what the rule allows. A group goes to the server with the fewest completions; with staleness each of
-        its completions does."""
+        """Draw what the rule allows. Each request goes to the server with the fewest completions."""
         while self.drawn < (self.version + self.ahead + 1) * PROMPTS:
             group, self.drawn = self.drawn, self.drawn + 1
             self.left[group], self.due[group] = GROUP, self.version + self.k + 1
             tokens = self.tokens(group)
-            for request in [[one] for one in tokens] if self.k else [tokens]:
+            for request in [[one] for one in tokens] if self.by_completion else [tokens]:
                 server = min(range(SERVERS), key=lambda s: self.busy[s] + len(self.queues[s]))
                 self.queues[server] += [(one * TOKEN_SECONDS, group) for one in request]
                 self.start(server)
@@ -106,7 +113,7 @@ class Model:
                 waiting += sum(self.tokens(group))
                 del self.left[group], self.due[group]
             if given == PROMPTS or waiting >= MICRO_BATCH:
-                self.until(self.now + waiting * TRAIN_TOKEN)
+                self.until(self.now + (waiting * TRAIN_TOKEN if self.train is None else self.train))
                 waiting = 0
         return waited
 

@@ -184,7 +184,8 @@ def ran() -> Ran:
 
 
 def simulated(kind: str, k: int, steps: int) -> float:
-    return Model(kind, k, list(range(PROMPTS * (WARM + steps + k + 2)))).seconds(steps)
+    seeds = list(range(PROMPTS * (WARM + steps + k + 2)))
+    return Model(kind, k, seeds, alone=True, seeded=False, train=TRAIN).seconds(steps)
 
 
 def test_the_simulator_says_the_seconds_of_a_step(ran: Ran) -> None:
