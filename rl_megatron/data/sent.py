@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rl_megatron.data.held import TO_SCORE, Form
 from rl_megatron.data.samples import tokens_of
-from rl_megatron.data.shares import Pieces, Share, joined
+from rl_megatron.data.shares import Pieces, Share, share_of
 from rl_megatron.types import Batch, Samples
 
 _PART = 2**18  # positions
@@ -95,7 +95,7 @@ class Sent:
             blocks.append(forms)
             pieces += more
         head = {"step": self.step, "columns": list(columns), "spare": spare, "blocks": blocks}
-        return joined({**head, "last_tokens": batch.last_tokens}, pieces)
+        return share_of({**head, "last_tokens": batch.last_tokens}, pieces)
 
     def _block(self, new: NDArray[np.int64], names: Sequence[str]) -> tuple[dict[str, tuple[Form, str]], list[Pieces]]:
         """The form of each column of the ``new`` rows, and what is sent: their numbers, lengths and columns."""

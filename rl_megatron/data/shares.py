@@ -23,7 +23,7 @@ Pieces: TypeAlias = tuple[Sequence[NDArray[Any]], np.dtype[Any], tuple[int, ...]
 _ALIGNMENT = 8
 
 
-def joined(head: dict[str, Any], every: Sequence[Pieces]) -> Share:
+def share_of(head: dict[str, Any], every: Sequence[Pieces]) -> Share:
     """Header and arrays in one array of bytes."""
     text = json.dumps({**head, "arrays": [(dtype.str, shape) for _, dtype, shape in every]}).encode()
     sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in every]
@@ -49,17 +49,17 @@ def opened(share: Share) -> tuple[dict[str, Any], list[NDArray[Any]]]:
     return head, arrays
 
 
-def has_routes(share: Share) -> bool:
-    """Whether it brings routes."""
-    head, _ = opened(share)
-    return "routes" in _names(head)
+def layers_in(share: Share) -> int:
+    """The MoE layers of the routes that it brings; 0 if it brings none."""
+    head, arrays = opened(share)
+    return next((a.shape[1] for name, a in zip(_names(head), arrays, strict=True) if name == "routes"), 0)
 
 
 def of_layers(share: Share, layers: Sequence[int]) -> Share:
     """The share with the routes of these MoE layers alone, of all that it has."""
     head, arrays = opened(share)
     cut = [a[:, list(layers)] if name == "routes" else a for name, a in zip(_names(head), arrays, strict=True)]
-    return joined({**head, "is_cut": True}, [([array], array.dtype, array.shape) for array in cut])
+    return share_of({**head, "is_cut": True}, [([array], array.dtype, array.shape) for array in cut])
 
 
 def _names(head: dict[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from rl_megatron.config.sections.learner import LearnerSection
-from rl_megatron.data.shares import Share, has_routes, of_layers
+from rl_megatron.data.shares import Share, layers_in, of_layers
 from rl_megatron.errors import ConfigError
 
 
@@ -100,27 +100,28 @@ class Relay:
         if self._group is None:
             assert share is not None
             return share
-        told = torch.tensor([0, 0] if share is None else [len(share), has_routes(share)])
+        told = torch.tensor([0, 0] if share is None else [len(share), layers_in(share)])
         dist.broadcast(told, self._ranks[0], group=self._group)
-        size, routes = told.tolist()
-        if routes:
-            return self._by_layers(share, layers)
+        size, routed = told.tolist()
+        if routed:
+            return self._by_layers(share, layers, routed)
         tensor = torch.empty(size, dtype=torch.uint8) if share is None else torch.from_numpy(share)
         dist.broadcast(tensor, self._ranks[0], group=self._group)
         return tensor.numpy()
 
-    def _by_layers(self, share: Share | None, layers: tuple[int, ...]) -> Share:
+    def _by_layers(self, share: Share | None, layers: tuple[int, ...], routed: int) -> Share:
         """Each stage's share once to its first rank, which sends it on to those beside it."""
-        of_ranks: list[tuple[int, ...]] = [()] * len(self._ranks)
-        dist.all_gather_object(of_ranks, layers, group=self._group)
+        own = torch.tensor([*layers, *[-1] * (routed - len(layers))])
+        of_ranks = [torch.empty_like(own) for _ in self._ranks]
+        dist.all_gather(of_ranks, own, group=self._group)
         stages: dict[tuple[int, ...], list[int]] = {}
         for rank, its in zip(self._ranks, of_ranks, strict=True):
-            stages.setdefault(its, []).append(rank)
+            stages.setdefault(tuple(its[its >= 0].tolist()), []).append(rank)
         first, *beside = stages[layers]
         mine = None
         if share is not None:
-            for its, (leader, *_) in stages.items():
-                part = of_layers(share, its)
+            for of_stage, (leader, *_) in stages.items():
+                part = of_layers(share, of_stage)
                 if leader == self._rank:
                     mine = part
                 else:

@@ -20,7 +20,7 @@ from launcher.hosts.local import LocalLauncher
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
-from rl_megatron.data.packing import packer_of, unpack
+from rl_megatron.data.packing import Packer, packer_of, unpack
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import make_tiny_model
@@ -29,6 +29,7 @@ from rl_megatron.types import Samples
 _PIDFD_GETFD = 438  # a system call of Linux 5.6
 LENGTHS = [7, 12, 30, 19] + [500] * 96
 PROMPT = 5
+TINY = TinyModelSection(num_layers=2, hidden_size=32, num_experts=4)
 
 
 def sampled() -> Samples:
@@ -80,12 +81,33 @@ def by_transformers(model: Path, samples: Samples, row: int) -> Tensor:
     return logits.float().log_softmax(-1).gather(1, samples.targets[first:stop, None]).squeeze(1)
 
 
+async def replayed(roles: Roles, packer: Packer, samples: Samples) -> None:
+    """Routers that take the experts of a pass before give its log-probs; a stage reads its own layers' alone."""
+    assert isinstance(roles.policy, LearnerGroup)
+    batch = packer.pack(samples)
+    said = await roles.policy.score(batch, frozenset({"logprobs", "routes"}))
+    logprobs, routes = (unpack(batch, said[what], samples) for what in ("logprobs", "routes"))
+    assert routes.shape == (len(samples.targets), 2, TINY.experts_per_token)
+    ranks = [worker.process.pid for worker in roles.policy._group.workers]
+    bytes_read = []
+    for given in (None, routes, 3 - routes):
+        again = replace(samples, input_ids=samples.input_ids.clone(), routes=given)
+        before = [received(pid) for pid in ranks]
+        batch = packer.pack(again)
+        found = unpack(batch, (await roles.policy.score(batch, frozenset({"logprobs"})))["logprobs"], again)
+        bytes_read.append([received(pid) - old for pid, old in zip(ranks, before, strict=True)])
+        differs = (found - logprobs).abs().max().item()
+        assert differs > 0.1 if given is not None and given is not routes else differs < 1e-5
+    of_stage = routes.nbytes / 2 / 2  # of a data-parallel rank's rows, one layer
+    for rank in (2, 3):  # the second stage; the first ranks have theirs by a pipe from the controller
+        assert (bytes_read[1][rank] - bytes_read[0][rank]) / of_stage == pytest.approx(1.0, abs=0.1)
+
+
 def test_a_step_of_two_data_parallel_ranks_with_two_stages(tmp_path: Path) -> None:
     """Log-probs are transformers'; bytes are counted at the streams; the last pass ends the run."""
     keys = ("learner.threads=1", "learner.ep=1", "learner.dp=2", "learner.pp=2", "rollout.temperature=1.0")
     config = load_config("tiny_cpu", keys)
-    config_of_tiny = TinyModelSection(num_layers=2, hidden_size=32, num_experts=4)
-    model = make_tiny_model(config_of_tiny, tmp_path / "cache", seed=3)
+    model = make_tiny_model(TINY, tmp_path / "cache", seed=3)
     samples, packer = sampled(), packer_of(config.learner, attention_cost=0.0)
 
     async def step(roles: Roles) -> None:
@@ -108,31 +130,10 @@ def test_a_step_of_two_data_parallel_ranks_with_two_stages(tmp_path: Path) -> No
         assert row["plane/seconds"] > 0
         assert roles.rank_metrics()["plane/bytes"] == 0
 
-    async def replayed(roles: Roles) -> None:
-        """Routers that take the experts of a pass before give its log-probs; a stage reads its own layers' alone."""
-        assert isinstance(roles.policy, LearnerGroup)
-        batch = packer.pack(samples)
-        said = await roles.policy.score(batch, frozenset({"logprobs", "routes"}))
-        logprobs, routes = (unpack(batch, said[what], samples) for what in ("logprobs", "routes"))
-        assert routes.shape == (len(samples.targets), 2, config_of_tiny.experts_per_token)
-        ranks = [worker.process.pid for worker in roles.policy._group.workers]
-        bytes_read = []
-        for given in (None, routes, 3 - routes):
-            again = replace(samples, input_ids=samples.input_ids.clone(), routes=given)
-            before = [received(pid) for pid in ranks]
-            batch = packer.pack(again)
-            found = unpack(batch, (await roles.policy.score(batch, frozenset({"logprobs"})))["logprobs"], again)
-            bytes_read.append([received(pid) - old for pid, old in zip(ranks, before, strict=True)])
-            differs = (found - logprobs).abs().max().item()
-            assert differs > 0.1 if given is not None and given is not routes else differs < 1e-5
-        of_stage = routes.nbytes / 2 / 2  # of a data-parallel rank's rows, one layer
-        for rank in (2, 3):  # the second stage; the first ranks have theirs by a pipe from the controller
-            assert (bytes_read[1][rank] - bytes_read[0][rank]) / of_stage == pytest.approx(1.0, abs=0.1)
-
     async def run() -> None:
         async with LocalLauncher(model, tmp_path).start(config) as roles:
             await step(roles)
-            await replayed(roles)
+            await replayed(roles, packer, samples)
             await roles.policy.forget()
             assert isinstance(roles.policy, LearnerGroup)
             sent = roles.policy._plane._sent

@@ -56,7 +56,7 @@ def read_sampled(text: bytes) -> list[SampledColumns]:
     """The choices, in order. Raises ValueError as `as_form` does."""
     raw = as_form_at_once(text, _RawSampled)
     of_raw = [] if raw is None else [(choice, whole_numbers(choice.token_ids)) for choice in raw.choices]
-    plain = [(choice, ids) for choice, ids in of_raw if ids is not None]
+    plain: list[tuple[_Choice, TokenIds]] = [(choice, ids) for choice, ids in of_raw if ids is not None]
     if raw is None or len(plain) < len(of_raw):  # anything else than usual, such as NaN, null and what is wrong
         plain = [(choice, token_column(choice.token_ids or [])) for choice in as_form(text, _Sampled).choices]
     return [_answer(choice, ids) for choice, ids in sorted(plain, key=lambda one: one[0].index)]
