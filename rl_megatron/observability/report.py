@@ -230,8 +230,8 @@ def _idle(run: Run) -> str:
         [value for row in last if (value := number(row, name)) is not None]
         for name in ("idle/learner_fraction", "idle/engine_fraction", "overlap/stretch")
     )
-    said = [f"the learner waited for groups for {fmean(learner):.0%} of the time"] if learner else []
-    said += [f"{fmean(engine):.0%} of the servers' slots were unused"] if engine else []
+    said = [f"the learner waited for groups for {100 * fmean(learner):.0f} % of the time"] if learner else []
+    said += [f"{100 * fmean(engine):.0f} % of the servers' slots were unused"] if engine else []
     said += [f"a step took {fmean(stretch):.2f} times as long as its longer half"] if stretch else []
     return f"Mean of the last {len(learner)} rows: {', '.join(said)}." if said else ""
 

@@ -112,5 +112,7 @@ def test_beside_it_the_page_says_what_was_idle(tmp_path: Path) -> None:
         shares = {"idle/learner_fraction": idle, "idle/engine_fraction": 0.5, "overlap/stretch": 1.25}
         writer.write({"phase": "rl", "step": step, "seconds/step": 1.0, **shares})
     writer.close()
-    said = "the learner waited for groups for 20% of the time, 50% of the servers' slots were unused, a step took 1.25"
+    said = (
+        "the learner waited for groups for 20 % of the time, 50 % of the servers' slots were unused, a step took 1.25"
+    )
     assert said in Page(write_report([folder], tmp_path / "r.html")).text
