@@ -103,20 +103,27 @@ class Relay:
         told = torch.tensor([0, 0] if share is None else [len(share), layers_in(share)])
         dist.broadcast(told, self._ranks[0], group=self._group)
         size, routed = told.tolist()
-        if routed:
-            return self._by_layers(share, layers, routed)
+        stages = self._stages(layers, routed) if routed else {}
+        if len(stages) > 1:
+            return self._by_layers(share, stages, layers)
         tensor = torch.empty(size, dtype=torch.uint8) if share is None else torch.from_numpy(share)
         dist.broadcast(tensor, self._ranks[0], group=self._group)
         return tensor.numpy()
 
-    def _by_layers(self, share: Share | None, layers: tuple[int, ...], routed: int) -> Share:
-        """Each stage's share once to its first rank, which sends it on to those beside it."""
+    def _stages(self, layers: tuple[int, ...], routed: int) -> dict[tuple[int, ...], list[int]]:
+        """The ranks that have each stage's MoE layers, which are at most as many as are ``routed``."""
         own = torch.tensor([*layers, *[-1] * (routed - len(layers))])
         of_ranks = [torch.empty_like(own) for _ in self._ranks]
         dist.all_gather(of_ranks, own, group=self._group)
         stages: dict[tuple[int, ...], list[int]] = {}
         for rank, its in zip(self._ranks, of_ranks, strict=True):
             stages.setdefault(tuple(its[its >= 0].tolist()), []).append(rank)
+        return stages
+
+    def _by_layers(
+        self, share: Share | None, stages: dict[tuple[int, ...], list[int]], layers: tuple[int, ...]
+    ) -> Share:
+        """Each stage's share once to its first rank, which sends it on to those beside it."""
         first, *beside = stages[layers]
         mine = None
         if share is not None:
