@@ -59,7 +59,8 @@ def commands(path: Path) -> Iterator[Command]:
             words = shlex.split(re.sub(r"<[a-z ]+>", "", line), comments=True)
             for part in " ".join(map(shlex.quote, words)).split(" '&&' "):
                 if words:
-                    yield Command(f"{path.relative_to(REPO)}: {line.strip()}", tuple(shlex.split(part)))
+                    started = re.sub(r"^srun( -\S+)* ", "", part)  # what it starts is looked at
+                    yield Command(f"{path.relative_to(REPO)}: {line.strip()}", tuple(shlex.split(started)))
 
 
 EVERY = [command for path in DOCUMENTS for command in commands(path)]
@@ -120,8 +121,10 @@ def test_other_programs_of_documents_are_there(command: Command) -> None:
         given = {word.partition("=")[0] for word in rest if "=" in word}
         assert given <= set(re.findall(r"^([A-Z_]+) \?=", makefile, re.M))
         assert {word for word in rest if "=" not in word} <= set(re.findall(r"^([a-z0-9-]+):", makefile, re.M))
-    elif program(command).startswith("python") and rest[:1] == ["-m"] and rest[1] not in {"venv", "pip"}:
-        assert (REPO / f"{rest[1].replace('.', '/')}.py").is_file()
+    elif program(command).startswith("python") and rest[:1] == ["-m"]:
+        package = rest[1].partition(".")[0]
+        own = REPO / f"{rest[1].replace('.', '/')}.py"
+        assert package in {"pip", *sys.stdlib_module_names} or own.is_file()
     elif program(command).startswith("python") and rest and rest[0].startswith("tools/"):
         assert (REPO / rest[0]).is_file()
     elif not program(command).startswith("python") and program(command) not in SHELL:

@@ -21,6 +21,7 @@ SIZES = {
     "moe_stability_rates": (28, 28),
     "moe_stability_smoke": (4, 8),
     "sizes": (12, 24),
+    "staleness": (2, 10),
 }
 
 
