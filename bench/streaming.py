@@ -1,13 +1,13 @@
 """Measure how far sampling and training overlap: seconds of a step beside max(train, rollout), and beside k = 0.
 
-    python -m bench.streaming [--steps 12] [--json FILE]
+    python -m bench.streaming [--steps 30] [--json FILE]
 
 Two servers that sleep for each token answer over HTTP; the project's own Stream, sampler, served engine, pushes and
 update ask them, and the learner sleeps for each token of a backward pass. *heavy*: lengths 1 : 8, lognormal (sigma 1.0)
-and cut at eight times their mean; *equal*: all alike. Rollout is the time of a step's tokens with every slot busy, and
-train is as long. k is the least that the rule wants: seconds of the longest completion over those of a step. *waves*:
-with `train.stream_micro_batches=1`, of 512 tokens; the prompts, and so the lengths, are those of the row without them.
-*simulated* are the same lengths in a model of events (bench/streaming_model.py).
+and cut at eight times their mean; *equal*: all alike. Rollout is the time of the trained tokens with every slot busy,
+and train is as long: the floor. k is the least that the rule wants: seconds of the longest completion over those of a
+step. *waves*: with `train.stream_micro_batches=1`, of 512 tokens; the prompts, and so the lengths, are those of the row
+without them. *simulated* are the same lengths in a model of events (bench/streaming_model.py).
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ def request_seeds(prompts: list[Prompt]) -> list[int]:
 def main() -> None:
     """Print a row for each kind of lengths, k, and way to train, with the bars."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12, help="that figures count")
+    parser.add_argument("--steps", type=int, default=30, help="that figures count")
     parser.add_argument("--lengths", nargs="+", choices=["heavy", "equal"], default=["heavy", "equal"])
     args = parse(parser)
     torch.set_num_threads(1)
@@ -333,7 +333,7 @@ def measure(kind: str, urls: list[str], k: int, waves: bool, steps: int, prompts
         "k": k,
         "waves": waves,
         "seconds": seconds,
-        "over_floor": seconds / TRAIN,
+        "over_floor": seconds * steps / (sum(lengths) * TRAIN_TOKEN),
         "simulated": said,
         "simulator_error": said / seconds - 1,
         "mean_length": sum(lengths) / len(lengths),
