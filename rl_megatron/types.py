@@ -130,6 +130,7 @@ class Turn:
     finish_reason: FinishReason
     spans: tuple[Span, ...]  # counted from its first token
     text: str  # decoded without special tokens
+    reward: float | None = None  # its part of the trajectory's reward; None: it has none of its own
 
     def __post_init__(self) -> None:
         freeze(self.logprobs)
@@ -345,28 +346,6 @@ class SkippedStep:
 
     grad_norm: float
     culprits: tuple[Culprit, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
-    """Seconds that a rank spent in forward and backward passes, and in ``probes`` equal probes of its speed; bytes that
-    it has held at most since its start: of its GPU as torch's allocator has them, or of a CPU's resident memory."""
-
-    passes: float
-    probing: float
-    probes: int
-    peak: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankTimed:
-    """What a rank did up to an answer, in nanoseconds of its own clock: when the call was there as a whole, when its
-    answer was ready, and spans (thread, name, begin, end, what else is said), of which ``lost`` are missing."""
-
-    arrived: int
-    answered: int
-    spans: Sequence[tuple[str, str, int, int, Mapping[str, str | int | float] | None]]
-    lost: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

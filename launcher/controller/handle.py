@@ -14,9 +14,9 @@ from launcher.wire import messages
 from launcher.wire.messages import STACKS
 from launcher.wire.setup import Setup
 from rl_megatron.errors import WorkerDied
-from rl_megatron.observability.timeline.ranks import RankTimes
+from rl_megatron.observability.speed import Spent
+from rl_megatron.observability.timeline.ranks import RankTimed, RankTimes
 from rl_megatron.placement.names import called
-from rl_megatron.types import RankTimed, Spent
 
 STOP_SECONDS = 30.0
 _ALONE = ("generate", "export")  # calls that take long and have no collective

@@ -13,8 +13,8 @@ from launcher.controller.group import WorkerGroup
 from launcher.controller.handle import WorkerHandle
 from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import write_atomically
+from rl_megatron.observability.speed import Spent
 from rl_megatron.placement.names import LEARNER, called
-from rl_megatron.types import Spent
 
 logger = logging.getLogger(__name__)
 

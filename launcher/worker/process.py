@@ -30,9 +30,10 @@ from launcher.worker.learner_rank import Worker
 from launcher.worker.models import RankModels
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.observability import activity
+from rl_megatron.observability.speed import Spent
 from rl_megatron.observability.timeline import ranks, spans
+from rl_megatron.observability.timeline.ranks import RankTimed
 from rl_megatron.placement.names import LEARNER, called, file_stem
-from rl_megatron.types import RankTimed, Spent
 
 _SENDING = threading.Lock()  # one message at a time into the pipe
 Calls = SimpleQueue[tuple[int, messages.Message] | None]

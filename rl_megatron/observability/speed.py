@@ -12,14 +12,24 @@ import contextlib
 import resource
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from rl_megatron.types import Spent
-
 Kind = Literal["passes", "probe"]
 _Moment = float | torch.cuda.Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """Seconds that a rank spent in forward and backward passes, and in ``probes`` equal probes of its speed; bytes that
+    it has held at most since its start: of its GPU as torch's allocator has them, or of a CPU's resident memory."""
+
+    passes: float
+    probing: float
+    probes: int
+    peak: int
 
 
 class _Meter:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.clock import Clock
 from rl_megatron.observability.timeline.spans import Lane
-from rl_megatron.types import RankTimed
 
 CALLS = Lane("", "calls")  # in a rank's process, which the controller names
 _MOST = 4096  # spans of an answer; the oldest go first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimed:
+    """What a rank did up to an answer, in nanoseconds of its own clock: when the call was there as a whole, when its
+    answer was ready, and spans (thread, name, begin, end, what else is said), of which ``lost`` are missing."""
+
+    arrived: int
+    answered: int
+    spans: Sequence[tuple[str, str, int, int, Mapping[str, str | int | float] | None]]
+    lost: int
 
 
 def timed(arrived: int) -> RankTimed:

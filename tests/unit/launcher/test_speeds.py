@@ -15,7 +15,7 @@ import torch
 from launcher.controller.speeds import Speeds, read_ranks, slowness
 from rl_megatron.config.run import RunConfig, RunSection
 from rl_megatron.observability import speed
-from rl_megatron.types import Spent
+from rl_megatron.observability.speed import Spent
 
 FACTOR = 1.5
 
