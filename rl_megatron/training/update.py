@@ -97,12 +97,12 @@ class Update:
             self.state = rewards.state
             return row
         found, samples, state = await self._scored(groups, rewards, step, watch)
-        row |= await to_thread(self._gaps, found)
         if not samples.mask.any():
             self.state = state
-            return row
-        samples = await to_thread(self._with_second_moment_limited, samples, found.current, row)
-        row |= await self._train(samples, step, watch, [group.prompt for group in groups])
+            return row | await to_thread(self._gaps, found)
+        if section.second_moment_limit is not None:
+            samples = await to_thread(self._with_second_moment_limited, samples, found.current, row)
+        row |= await self._train(found, samples, step, watch, [group.prompt for group in groups])
         row |= await self._flips(found, step, watch)
         self.state = await to_thread(self._with_kl_controlled, state, samples, row)
         return row
@@ -119,24 +119,29 @@ class Update:
         section = self.config.algorithm
         sampled = await to_thread(self._samples_of, groups)
         found = await self._measure(sampled if self._replays else replace(sampled, routes=None), step, watch)
-        aged = self.config.train.max_staleness and found.current is not None
-        gaps = await to_thread(gaps_of, groups, step) if aged else None
-        found = replace(found, engine_routes=None if self._replays else sampled.routes, gaps=gaps)
-        samples, state = await to_thread(
-            assign_credit,
-            found.samples,
-            groups,
-            rewards,
-            section,
-            success_reward=self.config.eval.success_reward,
-            next_values=found.next_values,
-        )
-        samples = await to_thread(self._with_proximal_share, samples, groups, step)
-        return found, samples, state
+        found = replace(found, engine_routes=None if self._replays else sampled.routes)
+
+        def credited() -> tuple[Measured, Samples, AlgorithmState]:
+            aged = self.config.train.max_staleness and found.current is not None
+            samples, state = assign_credit(
+                found.samples,
+                groups,
+                rewards,
+                section,
+                success_reward=self.config.eval.success_reward,
+                next_values=found.next_values,
+            )
+            samples = self._with_proximal_share(samples, groups, step)
+            return replace(found, gaps=gaps_of(groups, step) if aged else None), samples, state
+
+        return await to_thread(credited)
 
     @property
     def _replays(self) -> bool:
         return self.config.algorithm.routing_replay == "r3"
+
+    def _described(self, found: Measured, samples: Samples, batches: Sequence[Batch]) -> Row:
+        return self._gaps(found) | advantage_row(samples) | self._packer.metrics(batches)
 
     def _gaps(self, found: Measured) -> Row:
         """Metrics of the gap between engine and learner, and of the tokens that they route to other experts."""
@@ -232,8 +237,7 @@ class Update:
     def _with_second_moment_limited(self, samples: Samples, current: Tensor | None, row: Row) -> Samples:
         """M2PO: zero the advantages of tokens far from the policy that sampled them; denominators count all tokens."""
         limit = self.config.algorithm.second_moment_limit
-        if limit is None:
-            return samples
+        assert limit is not None
         assert current is not None
         kept = second_moment_mask(current - samples.rollout_logprobs, samples.mask, threshold=limit)
         row["correction/dropped_fraction"] = 1 - float(kept.sum() / samples.mask.sum())
@@ -264,8 +268,11 @@ class Update:
         )
         return replace(state, kl_coefficient=beta)
 
-    async def _train(self, samples: Samples, step: int, watch: Stopwatch, prompts: Sequence[Prompt]) -> Row:
-        """Make ``train.epochs`` passes over the batch, each in minibatches of a new order."""
+    async def _train(
+        self, found: Measured, samples: Samples, step: int, watch: Stopwatch, prompts: Sequence[Prompt]
+    ) -> Row:
+        """Make ``train.epochs`` passes over the batch, each in minibatches of a new order. The metrics of the batch are
+        computed beside the first: ranks do not wait for them."""
         c, roles = self.config, self.roles
         rate, critic_rate = learning_rate(c, step), critic_learning_rate(c, step)
         loss = loss_of(c.algorithm, kl_coefficient=self.state.kl_coefficient, max_new_tokens=c.rollout.max_new_tokens)
@@ -274,25 +281,31 @@ class Update:
         packed = self._packer.minibatches(samples, most=c.train.minibatches, seeds=seeds)
         every = await to_thread(list, packed)
         batches = [batch for batch in every if batch.num_tokens]  # else momentum moves the weights
-        row: Row = {"learning_rate": rate, **await to_thread(advantage_row, samples)}
-        row |= await to_thread(self._packer.metrics, batches)
+        row: Row = {"learning_rate": rate}
+        described = asyncio.ensure_future(to_thread(self._described, found, samples, batches))
         critic = roles.learners.get("critic")
         policy_steps: list[Made | None] = []  # None: skipped
         critic_steps: list[Made | None] = []
-        for batch in batches:
-            async with AtOnce(watch) as at_once:
-                trained = valued = None
-                if critic is None or step > c.algorithm.critic.only_steps:
-                    trained = at_once.begin("train", self.policy_steps.step(roles.policy, batch, loss, rate, prompts))
-                if critic is not None:
-                    routed = without_routes(batch)
-                    asked = self.critic_steps.step(critic, routed, value_loss, critic_rate, prompts)
-                    valued = at_once.begin("critic", asked)
-                if trained is not None:
-                    policy_steps.append(await at_once.end(trained))
-                    self._count_work(batch, row, watch)
-                if valued is not None:
-                    critic_steps.append(await at_once.end(valued))
+        try:
+            for batch in batches:
+                async with AtOnce(watch) as at_once:
+                    trained = valued = None
+                    if critic is None or step > c.algorithm.critic.only_steps:
+                        trained = at_once.begin(
+                            "train", self.policy_steps.step(roles.policy, batch, loss, rate, prompts)
+                        )
+                    if critic is not None:
+                        routed = without_routes(batch)
+                        asked = self.critic_steps.step(critic, routed, value_loss, critic_rate, prompts)
+                        valued = at_once.begin("critic", asked)
+                    if trained is not None:
+                        policy_steps.append(await at_once.end(trained))
+                        self._count_work(batch, row, watch)
+                    if valued is not None:
+                        critic_steps.append(await at_once.end(valued))
+        finally:
+            await asyncio.wait([described])
+        row |= described.result()
         row["steps/skipped"] = [*policy_steps, *critic_steps].count(None)
         row |= policy_row([made for made in policy_steps if made is not None])
         if learnt := [made for made in critic_steps if made is not None]:

@@ -36,7 +36,7 @@ from tests.unit.rollout.test_running import expected, load, newer
 
 __all__ = ["newer"]
 TOKEN = "of-this-test"
-LATE = replace(request("late", (3, 1), 2, seed=9, max_new_tokens=100), max_seconds=0.05)
+LATE = replace(request("late", (3, 1), 2, seed=9, max_new_tokens=100), max_seconds=0.01)
 
 
 @pytest.fixture(scope="module")

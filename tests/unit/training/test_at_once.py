@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from typing import Any
 
 import pytest
 
+from rl_megatron.config.run import RunConfig
+from rl_megatron.data.packing import Packer
 from rl_megatron.errors import DataError, WorkerDied
+from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.training.update import AtOnce
+from rl_megatron.training.update import AtOnce, Update
+from rl_megatron.types import Batch, Counts, Loss, Metric
+from tests.unit.training.test_engine_logprobs import LENGTHS, Learner, groups
 
 LIMIT = 300.0
 
@@ -85,3 +92,23 @@ def test_an_error_of_the_one_who_asks_is_raised_and_all_are_left() -> None:
         assert left == ["critic", "policy"]
 
     asyncio.run(after())
+
+
+def test_ranks_do_not_wait_for_the_metrics_of_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, metrics = threading.Event(), Packer.metrics
+
+    class Trains(Learner):
+        async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float | Counts]]:
+            asked.set()
+            return await super().backward(batch, loss)
+
+    def late(packer: Packer, batches: list[Batch]) -> dict[str, Any]:
+        assert asked.wait(LIMIT)
+        return dict(metrics(packer, batches))
+
+    monkeypatch.setattr(Packer, "metrics", late)
+    learner: Any = Trains()
+    roles = Roles(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
+    config = RunConfig.model_validate({"train": {"minibatches": 1}})
+    row = asyncio.run(Update(config=config, roles=roles, attention_cost=0.0)(groups(), 1, Stopwatch()))
+    assert row["tokens/train"] == sum(LENGTHS) + len(LENGTHS)  # of a prompt of two tokens, one is a position
