@@ -1,13 +1,14 @@
 """Measure how far sampling and training overlap: seconds of a step beside max(train, rollout), and beside k = 0.
 
-    python -m bench.streaming [--steps 30] [--json FILE]
+    python -m bench.streaming [--steps 100] [--json FILE]
 
 Two servers that sleep for each token answer over HTTP; the project's own Stream, sampler, served engine, pushes and
 update ask them, and the learner sleeps for each token of a backward pass. *heavy*: lengths 1 : 8, lognormal (sigma 1.0)
 and cut at eight times their mean; *equal*: all alike. Rollout is the time of the trained tokens with every slot busy,
 and train is as long: the floor. k is the least that the rule wants: seconds of the longest completion over those of a
 step. *waves*: with `train.stream_micro_batches=1`, of 512 tokens; the prompts, and so the lengths, are those of the row
-without them. *simulated* are the same lengths in a model of events (bench/streaming_model.py).
+without them. *simulated* are the same lengths, and the row's own mean seconds of a push, in a model of events
+(bench/streaming_model.py). Synchronous steps vary less: a third of the steps counts. Speeds are a token's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx2
 import numpy as np
@@ -246,8 +247,16 @@ async def trained(stream: Stream, update: Update, step: int) -> RolloutBatch:
     return batch
 
 
-async def measured(urls: list[str], config: RunConfig, steps: int, prompts: list[Prompt]) -> tuple[float, list[int]]:
-    """Mean seconds of a step after `WARM`, and the lengths that were trained on."""
+class Found(NamedTuple):
+    """Of the steps after `WARM`."""
+
+    seconds: float  # of a step, mean
+    push: float  # seconds of a push, mean
+    lengths: list[int]  # that were trained on
+
+
+async def measured(urls: list[str], config: RunConfig, steps: int, prompts: list[Prompt]) -> Found:
+    """Run ``steps`` steps after `WARM` others."""
     adapter, k = EmbeddedAdapter(NAMED["qwen3-30b-a3b"]), config.train.max_staleness
     clients = [Server(url, token=TOKEN, timeout_seconds=60) for url in urls]
     engine = ServedEngine(adapter, clients, ServerSection(), max_length=4096, vocab_size=100)
@@ -277,19 +286,21 @@ async def measured(urls: list[str], config: RunConfig, steps: int, prompts: list
         teaches=teaches,
         ledger=Ledger(),
     )
-    lengths, began = [], 0.0
+    lengths, pushing, began = [], 0.0, 0.0
     try:
         for version in range(WARM + steps):
+            if version == WARM:
+                began, pushing = time.perf_counter(), 0.0
+            pushes = time.perf_counter()
             await engine.weights.load(Path("none"), version)
             await engine.weights.commit(version)
+            pushing += time.perf_counter() - pushes
             if version:
                 stream.pushed(version)
-            if version == WARM:
-                began = time.perf_counter()
             batch = await trained(stream, update, version + 1)
             if version >= WARM:
                 lengths += [one.num_sampled for group in batch.groups for one in group.trajectories]
-        return (time.perf_counter() - began) / steps, lengths
+        return Found((time.perf_counter() - began) / steps, pushing / steps, lengths)
     finally:
         await stream.close()
         await engine.close()
@@ -308,7 +319,7 @@ def request_seeds(prompts: list[Prompt]) -> list[int]:
 def main() -> None:
     """Print a row for each kind of lengths, k, and way to train, with the bars."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30, help="that figures count")
+    parser.add_argument("--steps", type=int, default=100, help="that figures count; of synchronous ones, a third")
     parser.add_argument("--lengths", nargs="+", choices=["heavy", "equal"], default=["heavy", "equal"])
     args = parse(parser)
     torch.set_num_threads(1)
@@ -319,20 +330,21 @@ def main() -> None:
         prompts = [Prompt(id=f"{n}", text="", token_ids=(1,), answer="") for n in range(count)]
         ways = [(k, waves) for k in (0, least) for waves in ((False, True) if kind == "heavy" else (False,))]
         with servers(kind) as urls:
-            rows += [row for way in ways for row in [measure(kind, urls, *way, args.steps, prompts)]]
+            rows += [measure(kind, urls, *way, args.steps if way[0] else -(-args.steps // 3), prompts) for way in ways]
         told(rows)
     write(args, rows)
 
 
 def measure(kind: str, urls: list[str], k: int, waves: bool, steps: int, prompts: list[Prompt]) -> dict[str, object]:
     """One row."""
-    seconds, lengths = asyncio.run(measured(urls, config_of(k, waves=waves), steps, prompts))
-    said = Model(kind, k, request_seeds(prompts), waves=waves).seconds(steps)
+    seconds, push, lengths = asyncio.run(measured(urls, config_of(k, waves=waves), steps, prompts))
+    said = Model(kind, k, request_seeds(prompts), waves=waves, push=push).seconds(steps)
     return {
         "lengths": kind,
         "k": k,
         "waves": waves,
         "seconds": seconds,
+        "push": push,
         "over_floor": seconds * steps / (sum(lengths) * TRAIN_TOKEN),
         "simulated": said,
         "simulator_error": said / seconds - 1,
@@ -344,9 +356,9 @@ def told(rows: list[dict[str, Any]]) -> None:
     """Print the rows of one kind of lengths, which get what compares them, and the bars."""
     kind = rows[-1]["lengths"]
     mine = [row for row in rows if row["lengths"] == kind]
-    synchronous = mine[0]["seconds"]
+    synchronous = mine[0]["over_floor"]
     for row in mine:
-        row["speed_up"] = synchronous / row["seconds"]
+        row["speed_up"] = synchronous / row["over_floor"]
         if row["waves"]:
             (without,) = (other for other in mine if other["k"] == row["k"] and not other["waves"])
             row["saved_seconds"] = without["seconds"] - row["seconds"]

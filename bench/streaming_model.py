@@ -1,6 +1,7 @@
 """A model of events of `bench.streaming`: steps of servers that sleep for each token, and of a learner that sleeps.
 
-It knows slots, lengths, waves and the rule of admission (rl_megatron/rollout/stream.py), and nothing of the code.
+It knows slots, lengths, waves, the seconds of a push and the rule of admission (rl_megatron/rollout/stream.py), and
+nothing of the code.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Model:
     alone: bool | None = None  # whether each completion is a request; None: with staleness
     seeded: bool = True  # whether each such request has a seed of its own
     train: float | None = None  # seconds of a step's training; None: by its tokens
+    push: float = 0.0  # seconds of a push, in which nobody samples or trains
     now: float = 0.0
     drawn: int = 0
     version: int = 0
@@ -100,6 +102,11 @@ class Model:
                 return []
         return [group for _, group in ready] if len(ready) == wanted else []
 
+    def pushed(self) -> None:
+        """Let `push` seconds pass; completions go on where they were."""
+        self.now += self.push
+        self.events = [(ends + self.push, group, server) for ends, group, server in self.events]
+
     def step(self) -> float:
         """Take the groups of the step after ``version``, and train on them. Returns the seconds of waiting."""
         given, waited, waiting = 0, 0.0, 0
@@ -123,6 +130,7 @@ class Model:
         for version in range(WARM + steps):
             self.version = version
             began = self.now if version == WARM else began
+            self.pushed()
             self.admit()
             waited = self.step()
             if version and self.k:
