@@ -48,7 +48,7 @@ class ParallelDims:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One problem. ``id`` is unique in its data set and stable between runs."""
+    """One problem. ``id`` is unique in its data and stable between runs; in a mixture it begins with ``source``."""
 
     id: str
     text: str
@@ -56,6 +56,7 @@ class Prompt:
     answer: str
     rejected: tuple[str, ...] = ()  # worse answers, in data of pairs
     meta: Mapping[str, Any] = field(default_factory=dict)  # all other fields of its row, as JSON has them
+    source: str = ""  # of a mixture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any
 from launcher.build.data import Data
 from launcher.build.roles import Parts
 from rl_megatron.config.resume import fixed
+from rl_megatron.config.sections.data import weights_of
 from rl_megatron.data.packing import causal_attention_cost
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.interfaces import Roles
@@ -52,7 +53,7 @@ def loops_of(
     warm = Supervised(
         config=config,
         roles=roles,
-        prompts=PromptStream(data.train, seed=config.seed + 1),
+        prompts=PromptStream(data.train, seed=config.seed + 1, weights=weights_of(config.data)),
         tokenizer=data.tokenizer,
         evaluation=evaluation,
         optimizer_steps=update.policy_steps,
@@ -61,7 +62,7 @@ def loops_of(
     common = {
         "config": config,
         "roles": roles,
-        "prompts": PromptStream(data.train, seed=config.seed),
+        "prompts": PromptStream(data.train, seed=config.seed, weights=weights_of(config.data)),
         "evaluation": evaluation,
         "update": update,
         "start_folder": parts.folder / "hf_start",
@@ -100,6 +101,7 @@ def _sampler(parts: Parts, roles: Roles, data: Data) -> RolloutSampler:
         decode=partial(data.tokenizer.decode, skip_special_tokens=True),
         rollout=config.rollout,
         reward=config.reward,
+        source_rewards=config.source_rewards,
         stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
         seed=config.seed,
         greedy_baseline=config.algorithm.advantage_mean == "greedy",

@@ -26,7 +26,7 @@ def train(
     Ctrl-C (or SIGTERM) finishes the current step, saves and exits with status 0; a second Ctrl-C exits at once, 130.
     """
     from launcher.preflight.checks import preflight
-    from rl_megatron.rewards.registry import resolve_reward
+    from rl_megatron.rewards.registry import resolve_rewards
 
     loaded = load_config(config, overrides or [])
     named = choose(loaded, Path(config).stem, resume=resume)
@@ -35,7 +35,7 @@ def train(
     if check:
         print(findings.describe())
         return
-    reward = resolve_reward(named.reward)
+    reward = resolve_rewards(named.reward, named.source_rewards)
     for line in findings.notes():
         print(line, flush=True)
     print(f"rl-megatron: run {named.run.dir / str(named.run.name)}", flush=True)  # the imports below take seconds

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
-from rl_megatron.config.sections.data import FileData
+from rl_megatron.config.sections.data import FileData, data_sources
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.kind import is_megatron
@@ -16,7 +16,7 @@ from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
 
 def check(subject: Subject) -> Iterator[Found]:
     """Yields a problem for each file that ``model.path`` lacks. A tiny model, which the run makes, has none."""
-    folder, data = subject.model_folder, subject.config.data
+    folder, sources = subject.model_folder, data_sources(subject.config.data)
     if folder is None or not (folder / "config.json").is_file():  # the check of sizes reports it
         return
     if not has_tokenizer(folder):
@@ -24,10 +24,13 @@ def check(subject: Subject) -> Iterator[Found]:
             f"model.path={folder}: it has no tokenizer (tokenizer.json, tokenizer.model, ...); copy one from "
             "the model that this one was made from"
         )
-    elif isinstance(data, FileData) and data.chat_template and not _has_chat_template(folder):
-        yield problem(
-            f"data.chat_template=true, but the tokenizer of model.path={folder} has no chat template; set it to false"
-        )
+    elif not _has_chat_template(folder):
+        for key, data in sources.items():
+            if isinstance(data, FileData) and data.chat_template:
+                yield problem(
+                    f"{key}.chat_template=true, but the tokenizer of model.path={folder} has no chat template; set it "
+                    "to false"
+                )
     if subject.config.model.random_weights:
         return
     if is_megatron(folder):

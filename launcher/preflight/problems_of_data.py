@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
-from rl_megatron.config.sections.data import FileData
+from rl_megatron.config.sections.data import FileData, data_sources
 from rl_megatron.data.files import read_records
 from rl_megatron.data.prompts import check_template, fields_of
 from rl_megatron.errors import ConfigError, RLMegatronError
@@ -14,12 +14,15 @@ ROWS = 1000
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Reads the first rows of ``data.train`` and ``data.eval``, and yields why one cannot be read."""
-    data = subject.config.data
-    if not isinstance(data, FileData):
-        return
+    """Reads the first rows of ``train`` and ``eval`` of each source, and yields why one cannot be read."""
+    for key, data in data_sources(subject.config.data).items():
+        if isinstance(data, FileData):
+            yield from _of(key, data)
+
+
+def _of(section: str, data: FileData) -> Iterator[Found]:
     longer = []
-    for key, path in (("data.train", data.train), ("data.eval", data.eval)):
+    for key, path in ((f"{section}.train", data.train), (f"{section}.eval", data.eval)):
         try:
             rows = read_records(path, fields_of(data, path), key=key, limit=ROWS)
         except RLMegatronError as error:
@@ -29,7 +32,7 @@ def check(subject: Subject) -> Iterator[Found]:
     if longer:
         yield unchecked(f"rows of {' and '.join(longer)} after the first {ROWS}")
     try:
-        check_template(data)
+        check_template(data, section)
     except ConfigError as error:
         yield problem(str(error))
     yield unchecked("whether prompts fit in rollout.max_prompt_tokens")

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from launcher.preflight.subject import Found, Subject, fact, note, problem, unchecked
+from rl_megatron.config.sections.data import data_sources, name_of
+from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.data.prompts import first_problem
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import RewardFunction
@@ -22,8 +24,20 @@ MADE_UP = "a made-up completion"
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Calls the reward function once. Does not call servers, which may not be up yet, or models, which are large."""
-    section, other = subject.config.reward, subject.other_python
+    """Calls the reward function of each source once. Does not call servers, which may not be up yet, or models, which
+    are large."""
+    config = subject.config
+    seen = list[RewardSection]()
+    for key in data_sources(config.data):
+        section = config.source_rewards.get(name_of(key), config.reward)
+        if section not in seen:  # of those without their own, the first source's problem is asked about
+            seen.append(section)
+            yield from _of(subject, section, key)
+
+
+def _of(subject: Subject, section: RewardSection, key: str) -> Iterator[Found]:
+    """``key``: of the source whose problem is asked about."""
+    other = subject.other_python
     functions = section.functions.values()
     models = [name for name in functions if name.startswith("hf:")]
     for name in models:
@@ -35,16 +49,16 @@ def check(subject: Subject) -> Iterator[Found]:
     if models:
         yield unchecked(f"the reward model {', '.join(models)}")
         return
-    function = resolve_reward(section)
+    own = key if section is not subject.config.reward else ""
+    function = resolve_reward(section, f"{own}.reward".lstrip("."))
     servers = [name for name in functions if name.startswith(("http://", "https://"))]
     if servers:
         yield unchecked(f"the reward server {', '.join(servers)}")
         return
-    yield from _asked(subject, function)
+    yield from _asked(function, section, _prompt(subject, key))
 
 
-def _asked(subject: Subject, function: RewardFunction) -> Iterator[Found]:
-    section, prompt = subject.config.reward, _prompt(subject)
+def _asked(function: RewardFunction, section: RewardSection, prompt: Prompt) -> Iterator[Found]:
     name = ", ".join(section.functions.values())
     scored = _ask(function, prompt, min(section.timeout_seconds, SECONDS))
     if scored is None and section.timeout_seconds > SECONDS:
@@ -84,10 +98,10 @@ def _ask(function: RewardFunction, prompt: Prompt, limit: float) -> tuple[Scored
     return answers[0] if answers else None
 
 
-def _prompt(subject: Subject) -> Prompt:
-    """The first problem of the training data; its token ids are made up."""
+def _prompt(subject: Subject, key: str) -> Prompt:
+    """The first problem that the source of this section trains on; its token ids are made up."""
     try:
-        text, answer, meta = first_problem(subject.config.data)
+        text, answer, meta = first_problem(data_sources(subject.config.data)[key], key)
     except RLMegatronError:  # the check of the data reports it
         text, answer, meta = "1+1=", "2", {}
-    return Prompt(id="made-up", text=text, token_ids=(0, 1), answer=answer, meta=meta)
+    return Prompt(id="made-up", text=text, token_ids=(0, 1), answer=answer, meta=meta, source=name_of(key))

@@ -22,7 +22,7 @@ from launcher.runs.folder import mirror_path
 from launcher.runs.stop import stop_signals
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import FileData
+from rl_megatron.config.sections.data import FileData, data_sources, name_of
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.diagnosis.case import Setting, TokenizerCheck, WeightCheck
 from rl_megatron.diagnosis.causes import CAUSES, Finding, judge
@@ -34,7 +34,7 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
-from rl_megatron.rewards.registry import resolve_reward
+from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.training.checkpoints import files_of, latest
 from rl_megatron.types import Prompt
@@ -80,7 +80,10 @@ async def diagnose(target: Target, *, num_prompts: int, num_completions: int) ->
     preflight(config).raise_problems()
     folder.mkdir(parents=True, exist_ok=True)
     parts = Parts(
-        config=config, folder=folder, reward=resolve_reward(config.reward), allocation=allocation_of(config, folder)
+        config=config,
+        folder=folder,
+        reward=resolve_rewards(config.reward, config.source_rewards),
+        allocation=allocation_of(config, folder),
     )
     progress = Progress(1, "plain", "doctor mismatch", run_folder=folder)
     with run_log(folder, role="doctor"), progress, stop_signals(progress) as stop:
@@ -187,13 +190,13 @@ class _Examination:
         return checksums(HFFolder(self.kept), shapes(path), dtypes(path)), str(self.kept)
 
     async def _tokenizer(self, prompts: Sequence[Prompt]) -> TokenizerCheck:
-        engine, data = self.roles.engine, self.config.data
+        engine, sources = self.roles.engine, data_sources(self.config.data)
         if not isinstance(engine, ServedEngine):
             return TokenizerCheck(compared=0, differing=(), how="the engine sees token ids alone")
-        special = not (isinstance(data, FileData) and data.chat_template)
+        templated = {name_of(key) for key, one in sources.items() if isinstance(one, FileData) and one.chat_template}
         differing, asked = [], prompts[:_TOKENIZED_PROMPTS]
         for prompt in asked:
-            ids = await engine.tokenized(prompt.text, add_special_tokens=special)
+            ids = await engine.tokenized(prompt.text, add_special_tokens=prompt.source not in templated)
             if ids is None:
                 return TokenizerCheck(compared=0, differing=(), how="the server has no tokenizer: it gets token ids")
             if ids != prompt.token_ids:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import FileData
+from rl_megatron.config.sections.data import FileData, MixtureData, OneSource
 from rl_megatron.errors import CheckpointError
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.formats.hf_folder import weight_files
@@ -35,10 +35,15 @@ def rehearsal_of(config: RunConfig) -> RunConfig:
 def run_of(config: RunConfig) -> RunConfig:
     """The run inside the rehearsal: its sizes, layout, lengths, servers and reward are the real ones; it makes a few
     steps from the start, each with a checkpoint, and evaluates little."""
-    data = {"max_eval": _EVALUATED} if isinstance(config.data, FileData) else {"num_eval": _EVALUATED}
+    data = config.data
+    little = (
+        {"sources": {name: {**dict(one), **_little(one)} for name, one in data.sources.items()}}
+        if isinstance(data, MixtureData)
+        else _little(data)
+    )
     return _changed(
         config,
-        data=data,
+        data=little,
         train={"steps": 100, "lr_warmup_steps": 0, "lr_decay": "none"},  # it is ended before its last
         warm_start={"steps": 0},
         eval={"every": 0},
@@ -46,6 +51,10 @@ def run_of(config: RunConfig) -> RunConfig:
         log={"progress": "plain", "tensorboard": False, "wandb": "off"},
         run={"slow_steps": STEPS, "slow_factor": config.run.slow_factor or 1.5},
     )
+
+
+def _little(source: OneSource) -> dict[str, int]:
+    return {"max_eval": _EVALUATED} if isinstance(source, FileData) else {"num_eval": _EVALUATED}
 
 
 def _has_weights(config: RunConfig) -> bool:

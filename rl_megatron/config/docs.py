@@ -55,8 +55,9 @@ def _section(name: str, section: Schema, definitions: Mapping[str, Schema]) -> I
             inner.append((full, definitions[_target(field)]))
         elif "patternProperties" in field:  # a mapping from names of the user's to sections, or to values
             for value in field["patternProperties"].values():
-                if "$ref" in value:
-                    inner.append((f"{full}.<name>", definitions[_target(value)]))
+                if "$ref" in value or "oneOf" in value:
+                    choices = value.get("oneOf", [value])
+                    inner += [(f"{full}.<name>", definitions[_target(choice)]) for choice in choices]
                 else:
                     rows.append((f"`{full}.<name>`", _kind(value), "not there", field["description"]))
         elif "oneOf" in field:
@@ -88,6 +89,8 @@ def _kind(field: Schema) -> str:
     """What a value may be, in words."""
     if "anyOf" in field:
         return " or ".join(_kind(choice) for choice in field["anyOf"])
+    if "$ref" in field:
+        return "section"
     if "const" in field:
         return f"`{field['const']}`"
     if "enum" in field:

@@ -163,7 +163,12 @@ def _locate(loc: Iterable[int | str]) -> _Place:
     section: type[Section] | None = RunConfig
     variants: Mapping[str, type[Section]] = {}
     others: Mapping[str, type[Section]] = {}
+    is_name = False  # of a source: the mapping's sections are alternatives
     for part in map(str, loc):
+        if is_name:
+            keys.append(part)
+            is_name = False
+            continue
         if part in variants:
             section, others, variants = variants[part], {t: s for t, s in variants.items() if t != part}, {}
             continue
@@ -172,15 +177,20 @@ def _locate(loc: Iterable[int | str]) -> _Place:
         if part != "[key]":  # of a mapping, which stands before it
             keys.append(part)
         if part in section.model_fields:
-            (section, variants), others = _inside(section.model_fields[part]), {}
+            field = section.model_fields[part]
+            (section, variants), others = _inside(field), {}
+            is_name = bool(variants) and not isinstance(field.discriminator, str)
     return _Place(".".join(keys), section, variants, others)
 
 
 def _inside(field: FieldInfo) -> tuple[type[Section] | None, Mapping[str, type[Section]]]:
     """The section that a field holds, or None and its variants; (None, {}) for a single value."""
-    kinds = (field.annotation, *get_args(field.annotation))
+    kinds, tag = (field.annotation, *get_args(field.annotation)), field.discriminator
+    for kind in kinds:
+        for note in getattr(kind, "__metadata__", ()):  # a mapping's values are alternatives
+            if isinstance(note, FieldInfo) and note.discriminator is not None:
+                kinds, tag = get_args(kind.__origin__), note.discriminator
     sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
-    if isinstance(field.discriminator, str):
-        tag = field.discriminator
+    if isinstance(tag, str):
         return None, {get_args(s.model_fields[tag].annotation)[0]: s for s in sections}
     return (sections[0] if sections else None), {}

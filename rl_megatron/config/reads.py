@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
+from rl_megatron.config.sections.data import MixtureData
 from rl_megatron.config.sections.weights import TRANSPORT_KINDS
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
     from rl_megatron.config.sections.algorithm import AlgorithmSection
+    from rl_megatron.config.sections.reward import RewardSection
 
 ON, OFF = "on", "off"
 """The states of a choice that is a number: off is 0 or null, on is any other."""
@@ -102,17 +104,22 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
         for leaf in _set(algorithm, "algorithm"):
             if leaf not in read:
                 out[leaf] = f"algorithm.preference_beta={config.algorithm.preference_beta} trains on pairs without it"
-    rollout, reward = dict(_leaves("rollout", config.rollout)), dict(_leaves("reward", config.reward))
+    rollout, reward = dict(_leaves("rollout", config.rollout)), dict[str, tuple[object, object]]()
     if config.offline:
         reason = "with data.rejected_field the run trains on a file's pairs and samples none"
         out |= {leaf: reason for key in OFFLINE_UNREAD for leaf in _set(algorithm | rollout, key)}
     if config.rollout.dynamic_sampling == OFF:
         reason = "rollout.dynamic_sampling=off samples one batch per step"
         out |= dict.fromkeys(_set(rollout, "rollout.max_refills"), reason)
-    for section, does in _reward_options(config).items():
-        if not does:
-            reason = f"no reward reads it that reward.function={config.reward.function} or reward.parts name"
-            out |= dict.fromkeys(_set(reward, f"reward.{section}"), reason)
+    for above, its in _rewards(config):
+        reward |= _leaves(above, its)
+        for section, does in _reward_options(its).items():
+            if not does:
+                reason = f"no reward reads it that {above}.function={its.function} or {above}.parts name"
+                out |= dict.fromkeys(_set(reward, f"{above}.{section}"), reason)
+    if isinstance(config.data, MixtureData) and len(config.source_rewards) == len(config.data.sources):
+        reason = "every source of data.sources has a reward of its own"
+        out |= dict.fromkeys(_set(reward, "reward"), reason)
     for leaf, reason in _without_effect(config.algorithm):
         for _ in _set(algorithm, leaf):
             out.setdefault(leaf, reason)
@@ -127,9 +134,15 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
     ]
 
 
-def _reward_options(config: RunConfig) -> dict[str, bool]:
-    """For each inner section of ``reward``: whether a reward reads it."""
-    names = config.reward.functions.values()
+def _rewards(config: RunConfig) -> list[tuple[str, RewardSection]]:
+    """The run's reward and the sources' own, each with the key of its section."""
+    own = [(f"data.sources.{name}.reward", reward) for name, reward in config.source_rewards.items()]
+    return [("reward", config.reward), *own]
+
+
+def _reward_options(reward: RewardSection) -> dict[str, bool]:
+    """For each inner section of a reward: whether a function of it reads that."""
+    names = reward.functions.values()
     return {
         "format": "format" in names,
         "length": "length" in names,

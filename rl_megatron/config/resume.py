@@ -14,6 +14,9 @@ FREE: Mapping[str, bool] = {
     "model": False,
     "model.cache_dir": True,
     "data": False,
+    "data.sources.<name>.weight": True,
+    "data.sources.<name>.reward.timeout_seconds": True,
+    "data.sources.<name>.reward.http": True,
     "reward": False,
     "reward.timeout_seconds": True,
     "reward.http": True,
@@ -53,6 +56,8 @@ Free are the layout, keys that change no number, time limits, and how later step
 def is_free(key: str) -> bool:
     """Whether a resume may change ``section.key``."""
     parts = key.split(".")
+    if parts[:2] == ["data", "sources"]:
+        parts[2:3] = ["<name>"]
     above = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next(FREE[name] for name in above if name in FREE)
 

@@ -6,6 +6,7 @@ YAML and `key=value` is io.py's work.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -13,7 +14,7 @@ from pydantic import Field, model_validator
 
 from rl_megatron.config.checks import problems_of
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.config.sections.data import ArithmeticData, FileData
+from rl_megatron.config.sections.data import ArithmeticData, FileData, MixtureData
 from rl_megatron.config.sections.learner import LearnerSection, RolesSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
@@ -182,7 +183,7 @@ class RunConfig(Section):
     """Seed of the tiny model, the data, sampling and minibatches."""
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
-    data: Annotated[ArithmeticData | FileData, Field(discriminator="type")] = ArithmeticData()
+    data: Annotated[ArithmeticData | FileData | MixtureData, Field(discriminator="type")] = ArithmeticData()
     reward: RewardSection = RewardSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
@@ -212,6 +213,12 @@ class RunConfig(Section):
     def offline(self) -> bool:
         """Whether the data holds the pairs to train on, so that engines sample none."""
         return isinstance(self.data, FileData) and self.data.rejected_field is not None
+
+    @property
+    def source_rewards(self) -> Mapping[str, RewardSection]:
+        """The reward of each source of ``data.sources`` that has its own, by the source's name."""
+        sources = self.data.sources if isinstance(self.data, MixtureData) else {}
+        return {name: source.reward for name, source in sources.items() if source.reward is not None}
 
     @property
     def asks_for_routes(self) -> str | None:

@@ -14,8 +14,8 @@ MAX_TRAIN_SUMS = 20_000  # unordered; beyond it (3 digits and more) problems are
 Sum = tuple[int, int]
 
 
-def split_sums(*, digits: int, num_eval: int, seed: int) -> tuple[list[Sum], list[Sum]]:
-    """(train, held-out) pairs of addends below ``10**digits``.
+def split_sums(*, digits: int, num_eval: int, seed: int, key: str = "data") -> tuple[list[Sum], list[Sum]]:
+    """(train, held-out) pairs of addends below ``10**digits``; ``key``: of the section that says so, for errors.
 
     ``num_eval`` unordered pairs are held out, each in one order; train has both orders of the other pairs.
     Raises ConfigError if nothing would be left to train on.
@@ -24,8 +24,8 @@ def split_sums(*, digits: int, num_eval: int, seed: int) -> tuple[list[Sum], lis
     num_sums = limit * (limit + 1) // 2
     if num_eval >= num_sums:
         raise ConfigError(
-            f"data.num_eval={num_eval} leaves nothing to train on: data.digits={digits} has {num_sums} different sums; "
-            f"lower data.num_eval below {num_sums} or raise data.digits"
+            f"{key}.num_eval={num_eval} leaves nothing to train on: {key}.digits={digits} has {num_sums} different "
+            f"sums; lower {key}.num_eval below {num_sums} or raise {key}.digits"
         )
     rng = np.random.default_rng([seed, digits])
     chosen = rng.choice(num_sums, size=min(num_sums, num_eval + MAX_TRAIN_SUMS), replace=False)

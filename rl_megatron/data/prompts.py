@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
-from rl_megatron.config.sections.data import ArithmeticData, FileData
+from rl_megatron.config.sections.data import (
+    ArithmeticData,
+    DataSection,
+    FileData,
+    MixtureData,
+    OneSource,
+    data_sources,
+    name_of,
+)
 from rl_megatron.data.arithmetic import split_sums
 from rl_megatron.data.files import read_records
+from rl_megatron.data.mixture import Epochs, MixtureState, Proportions, SourceState, digest_of_prompts
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.types import Prompt
 
@@ -40,23 +48,42 @@ class _Problem:
 
 
 def load_prompts(
-    data: ArithmeticData | FileData,
+    data: DataSection,
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_prompt_tokens: int,
     on_long_prompt: OnLongPrompt,
     seed: int,
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """(train, held-out) prompts, in an order that depends on ``data`` and ``seed`` alone.
+    """(train, held-out) prompts, in an order that depends on ``data`` and ``seed`` alone; of a mixture each source's
+    follow each other, and their ids begin with its name.
 
     ``Prompt.answer`` is the correct answer, as in the data: rewards compare with it and the warm start trains on it.
     A prompt of more than ``max_prompt_tokens`` raises or is dropped, with a warning that counts these.
     Raises DataError that names files and lines.
     """
-    splits = _arithmetic_problems(data, seed) if isinstance(data, ArithmeticData) else _file_problems(data, tokenizer)
-    bos = not (isinstance(data, FileData) and data.chat_template)  # a chat template writes its own special tokens
-    train, held_out = (_tokenize(split, tokenizer, bos, max_prompt_tokens, on_long_prompt) for split in splits)
+    train, held_out = list[Prompt](), list[Prompt]()
+    for key, source in data_sources(data).items():
+        bos = not (isinstance(source, FileData) and source.chat_template)  # a chat template writes its own
+        for prompts, problems in zip((train, held_out), _problems(key, source, tokenizer, seed), strict=True):
+            found = _tokenize(problems, tokenizer, bos, max_prompt_tokens, on_long_prompt)
+            prompts += _named(found, name_of(key)) if isinstance(data, MixtureData) else found
     return train, held_out
+
+
+def _named(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
+    return [replace(prompt, id=f"{source}/{prompt.id}", source=source) for prompt in prompts]
+
+
+def _problems(
+    key: str, source: OneSource, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> tuple[list[_Problem], list[_Problem]]:
+    """Both splits of a source; ``key``: of its section."""
+    return (
+        _arithmetic_problems(key, source, seed)
+        if isinstance(source, ArithmeticData)
+        else _file_problems(key, source, tokenizer)
+    )
 
 
 def fields_of(data: FileData, path: Path) -> tuple[str, ...]:
@@ -65,20 +92,23 @@ def fields_of(data: FileData, path: Path) -> tuple[str, ...]:
     return data.prompt_field, data.answer_field, *pairs
 
 
-def check_template(data: FileData) -> None:
-    """Raises ConfigError if the template has no place for the problem."""
+def check_template(data: FileData, key: str) -> None:
+    """Raises ConfigError if the template has no place for the problem; ``key``: of the section."""
     if "{prompt}" not in data.prompt_template:
         raise ConfigError(
-            f"data.prompt_template={data.prompt_template!r:.200} has no '{{prompt}}'; write it where the problem goes"
+            f"{key}.prompt_template={data.prompt_template!r:.200} has no '{{prompt}}'; write it where the problem goes"
         )
 
 
-def first_problem(data: ArithmeticData | FileData) -> tuple[str, str, Mapping[str, Any]]:
-    """Text, without a chat template, answer and other fields of the first training problem. Raises DataError."""
+def first_problem(data: OneSource, key: str) -> tuple[str, str, Mapping[str, Any]]:
+    """Text, without a chat template, answer and other fields of the first training problem; ``key``: of the section.
+
+    Raises DataError.
+    """
     if isinstance(data, ArithmeticData):
         made = _sum(1, 1, data.digits)
         return made.text, made.answer, {}
-    (record,) = read_records(data.train, fields_of(data, data.train), key="data.train", limit=1)
+    (record,) = read_records(data.train, fields_of(data, data.train), key=f"{key}.train", limit=1)
     question, answer, *_ = record.texts
     return data.prompt_template.replace("{prompt}", question), answer, record.others
 
@@ -88,17 +118,19 @@ def _sum(a: int, b: int, digits: int) -> _Problem:
     return _Problem(id=text, place=text, text=f"{text}=", answer=f"{a + b:0{digits + 1}}"[::-1])
 
 
-def _arithmetic_problems(data: ArithmeticData, seed: int) -> tuple[list[_Problem], list[_Problem]]:
-    train, held_out = split_sums(digits=data.digits, num_eval=data.num_eval, seed=seed)
+def _arithmetic_problems(key: str, data: ArithmeticData, seed: int) -> tuple[list[_Problem], list[_Problem]]:
+    train, held_out = split_sums(digits=data.digits, num_eval=data.num_eval, seed=seed, key=key)
     return [_sum(a, b, data.digits) for a, b in train], [_sum(a, b, data.digits) for a, b in held_out]
 
 
-def _file_problems(data: FileData, tokenizer: PreTrainedTokenizerBase) -> tuple[list[_Problem], list[_Problem]]:
-    check_template(data)
+def _file_problems(
+    key: str, data: FileData, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[_Problem], list[_Problem]]:
+    check_template(data, key)
     if data.chat_template and not tokenizer.chat_template:
-        raise ConfigError("data.chat_template=true, but the model's tokenizer has no chat template; set it to false")
-    train = _records_to_problems(data.train, "data.train", data, tokenizer)
-    return train, _records_to_problems(data.eval, "data.eval", data, tokenizer)[: data.max_eval]
+        raise ConfigError(f"{key}.chat_template=true, but the model's tokenizer has no chat template; set it to false")
+    train = _records_to_problems(data.train, f"{key}.train", data, tokenizer)
+    return train, _records_to_problems(data.eval, f"{key}.eval", data, tokenizer)[: data.max_eval]
 
 
 def _records_to_problems(path: Path, key: str, data: FileData, tokenizer: PreTrainedTokenizerBase) -> list[_Problem]:
@@ -177,50 +209,104 @@ def _encoded(
 class PromptStream:
     """Endless epochs over ``prompts``, each shuffled by (seed, epoch), so that a position determines the order.
 
-    ``left_out`` are the rows of ``prompts`` that are drawn no more.
+    With ``weights`` each prompt is of one of these sources, which follow each other by `Proportions`; without, all
+    prompts are of one source. ``left_out`` are the rows of ``prompts`` that are drawn no more.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int) -> None:
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, weights: Mapping[str, float] | None = None) -> None:
         if not prompts:
             raise DataError("no prompts to train on")
-        self._prompts = prompts
-        self._seed = seed
+        self._prompts, self._weights = prompts, dict(weights or {})
         self.left_out = frozenset[int]()
-        self._epoch, self._position = 0, 0
-        self._order = self._shuffled()
+        rows: dict[str, list[int]] = {name: [] for name in self._weights or ("",)}
+        for row, prompt in enumerate(prompts):
+            rows[prompt.source if self._weights else ""].append(row)
+        self._epochs = {name: Epochs(own, seed=seed) for name, own in rows.items()}
+        self._shares = Proportions(self._weights or {"": 1.0})
 
     def take(self, n: int) -> list[Prompt]:
         """The next ``n`` prompts, across the end of an epoch if need be."""
-        taken: list[Prompt] = []
-        while len(taken) < n:
-            if self._position == len(self._prompts):
-                self._epoch, self._position = self._epoch + 1, 0
-                self._order = self._shuffled()
-            stop = min(self._position + n - len(taken), len(self._prompts))
-            taken += [self._prompts[i] for i in self._order[self._position : stop] if i not in self.left_out]
-            self._position = stop
-        return taken
+        return [self._prompts[self._next(self._shares.next())] for _ in range(n)]
 
     def leave_out(self, prompt: Prompt) -> None:
-        """Draw ``prompt`` no more. Raises DataError if no other is left."""
+        """Draw ``prompt`` no more. Raises DataError if no other of its source is left."""
         self.left_out |= {row for row, one in enumerate(self._prompts) if one.id == prompt.id}
-        if len(self.left_out) == len(self._prompts):
-            raise DataError(f"no prompts are left to train on: none of {len(self._prompts)} can be sampled")
+        name = prompt.source if self._weights else ""
+        rows = self._epochs[name].rows
+        if self.left_out.issuperset(rows):
+            of = f" of source {name!r}" if name else ""
+            raise DataError(f"no prompts{of} are left to train on: none of {len(rows)} can be sampled")
 
-    def state(self) -> dict[str, int]:
+    def epochs(self) -> dict[str, float]:
+        """The epochs that were drawn of each source of a mixture."""
+        return {name: self._epochs[name].passed for name in self._weights}
+
+    def state(self) -> dict[str, int] | MixtureState:
         """The position in the stream; ``restore`` of it and ``left_out`` continues with the same prompts."""
-        return {"epoch": self._epoch, "position": self._position, "num_prompts": len(self._prompts)}
+        if not self._weights:
+            (only,) = self._epochs.values()
+            return {"epoch": only.epoch, "position": only.position, "num_prompts": len(self._prompts)}
+        taken = self._shares.taken
+        sources = {
+            name: SourceState(
+                epoch=one.epoch,
+                position=one.position,
+                size=len(one.rows),
+                digest=self._digests[name],
+                weight=self._weights[name],
+                taken=taken[name],
+            )
+            for name, one in self._epochs.items()
+        }
+        return MixtureState(position=sum(taken.values()), sources=sources)
 
-    def restore(self, state: Mapping[str, int], left_out: Sequence[int] = ()) -> None:
-        """Continue from ``state``. Raises CheckpointError if it belongs to another data set."""
-        if state["num_prompts"] != len(self._prompts):
+    def restore(self, state: Mapping[str, int] | MixtureState, left_out: Sequence[int] = ()) -> None:
+        """Continue from ``state``; where weights have changed, shares are counted from there on.
+
+        Raises CheckpointError if it belongs to another data set.
+        """
+        if isinstance(state, MixtureState):
+            self._restore_sources(state)
+        elif self._weights:
+            raise CheckpointError("the checkpoint was made with one source of prompts, and data.sources has several")
+        elif state["num_prompts"] != len(self._prompts):
             raise CheckpointError(
                 f"the checkpoint was made with {state['num_prompts']} training prompts, but the data has "
                 f"{len(self._prompts)}; resume with the same data and limits"
             )
-        self._epoch, self._position, self.left_out = state["epoch"], state["position"], frozenset(left_out)
-        self._order = self._shuffled()
+        else:
+            self._epochs[""].move(state["epoch"], state["position"])
+        self.left_out = frozenset(left_out)
 
-    def _shuffled(self) -> list[int]:
-        order: list[int] = np.random.default_rng([self._seed, self._epoch]).permutation(len(self._prompts)).tolist()
-        return order
+    def _next(self, name: str) -> int:
+        """The next row of this source that is not left out."""
+        while (row := self._epochs[name].next()) in self.left_out:
+            pass
+        return row
+
+    @cached_property
+    def _digests(self) -> dict[str, str]:
+        return {name: digest_of_prompts([self._prompts[row] for row in one.rows]) for name, one in self._epochs.items()}
+
+    def _restore_sources(self, state: MixtureState) -> None:
+        if list(state.sources) != list(self._weights):
+            then, now = ", ".join(state.sources), ", ".join(self._weights) or "one source"
+            raise CheckpointError(f"the checkpoint was made with the sources {then}, but the data has {now}")
+        for name, source in state.sources.items():
+            size, digest = len(self._epochs[name].rows), self._digests[name]
+            if (source.size, source.digest) != (size, digest):
+                raise CheckpointError(
+                    f"data.sources.{name}: the checkpoint was made with {source.size} training prompts of digest "
+                    f"{source.digest}, but the source has {size} of {digest}; resume with the same file and limits"
+                )
+        for name, source in state.sources.items():
+            self._epochs[name].move(source.epoch, source.position)
+        before = {name: source.weight for name, source in state.sources.items()}
+        if before == self._weights:
+            self._shares = Proportions(before, {name: source.taken for name, source in state.sources.items()})
+        else:
+            logger.warning(
+                "the weights of data.sources were %s and are %s: after %d prompts, shares are counted anew",
+                *(before, self._weights, state.position),
+            )
+            self._shares = Proportions(self._weights)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import RewardFunction
+from rl_megatron.rewards.by_source import BySource
 from rl_megatron.rewards.classifier import ClassifierReward
 from rl_megatron.rewards.exact_match import exact_match
 from rl_megatron.rewards.final_number import final_number
@@ -32,20 +33,26 @@ CONFIGURED: dict[str, Callable[[RewardSection], RewardFunction]] = {
 }
 
 
-def resolve_reward(reward: RewardSection | str) -> RewardFunction:
+def resolve_rewards(reward: RewardSection, of_sources: Mapping[str, RewardSection]) -> RewardFunction:
+    """The run's reward, and those of sources that have their own, by the source's name. Raises as `resolve_reward`."""
+    own = {name: resolve_reward(section, f"data.sources.{name}.reward") for name, section in of_sources.items()}
+    return BySource(resolve_reward(reward), own) if own else resolve_reward(reward)
+
+
+def resolve_reward(reward: RewardSection | str, key: str = "reward") -> RewardFunction:
     """The reward function of a section, or of a ``reward.function`` with default options.
 
     A function is a registered name, an http:// or https:// URL, ``hf:<folder>`` of a sequence classifier (loaded here),
     or ``package.module:function``. Your own takes (prompt, completions, texts) and returns one float per completion;
     it may be ``async``, else it runs in a thread and may block. A section with parts becomes their weighted sum.
-    Raises ConfigError that names the unknown function and the nearest known one.
+    Raises ConfigError that names the unknown function, after the section's ``key``, and the nearest known one.
     """
     section = RewardSection(function=reward) if isinstance(reward, str) else reward
     if not section.parts:
-        return _function(section.function, section, "reward.function")
+        return _function(section.function, section, f"{key}.function")
     return WeightedSum(
         {
-            name: (part.weight, _function(part.function or name, section, f"reward.parts.{name}.function"))
+            name: (part.weight, _function(part.function or name, section, f"{key}.parts.{name}.function"))
             for name, part in section.parts.items()
         }
     )

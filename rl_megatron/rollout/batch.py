@@ -70,13 +70,15 @@ class RolloutBatch:
     dropped_groups: int = 0  # groups left out for another reason than the next
     filtered_groups: int = 0  # groups left out because their rewards are equal
     part_sums: Mapping[str, float] = field(default_factory=dict)  # of each part of a weighted reward, unweighted
-    part_completions: int = 0  # completions in part_sums: those whose every part was finite
+    part_counts: Mapping[str, int] = field(default_factory=dict)  # completions in these: those of finite parts alone
+    places: tuple[Waiting, ...] = ()  # of all these, if they were drawn
 
     @classmethod
     def of(cls, answered: Sequence[Answered]) -> RolloutBatch:
         """The batch of these answers; its groups are in their order."""
         rewards = [reward for one in answered for reward in one.rewards]
         parts = [s.parts for one in answered if one.rewards for s in one.scored if s.error is None and s.parts]
+        names = dict.fromkeys(name for one in parts for name in one)  # sources have their own rewards
         filtered = sum(one.reason == "equal_rewards" for one in answered)
         return cls(
             groups=(groups := tuple(one.group for one in answered if one.group is not None)),
@@ -85,13 +87,13 @@ class RolloutBatch:
             reward_errors=sum(s.error is not None for one in answered for s in (*one.scored, *one.greedy)),
             dropped_groups=len(answered) - len(groups) - filtered,
             filtered_groups=filtered,
-            part_sums={name: math.fsum(one[name] for one in parts) for name in (parts[0] if parts else ())},
-            part_completions=len(parts),
+            part_sums={name: math.fsum(one[name] for one in parts if name in one) for name in names},
+            part_counts={name: sum(name in one for one in parts) for name in names},
         )
 
     def part_means(self) -> dict[str, float]:
-        """``reward/part/<name>`` of each part, over the same completions as ``reward/sampled_mean``."""
-        return {f"reward/part/{name}": total / self.part_completions for name, total in self.part_sums.items()}
+        """``reward/part/<name>`` of each part, over the completions of ``reward/sampled_mean`` whose reward has it."""
+        return {f"reward/part/{name}": total / self.part_counts[name] for name, total in self.part_sums.items()}
 
 
 class GroupSource(Protocol):

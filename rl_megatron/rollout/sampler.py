@@ -39,6 +39,7 @@ class RolloutSampler:
     reward: RewardSection
     stop_token_ids: tuple[int, ...]
     seed: int
+    source_rewards: Mapping[str, RewardSection] = field(default_factory=dict)  # of sources that have their own
     greedy_baseline: bool = False  # whether each group also gets a greedy completion
     routes: bool = False  # whether to request routes of the completions that are trained on
     apart: bool = False  # whether each completion of a group is requested by itself
@@ -190,12 +191,13 @@ class RolloutSampler:
         return completions
 
     async def _scored(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Answered:
+        section = self.source_rewards.get(prompt.source, self.reward)
         texts = await asyncio.to_thread(self._texts, completions)  # decoding long ones would block the event loop
         with _SCORING.during("reward", prompt=prompt.id):
-            scored = await score(self.reward_function, prompt, completions, texts, limit=self.reward.timeout_seconds)
-        on_error = self.reward.on_error
+            scored = await score(self.reward_function, prompt, completions, texts, limit=section.timeout_seconds)
+        on_error = section.on_error
         if told := errors_of(scored):
-            function = ", ".join(self.reward.functions.values())
+            function = ", ".join(section.functions.values())
             message = f"reward {function!r} of prompt {prompt.id!r}: {'; '.join(told)}"
             if on_error == "fail":
                 raise RewardError(f"{message}; fix it, or set reward.on_error to drop or to a number")

@@ -122,7 +122,8 @@ class Stream:
         self._ledger.end(step, kept, dropped)
         self._ledger.check(self._drawn)
         self._adapt()
-        return RolloutBatch.of([one.answered for one in (*kept, *dropped) if one.answered is not None])
+        places = (*kept, *dropped)
+        return replace(RolloutBatch.of([one.answered for one in places if one.answered is not None]), places=places)
 
     async def finished(self, step: int) -> AsyncIterator[RolloutGroup]:
         """The groups of ``step``, each as soon as it is finished and older ones that are not leave it a place. ``take``

@@ -22,6 +22,7 @@ from typing import Literal
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from rl_megatron.columns import ColumnReader, ColumnWriter
+from rl_megatron.data.mixture import MixtureState
 from rl_megatron.digests import KIND, Digest, digest_of, digests, misfits
 from rl_megatron.durable import publish_folder, remove_folder
 from rl_megatron.errors import CheckpointError
@@ -44,7 +45,7 @@ class TrainerState:
     """The controller's state between steps. Random numbers are functions of (seed, step), so it has no generator."""
 
     step: int  # finished RL steps; 0 is right after the warm start
-    prompts: dict[str, int]  # PromptStream.state()
+    prompts: dict[str, int] | MixtureState  # PromptStream.state()
     stream: StreamState | None  # of the prompts drawn; None where nothing is drawn ahead
     left_out: tuple[int, ...] = ()  # PromptStream.left_out, ascending
     memory: AlgorithmState | None = None  # the algorithm's, by the name in checkpoints; None in a warm start

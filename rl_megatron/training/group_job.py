@@ -143,7 +143,27 @@ class GroupJob(ABC):
             "groups/filtered": rollouts.filtered_groups,
             "tokens/rollout": 0,
             **(self._describe_groups(rollouts.groups) if rollouts.groups else {}),
+            **self._describe_sources(rollouts),
         }
+
+    def _describe_sources(self, rollouts: RolloutBatch) -> Row:
+        """Metrics ``source/<name>/…`` of a mixture; rewards and lengths are absent where a step has none of them."""
+        row, epochs = Row(), self.prompts.epochs()
+        teach = dict(zip(map(id, rollouts.groups), self.teaches(rollouts.groups), strict=True)) if epochs else {}
+        for name, passed in epochs.items():
+            groups = [group for group in rollouts.groups if group.prompt.source == name]
+            answers = [one.answered for one in rollouts.places if one.drawn.prompt.source == name]
+            sampled = [reward for one in answers if one is not None for reward in one.rewards]
+            found = {"share": len(groups) / max(1, len(rollouts.groups)), "epoch": passed}
+            if sampled:
+                found["sampled_reward"] = float(np.mean(sampled))
+            if groups:
+                trajectories = [one for group in groups for one in group.trajectories]
+                found["reward"] = float(np.mean([one.reward for one in trajectories]))
+                found["length"] = float(np.mean([one.num_sampled for one in trajectories]))
+                found["zero_advantage"] = float(np.mean([not teach[id(group)] for group in groups]))
+            row |= {f"source/{name}/{key}": value for key, value in found.items()}
+        return row
 
     def _describe_groups(self, groups: Sequence[RolloutGroup]) -> Row:
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]

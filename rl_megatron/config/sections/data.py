@@ -1,13 +1,17 @@
-"""The ``data`` section: generated problems, or your own files."""
+"""The ``data`` section: generated problems, your own files, or a mixture of several such sources."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from rl_megatron.section import Positive, Section
+from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.section import Positive, PositiveFloat, Section
+
+SourceName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
 class ArithmeticData(Section):
@@ -43,3 +47,65 @@ class FileData(Section):
     """Whether to wrap the prompt as a user turn of the tokenizer's chat template."""
     max_eval: Positive | None = None
     """Number of held-out problems to use, the first of the file; null uses all."""
+
+
+class SourceKeys(Section):
+    """What a source of a mixture has besides its problems."""
+
+    weight: PositiveFloat = 1.0
+    """Its share of the prompts is this over the sum of all sources' weights; may change on a resume."""
+    reward: RewardSection | None = None
+    """Reward of its completions, with the keys of reward; null: the run's reward."""
+
+
+class ArithmeticSource(SourceKeys, ArithmeticData):
+    """A source of a mixture: generated sums."""
+
+    instead: ClassVar[str] = "a source with type=arithmetic makes its own problems; set its type to files to read some"
+
+
+class FileSource(SourceKeys, FileData):
+    """A source of a mixture: your own files."""
+
+    instead: ClassVar[str] = "a source with type=files reads problems; set its type to arithmetic to generate sums"
+
+
+class MixtureData(Section):
+    """Prompts of several sources in fixed shares (docs/data.md)."""
+
+    instead: ClassVar[str] = "data.type=mixture has these keys in each of data.sources: data.sources.<name>.<key>"
+    type: Literal["mixture"]
+    sources: Annotated[
+        Mapping[SourceName, Annotated[ArithmeticSource | FileSource, Field(discriminator="type")]], Field(min_length=1)
+    ]
+
+    @model_validator(mode="after")
+    def _no_pairs(self) -> Self:
+        for name, source in self.sources.items():
+            if isinstance(source, FileSource) and source.rejected_field is not None:
+                raise ValueError(
+                    f"data.sources.{name}.rejected_field={source.rejected_field!r}: pairs are trained on from one "
+                    "source alone; leave it out, or set data.type=files for this source"
+                )
+        return self
+
+
+OneSource = ArithmeticData | FileData
+DataSection = OneSource | MixtureData
+
+
+def data_sources(data: DataSection) -> Mapping[str, OneSource]:
+    """Each source by the key of its section: ``data``, or ``data.sources.<name>`` in a mixture."""
+    if not isinstance(data, MixtureData):
+        return {"data": data}
+    return {f"data.sources.{name}": source for name, source in data.sources.items()}
+
+
+def name_of(key: str) -> str:
+    """A source's name, of the key of its section; empty where it is the only one."""
+    return key.removeprefix("data").removeprefix(".sources.")
+
+
+def weights_of(data: DataSection) -> dict[str, float]:
+    """Each source's weight by its name; empty where there is one."""
+    return {name: one.weight for name, one in data.sources.items()} if isinstance(data, MixtureData) else {}

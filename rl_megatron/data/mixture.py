@@ -1,0 +1,93 @@
+"""Prompts of several sources in fixed shares, each source shuffled anew in every epoch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from rl_megatron.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceState:
+    """A source between two draws, for checkpoints."""
+
+    epoch: int
+    position: int  # in the epoch
+    size: int  # prompts
+    digest: str  # of them
+    weight: float
+    taken: int  # prompts drawn since the weights were set
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureState:
+    """All sources between two draws; ``position``: prompts drawn since the weights were set."""
+
+    position: int
+    sources: Mapping[str, SourceState]
+
+
+class Proportions:
+    """Says which source is next, so that after n prompts each had its share of n, less or more than one prompt.
+
+    A source is eligible while that is below its share of n + 1; of these the one is next whose next prompt is due
+    first, and of equal ones the first in ``weights`` (Baruah et al., Proportionate progress, Algorithmica 1996). The
+    largest deficit first, without the condition, strays by more than one from six sources on.
+    """
+
+    def __init__(self, weights: Mapping[str, float], taken: Mapping[str, int] | None = None) -> None:
+        exact = {name: Fraction(weight) for name, weight in weights.items()}
+        self._weights = exact
+        self._sum = sum(exact.values())
+        self.taken = dict(taken) if taken is not None else dict.fromkeys(weights, 0)
+
+    def next(self) -> str:
+        """Take the next prompt's source."""
+        after = 1 + sum(self.taken.values())
+        eligible = [name for name, w in self._weights.items() if self.taken[name] * self._sum < w * after]
+        name = min(eligible, key=lambda one: (self.taken[one] + 1) / self._weights[one])
+        self.taken[name] += 1
+        return name
+
+
+class Epochs:
+    """Endless epochs over ``rows``, each shuffled by (seed, epoch), so that a position determines the order."""
+
+    def __init__(self, rows: Sequence[int], *, seed: int) -> None:
+        self.rows, self.epoch, self.position = rows, 0, 0
+        self._seed = seed
+        self._order: list[int] | None = None
+
+    @property
+    def passed(self) -> float:
+        """The epochs that were drawn, with the part of the present one."""
+        return self.epoch + self.position / len(self.rows)
+
+    def next(self) -> int:
+        """The next row."""
+        if self.position == len(self.rows):
+            self.move(self.epoch + 1, 0)
+        if self._order is None:
+            chance = np.random.default_rng([self._seed, self.epoch])
+            self._order = chance.permutation(len(self.rows)).tolist()
+        self.position += 1
+        return self.rows[self._order[self.position - 1]]
+
+    def move(self, epoch: int, position: int) -> None:
+        """Continue there."""
+        self.epoch, self.position, self._order = epoch, position, None
+
+
+def digest_of_prompts(prompts: Sequence[Prompt]) -> str:
+    """Of their ids, texts and answers, in their order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        for text in (prompt.id, prompt.text, prompt.answer):
+            data = text.encode()
+            digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()

@@ -1,0 +1,288 @@
+"""Mixtures of sources: order, resume, ids, rewards of each source, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from launcher.preflight.checks import preflight
+from launcher.rehearsal.settings import run_of
+from rl_megatron.config.io import load_config, save_resolved
+from rl_megatron.config.resume import fixed
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.data import weights_of
+from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.rollout import RolloutSection
+from rl_megatron.data.prompts import PromptStream, load_prompts
+from rl_megatron.data.trajectories import single_turns
+from rl_megatron.errors import CheckpointError, ConfigError, DataError
+from rl_megatron.rewards.registry import resolve_rewards
+from rl_megatron.rollout.batch import Answered, Drawn, RolloutBatch, Waiting
+from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.training.group_job import GroupJob
+from rl_megatron.types import Completion, Prompt, Span
+from tests.documents import blocks
+from tests.unit.data.test_prompts import byte_tokenizer
+
+REPO = Path(__file__).resolve().parents[3]
+
+
+def of(name: str, count: int) -> list[Prompt]:
+    return [Prompt(id=f"{name}/{i}", text="", token_ids=(i,), answer="", source=name) for i in range(count)]
+
+
+MIXED = [*of("a", 5), *of("b", 3)]
+WEIGHTS = {"a": 3.0, "b": 1.0}
+
+
+def mixture(prompts: Sequence[Prompt] = MIXED, **weights: float) -> PromptStream:
+    return PromptStream(prompts, seed=7, weights=weights or WEIGHTS)
+
+
+def shuffled(name: str, count: int, epoch: int) -> list[str]:
+    return [f"{name}/{i}" for i in np.random.default_rng([7, epoch]).permutation(count)]
+
+
+def test_sources_follow_each_other_by_weight_and_each_has_epochs_of_its_own() -> None:
+    """3 : 1 by hand: the first prompt of a is due at 4/3, of b at 4, the next of a at 8/3 and 4, after b in no tie."""
+    taken = [prompt.id for prompt in mixture().take(16)]
+    a, b = ([id_ for id_ in taken if id_.startswith(name)] for name in "ab")
+    assert "".join(id_[0] for id_ in taken) == "aaab" * 4
+    assert a == [*shuffled("a", 5, 0), *shuffled("a", 5, 1), *shuffled("a", 5, 2)][:12]
+    assert b == [*shuffled("b", 3, 0), *shuffled("b", 3, 1)][:4]
+
+
+def test_a_mixture_of_one_has_the_order_of_its_source_alone() -> None:
+    alone = PromptStream(of("a", 5), seed=7).take(23)
+    assert mixture(of("a", 5), a=0.5).take(23) == alone
+    assert [p.id for p in alone[:10]] == [*shuffled("a", 5, 0), *shuffled("a", 5, 1)]
+
+
+def test_other_weights_count_anew_and_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    before = mixture()
+    seen = [prompt.id for prompt in before.take(6)]
+    after = mixture(a=1.0, b=1.0)
+    with caplog.at_level(logging.WARNING):
+        after.restore(before.state())
+    assert "the weights of data.sources were {'a': 3.0, 'b': 1.0} and are {'a': 1.0, 'b': 1.0}: after 6" in caplog.text
+    taken = [prompt.id for prompt in after.take(6)]
+    assert "".join(id_[0] for id_ in taken) == "ababab"
+    a = [id_ for id_ in seen + taken if id_.startswith("a")]  # a source goes on where it was
+    assert a == [*shuffled("a", 5, 0), *shuffled("a", 5, 1)][: len(a)]
+
+
+def test_another_file_of_a_source_is_refused() -> None:
+    state = mixture().state()
+    other = [*of("a", 5), *of("b", 2), replace(MIXED[-1], answer="4")]
+    with pytest.raises(CheckpointError, match=r"^data\.sources\.b: the checkpoint was made with 3 training prompts of"):
+        mixture(other).restore(state)
+    with pytest.raises(CheckpointError, match=r"made with the sources a, b, but the data has a$"):
+        mixture(of("a", 5), a=1.0).restore(state)
+    with pytest.raises(CheckpointError, match="made with one source of prompts"):
+        mixture().restore(PromptStream(MIXED, seed=7).state())
+
+
+def test_what_is_left_out_leaves_shares_as_they_are() -> None:
+    stream = mixture()
+    for prompt in MIXED[:4]:
+        stream.leave_out(prompt)
+    assert [prompt.id for prompt in stream.take(8)][:4] == ["a/4"] * 3 + [shuffled("b", 3, 0)[0]]
+    with pytest.raises(DataError, match="no prompts of source 'a' are left to train on: none of 5 can be sampled"):
+        stream.leave_out(MIXED[4])
+
+
+def written(folder: Path, **rows: Sequence[str]) -> None:
+    for name, questions in rows.items():
+        lines = (json.dumps({"question": one, "answer": "4"}) for one in questions)
+        (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+@pytest.fixture
+def yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A mixture of a file, with a reward of its own, and generated sums; the working directory is its folder."""
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, math=["2+2?", "1+3?"], held=["5-1?"])
+    path = tmp_path / "mixed.yaml"
+    path.write_text(
+        "defaults: [tiny_cpu]\n"
+        "data:\n"
+        "  type: mixture\n"
+        "  sources:\n"
+        "    math: {type: files, train: math.jsonl, eval: held.jsonl, weight: 3, reward: {function: final_number}}\n"
+        "    sums: {type: arithmetic, digits: 1, num_eval: 4}\n"
+    )
+    return path
+
+
+def loaded(path: Path, *overrides: str) -> RunConfig:
+    return load_config(str(path), list(overrides))
+
+
+def test_prompts_have_their_source_and_its_name_in_their_ids(yaml: Path) -> None:
+    config = loaded(yaml)
+    train, held_out = load_prompts(
+        config.data, byte_tokenizer(), max_prompt_tokens=99, on_long_prompt="fail", seed=config.seed
+    )
+    assert [p.id for p in train[:2]] == ["math/math:1", "math/math:2"]
+    assert {p.source for p in train[2:]} == {"sums"}
+    assert all(p.id == f"sums/{p.text[:-1]}" for p in train[2:])
+    assert [p.source for p in held_out] == ["math", *["sums"] * 4]
+
+
+def test_a_mixture_is_saved_checked_rehearsed_and_its_weights_may_change(yaml: Path, tmp_path: Path) -> None:
+    config = loaded(yaml, "data.sources.sums.weight=0.5")
+    save_resolved(config, tmp_path / "config.yaml")
+    assert load_config(str(tmp_path / "config.yaml"), []) == config
+    keys = fixed(config)
+    assert "data.sources.math.train" in keys
+    assert not any(key.endswith(".weight") and key.startswith("data") for key in keys)
+    found = preflight(config)
+    found.raise_problems()
+    assert "reward 'final_number' gives 1 for the answer itself" in found.describe()
+    assert "reward 'exact_match' gives 1 for the answer itself" in found.describe()
+    rehearsed = run_of(config).data
+    assert (rehearsed.sources["math"].max_eval, rehearsed.sources["sums"].num_eval) == (8, 8)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["data.sources.math.weight=0"], "data.sources.math.weight=0: must be greater than 0"),
+        (["data.sources.math.weight=-1"], "data.sources.math.weight=-1: must be greater than 0"),
+        (["data.sources.a/b.type=arithmetic"], "data.sources.a/b='a/b': must be text that matches ^[a-z][a-z0-9_]*$"),
+        (["data.sources.math.type=file"], "data.sources.math.type='file': no such choice (did you mean 'files'?)"),
+        (["data.sources.math.digits=2"], "data.sources.math.digits=2: a source with type=files reads problems"),
+        (["data.sources.math.wait=2"], "data.sources.math.wait=2: no such key (did you mean"),
+        (["data.sources.math.max_eval=x"], "data.sources.math.max_eval='x': must be"),
+        (
+            ["data.sources.files.weight=1"],
+            "data.sources.files.type: required, but not given; one of: arithmetic, files",
+        ),
+        (["data.sources.math.rejected_field=bad"], "rejected_field='bad': pairs are trained on from one source alone"),
+        (["data.digits=2"], "data.digits=2: data.type=mixture has these keys in each of data.sources"),
+        (
+            ["data.sources.math.reward.length.max_tokens=5"],
+            "data.sources.math.reward.length.max_tokens=5 does nothing: no reward reads it that",
+        ),
+        (
+            ["data.sources.sums.reward.function=length", "reward.timeout_seconds=5"],
+            "reward.timeout_seconds=5.0 does nothing: every source of data.sources has a reward of its own",
+        ),
+    ],
+)
+def test_what_a_mixture_refuses(yaml: Path, overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        loaded(yaml, *overrides)
+    assert said in str(error.value)
+
+
+def test_the_mixture_of_the_documents(tmp_path: Path) -> None:
+    (text,) = [one.text for one in blocks(REPO / "docs" / "data.md", "yaml") if "sources" in one.text]
+    path = tmp_path / "mixed.yaml"
+    path.write_text(text)
+    data = loaded(path).data
+    assert weights_of(data) == {"math": 3.0, "sums": 1.0}
+
+
+def test_two_sources_of_one_name_and_none_are_refused(yaml: Path) -> None:
+    text = yaml.read_text()
+    yaml.write_text(text.replace("    sums:", "    math:"))
+    with pytest.raises(ConfigError, match=r"math.* given twice|twice"):
+        loaded(yaml)
+    yaml.write_text(text[: text.index("sources:")] + "sources: {}\n")
+    with pytest.raises(ConfigError, match=r"data\.sources={}: must"):
+        loaded(yaml)
+
+
+def test_preflight_names_the_sources_files_and_unknown_rewards(yaml: Path) -> None:
+    wrong = ("data.sources.math.train=nowhere.jsonl", "data.sources.sums.reward.function=nope")
+    with pytest.raises(ConfigError) as error:
+        preflight(loaded(yaml, *wrong)).raise_problems()
+    found = str(error.value)
+    assert "data.sources.math.train=nowhere.jsonl: no such file" in found
+    assert "data.sources.sums.reward.function='nope' is unknown" in found
+
+
+class Engine:
+    """Every completion has one token."""
+
+    async def generate(self, request: Any) -> list[Completion]:
+        return [completion(1)] * request.num_completions
+
+
+def completion(tokens: int) -> Completion:
+    return Completion(
+        token_ids=np.ones(tokens, np.int32),
+        logprobs=np.zeros(tokens, np.float32),
+        finish_reason="stop",
+        spans=(Span(0, 0),),
+    )
+
+
+def test_a_prompt_is_scored_by_its_sources_reward_and_its_limits() -> None:
+    own = {"b": RewardSection(function="math_verify"), "c": RewardSection(function="tests.never:here", on_error=-2.0)}
+    sections = {name: one for name, one in own.items() if name != "c"}
+
+    async def fails(*_: object) -> list[Any]:
+        raise KeyError("price")
+
+    function = resolve_rewards(RewardSection(), sections)
+    function._own["c"] = fails  # type: ignore[attr-defined]
+    sampler = RolloutSampler(
+        engine=cast(Any, Engine()),
+        reward_function=function,
+        decode=lambda _: r"\frac{1}{2}",
+        rollout=RolloutSection(group_size=2, max_new_tokens=9),
+        reward=RewardSection(),
+        stop_token_ids=(),
+        seed=0,
+        source_rewards=own,
+    )
+    prompts = [replace(one, answer="0.5") for name in "abc" for one in of(name, 1)]
+    drawn = [Drawn(ordinal=i, prompt=prompt, batch=1) for i, prompt in enumerate(prompts)]
+    answered = asyncio.run(sampler.groups(drawn))
+    assert [one.rewards for one in answered] == [(0.0, 0.0), (1.0, 1.0), (-2.0, -2.0)]
+
+
+def test_metrics_of_a_source() -> None:
+    """Of a two groups with rewards 0, 1 and 1, 1, of b one that was dropped: all by hand."""
+
+    def place(ordinal: int, prompt: Prompt, rewards: tuple[float, ...], *, kept: bool = True) -> Waiting:
+        group = single_turns(prompt, [completion(ordinal + 1)] * len(rewards), rewards=rewards)
+        answered = Answered(group=group if kept else None, reason=None if kept else "equal_rewards", rewards=rewards)
+        drawn = Drawn(ordinal=ordinal, prompt=prompt, batch=1)
+        return Waiting(drawn=drawn, birth=0, due=1, answered=answered)
+
+    places = (
+        place(0, MIXED[0], (0.0, 1.0)),
+        place(1, MIXED[1], (1.0, 1.0)),
+        place(2, MIXED[5], (0.0, 0.0), kept=False),
+    )
+    batch = replace(RolloutBatch.of([one.answered for one in places if one.answered]), places=places)
+    prompts = mixture()
+    prompts.take(8)
+    teaches = GroupJob.teaches
+    job = SimpleNamespace(prompts=prompts, config=RunConfig())
+    job.teaches = lambda groups: teaches(job, groups)  # type: ignore[arg-type]
+    assert GroupJob._describe_sources(cast(Any, job), batch) == {
+        "source/a/share": 1.0,
+        "source/a/epoch": 1 + 1 / 5,
+        "source/a/reward": 0.75,
+        "source/a/sampled_reward": 0.75,
+        "source/a/length": 1.5,
+        "source/a/zero_advantage": 0.5,
+        "source/b/share": 0.0,
+        "source/b/epoch": 2 / 3,
+        "source/b/sampled_reward": 0.0,
+    }
+    job.prompts = PromptStream(MIXED, seed=7)
+    assert GroupJob._describe_sources(cast(Any, job), batch) == {}
