@@ -45,6 +45,7 @@ def load_data(config: RunConfig, model_folder: Path) -> Data:
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         on_long_prompt=config.rollout.on_long_prompt,
         seed=config.seed,
+        on_leak=config.data.on_leak,
     )
     stop_token_ids = _stop_token_ids(model_folder, tokenizer)
     return Data(tokenizer=tokenizer, stop_token_ids=stop_token_ids, train=train, held_out=held_out)

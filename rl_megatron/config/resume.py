@@ -14,6 +14,7 @@ FREE: Mapping[str, bool] = {
     "model": False,
     "model.cache_dir": True,
     "data": False,
+    "data.on_leak": True,
     "data.sources.<name>.weight": True,
     "data.sources.<name>.reward.timeout_seconds": True,
     "data.sources.<name>.reward.http": True,

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from rl_megatron.config.checks import problems_of
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.config.sections.data import ArithmeticData, FileData, MixtureData
+from rl_megatron.config.sections.data import ArithmeticRunData, FileData, FileRunData, MixtureData
 from rl_megatron.config.sections.learner import LearnerSection, RolesSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
@@ -183,7 +183,7 @@ class RunConfig(Section):
     """Seed of the tiny model, the data, sampling and minibatches."""
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
-    data: Annotated[ArithmeticData | FileData | MixtureData, Field(discriminator="type")] = ArithmeticData()
+    data: Annotated[ArithmeticRunData | FileRunData | MixtureData, Field(discriminator="type")] = ArithmeticRunData()
     reward: RewardSection = RewardSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()

@@ -20,6 +20,7 @@ from rl_megatron.config.sections.data import (
 )
 from rl_megatron.data.arithmetic import split_sums
 from rl_megatron.data.files import read_records
+from rl_megatron.data.leaks import OnLeak, hashes_of, problem_hash, rows_to_keep
 from rl_megatron.data.mixture import Epochs, MixtureState, Proportions, SourceState, digest_of_prompts
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.types import Prompt
@@ -43,6 +44,7 @@ class _Problem:
     place: str
     text: str
     answer: str
+    raw: str  # as the data has it, without templates
     rejected: Sequence[str] = ()  # a worse answer, in data of pairs
     meta: Mapping[str, Any] = field(default_factory=dict)
 
@@ -54,21 +56,47 @@ def load_prompts(
     max_prompt_tokens: int,
     on_long_prompt: OnLongPrompt,
     seed: int,
+    on_leak: OnLeak | None = None,
+    sets: Mapping[str, OneSource] | None = None,
 ) -> tuple[list[Prompt], list[Prompt]]:
     """(train, held-out) prompts, in an order that depends on ``data`` and ``seed`` alone; of a mixture each source's
     follow each other, and their ids begin with its name.
 
     ``Prompt.answer`` is the correct answer, as in the data: rewards compare with it and the warm start trains on it.
-    A prompt of more than ``max_prompt_tokens`` raises or is dropped, with a warning that counts these.
+    A prompt of more than ``max_prompt_tokens`` raises or is dropped, with a warning that counts these. ``on_leak`` says
+    what to do with a problem to train on that is held out here or in ``sets`` (by the key of their section), and of
+    equal ones the first alone is trained on then; None: nobody trains on them.
     Raises DataError that names files and lines.
     """
-    train, held_out = list[Prompt](), list[Prompt]()
-    for key, source in data_sources(data).items():
+    sources = data_sources(data)
+    splits = {key: _problems(key, source, tokenizer, seed) for key, source in sources.items()}
+    if on_leak is not None:
+        held = {key: held_out for key, (_, held_out) in splits.items()}
+        held |= {key: _problems(key, source, tokenizer, seed)[1] for key, source in (sets or {}).items()}
+        kept = _without_leaks([one for train, _ in splits.values() for one in train], held, on_leak)
+        for key, (ours, held_out) in splits.items():
+            splits[key] = [one for one in ours if id(one) in kept], held_out
+            if not splits[key][0]:
+                raise DataError(f"{key}: all {len(ours)} problems to train on are held out, or in sources above it")
+    both = list[Prompt](), list[Prompt]()
+    for key, source in sources.items():
         bos = not (isinstance(source, FileData) and source.chat_template)  # a chat template writes its own
-        for prompts, problems in zip((train, held_out), _problems(key, source, tokenizer, seed), strict=True):
+        for prompts, problems in zip(both, splits[key], strict=True):
             found = _tokenize(problems, tokenizer, bos, max_prompt_tokens, on_long_prompt)
             prompts += _named(found, name_of(key)) if isinstance(data, MixtureData) else found
-    return train, held_out
+    return both
+
+
+def _without_leaks(
+    train: Sequence[_Problem], held_out: Mapping[str, Sequence[_Problem]], on_leak: OnLeak
+) -> frozenset[int]:
+    """The problems to train on, by Python's ``id``: each once, and without leaks where they are dropped."""
+    places = {problem_hash(one.raw): f"{one.place} ({key})" for key, problems in held_out.items() for one in problems}
+    hashes = hashes_of(problem_hash(one.raw) for one in train)
+    pairs = any(one.rejected for one in train)  # a problem may be in several
+    wholes = hashes_of(problem_hash(one.raw, one.answer, *one.rejected) for one in train) if pairs else hashes
+    rows = rows_to_keep([one.place for one in train], hashes, wholes, places, on_leak)
+    return frozenset(id(train[row]) for row in rows.tolist())
 
 
 def _named(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
@@ -115,7 +143,7 @@ def first_problem(data: OneSource, key: str) -> tuple[str, str, Mapping[str, Any
 
 def _sum(a: int, b: int, digits: int) -> _Problem:
     text = f"{a:0{digits}}+{b:0{digits}}"  # digits are in the same columns in every problem
-    return _Problem(id=text, place=text, text=f"{text}=", answer=f"{a + b:0{digits + 1}}"[::-1])
+    return _Problem(id=text, place=text, text=f"{text}=", raw=text, answer=f"{a + b:0{digits + 1}}"[::-1])
 
 
 def _arithmetic_problems(key: str, data: ArithmeticData, seed: int) -> tuple[list[_Problem], list[_Problem]]:
@@ -146,6 +174,7 @@ def _records_to_problems(path: Path, key: str, data: FileData, tokenizer: PreTra
             id=f"{path.stem}:{line}",
             place=f"{path}:{line}",
             text=text,
+            raw=question,
             answer=answer,
             rejected=rejected,
             meta=record.others,

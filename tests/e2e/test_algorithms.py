@@ -141,6 +141,7 @@ def test_dpo_on_pairs_of_a_file_samples_nothing(place: Place) -> None:
         "data=gsm8k",
         f"data.train={train}",
         f"data.eval={held_out}",
+        "data.on_leak=keep",
         "data.prompt_template={prompt}",
         "data.prompt_field=q",
         "data.answer_field=a",

@@ -94,4 +94,11 @@ def test_what_the_data_has_wrong_is_told_before_anything_is_trained(place: Place
 
 
 def _files(name: str) -> tuple[str, ...]:
-    return ("data=gsm8k", f"data.train={name}.jsonl", "data.eval=good.jsonl", "reward.function=final_number", ONE)
+    return (
+        "data=gsm8k",
+        f"data.train={name}.jsonl",
+        "data.eval=good.jsonl",
+        "data.on_leak=keep",
+        "reward.function=final_number",
+        ONE,
+    )

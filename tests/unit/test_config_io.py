@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig, RunSection
-from rl_megatron.config.sections.data import ArithmeticData, FileData
+from rl_megatron.config.sections.data import ArithmeticRunData, FileRunData
 from rl_megatron.errors import ConfigError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -50,14 +50,14 @@ def test_defaults_compose_under_the_file_that_names_them(conf: Path) -> None:
     assert config.seed == 7
     assert (config.learner.ep, config.learner.optimizer.beta1, config.learner.optimizer.beta2) == (2, 0.7, 0.6)
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (3e-4, 0.2)
-    assert config.data == ArithmeticData(digits=1)
+    assert config.data == ArithmeticRunData(digits=1)
 
 
 def test_a_group_is_swapped_whole_and_before_single_values(conf: Path) -> None:
     config = load_config("run", ["algorithm.clip_low=0.1", "algorithm=wide", "data=mine"], conf)
     assert config.algorithm.ratio_level == "token"
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.1, 9.0)
-    assert config.data == FileData(type="files", train=Path("a.jsonl"), eval=Path("b.jsonl"))
+    assert config.data == FileRunData(type="files", train=Path("a.jsonl"), eval=Path("b.jsonl"))
 
 
 def test_a_file_of_ones_own_starts_from_a_known_config_and_its_groups(conf: Path, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_file_of_ones_own_starts_from_a_known_config_and_its_groups(conf: Path
     own.parent.mkdir()
     own.write_text("defaults: [run, {algorithm: wide}]\nseed: 8\n")
     config = load_config(str(own), [], conf)
-    assert (config.seed, config.algorithm.clip_high, config.data) == (8, 9.0, ArithmeticData(digits=1))
+    assert (config.seed, config.algorithm.clip_high, config.data) == (8, 9.0, ArithmeticRunData(digits=1))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_shipped_algorithms_are_the_rows_of_their_papers() -> None:
 
 def test_shipped_yaml_holds_only_what_differs_from_the_schema() -> None:
     plain = load_config("tiny_cpu", ["data=arithmetic"])
-    assert plain.data == ArithmeticData()
+    assert plain.data == ArithmeticRunData()
     for path in sorted((REPO / "conf" / "algorithm").glob("*.yaml")):
         chosen = load_config("tiny_cpu", [f"algorithm={path.stem}"]).algorithm
         written = [line.split(":")[0] for line in path.read_text().splitlines() if line and line[0] not in "# "]
@@ -260,7 +260,7 @@ def test_shipped_yaml_holds_only_what_differs_from_the_schema() -> None:
 def test_a_resolved_config_reads_back_equal(
     tmp_path_factory: pytest.TempPathFactory, name: str, template: str, score: float
 ) -> None:
-    data = FileData(type="files", train=Path("a b.jsonl"), eval=Path("c#.parquet"), prompt_template=template)
+    data = FileRunData(type="files", train=Path("a b.jsonl"), eval=Path("c#.parquet"), prompt_template=template)
     config = RunConfig(seed=3, run=RunSection(name=name), data=data).model_copy(
         update={"eval": RunConfig().eval.model_copy(update={"success_reward": score})}
     )

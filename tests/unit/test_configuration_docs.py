@@ -12,7 +12,7 @@ from typing import Any
 from rl_megatron.config.docs import render
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import FileData, MixtureData
+from rl_megatron.config.sections.data import FileRunData, MixtureData
 
 REPO = Path(__file__).resolve().parents[2]
 PAGE = REPO / "docs" / "configuration.md"
@@ -46,7 +46,7 @@ def test_all_kinds_of_data_are_there() -> None:
     keys = [key for key, *_ in ROW.findall(render()) if key.startswith("data.")]
     arithmetic = [f"data.{name}" for name in RunConfig().data.model_dump()]
     mixture = [f"data.{name}" for name in MixtureData.model_fields if name != "sources"]
-    assert keys == arithmetic + [f"data.{name}" for name in FileData.model_fields] + mixture
+    assert keys == arithmetic + [f"data.{name}" for name in FileRunData.model_fields] + mixture
     assert {f"`data.sources.<name>.{key}`" for key in ("digits", "train", "weight", "reward")} <= set(
         re.findall(r"^\| (`[^`]+`)", render(), re.MULTILINE)
     )

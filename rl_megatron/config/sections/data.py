@@ -70,7 +70,23 @@ class FileSource(SourceKeys, FileData):
     instead: ClassVar[str] = "a source with type=files reads problems; set its type to arithmetic to generate sums"
 
 
-class MixtureData(Section):
+class RunKeys(Section):
+    """What the data of a run has besides its problems."""
+
+    on_leak: Literal["fail", "drop", "keep"] = "fail"
+    """What to do with a training problem that is held out too, in any white space: end the run before it starts and
+    name file and line (fail), not train on it (drop), or train on it (keep)."""
+
+
+class ArithmeticRunData(RunKeys, ArithmeticData):
+    """Generated sums such as ``37+08=`` with the answer ``540``, lowest digit first; no problem is in both splits."""
+
+
+class FileRunData(RunKeys, FileData):
+    """Your own problems: .jsonl or .parquet files with one problem a row, in the fields that these keys name."""
+
+
+class MixtureData(RunKeys):
     """Prompts of several sources in fixed shares (docs/data.md)."""
 
     instead: ClassVar[str] = "data.type=mixture has these keys in each of data.sources: data.sources.<name>.<key>"

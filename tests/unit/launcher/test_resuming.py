@@ -14,7 +14,8 @@ from launcher.runs.resume import find
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.resume import FREE, fixed, is_free, table
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import FileData
+from rl_megatron.config.sections.data import FileRunData, FileSource
+from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.digests import digests
 from rl_megatron.errors import CheckpointError
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
@@ -53,7 +54,10 @@ def keys(section: BaseModel, above: str = "") -> Iterator[str]:
 
 def test_every_section_is_marked_and_every_mark_is_of_a_key() -> None:
     assert set(RunConfig.model_fields) <= FREE.keys()
-    assert FREE.keys() <= set(keys(RunConfig()))
+    of_source = {*FileSource.model_fields, *(f"reward.{key}" for key in RewardSection.model_fields)}
+    assert FREE.keys() <= {*keys(RunConfig()), *(f"data.sources.<name>.{key}" for key in of_source)}
+    assert is_free("data.sources.math.weight")
+    assert not is_free("data.sources.math.reward.function")
     assert not is_free("reward.parts.correct.weight")
     assert is_free("rollout.server.replicas")
     assert not is_free("rollout.server.quantization")
@@ -112,7 +116,7 @@ def test_keys_that_an_older_version_held_fixed_are_free_and_those_it_lacked_had_
 
 def test_other_data_is_told_by_few_lines(tmp_path: Path) -> None:
     run = run_of(tmp_path, RunConfig())
-    files = FileData(type="files", train=Path("x" * 10_000), eval=Path("e"))
+    files = FileRunData(type="files", train=Path("x" * 10_000), eval=Path("e"))
     with pytest.raises(CheckpointError, match=r"data\.digits: 2 then, not there now") as caught:
         find(RunConfig(data=files), run)
     assert len(str(caught.value)) < 2000

@@ -1,0 +1,130 @@
+"""Problems that are there twice, and training problems that are held out too."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.data import ArithmeticData, FileData, FileRunData, MixtureData, OneSource
+from rl_megatron.data.leaks import hashes_of, leaked, problem_hash, repeated
+from rl_megatron.data.prompts import load_prompts
+from rl_megatron.errors import DataError
+from rl_megatron.types import Prompt
+from tests.unit.data.test_prompts import byte_tokenizer
+
+
+def written(path: Path, questions: Sequence[str], answer: str = "4", **more: str) -> Path:
+    lines = (json.dumps({"question": one, "answer": answer, **more}) for one in questions)
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def loaded(
+    folder: Path, train: Sequence[str], held_out: Sequence[str], leak: str = "fail", **keys: object
+) -> list[Prompt]:
+    data = {"type": "files", "train": written(folder / "t.jsonl", train), "eval": written(folder / "e.jsonl", held_out)}
+    return load(RunConfig.model_validate({"data": {**data, **keys, "on_leak": leak}}))
+
+
+def load(config: RunConfig, sets: dict[str, OneSource] | None = None) -> list[Prompt]:
+    given = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "seed": 0, "on_leak": config.data.on_leak, "sets": sets}
+    return load_prompts(config.data, byte_tokenizer(), **given)[0]  # type: ignore[arg-type]
+
+
+def test_an_eval_problem_planted_in_train_with_other_spacing_is_named(tmp_path: Path) -> None:
+    train = ["one two", "2+2 is?", " 3 +\n4?\t", "x"]
+    with pytest.raises(DataError) as error:
+        loaded(tmp_path, train, ["what?", "3 + 4?"], prompt_template="Q: {prompt}")
+    assert str(error.value).splitlines()[0] == (
+        f"{tmp_path}/t.jsonl:3: trained on, but held out in {tmp_path}/e.jsonl:2 (data)"
+    )
+    assert "1 of 4 training problems are held out too" in str(error.value)
+    assert "data.on_leak=drop" in str(error.value)
+
+
+def test_leaks_are_dropped_or_kept_with_their_number(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train, held_out = ["a", "b", "c", "d"], ["c", "a "]
+    with caplog.at_level(logging.WARNING):
+        assert [one.text for one in loaded(tmp_path, train, held_out, "drop")] == ["b", "d"]
+    assert "dropped 2 of 4 training problems that are held out too" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert [one.text for one in loaded(tmp_path, train, held_out, "keep")] == train
+    assert "kept, by data.on_leak=keep, 2 of 4 training problems" in caplog.text
+    with pytest.raises(DataError, match="data: all 2 problems to train on are held out, or in sources above it"):
+        loaded(tmp_path, ["a", "a"], ["a"], "drop")
+    assert len(loaded(tmp_path, train, ["z", "c"], max_eval=1)) == 4  # what is not evaluated may be trained on
+
+
+def test_of_equal_problems_the_first_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert [one.id for one in loaded(tmp_path, ["a b", "c", "a  b", "C", " c"], ["z"])] == ["t:1", "t:2", "t:4"]
+    assert "dropped 2 of 5 training problems that are there twice; the first is " in caplog.text
+    assert f"{tmp_path}/t.jsonl:3, which is {tmp_path}/t.jsonl:1 again" in caplog.text
+
+
+def test_a_problem_may_be_in_several_pairs(tmp_path: Path) -> None:
+    path = written(tmp_path / "p.jsonl", ["a"], bad="x")
+    path.write_text(path.read_text() + written(tmp_path / "q.jsonl", ["a", "a "], bad="y").read_text())
+    held_out = written(tmp_path / "e.jsonl", ["z"])
+    data = {"type": "files", "train": path, "eval": held_out, "rejected_field": "bad"}
+    config = load_config("tiny_cpu", ["algorithm=dpo"]).model_copy(update={"data": FileRunData.model_validate(data)})
+    assert [one.rejected for one in load(config)] == [("x",), ("y",)]
+
+
+def test_sources_of_a_mixture_and_sets_are_compared_with_each_other(tmp_path: Path) -> None:
+    def source(name: str, train: Sequence[str], held_out: Sequence[str]) -> dict[str, object]:
+        files = {
+            "train": written(tmp_path / f"{name}.jsonl", train),
+            "eval": written(tmp_path / f"{name}_e.jsonl", held_out),
+        }
+        return {"type": "files", **files}
+
+    def mixed(**sources: object) -> RunConfig:
+        return RunConfig(data=MixtureData.model_validate({"type": "mixture", "sources": sources}))
+
+    one, other = source("one", ["a", "b"], ["x"]), source("other", ["b", "c"], ["y"])
+    assert [prompt.id for prompt in load(mixed(one=one, other=other))] == ["one/one:1", "one/one:2", "other/other:2"]
+    with pytest.raises(
+        DataError, match=r"other\.jsonl:1: trained on, but held out in .*one_e\.jsonl:1 \(data.sources.one\)"
+    ):
+        load(mixed(one=one, other=source("other", ["x", "c"], ["y"])))
+    with pytest.raises(
+        DataError, match=r"data\.sources\.other: all 2 problems to train on are held out, or in sources"
+    ):
+        load(mixed(one=one, other=source("other", ["a", "b"], ["y"])))
+    aime = FileData(type="files", train=tmp_path / "aime.jsonl", eval=written(tmp_path / "aime.jsonl", ["k", "b"]))
+    with pytest.raises(
+        DataError, match=r"one\.jsonl:2: trained on, but held out in .*aime\.jsonl:2 \(eval\.sets\.aime"
+    ):
+        load(mixed(one=one), {"eval.sets.aime.data": aime})
+
+
+def test_a_set_of_other_sums_may_leak_and_the_runs_own_never() -> None:
+    assert len(load(RunConfig())) > 9000
+    with pytest.raises(DataError, match=r"trained on, but held out in \d\d\+\d\d \(eval\.sets\.more\.data\)"):
+        load(RunConfig(), {"eval.sets.more.data": ArithmeticData(num_eval=512)})
+
+
+def test_rows_are_those_of_a_loop_over_texts() -> None:
+    draw = random.Random(1)
+    texts = [f"{draw.randrange(40)}{' ' * draw.randrange(3)}x" for _ in range(200)]
+    held_out = [f"{n}  x" for n in range(0, 40, 7)]
+    first: dict[str, int] = {}
+    wanted = [(row, first[key]) for row, text in enumerate(texts) if first.setdefault(key := norm(text), row) != row]
+    hashes = hashes_of(map(problem_hash, texts))
+    assert list(zip(*map(np.ndarray.tolist, repeated(hashes)), strict=True)) == wanted
+    found = leaked(hashes, {problem_hash(one): one for one in held_out}).tolist()
+    assert found == [row for row, text in enumerate(texts) if norm(text) in set(map(norm, held_out))]
+
+
+def norm(text: str) -> str:
+    return " ".join(text.split())
