@@ -1,4 +1,4 @@
-"""Prompts of several sources in fixed shares, each source shuffled anew in every epoch."""
+"""Prompts of several sources in fixed shares, each source shuffled again in every epoch."""
 
 from __future__ import annotations
 

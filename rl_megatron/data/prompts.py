@@ -335,7 +335,7 @@ class PromptStream:
             self._shares = Proportions(before, {name: source.taken for name, source in state.sources.items()})
         else:
             logger.warning(
-                "the weights of data.sources were %s and are %s: after %d prompts, shares are counted anew",
+                "the weights of data.sources were %s and are %s: after %d prompts, shares are counted from there on",
                 *(before, self._weights, state.position),
             )
             self._shares = Proportions(self._weights)

@@ -34,6 +34,12 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
         "Policy",
         (
             Curve(title="Reward part <name>", metric="reward/part/<name>"),
+            Curve(title="Source <name>: reward", metric="source/<name>/reward"),
+            Curve(title="Source <name>: reward of all that was sampled", metric="source/<name>/sampled_reward"),
+            Curve(title="Source <name>: groups of equal rewards", metric="source/<name>/zero_advantage"),
+            Curve(title="Source <name>: response length", metric="source/<name>/length"),
+            Curve(title="Source <name>: share of the groups", metric="source/<name>/share"),
+            Curve(title="Source <name>: epochs", metric="source/<name>/epoch"),
             Curve(title="Entropy", metric="entropy"),
             Curve(title="KL from the old policy", metric="kl/old_policy"),
             Curve(

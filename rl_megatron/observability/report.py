@@ -165,7 +165,9 @@ def _named(curve: Curve, runs: Sequence[Run]) -> list[Curve]:
         return [curve]
     recorded = dict.fromkeys(metric for run in runs for row in run.rl for metric in row)
     names = [m for m in recorded if (metric := documented(m)) and metric.name == curve.metric]
-    return [replace(curve, metric=m, title=curve.title.replace("<name>", m.rpartition("/")[2])) for m in names]
+    before, _, after = curve.metric.partition("<name>")
+    shown = {metric: metric.removeprefix(before).removesuffix(after) for metric in names}
+    return [replace(curve, metric=m, title=curve.title.replace("<name>", name)) for m, name in shown.items()]
 
 
 def _lines(curve: Curve, arm: Arm, num_arms: int, *, several: bool) -> list[Series]:

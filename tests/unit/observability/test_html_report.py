@@ -191,12 +191,14 @@ def test_no_two_phases_of_a_step_have_one_color(tmp_path: Path) -> None:
 def test_each_reward_part_has_a_chart_of_its_own(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", steps=1)
     assert not [title for title in Page(write_report([folder], tmp_path / "r.html")).charts() if "part" in title]
-    row = {"step": 2, "phase": "rl", "reward/part/right": 0.25, "reward/part/style": 1.0}
+    parts = {"reward/part/right": 0.25, "reward/part/style": 1.0}
+    row = {"step": 2, "phase": "rl", **parts, "source/math/share": 0.75, "source/math/reward": 0.5}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(f"{json.dumps(row)}\n")
     charts = Page(write_report([folder], tmp_path / "r.html")).charts()
     assert [title for title in charts if "part" in title] == ["Reward part right", "Reward part style"]
     assert charts["Reward part right"]["points"][0][2][0][2] == "0.25"
+    assert {"Source math: reward", "Source math: share of the groups"} <= charts.keys()
 
 
 def test_samples_are_of_the_first_middle_and_last_step_and_marked(tmp_path: Path) -> None:
