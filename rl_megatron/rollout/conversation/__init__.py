@@ -1,0 +1,1 @@
+"""Conversations whose sampled tokens are never decoded and encoded again."""

@@ -1,0 +1,181 @@
+"""The chat template of a model's tokenizer, made to go on behind turns that were sampled.
+
+To find what the template writes behind a turn, it is rendered with marks in that turn, and the text behind the last
+mark is encoded alone. Marks are characters of Unicode's private use. No model has code of its own here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from jinja2 import TemplateError
+from typing_extensions import override
+
+from rl_megatron.columns import TokenIds
+from rl_megatron.errors import ConfigError
+from rl_megatron.rollout.conversation.messages import REASONING, ChatMessage, MessagesRefused, written_arguments
+from rl_megatron.rollout.conversation.templates import Rendered, Rewritten, Template, Tools, text_of, tokens_of_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Thinking = Literal["template", "keep"]
+
+_FRONT, _BACK = "\uf8a1\uf8a2", "\uf8a3\uf8a4"
+_THOUGHT = "</think>"  # what templates look for in a content, to drop what is before it
+_RAISED = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+
+class ChatTemplate(Template):
+    """A tokenizer's chat template, with ``options`` for variables of its own (``enable_thinking``)."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        thinking: Thinking = "template",
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """With ``thinking="keep"`` rows go on where the template drops the thinking of turns and does nothing else.
+
+        Raises ConfigError for a tokenizer without a chat template, and for one that alters texts.
+        """
+        if not isinstance(tokenizer.chat_template, str):
+            raise ConfigError("the model's tokenizer has no chat template; give it one, or use plain text")
+        sample = "\n user: 1"
+        if (back := text_of(tokenizer, tokens_of_text(tokenizer, sample), special=True)) != sample:
+            raise ConfigError(
+                f"the model's tokenizer makes {back!r} of {sample!r}, so that what its template writes behind a turn "
+                "cannot be encoded alone; use a tokenizer that gives every text back as it was"
+            )
+        self._tokenizer, self._thinking, self._options = tokenizer, thinking, dict(options or {})
+        source = tokenizer.chat_template
+        self._reasoning = [name for name in REASONING if name in source]
+        self._asks_for_none = "content'] is none" in source or "content is none" in source
+        self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
+
+    @override
+    def begin(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[TokenIds, Rendered]:
+        text = self.render(messages, tools)
+        return tokens_of_text(self._tokenizer, text), Rendered(text=text, messages=messages, tools=tools)
+
+    @override
+    def proceed(
+        self, before: Rendered, messages: Sequence[ChatMessage], tools: Tools, ended: int | None
+    ) -> tuple[TokenIds, Rendered] | Rewritten:
+        found = self._behind(before, messages, tools)
+        if isinstance(found, str):
+            return found
+        text, has_calls = found
+        if ended is not None:
+            stop = text_of(self._tokenizer, np.array([ended], np.int32), special=True)
+            at = text.find(stop)
+            if at == 0 or (has_calls and at > 0):
+                text = text[at + len(stop) :]
+            elif has_calls or text.startswith(self._special):
+                return "closing"  # else the template writes no token there, and the turn keeps its own
+        elif has_calls:
+            return "closing"
+        now = Rendered(text=self.render(messages, tools), messages=messages, tools=tools)
+        return tokens_of_text(self._tokenizer, text), now
+
+    @override
+    def decode(self, token_ids: TokenIds) -> str:
+        return text_of(self._tokenizer, token_ids)
+
+    def render(self, messages: Sequence[ChatMessage], tools: Tools, *, opened: bool = True) -> str:
+        """The template's text, with the generation prompt if ``opened``. Raises MessagesRefused with its reason.
+
+        Some templates read the arguments of calls as objects, some as text: the second is tried where the first raises.
+        """
+        shown = [self._shown(message) for message in messages]
+        forms = [shown]
+        if any("tool_calls" in message for message in messages):
+            forms.append([written_arguments(message) for message in shown])
+        for form in forms:
+            try:
+                text = self._tokenizer.apply_chat_template(
+                    form, tools=list(tools) or None, tokenize=False, add_generation_prompt=opened, **self._options
+                )
+                return str(text)
+            except _RAISED as error:
+                reason = f"{type(error).__name__}: {error}"
+        raise MessagesRefused(f"the model's chat template refuses these messages: {reason}")
+
+    def _shown(self, message: ChatMessage) -> dict[str, Any]:
+        shown = dict(message)
+        if reasoning := shown.pop(REASONING[0], None):
+            shown |= dict.fromkeys(self._reasoning, reasoning)
+        if self._asks_for_none and "tool_calls" in shown and not shown["content"]:
+            shown["content"] = None
+        return shown
+
+    def _behind(self, before: Rendered, messages: Sequence[ChatMessage], tools: Tools) -> tuple[str, bool] | Rewritten:
+        """The text behind the turn's last mark, and whether it has the turn's calls."""
+        place = len(before.messages)
+        turn = messages[place]
+        for has_calls in (False, True) if "tool_calls" in turn else (False,):
+            marked = _marked(turn, has_calls)
+            try:
+                now = self.render([*messages[:place], marked, *messages[place + 1 :]], tools)
+                break
+            except MessagesRefused:
+                continue
+        else:
+            return "refused"
+        if _follows(now, marked) and self._extends(now, before):
+            return _last_part(now), has_calls
+        bare = [_bare(message) for message in messages]
+        marked = bare[place] = _marked(bare[place], has_calls)
+        now, then = self.render(bare, tools), self.render(bare[:place], before.tools, opened=False)
+        if not (_follows(now, marked) and now.startswith(then)):
+            return "context"
+        return (_last_part(now), has_calls) if self._thinking == "keep" else "thinking"
+
+    def _extends(self, now: str, before: Rendered) -> bool:
+        """Whether the text begins with the prompt before, whose opening of a turn need not be what a history shows."""
+        if now.startswith(before.text):
+            return True
+        return now.startswith(self.render(before.messages, before.tools, opened=False))
+
+
+def _marked(turn: ChatMessage, has_calls: bool) -> ChatMessage:
+    """The turn with a mark in its reasoning and one at its content's end, or at both ends of a content alone.
+
+    Its calls are left out, or have no arguments. A turn of reasoning and calls keeps its empty content.
+    """
+    marked = {key: value for key, value in turn.items() if key != "tool_calls"}
+    if has_calls:
+        marked["tool_calls"] = [
+            call | {"function": call["function"] | {"arguments": {}}} for call in turn["tool_calls"]
+        ]
+    content = turn["content"]
+    if REASONING[0] in turn:
+        marked[REASONING[0]] += _FRONT
+        if has_calls and not content:
+            return marked
+    elif _THOUGHT in content:
+        content = content.replace(_THOUGHT, _FRONT + _THOUGHT, 1)
+    else:
+        content = _FRONT + content
+    return {**marked, "content": content + _BACK}
+
+
+def _bare(message: ChatMessage) -> ChatMessage:
+    """The message without its thinking."""
+    kept = {key: value for key, value in message.items() if key != REASONING[0]}
+    if message["role"] == "assistant":
+        kept["content"] = message["content"].rpartition(_THOUGHT)[2]
+    return kept
+
+
+def _follows(text: str, marked: ChatMessage) -> bool:
+    """Whether the text has each mark of the turn once."""
+    put = marked.get(REASONING[0], "") + marked["content"]
+    return all(text.count(mark) == put.count(mark) == 1 or mark not in put for mark in (_FRONT, _BACK))
+
+
+def _last_part(text: str) -> str:
+    return text[max(text.rfind(_FRONT) + len(_FRONT), text.rfind(_BACK) + len(_BACK)) :]

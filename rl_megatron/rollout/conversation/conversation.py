@@ -1,0 +1,179 @@
+"""One conversation: prompts that keep sampled tokens as they are, and the rows to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from rl_megatron.columns import TokenIds, freeze
+from rl_megatron.errors import DataError
+from rl_megatron.rollout.conversation.messages import ChatMessage, MessagesRefused, same, tidied
+from rl_megatron.rollout.conversation.templates import Rendered, Rewritten, Template, Tools
+from rl_megatron.types import Chain, Completion, Routes, Turn
+
+Branch = Rewritten | Literal["edited", "again"]
+"""Why a prompt begins a row behind the first: its template's reason; ``edited`` if the last assistant message was not
+sampled after these messages; ``again`` if there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TurnPrompt:
+    """The prompt of one turn, to send to an engine and to give back with its answer."""
+
+    token_ids: TokenIds  # [L] int32
+    branch: Branch | None  # None: it goes on from a turn's row, or is the conversation's first
+    rendered: Rendered = field(repr=False)
+    after: SampledTurn | None = field(repr=False)  # the turn whose row it goes on from
+    node: Node = field(repr=False)  # the last of its messages that is in the tree
+    new: Sequence[ChatMessage] = field(repr=False)  # those behind it
+
+    def __post_init__(self) -> None:
+        freeze(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampledTurn:
+    """A turn with its prompt. ``row`` is both, [L] int32; ``turn`` is None if no token was sampled."""
+
+    prompt: TurnPrompt
+    completion: Completion
+    row: TokenIds
+    turn: Turn | None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Node:
+    """A message of the tree. Several children may be equal: turns sampled for the same messages."""
+
+    message: ChatMessage
+    parent: Node | None
+    sampled: SampledTurn | None = None
+    children: list[Node] = field(default_factory=list)
+
+
+class Conversation:
+    """The messages of one agent's run, as a tree. What was sampled has its tokens there."""
+
+    def __init__(self, template: Template) -> None:
+        self._template = template
+        self._root = Node(message={}, parent=None)
+        self._sampled: list[SampledTurn] = []
+
+    def prompt_for(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> TurnPrompt:
+        """The prompt for the turn that answers ``messages``. It changes nothing, and prompts may be asked at once.
+
+        It goes on from the row of the last assistant message, if that was sampled after the messages before it and the
+        template allows (of equal turns, from the newest one's). Raises MessagesRefused.
+        """
+        given = tidied(messages)
+        last = max((place for place, message in enumerate(given) if message["role"] == "assistant"), default=-1)
+        path = self._path(given, last)
+        known = (*(node.message for node in path), *given[len(path) :])
+        after = path[last].sampled if 0 <= last < len(path) else None
+        branch: Branch | None = ("again" if last < 0 else "edited") if self._sampled else None
+        if after is not None:
+            ended = int(after.completion.token_ids[-1]) if after.completion.finish_reason == "stop" else None
+            found = self._template.proceed(after.prompt.rendered, known, tools, ended)
+            if isinstance(found, str):
+                after, branch = None, found
+            else:
+                (tokens, rendered), branch = found, None
+                tokens = np.concatenate((after.row, tokens))
+        if after is None:
+            tokens, rendered = self._template.begin(known, tools)
+        return TurnPrompt(
+            token_ids=tokens,
+            branch=branch,
+            rendered=rendered,
+            after=after,
+            node=path[-1] if path else self._root,
+            new=given[len(path) :],
+        )
+
+    def add(self, asked: TurnPrompt, completion: Completion, message: ChatMessage) -> Turn | None:
+        """Take what an engine sampled for a prompt, and the assistant ``message`` that the client gets and sends back.
+
+        The turn, at its place in its row; None if nothing was sampled. Raises MessagesRefused for another role's.
+        """
+        (answer,) = tidied((message,))
+        if answer["role"] != "assistant":
+            raise MessagesRefused(f"a sampled message has the role {answer['role']!r}; it must be 'assistant'")
+        turn = Turn(
+            start=len(asked.token_ids),
+            logprobs=completion.logprobs,
+            finish_reason=completion.finish_reason,
+            spans=completion.spans,
+            text=self._template.decode(completion.token_ids),
+        )
+        row = np.concatenate((asked.token_ids, completion.token_ids))
+        sampled = SampledTurn(prompt=asked, completion=completion, row=row, turn=turn if len(turn.logprobs) else None)
+        node = asked.node
+        for new in asked.new:
+            again = (child for child in node.children if child.sampled is None and same(child.message, new))
+            node = next(again, None) or _child(node, new)
+        _child(node, answer).sampled = sampled
+        self._sampled.append(sampled)
+        return sampled.turn
+
+    def chains(self) -> tuple[Chain, ...]:
+        """The rows to train on: each turn is in one of them, and is context in others that go on from it.
+
+        Raises DataError for routes that do not fit.
+        """
+        gone_on = {id(one.prompt.after) for one in self._sampled}
+        ends = [one for one in self._sampled if id(one) not in gone_on]
+        used, rows = set[int](), []
+        for end in sorted(ends, key=lambda one: one.turn is None):
+            row = [end]
+            while (before := row[0].prompt.after) is not None:
+                row.insert(0, before)
+            turns = tuple(one.turn for one in row if one.turn is not None and id(one) not in used)
+            used |= {id(one) for one in row}
+            if turns:
+                tokens = end.row[: turns[-1].stop]
+                rows.append(Chain(token_ids=tokens, turns=turns, routes=_routes(row, len(tokens))))
+        return tuple(rows)
+
+    def _path(self, given: Sequence[ChatMessage], last: int) -> list[Node]:
+        """The nodes of the messages that are known, up to the message ``last``."""
+        found, level = self._root, [self._root]
+        for message in given[: last + 1]:
+            level = [child for node in level for child in node.children if same(child.message, message)]
+            if not level:
+                break
+            found = level[-1]
+        path: list[Node] = []
+        while found.parent is not None:
+            path.insert(0, found)
+            found = found.parent
+        return path
+
+
+def _child(parent: Node, message: ChatMessage) -> Node:
+    node = Node(message=message, parent=parent)
+    parent.children.append(node)
+    return node
+
+
+def _routes(row: Sequence[SampledTurn], length: int) -> Routes | None:
+    """Routes of the row's first ``length`` tokens but the last.
+
+    A position has those of the request that computed it first: a turn's last token is an input of the next turn's.
+    """
+    parts, have, shape = [], 0, (0, 0, 0)
+    for one in row:
+        if (routes := one.completion.routes) is None:
+            return None
+        shape = shape if have else routes.shape
+        if routes.shape != (len(one.row) - 1, *shape[1:]):
+            raise DataError(
+                f"a turn's routes have shape {routes.shape}, but its prompt and completion have {len(one.row)} tokens; "
+                "[positions, MoE layers, experts a token] must be of each of them but the last"
+            )
+        each = len(routes.data) // routes.shape[0]
+        parts.append(routes.data[have * each : (min(length, len(one.row)) - 1) * each])
+        have = len(one.row) - 1
+    return Routes(data=b"".join(parts), shape=(length - 1, *shape[1:]))

@@ -1,0 +1,112 @@
+"""Messages as clients of OpenAI's chat completions send them, in one form, and when two of them are the same.
+
+A client that sends an assistant message back drops what it does not know, writes null for what is empty, and orders
+keys and the arguments of calls as it likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_megatron.errors import RLMegatronError
+
+ChatMessage = Mapping[str, Any]
+
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one thing; tidied messages have the first
+_UNCOMPARED = ("role", "content", "tool_calls", "tool_call_id", "id", *REASONING)
+
+
+class MessagesRefused(RLMegatronError, ValueError):
+    """Messages that cannot become a prompt: of an unknown form, or refused by the model's chat template."""
+
+
+def tidied(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    """The messages without null keys. Content is a text, reasoning is ``reasoning_content``, arguments are parsed.
+
+    Arguments that are not JSON stay the text that they are. Raises MessagesRefused that names the message.
+    """
+    if not messages:
+        raise MessagesRefused("messages is empty; send at least one")
+    return tuple(_tidied(place, message) for place, message in enumerate(messages))
+
+
+def same(known: ChatMessage, given: ChatMessage) -> bool:
+    """Whether two tidied messages are one to their client: ids of calls do not count, nor does reasoning that
+    ``given`` lacks."""
+    if known["role"] != given["role"] or known["content"] != given["content"]:
+        return False
+    if reasoning_of(given) not in ("", reasoning_of(known)):
+        return False
+    if _functions(known) != _functions(given):
+        return False
+    return _others(known) == _others(given)
+
+
+def reasoning_of(message: ChatMessage) -> str:
+    """The reasoning of a tidied message, empty if it has none."""
+    return str(message.get(REASONING[0], ""))
+
+
+def written_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A tidied message whose calls have their arguments as JSON text."""
+    if "tool_calls" not in message:
+        return dict(message)
+    functions = [(call, call["function"]) for call in message["tool_calls"]]
+    calls = [call | {"function": of | {"arguments": _text(of["arguments"])}} for call, of in functions]
+    return {**message, "tool_calls": calls}
+
+
+def _tidied(place: int, given: ChatMessage) -> ChatMessage:
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+        raise MessagesRefused(f"message {place} is {given!r:.200}; it must be an object with a role")
+    message = {key: value for key, value in given.items() if value is not None}
+    message["content"] = _content(place, given.get("content"))
+    reasoning = [message.pop(key) for key in REASONING if key in message]
+    if not all(isinstance(text, str) for text in reasoning):
+        raise MessagesRefused(f"message {place}: its reasoning is {reasoning!r:.200}; it must be a text")
+    if any(reasoning):
+        message[REASONING[0]] = next(filter(None, reasoning))
+    calls = message.pop("tool_calls", None)
+    if calls:
+        message["tool_calls"] = [_call(place, call) for call in calls]
+    return message
+
+
+def _content(place: int, content: object) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = (
+        [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        if isinstance(content, list)
+        else [None]
+    )
+    if not all(isinstance(text, str) for text in texts):
+        raise MessagesRefused(f"message {place} has content {content!r:.200}; it must be a text, or a list of texts")
+    return "".join(map(str, texts))
+
+
+def _call(place: int, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise MessagesRefused(f"message {place} has the call {call!r:.200}; it must have function.name and arguments")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # the model may write no JSON
+            arguments = json.loads(arguments)
+    kept = {key: value for key, value in call.items() if value is not None}
+    return {**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
+
+
+def _functions(message: ChatMessage) -> list[object]:
+    return [call["function"] for call in message.get("tool_calls", ())]
+
+
+def _others(message: ChatMessage) -> dict[str, object]:
+    return {key: value for key, value in message.items() if key not in _UNCOMPARED and value not in ("", [], {})}
+
+
+def _text(arguments: object) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

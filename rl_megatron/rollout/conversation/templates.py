@@ -1,0 +1,89 @@
+"""How messages become tokens: what a conversation asks of a template, and texts appended as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from typing_extensions import override
+
+from rl_megatron.columns import TokenIds
+from rl_megatron.rollout.conversation.messages import ChatMessage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tools = Sequence[Mapping[str, Any]]
+"""As in OpenAI's requests: each has ``type`` and ``function``."""
+Rewritten = Literal["thinking", "context", "closing", "refused"]
+"""Why what a template writes now cannot follow the last turn's tokens.
+
+It drops the ``thinking`` of turns, and nothing else; it shows the ``context`` before the turn, or the turn, otherwise
+than before; it writes another ``closing`` token than was sampled; or it ``refused`` the turn without its calls' texts.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendered:
+    """A prompt as its template wrote it. The next one is compared with it."""
+
+    text: str  # with the generation prompt
+    messages: Sequence[ChatMessage]
+    tools: Tools
+
+
+class Template(Protocol):
+    """Makes tokens of messages, which are tidied (`messages.tidied`)."""
+
+    def begin(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[TokenIds, Rendered]:
+        """The whole prompt. Raises MessagesRefused."""
+        ...
+
+    def proceed(
+        self, before: Rendered, messages: Sequence[ChatMessage], tools: Tools, ended: int | None
+    ) -> tuple[TokenIds, Rendered] | Rewritten:
+        """The tokens that follow the turn that answered ``before``; ``messages`` has it next after those of ``before``.
+
+        ``ended`` is the stop token that the turn ends with, None if it was cut. Raises MessagesRefused.
+        """
+        ...
+
+    def decode(self, token_ids: TokenIds) -> str:
+        """Their text without special tokens."""
+        ...
+
+
+class PlainText(Template):
+    """Contents as they are, one after the other, for a tokenizer without a chat template. Tools are not shown."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    @override
+    def begin(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[TokenIds, Rendered]:
+        text = "".join(message["content"] for message in messages)
+        return tokens_of_text(self._tokenizer, text, begins=True), Rendered(text=text, messages=messages, tools=tools)
+
+    @override
+    def proceed(
+        self, before: Rendered, messages: Sequence[ChatMessage], tools: Tools, ended: int | None
+    ) -> tuple[TokenIds, Rendered]:
+        new = "".join(message["content"] for message in messages[len(before.messages) + 1 :])
+        return tokens_of_text(self._tokenizer, new), Rendered(text=new, messages=messages, tools=tools)
+
+    @override
+    def decode(self, token_ids: TokenIds) -> str:
+        return text_of(self._tokenizer, token_ids)
+
+
+def tokens_of_text(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: bool = False) -> TokenIds:
+    """int32 tokens of the text; with what the tokenizer puts in front of every text if it ``begins`` a row."""
+    return np.array(tokenizer(text, add_special_tokens=begins)["input_ids"], np.int32)
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, token_ids: TokenIds, *, special: bool = False) -> str:
+    """The text of tokens as it is, with special tokens or without."""
+    text = tokenizer.decode(token_ids.tolist(), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+    return str(text)
