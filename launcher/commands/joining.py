@@ -13,15 +13,19 @@ from launcher.control.address import address_of
 from launcher.control.client import ask_run
 from launcher.hosts.slurm import jobs
 from launcher.wire.greetings import this_node
+from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 
 _STOP_SECONDS = 60.0
+_ASK_SECONDS = 60.0
+"""Until the run has answered what it need not wait for, with what srun takes to reach it."""
 
 
 def join_cluster_of(run: Path) -> None:
     """Run Ray on this node, with the run's token, until Ctrl-C or the run's end. Raises ConfigError."""
     node = this_node()
-    told = _answer(run, "join", node=node)
+    told = _answer(run, "join", node=node, seconds=_ASK_SECONDS)
+    limit = load_config(str(run / "config.yaml"), []).learner.timeout_seconds
     log = Path(told["log"])
     with log.open("ab") as output:
         ray = subprocess.Popen(
@@ -35,7 +39,7 @@ def join_cluster_of(run: Path) -> None:
     try:
         ray.stdin.write(told["line"].encode())
         ray.stdin.flush()
-        _answer(run, "joined", node=node)
+        _answer(run, "joined", node=node, seconds=limit + _ASK_SECONDS)
         print(
             f"{node} has joined; `rl-megatron engines {run} add --node {node}` starts a server on it, Ctrl-C takes the "
             "node away again",
@@ -51,16 +55,24 @@ def join_cluster_of(run: Path) -> None:
     print(f"Ray has ended here with status {status}, as with the run; {log} has its output", flush=True)
 
 
-def _answer(run: Path, command: str, *, node: str) -> Any:
-    """The run's answer, by srun where its controller is on another node of its job. Raises ConfigError."""
+def _answer(run: Path, command: str, *, node: str, seconds: float) -> Any:
+    """The run's answer, by srun where its controller is on another node of its job. Raises ConfigError, also if it has
+    not come after ``seconds``."""
     address = address_of(run)
     if address.here:
-        return ask_run(run, command, node=node)
+        return ask_run(run, command, seconds=seconds, node=node)
     asking = [sys.executable, "-m", "launcher.control.client", str(run.resolve()), command, json.dumps({"node": node})]
     own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
-    done = subprocess.run(
-        jobs.srun_beside(run, address.node) + asking, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=own
-    )
+    command_line = jobs.srun_beside(run, address.node) + asking
+    try:
+        done = subprocess.run(
+            command_line, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=own, timeout=seconds
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"the run did not answer {command!r} within {seconds:g} s: srun could not start a step on {address.node}, "
+            "where its controller is (squeue --steps shows it), or the controller is busy (log.txt)"
+        ) from error
     if done.returncode:
         raise ConfigError(done.stderr.strip() or f"srun ended with status {done.returncode}")
     return json.loads(done.stdout)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
+from launcher.commands import joining
 from launcher.hosts.ray.guests import Guests
 from launcher.hosts.ray.node import NodeCall, options
 from launcher.hosts.slurm.allocation import Allocation
@@ -83,3 +85,20 @@ def test_a_node_is_waited_for_with_a_limit(tmp_path: Path, monkeypatch: pytest.M
     asyncio.run(Guests(Nodes(job(tmp_path, "node2"), ["node8", "node9"]), config).joined({"node": "node9"}))
     with pytest.raises(EngineError, match=r"Ray has no node node9 after learner\.timeout_seconds=0\.05"):
         asyncio.run(Guests(Nodes(job(tmp_path, "node2")), config).joined({"node": "node9"}))
+
+
+def test_a_step_that_slurm_does_not_start_is_waited_for_no_longer_than_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, srun = tmp_path / "run", tmp_path / "bin" / "srun"
+    (run / "jobs").mkdir(parents=True)
+    (run / "config.yaml").write_text("{}")
+    (run / "jobs" / "id").write_text("7")
+    (run / "control.json").write_text('{"node": "node1", "path": "/tmp/nowhere"}')
+    srun.parent.mkdir()
+    srun.write_text("#!/bin/sh\nexec sleep 600\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{srun.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(joining, "_ASK_SECONDS", 0.2)
+    with pytest.raises(ConfigError, match=r"did not answer 'join' within 0.2 s: srun could not start .* on node1"):
+        joining.join_cluster_of(run)
