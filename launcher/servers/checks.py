@@ -39,6 +39,11 @@ class ServerChecks:
             described = await self.adapter.describe(server)
         except AttemptFailed as error:
             raise EngineError(f"rollout.engine={self.config.rollout.engine}: {error}") from error
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"{server.url} answers as no server of {self.adapter.name} does ({error!r:.200}); "
+                "check what runs there, rollout.engine and rollout.server.addresses"
+            ) from error
         if open_to_strangers and self.config.rollout.server.addresses:
             logger.warning("%s answers without a token: who reaches it can change weights or run code", server.url)
         elif open_to_strangers:

@@ -39,6 +39,7 @@ class Answers(BaseHTTPRequestHandler):
 
 HTTPServer(("127.0.0.1", port), Answers).serve_forever()
 """
+FOREIGN = OPEN.replace('{"dtype": "float32", "architecture": "x", "max_length": 1}', '{"openapi": "3.1.0"}')
 
 
 class Started:
@@ -63,9 +64,16 @@ class Started:
         (ENDS, 1, 600, r"(?s)ended with status 3; .*local_0\.log ends with:\nits log"),
         (SILENT, 1, 0.1, r"is not ready after rollout\.server\.start_seconds=0\.1; see .*local_0\.log"),
         (OPEN, 1, 600, "answers without the run's token"),
+        (FOREIGN, 1, 600, r"answers as no server of .* does \(KeyError\('dtype'\)\); check what runs there"),
         (SILENT, 2, 600, "no such node"),
     ],
-    ids=["it ends", "it is silent", "it is open to strangers", "its second node does not start"],
+    ids=[
+        "it ends",
+        "it is silent",
+        "it is open to strangers",
+        "it is another program",
+        "its second node does not start",
+    ],
 )
 def test_nothing_is_left_of_a_server_that_joins_and_does_not_come_up(
     tmp_path: Path, code: str, nodes: int, seconds: float, why: str
