@@ -195,6 +195,9 @@ class RolloutGroup:
         return tuple(trajectory.reward for trajectory in self.trajectories)
 
 
+_OF_SEQUENCES = ("group_of", "trajectory_of", "cu_seqlens")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
     """A ragged batch of S sequences, concatenated: packing cuts it, and a micro-batch holds one. CPU tensors.
@@ -214,7 +217,11 @@ class Samples:
     returns: Tensor | None = None  # [N] float32, what the critic learns
     proximal_share: Tensor | None = None  # [N] float32, how far the old policy is from the rollout's to the current
     nll_weights: Tensor | None = None  # [N] float32, weight of -log pi beside the policy loss, over its denominator
+    token_weight: Tensor | None = None  # [N] float32, of each token in the loss; None: by the counts of LossInputs
+    turn_of: Tensor | None = None  # [N] int32, which turn of its sequence sampled the target; 0 where none did
     routes: Tensor | None = None  # [N, MoE layers, top_k] uint8 (int16 above 256 experts), what routers shall choose
+    group_of: Tensor | None = None  # [S] int64, the prompt of each sequence; this and the next stay in the controller
+    trajectory_of: Tensor | None = None  # [S] int64, from 0, ascending; None: each sequence is a trajectory
     cu_seqlens: Tensor  # [S + 1] int64, starts at 0, ends at N
 
     @property
@@ -223,9 +230,14 @@ class Samples:
         return len(self.cu_seqlens) - 1
 
     @property
+    def num_trajectories(self) -> int:
+        """The number of trajectories."""
+        return self.num_sequences if self.trajectory_of is None else len(self.trajectory_of.unique())
+
+    @property
     def columns(self) -> dict[str, Tensor]:
         """Every [N, ...] field that is not None, by name."""
-        every = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "cu_seqlens")
+        every = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name not in _OF_SEQUENCES)
         return {name: column for name, column in every if column is not None}
 
 
@@ -235,8 +247,8 @@ class LossInputs:
 
     A policy's loss has a gradient through ``logprobs`` and ``entropy``; a critic's only through ``values``, and its
     ``logprobs`` and ``entropy`` are zeros. ``segment_sum`` maps a detached [T] tensor to [S], the sums over each
-    sequence and over all ranks that share it. ``num_tokens`` and ``num_sequences`` are the **global** denominators of
-    the whole (mini)batch.
+    sequence and over all ranks that share it; ``turn_sum`` maps it to [T], the sums over each token's turn.
+    ``num_tokens`` and ``num_sequences`` are the **global** denominators of the whole (mini)batch.
     """
 
     logprobs: Tensor  # [T] float32
@@ -251,8 +263,10 @@ class LossInputs:
     returns: Tensor | None = None
     proximal_share: Tensor | None = None
     nll_weights: Tensor | None = None
+    token_weight: Tensor | None = None
     segment_ids: Tensor  # [T] int64 in [0, S)
     segment_sum: Callable[[Tensor], Tensor]
+    turn_sum: Callable[[Tensor], Tensor] | None = None  # where the samples have ``turn_of``
     num_tokens: int
     num_sequences: int
 

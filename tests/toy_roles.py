@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from rl_megatron.types import (
 from tests.completions import completion
 
 VOCABULARY = 12
-NOT_OF_A_LOSS = ("input_ids", "targets", "routes")
+NOT_OF_A_LOSS = ("input_ids", "targets", "routes", "turn_of")
 
 
 def table(*sizes: int, seed: int) -> Tensor:
@@ -49,6 +49,14 @@ def looked_up(weights: Tensor, samples: Samples) -> Tensor:
         return found
     larger = 1 + samples.routes[:, 0, 0].float()
     return found * larger.view(-1, *[1] * (found.dim() - 1))
+
+
+def turn_sum(ids: Tensor, samples: Samples) -> Callable[[Tensor], Tensor] | None:
+    """Over the positions of one sequence and turn; ``ids`` [N] are the sequences'."""
+    if samples.turn_of is None:
+        return None
+    turns = (1000 * ids + samples.turn_of).unique(return_inverse=True)[1]
+    return lambda values: segment_sum(values, turns)[turns]
 
 
 @dataclass
@@ -114,6 +122,7 @@ class Toy:
             values=of if self.is_critic else None,
             segment_ids=ids,
             segment_sum=partial(segment_sum, ids=ids, num_segments=samples.num_sequences),
+            turn_sum=turn_sum(ids, samples),
             num_tokens=batch.num_tokens,
             num_sequences=batch.num_sequences,
         )

@@ -1,4 +1,4 @@
-"""Computes advantages [n] from rewards [n] of completions: a baseline and a scale, over a group or the whole batch.
+"""Computes advantages [n] from rewards [n] of completions or turns: a baseline and a scale, over a group or the batch.
 
 GRPO is mean group, std group; Dr. GRPO mean group, std none; RLOO mean group, leave-one-out, std none; LitePPO mean
 group, std batch; REINFORCE mean none or batch, std none. Groups may be ragged and in any order. Advantages from rewards
@@ -12,7 +12,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.segments import dense, differ, segment_mean, segment_sum, segment_variance
+from rl_megatron.algorithms.segments import (
+    dense,
+    differ,
+    discounted_sum,
+    segment_mean,
+    segment_sum,
+    segment_variance,
+)
 
 EPS = 1e-6
 """Added to a standard deviation of rewards."""
@@ -55,6 +62,14 @@ def group_advantages(
         scale = 1 / (segment_variance(raw, ids).sqrt() + EPS)
         advantages = advantages * torch.where(differ(raw, ids), scale, 0.0)[ids]
     return advantages.float()
+
+
+def turn_advantages(of_turns: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
+    """A_k = Σ_{j≥k} gamma^(j-k)·a_j of each turn k, [n] float32: process supervision (arXiv:2402.03300, 4.1.3).
+
+    ``of_turns`` [n] are rewards of turns less their baseline, one trajectory's ``lengths`` [K] turns after another's.
+    """
+    return discounted_sum(of_turns.double(), lengths, torch.tensor([gamma], dtype=torch.float64)).float()
 
 
 def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:

@@ -26,9 +26,13 @@ def kl_in_token_rewards(token_rewards: Tensor, kl: Tensor, *, beta: float) -> Te
     return token_rewards - beta * kl.detach()
 
 
-def kl_in_sequence_rewards(rewards: Tensor, kl: Tensor, cu_seqlens: Tensor, *, beta: float) -> Tensor:
-    """Rewards [S] minus beta times each sequence's sum of kl [N]."""
-    return rewards - beta * segment_sum(kl.detach(), sequence_ids(cu_seqlens), len(rewards))
+def kl_in_sequence_rewards(
+    rewards: Tensor, kl: Tensor, cu_seqlens: Tensor, *, beta: float, trajectory_of: Tensor | None = None
+) -> Tensor:
+    """Rewards minus beta times the sum of kl [N] over each sequence, or over those [S] of each trajectory."""
+    ids = sequence_ids(cu_seqlens)
+    ids = ids if trajectory_of is None else trajectory_of[ids]
+    return rewards - beta * segment_sum(kl.detach(), ids, len(rewards))
 
 
 def kl_term(inputs: LossInputs, section: KLSection) -> Tensor:

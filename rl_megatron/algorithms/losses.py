@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.aggregation import AGGREGATIONS, DENOMINATORS, Denominator
+from rl_megatron.algorithms.aggregation import AGGREGATIONS, DENOMINATORS, Denominator, loss_weights
 from rl_megatron.algorithms.auxiliary import PreferenceLoss
 from rl_megatron.algorithms.corrections import correction_weights, with_proximal
 from rl_megatron.algorithms.divergence import k3
@@ -22,7 +22,7 @@ from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, RATIO_LEVELS, masked
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.types import Loss, LossInputs, LossOutput, Metric
 
-_RATIO_MEANS = {"token": "token_mean", "sequence": "seq_mean_token_mean", "sequence_sum": "seq_mean_token_mean"}
+_RATIO_MEANS = dict.fromkeys(("sequence", "turn", "sequence_sum"), "seq_mean_token_mean") | {"token": "token_mean"}
 _OF_RATIOS = ("ratio/", "clip_fraction")
 
 
@@ -45,7 +45,7 @@ class PolicyLoss:
     Means: ``entropy``, ``kl/old_policy`` (k3 of KL(old‖current), from tokens the old policy sampled), ``kl/rollout``
     (k3 of KL(rollout‖old)) and ``mismatch/logprob_abs_mean`` (|old - rollout|) over tokens; ``ratio/mean``,
     ``ratio/second_moment``, ``ratio/clamped_fraction`` (log-ratio beyond ±``LOG_RATIO_BOUND``), ``clip_fraction`` and
-    its two sides over tokens at token level, over sequences at sequence level; with a correction,
+    its two sides over tokens at token level, else over sequences, each the mean of its tokens; with a correction,
     ``correction/weight_mean`` and ``correction/dropped_fraction`` over tokens; with a KL or an NLL term, ``loss/kl``
     and ``loss/nll``, their parts of the loss.
     Minima ``ratio/min`` and maxima ``ratio/max``, ``mismatch/logprob_abs_max`` are ±inf where a micro-batch is empty.
@@ -70,7 +70,7 @@ class PolicyLoss:
             per_token = per_token * correction
         if row.entropy_coefficient:
             per_token = per_token - row.entropy_coefficient * inputs.entropy
-        weights = AGGREGATIONS[row.aggregation](inputs, lengths, row.max_length or self.max_new_tokens)
+        weights = loss_weights(row.aggregation, inputs, lengths, row.max_length or self.max_new_tokens)
         parts = self._extra_terms(inputs, weights)
         output = self._describe(inputs, lengths, raw, limited, correction)
         metrics = {**output.metrics, **{f"loss/{name}": Metric(value=part.detach()) for name, part in parts.items()}}
@@ -84,7 +84,8 @@ class PolicyLoss:
         """
         if name == "loss" or name.startswith("loss/"):
             return DENOMINATORS[self.row.aggregation]
-        return DENOMINATORS[_RATIO_MEANS[self.row.ratio_level]] if name.startswith(_OF_RATIOS) else "num_tokens"
+        over_sequences = name.startswith(_OF_RATIOS) and self.row.ratio_level != "token"
+        return "num_sequences" if over_sequences else "num_tokens"
 
     def _extra_terms(self, inputs: LossInputs, weights: Tensor) -> dict[str, Tensor]:
         """The terms of the loss, [] each, that it adds to the objective."""

@@ -33,6 +33,7 @@ _VALUES = (
     "returns",
     "proximal_share",
     "nll_weights",
+    "token_weight",
 )
 
 
@@ -75,6 +76,15 @@ def sequence_log_ratio(inputs: LossInputs, lengths: Tensor) -> Tensor:
     return mean + (inputs.logprobs - inputs.logprobs.detach())
 
 
+def turn_log_ratio(inputs: LossInputs, lengths: Tensor) -> Tensor:
+    """Mean log-ratio of the token's turn, [T]; else as ``sequence_log_ratio`` (arXiv:2511.20718, arXiv:2605.13217)."""
+    if inputs.turn_sum is None:
+        raise ValueError("this loss needs the samples' turn_of, and the batch was made without it")
+    tokens = inputs.turn_sum(inputs.mask.to(inputs.logprobs.dtype))
+    mean = inputs.turn_sum((inputs.logprobs - inputs.old_logprobs).detach()) / tokens.clamp(min=1)
+    return mean + (inputs.logprobs - inputs.logprobs.detach())
+
+
 def sequence_sum_log_ratio(inputs: LossInputs, lengths: Tensor) -> Tensor:
     """Log-ratio of the whole sequence, not length-normalised, [T], detached: TOPR's weight of a trajectory."""
     return inputs.segment_sum((inputs.logprobs - inputs.old_logprobs).detach())[inputs.segment_ids]
@@ -83,5 +93,6 @@ def sequence_sum_log_ratio(inputs: LossInputs, lengths: Tensor) -> Tensor:
 RATIO_LEVELS: Mapping[str, LogRatio] = {
     "token": token_log_ratio,
     "sequence": sequence_log_ratio,
+    "turn": turn_log_ratio,
     "sequence_sum": sequence_sum_log_ratio,
 }

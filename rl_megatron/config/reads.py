@@ -34,6 +34,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "credit": {
         "completion": (),
+        "turn": ("gamma_turn", "turn_baseline"),
         "discounted": ("gamma",),
         "gae": ("gamma", "lam", "lam_length_factor", "critic"),
     },
@@ -50,6 +51,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "seq_mean_token_mean": (),
         "seq_mean_token_sum": (),
         "seq_mean_token_sum_norm": ("max_length",),
+        "prompt_mean": (),
     },
     "old_logprobs": {
         "learner": ("correction.mode", "correction.veto"),
@@ -168,6 +170,8 @@ def _without_effect(a: AlgorithmSection) -> Iterator[tuple[str, str]]:
     """Keys that several choices together make useless, and why."""
     if not a.needs_reference:
         yield "algorithm.kl.reference", "without algorithm.kl.coefficient or preference_beta no reference is loaded"
+    if a.advantage_mean == a.advantage_std == "none":
+        yield "algorithm.turn_baseline", "without a mean and a std of advantages turns are not compared"
     if a.lam_length_factor is not None and a.critic.lam is not None:
         yield "algorithm.lam", "algorithm.lam_length_factor and algorithm.critic.lam replace it for policy and critic"
     pairs = a.preference_beta is not None

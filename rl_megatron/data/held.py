@@ -112,6 +112,8 @@ def _samples(columns: dict[str, Tensor], cu_seqlens: Tensor) -> Samples:
     ids, targets = columns["input_ids"].long(), columns["targets"].long()
     zeros = torch.zeros(len(ids))
     rest = {name: columns.get(name, zeros) for name in ("advantages", "rollout_logprobs", "old_logprobs")}
+    if "turn_of" in columns:
+        rest["turn_of"] = columns["turn_of"].int()
     return Samples(**{**columns, **rest, "input_ids": ids, "targets": targets}, cu_seqlens=cu_seqlens)
 
 

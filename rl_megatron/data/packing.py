@@ -10,7 +10,7 @@ Letters: D data-parallel ranks, M micro-batches a rank, S sequences.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.gathered import MicroBatches, computed_lengths
-from rl_megatron.data.samples import members_of, split_minibatches, tokens_of
+from rl_megatron.data.samples import members_of, split_minibatches, tokens_of, trajectory_parts
 from rl_megatron.errors import DataError
 from rl_megatron.options.padding import PaddingSection, padded_tokens
 from rl_megatron.types import Batch, ParallelDims, Samples
@@ -116,15 +116,23 @@ class Packer:
             ranks=ranks,
         )
 
-    def minibatches(self, samples: Samples, *, most: int, seeds: Iterable[int]) -> Iterator[Batch]:
+    def minibatches(
+        self,
+        samples: Samples,
+        *,
+        most: int,
+        seeds: Iterable[int],
+        weighted: Callable[[Samples, NDArray[np.int64]], Samples] | None = None,
+    ) -> Iterator[Batch]:
         """Split and pack the samples once for each seed, each time in a new order.
 
-        Into ``most`` parts, or as many as there are units. The ``nll_weights`` of a batch are divided by how many of
-        its tokens have one.
+        Into ``most`` parts, or as many as there are units; a trajectory's sequences stay together. The ``nll_weights``
+        of a batch are divided by how many of its tokens have one; ``weighted`` gives it other columns for its part.
         """
         for seed in seeds:
             for part in self._parts(samples, most, seed):
-                yield self.pack(_over_right_tokens(samples, part), part=part)
+                whole = _over_right_tokens(samples, part)
+                yield self.pack(whole if weighted is None else weighted(whole, part), part=part)
 
     def ranks(self, samples: Samples, *, most: int, seed: int) -> NDArray[np.int64]:
         """The data-parallel rank [S] that trains on each sequence in the `minibatches` of the seed.
@@ -140,6 +148,8 @@ class Packer:
         return out
 
     def _parts(self, samples: Samples, most: int, seed: int) -> list[NDArray[np.int64]]:
+        if samples.trajectory_of is not None:
+            return trajectory_parts(samples.trajectory_of, most, seed)
         num = min(most, samples.num_sequences // self.unit)
         return split_minibatches(samples.num_sequences, num, seed, unit=self.unit)
 

@@ -25,16 +25,39 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def to_samples(groups: Sequence[RolloutGroup]) -> Samples:
+def to_samples(groups: Sequence[RolloutGroup], *, groups_of: bool = False, turns_of: bool = False) -> Samples:
     """Every row of every trajectory, in the order of ``groups``; only turns are masked in.
 
-    Advantages are 0, and ``old_logprobs`` are the engine's, until the update replaces them. Raises DataError for a
-    row without a sampled token, and for routes that do not fit their row.
+    Advantages are 0, and ``old_logprobs`` are the engine's, until the update replaces them. ``trajectory_of`` is there
+    where a trajectory has several rows, ``group_of`` with ``groups_of``, ``turn_of`` with ``turns_of``. Raises
+    DataError for a row without a sampled token, and for routes that do not fit their row.
     """
     rows = [(group.prompt.id, row) for group in groups for one in group.trajectories for row in one.chains]
     ids, tokens = [prompt for prompt, _ in rows], [row.token_ids for _, row in rows]
-    samples = _join(ids, tokens, [[(turn.start, turn.logprobs) for turn in row.turns] for _, row in rows])
-    return replace(samples, routes=joined_routes(ids, [len(row) for row in tokens], [row.routes for _, row in rows]))
+    turns = [[(turn.start, turn.logprobs) for turn in row.turns] for _, row in rows]
+    samples = _join(ids, tokens, turns)
+    each = [len(one.chains) for group in groups for one in group.trajectories]
+    in_groups = [sum(len(one.chains) for one in group.trajectories) for group in groups]
+    return replace(
+        samples,
+        routes=joined_routes(ids, [len(row) for row in tokens], [row.routes for _, row in rows]),
+        group_of=_numbered(in_groups) if groups_of else None,
+        trajectory_of=_numbered(each) if any(count != 1 for count in each) else None,
+        turn_of=_turns_of(turns, samples.cu_seqlens) if turns_of else None,
+    )
+
+
+def _numbered(counts: Sequence[int]) -> Tensor:
+    """0 ``counts[0]`` times, 1 ``counts[1]`` times, …"""
+    return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
+
+
+def _turns_of(turns: Sequence[Sequence[tuple[int, LogProbs]]], cu_seqlens: Tensor) -> Tensor:
+    out = np.zeros(int(cu_seqlens[-1]), np.int32)
+    for first, of_row in zip(cu_seqlens.tolist(), turns, strict=False):
+        for number, (start, said) in enumerate(of_row):
+            out[first + start - 1 : first + start - 1 + len(said)] = number
+    return torch.from_numpy(out)
 
 
 def supervised_samples(
@@ -74,7 +97,8 @@ def select(samples: Samples, indices: Tensor) -> Samples:
     """A copy of the sequences ``indices`` [K] int64 of ``samples``, in that order."""
     rows, cu_seqlens = rows_of(samples.cu_seqlens, indices)
     columns = {name: column.index_select(0, rows) for name, column in samples.columns.items()}
-    return Samples(**columns, cu_seqlens=cu_seqlens)
+    groups, trajectories = (None if ids is None else ids[indices] for ids in (samples.group_of, samples.trajectory_of))
+    return Samples(**columns, cu_seqlens=cu_seqlens, group_of=groups, trajectory_of=trajectories)
 
 
 def with_last_tokens(samples: Samples) -> tuple[Samples, Tensor]:
@@ -104,6 +128,14 @@ def with_last_tokens(samples: Samples) -> tuple[Samples, Tensor]:
 def members_of(units: NDArray[np.int64], unit: int) -> NDArray[np.int64]:
     """The sequences [K * unit] of ``units`` [K], each of ``unit`` neighbouring sequences."""
     return (units[:, None] * unit + np.arange(unit)).reshape(-1)
+
+
+def trajectory_parts(trajectory_of: Tensor, most: int, seed: int) -> list[NDArray[np.int64]]:
+    """The sequences of each of at most ``most`` parts, shuffled: those of a trajectory are neighbours in one part."""
+    counts = np.unique(trajectory_of.numpy(), return_counts=True)[1]
+    sequences = np.split(np.argsort(trajectory_of.numpy(), kind="stable"), np.cumsum(counts)[:-1])
+    parts = split_minibatches(len(counts), min(most, len(counts)), seed)
+    return [np.concatenate([sequences[one] for one in part]) for part in parts]
 
 
 def split_minibatches(count: int, num: int, seed: int, *, unit: int = 1) -> list[NDArray[np.int64]]:

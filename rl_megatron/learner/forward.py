@@ -69,6 +69,7 @@ def run_loss(
                 **micro_batch.columns,
                 segment_ids=micro_batch.segment_ids,
                 segment_sum=partial(_segment_sum, micro_batch.segment_ids, micro_batch.num_segments),
+                turn_sum=_turn_sum(micro_batch.turn_ids, micro_batch.num_turns),
                 num_tokens=num_tokens,
                 num_sequences=num_sequences,
             )
@@ -132,3 +133,8 @@ def _segment_sum(segment_ids: Tensor, num_segments: int, values: Tensor) -> Tens
     if parallel_state.get_context_parallel_world_size() > 1:
         dist.all_reduce(out, group=parallel_state.get_context_parallel_group())
     return out
+
+
+def _turn_sum(turn_ids: Tensor | None, num_turns: int) -> Callable[[Tensor], Tensor] | None:
+    """[t] -> [t]: sums over each position's turn, over the CP ranks that share it."""
+    return None if turn_ids is None else lambda values: _segment_sum(turn_ids, num_turns, values)[turn_ids]

@@ -70,8 +70,10 @@ class PackedMicroBatch:
     columns: dict[str, Tensor]  # the samples' other columns, which LossInputs takes under the same names
     routes: Tensor | None  # [t, this rank's MoE layers, top_k]; padding goes to the first top_k experts
     segment_ids: Tensor
+    turn_ids: Tensor | None  # in [0, num_turns), where the samples have ``turn_of``
     source: Tensor
     num_segments: int
+    num_turns: int
     attention: PackedAttentionParams
 
 
@@ -120,14 +122,17 @@ def pack_micro_batch(
         for name, column in samples.columns.items()
         if name not in ("input_ids", "routes")
     }
+    turns, turn_of = 1 if samples.turn_of is None else int(samples.turn_of.max()) + 1, columns.pop("turn_of", None)
     return PackedMicroBatch(
         input_ids=ids.to(device),
         targets=columns.pop("targets"),
         columns=columns,
         routes=None if samples.routes is None else _packed_routes(samples.routes, take, real | bool(sizes)).to(device),
         segment_ids=segment_ids.to(device),
+        turn_ids=None if turn_of is None else segment_ids.to(device) * turns + turn_of,
         source=source,
         num_segments=len(padded),
+        num_turns=len(padded) * turns,
         attention=replace(
             _attention_params(starts, padded, position, owner, cp_rank, cp, device),
             real=(torch.zeros_like(real) if copy else real).to(device),

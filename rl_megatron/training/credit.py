@@ -1,11 +1,13 @@
 """Assigns an advantage to every trained token: shaping, KL, baseline, credit, whitening, in that order.
 
 Works on the whole rollout batch before it is split into minibatches, so advantages do not depend on the split.
-Letters: S completions, N positions of all of them.
+Letters: K trajectories (a completion is one), n turns of all of them, S sequences, N positions of all of them. S is K
+unless a trajectory has several rows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.advantages import group_advantages, moving_baseline, remax_advantages
+from rl_megatron.algorithms.advantages import group_advantages, moving_baseline, remax_advantages, turn_advantages
 from rl_megatron.algorithms.kl import kl_in_sequence_rewards, kl_in_token_rewards, kl_per_token
 from rl_megatron.algorithms.returns import discounted_returns, gae, last_token_rewards, length_adaptive_lambda, whiten
-from rl_megatron.algorithms.segments import differ, segment_sum, sequence_ids
+from rl_megatron.algorithms.segments import dense, differ, segment_sum, sequence_ids
 from rl_megatron.algorithms.shaping import RunningMoments, drop_truncated, overlong_penalty, score_finished
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.errors import DataError
@@ -34,7 +36,7 @@ class AlgorithmState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
-    """Shaped rewards [S] float32 in the order of the completions, and the algorithm's state after shaping them."""
+    """Shaped rewards [K] float32 in the order of trajectories, and the algorithm's state after shaping them."""
 
     values: Tensor
     state: AlgorithmState
@@ -63,7 +65,7 @@ def shape_rewards(
 
 
 def _judged(groups: Sequence[RolloutGroup], section: AlgorithmSection, max_new_tokens: int) -> Tensor:
-    """Rewards [S] after the rules that look at one completion alone."""
+    """Rewards [K] after the rules that look at one completion alone."""
     rewards = torch.tensor([r for g in groups for r in g.rewards])
     if section.unfinished_reward is not None:
         rewards = score_finished(rewards, ~truncated(groups), unfinished_reward=section.unfinished_reward)
@@ -83,24 +85,71 @@ def _clipped(rewards: Tensor, section: AlgorithmSection) -> Tensor:
 def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int) -> list[bool]:
     """Whether each group has two different shaped rewards; dynamic sampling keeps these groups (DAPO).
 
-    Ignores running moments, which shift all rewards alike and would make the choice depend on when it is made.
+    With credit=turn, whether two of its turns that have one baseline differ. Ignores running moments, which shift all
+    rewards alike and would make the choice depend on when it is made.
     """
     if not groups:
         return []
     judged = _judged(groups, section, max_new_tokens)
+    if section.credit == "turn":
+        turns = _turns(groups, judged, section)
+        some = differ(turns.rewards, dense(turns.baseline_of))[dense(turns.baseline_of)]
+        return (segment_sum(some.int(), turns.group_of, len(groups)) > 0).tolist()
     if not section.whiten_rewards:
         judged = _clipped(judged, section)
     return differ(judged, _group_ids(groups)).tolist()
 
 
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    rewards: Tensor  # [n]
+    lengths: Tensor  # [n] tokens
+    group_of: Tensor  # [n]
+    baseline_of: Tensor  # [n] those with an equal number are compared
+    each: Tensor  # [K] turns of each trajectory
+
+
+def _turns(groups: Sequence[RolloutGroup], judged: Tensor, section: AlgorithmSection) -> _Turns:
+    """The last turn of a trajectory has what earlier turns leave of its reward, and of what shaping made of that.
+
+    Sums are Python's floats, so that equal rewards stay equal in float32; ``judged`` [K] is taken where shaping acted.
+    """
+    trajectories = [one for group in groups for one in group.trajectories]
+    each = torch.tensor([len(one.turns) for one in trajectories])
+    own = []
+    for one in trajectories:
+        earlier = [turn.reward or 0.0 for turn in one.turns[:-1]]
+        own += [*earlier, one.reward - math.fsum(earlier)]
+    rewards, last = torch.tensor(own) * section.reward_scale, each.cumsum(0) - 1
+    trajectory_of = torch.repeat_interleave(torch.arange(len(each)), each)
+    left = judged - segment_sum(rewards.index_fill(0, last, 0.0), trajectory_of, len(each))
+    as_given = judged == torch.tensor([one.reward for one in trajectories]) * section.reward_scale
+    rewards[last] = torch.where(as_given, rewards[last], left)
+    group_of = _group_ids(groups)[trajectory_of]
+    index = torch.arange(len(own)) - (each.cumsum(0) - each)[trajectory_of]
+    by_index = section.turn_baseline == "index"
+    return _Turns(
+        rewards=rewards,
+        lengths=torch.tensor([len(turn.logprobs) for one in trajectories for turn in one.turns]),
+        group_of=group_of,
+        baseline_of=group_of * int(each.max()) + index if by_index else group_of,
+        each=each,
+    )
+
+
 def _group_ids(groups: Sequence[RolloutGroup]) -> Tensor:
-    """[S]"""
+    """[K]"""
     return torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g.rewards) for g in groups]))
 
 
 def truncated(groups: Sequence[RolloutGroup]) -> Tensor:
-    """Which completions did not end by themselves, [S] bool."""
+    """Which completions did not end by themselves, [K] bool."""
     return torch.tensor([one.turns[-1].finish_reason != "stop" for g in groups for one in g.trajectories])
+
+
+def _of_sequences(values: Tensor, samples: Samples) -> Tensor:
+    """[K] -> [S]"""
+    return values if samples.trajectory_of is None else values[samples.trajectory_of]
 
 
 def assign_credit(
@@ -114,7 +163,8 @@ def assign_credit(
 ) -> tuple[Samples, AlgorithmState]:
     """Add advantages [N] (and returns, and NLL marks) to ``samples`` of ``groups``; also returns the next state.
 
-    ``next_values`` [S] are the critic's values after each completion's last token.
+    ``next_values`` [S] are the critic's values after each completion's last token. Raises DataError for a credit over
+    tokens where a trajectory has several rows.
     """
     state = rewards.state
     penalty = torch.zeros_like(samples.old_logprobs)
@@ -124,40 +174,51 @@ def assign_credit(
         if section.kl.placement == "token_reward":
             penalty = kl_in_token_rewards(penalty, kl, beta=state.kl_coefficient)
         else:
-            values = kl_in_sequence_rewards(values, kl, samples.cu_seqlens, beta=state.kl_coefficient)
-    advantages = _completion_advantages(groups, replace(rewards, values=values), section)
-    state = _with_baseline(state, values, section)
-    goes_on = truncated(groups) & (section.unfinished_reward is None)  # which sets the reward of an end
-    samples = _CREDITS[section.credit](samples, _Credit(advantages, penalty, goes_on, next_values), section)
+            values = kl_in_sequence_rewards(
+                values, kl, samples.cu_seqlens, beta=state.kl_coefficient, trajectory_of=samples.trajectory_of
+            )
+    if section.credit == "turn":
+        samples = _by_turn(samples, _turns(groups, values, section), section)
+    else:
+        advantages = _completion_advantages(groups, replace(rewards, values=values), section)
+        state = _with_baseline(state, values, section)
+        goes_on = truncated(groups) & (section.unfinished_reward is None)  # which sets the reward of an end
+        samples = _CREDITS[section.credit](samples, _Credit(advantages, penalty, goes_on, next_values), section)
     if section.whiten:
         samples = replace(samples, advantages=whiten(samples.advantages, samples.mask))
     if section.drop_truncated:
-        samples = replace(samples, mask=drop_truncated(samples.mask, truncated(groups), samples.cu_seqlens))
+        cut = _of_sequences(truncated(groups), samples)
+        samples = replace(samples, mask=drop_truncated(samples.mask, cut, samples.cu_seqlens))
     if section.nll_coefficient:
         right = torch.tensor([r >= success_reward for g in groups for r in g.rewards])
-        marks = right[sequence_ids(samples.cu_seqlens)] & samples.mask
+        marks = _of_sequences(right, samples)[sequence_ids(samples.cu_seqlens)] & samples.mask
         samples = replace(samples, nll_weights=section.nll_coefficient * marks.float())
     return samples, state
 
 
 @dataclass(frozen=True, slots=True)
 class _Credit:
-    of_completions: Tensor  # [S] rewards minus their baseline
+    of_completions: Tensor  # [K] rewards minus their baseline
     of_tokens: Tensor  # [N] the reward of each token by itself
-    goes_on: Tensor  # [S] bool, whether to bootstrap from ``next_values``
+    goes_on: Tensor  # [K] bool, whether to bootstrap from ``next_values``
     next_values: Tensor | None  # [S]
 
-    def per_token(self, samples: Samples) -> Tensor:
+    def per_token(self, samples: Samples, section: AlgorithmSection) -> Tensor:
+        if samples.trajectory_of is not None:
+            raise DataError(
+                f"algorithm.credit={section.credit} goes from token to token, but here trajectories have several rows: "
+                "the context of a later turn does not extend the row before it. Set credit=completion or turn"
+            )
         return last_token_rewards(self.of_completions, samples.mask, samples.cu_seqlens) + self.of_tokens
 
 
 def _by_completion(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
-    everywhere = np.repeat(credit.of_completions.numpy(), samples.cu_seqlens.diff().numpy())
+    everywhere = np.repeat(_of_sequences(credit.of_completions, samples).numpy(), samples.cu_seqlens.diff().numpy())
     return replace(samples, advantages=torch.from_numpy(everywhere).mul_(samples.mask))
 
 
 def _discounted(samples: Samples, credit: _Credit, section: AlgorithmSection) -> Samples:
-    rewards = credit.per_token(samples)
+    rewards = credit.per_token(samples, section)
     return replace(
         samples, advantages=discounted_returns(rewards, samples.mask, samples.cu_seqlens, gamma=section.gamma)
     )
@@ -168,7 +229,7 @@ def _generalised(samples: Samples, credit: _Credit, section: AlgorithmSection) -
     values, after = samples.old_values, credit.next_values
     assert values is not None
     assert after is not None
-    rewards = credit.per_token(samples)
+    rewards = credit.per_token(samples, section)
 
     def advantages(lam: Tensor | float) -> Tensor:
         return gae(
@@ -188,6 +249,21 @@ def _generalised(samples: Samples, credit: _Credit, section: AlgorithmSection) -
     of_policy = advantages(lam)
     of_critic = of_policy if lam is critic_lam else advantages(critic_lam)
     return replace(samples, advantages=of_policy, returns=torch.where(samples.mask, of_critic + values, 0.0))
+
+
+def _by_turn(samples: Samples, turns: _Turns, section: AlgorithmSection) -> Samples:
+    """The tokens of a turn, which are masked in one turn after another, have its advantage."""
+    above = group_advantages(
+        turns.rewards,
+        turns.baseline_of,
+        mean=section.advantage_mean,
+        std=section.advantage_std,
+        leave_one_out=section.leave_one_out,
+    )
+    of_turns = turn_advantages(above, turns.each, gamma=section.gamma_turn)
+    advantages = torch.zeros_like(samples.advantages)
+    advantages[samples.mask] = torch.repeat_interleave(of_turns, turns.lengths)
+    return replace(samples, advantages=advantages)
 
 
 _CREDITS: Mapping[str, Callable[[Samples, _Credit, AlgorithmSection], Samples]] = {
@@ -233,9 +309,10 @@ def reference_kl(samples: Samples, section: AlgorithmSection) -> Tensor:
 
 def mean_over_completions(values: Tensor, samples: Samples) -> float:
     """Mean over completions of the mean over each one's trained tokens; NaN if there is none."""
-    ids = sequence_ids(samples.cu_seqlens)
-    count = segment_sum(samples.mask.double(), ids, samples.num_sequences)
-    sums = segment_sum(values.double() * samples.mask, ids, samples.num_sequences)
+    ids, of = sequence_ids(samples.cu_seqlens), samples.trajectory_of
+    ids, num = ids if of is None else of[ids], samples.num_trajectories
+    count = segment_sum(samples.mask.double(), ids, num)
+    sums = segment_sum(values.double() * samples.mask, ids, num)
     return float((sums / count.clamp(min=1)).sum() / count.count_nonzero())
 
 

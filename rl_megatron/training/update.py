@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rl_megatron.algorithms.aggregation import token_weight
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.corrections import proximal_share, second_moment_mask
 from rl_megatron.algorithms.kl import adaptive_beta
@@ -152,7 +153,12 @@ class Update:
 
     def _samples_of(self, groups: Sequence[RolloutGroup]) -> Samples:
         """Samples of the groups, with the engine's routes if the run needs them. Raises DataError if it has none."""
-        samples, asking = to_samples(groups), self.config.asks_for_routes
+        section, asking = self.config.algorithm, self.config.asks_for_routes
+        samples = to_samples(
+            groups, groups_of=section.aggregation == "prompt_mean", turns_of=section.ratio_level == "turn"
+        )
+        if section.preference_beta is not None and samples.trajectory_of is not None:
+            raise DataError("algorithm.preference_beta pairs completions of one row; these trajectories have several")
         if asking is None:
             return replace(samples, routes=None)
         if samples.routes is None:
@@ -234,6 +240,20 @@ class Update:
         values = await to_thread(unpack, batch, said["values"], longer)
         return values[~is_last], values[is_last]
 
+    def _weighted(
+        self, samples: Samples, part: NDArray[np.int64] | None = None, num_units: int | None = None
+    ) -> Samples:
+        """With ``token_weight`` for a batch of the sequences ``part``, where the algorithm needs it."""
+        section = self.config.algorithm
+        weight = token_weight(
+            samples,
+            section.aggregation,
+            max_length=section.max_length or self.config.rollout.max_new_tokens,
+            part=None if part is None else torch.from_numpy(part),
+            num_units=num_units,
+        )
+        return samples if weight is None else replace(samples, token_weight=weight)
+
     def _with_second_moment_limited(self, samples: Samples, current: Tensor | None, row: Row) -> Samples:
         """M2PO: zero the advantages of tokens far from the policy that sampled them; denominators count all tokens."""
         limit = self.config.algorithm.second_moment_limit
@@ -263,7 +283,7 @@ class Update:
             state.kl_coefficient,
             kl,
             target=section.kl.target,
-            num_samples=samples.num_sequences,
+            num_samples=samples.num_trajectories,
             horizon=section.kl.horizon,
         )
         return replace(state, kl_coefficient=beta)
@@ -278,7 +298,7 @@ class Update:
         loss = loss_of(c.algorithm, kl_coefficient=self.state.kl_coefficient, max_new_tokens=c.rollout.max_new_tokens)
         value_loss = ValueLoss(clip=c.algorithm.critic.clip)
         seeds = [seed_of(c.seed, step, epoch) for epoch in range(c.train.epochs)]
-        packed = self._packer.minibatches(samples, most=c.train.minibatches, seeds=seeds)
+        packed = self._packer.minibatches(samples, most=c.train.minibatches, seeds=seeds, weighted=self._weighted)
         every = await to_thread(list, packed)
         batches = [batch for batch in every if batch.num_tokens]  # else momentum moves the weights
         row: Row = {"learning_rate": rate}

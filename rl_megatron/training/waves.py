@@ -89,7 +89,12 @@ class WaveUpdate(Update):
     def _planned(self) -> dict[Denominator, int]:
         """The counts of a batch of the longest completions."""
         completions = self.config.completions_per_step
-        return {"num_tokens": completions * self.config.rollout.max_new_tokens, "num_sequences": completions}
+        return {
+            "num_tokens": completions * self.config.rollout.max_new_tokens,
+            "num_sequences": completions,
+            "num_trajectories": completions,
+            "num_prompts": self.config.rollout.prompts_per_step,
+        }
 
     async def _wave(self, groups: Sequence[RolloutGroup], trained: _Trained, step: int, watch: Stopwatch) -> None:
         """Score the groups, and add their gradients."""
@@ -99,6 +104,7 @@ class WaveUpdate(Update):
         trained.prompts += [group.prompt for group in groups]
         trained.found.append(found)
         trained.samples.append(samples)
+        samples = await to_thread(self._weighted, samples, None, self._planned[trained.loss.denominator("loss")])
         _, batch = await to_thread(self._packed, samples, step)
         if not batch.num_tokens:
             return
@@ -126,6 +132,8 @@ class WaveUpdate(Update):
         actual: dict[Denominator, int] = {
             "num_tokens": int(samples.mask.sum()),
             "num_sequences": samples.num_sequences,
+            "num_trajectories": samples.num_trajectories,
+            "num_prompts": len(trained.prompts),
         }
         scales = {name: planned / actual[name] for name, planned in self._planned.items()}
         with watch("train"):
@@ -167,7 +175,21 @@ def _rows(waves: Sequence[Batch]) -> list[list[Samples]]:
 def _joined(parts: Sequence[Samples]) -> Samples:
     columns = {name: torch.cat([part.columns[name] for part in parts]) for name in parts[0].columns}
     lengths = torch.cat([part.cu_seqlens.diff() for part in parts])
-    return Samples(**columns, cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+    return Samples(
+        **columns,
+        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        group_of=_joined_ids([part.group_of for part in parts], parts),
+        trajectory_of=_joined_ids([part.trajectory_of for part in parts], parts),
+    )
+
+
+def _joined_ids(every: Sequence[Tensor | None], parts: Sequence[Samples]) -> Tensor | None:
+    """Ids that are not those of another part; a part without any has one for each sequence."""
+    if all(ids is None for ids in every):
+        return None
+    each = [torch.arange(p.num_sequences) if ids is None else ids for ids, p in zip(every, parts, strict=True)]
+    after = np.cumsum([0, *(int(ids.max()) + 1 for ids in each)])
+    return torch.cat([ids + int(first) for ids, first in zip(each, after, strict=False)])
 
 
 def _joined_measured(parts: Sequence[Measured]) -> Measured:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_megatron.algorithms.aggregation import Denominator
+from rl_megatron.algorithms.aggregation import Denominator, token_weight
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.losses import PolicyLoss, loss_of
 from rl_megatron.config.io import load_config
@@ -80,7 +80,26 @@ def jobs() -> dict[str, tuple[Loss, int, Samples]]:
     config = load_config("tiny_cpu", ["algorithm=grpo", "algorithm.entropy_coefficient=0.1"])
     out["kl and entropy"] = of(config, 0.3), 1, plain
     out["interpolated"] = of(load_config("tiny_cpu", ["algorithm=decoupled_ppo"])), 1, samples
-    return out
+    return out | turns(plain)
+
+
+def turns(samples: Samples) -> dict[str, tuple[Loss, int, Samples]]:
+    """Ratios of turns of eight tokens, which context ranks share, under weights of trajectories of three rows; and
+    weights of prompts of six rows."""
+    position = torch.arange(len(samples.mask)) - torch.repeat_interleave(
+        samples.cu_seqlens[:-1], samples.cu_seqlens.diff()
+    )
+    numbers = torch.arange(samples.num_sequences)
+    samples = replace(samples, group_of=numbers // 6, trajectory_of=numbers // 3)
+    wide = ["algorithm.clip_low=0.1", "algorithm.clip_high=0.1"]
+    level = load_config("tiny_cpu", ["algorithm=gspo", "algorithm.ratio_level=turn", *wide])
+    mean = load_config("tiny_cpu", ["algorithm=cispo", "algorithm.aggregation=prompt_mean"])
+    by_turn, by_prompt = (
+        replace(samples, token_weight=token_weight(samples, config.algorithm.aggregation, max_length=1))
+        for config in (level, mean)
+    )
+    by_turn = replace(by_turn, turn_of=(position // 8).int())
+    return {"turns": (of(level), 1, by_turn), "prompts": (of(mean), 1, by_prompt)}
 
 
 def numbers_and_counts(result: Made) -> tuple[dict[str, object], dict[str, object]]:
@@ -164,9 +183,13 @@ def waves(
     samples = replace(samples, nll_weights=None)
     order = torch.randperm(samples.num_sequences, generator=torch.Generator().manual_seed(9))
     whole = pack(samples, dims=learner.dims, max_tokens=max_tokens)
-    actual: dict[Denominator, int] = {"num_tokens": whole.num_tokens, "num_sequences": whole.num_sequences}
-    planned: dict[Denominator, int] = {"num_tokens": 1009, "num_sequences": 31}
-    scales = {name: planned[name] / actual[name] for name in actual}
+    actual = {"num_tokens": whole.num_tokens, "num_sequences": whole.num_sequences}
+    planned = {"num_tokens": 1009, "num_sequences": 31}
+    scales: dict[Denominator, float] = {
+        "num_tokens": planned["num_tokens"] / actual["num_tokens"],
+        "num_sequences": (of_sequences := planned["num_sequences"] / actual["num_sequences"]),
+        "num_trajectories": of_sequences,
+    }
     of_whole = policy.backward(whole.micro_batches[dp], loss, **actual)
     norm, gradient = policy.step(0.0).grad_norm, reduced(policy)
     said = []

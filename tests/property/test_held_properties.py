@@ -62,11 +62,12 @@ def scored(samples: Samples, kinds: list[str], seed: int) -> Samples:
     """With columns as a step computes them, a routing of three layers, and perhaps targets that are no next inputs."""
     g = torch.Generator().manual_seed(seed)
     routes = torch.randint(0, 8, (len(samples.mask), 3, 2), generator=g).to(torch.uint8)
-    names = ("advantages", "old_logprobs", "ref_logprobs", "returns", "proximal_share", "nll_weights")
+    names = ("advantages", "old_logprobs", "ref_logprobs", "returns", "proximal_share", "nll_weights", "token_weight")
     chosen = {name: column(samples, kind, seed + i) for i, (name, kind) in enumerate(zip(names, kinds, strict=False))}
     mask = samples.mask & (torch.rand(len(samples.mask), generator=g) > 0.1)
     targets = samples.targets.flip(0) if seed % 2 else samples.targets
-    return replace(samples, **chosen, targets=targets, routes=routes, mask=mask)
+    turns = torch.randint(0, 3, (len(samples.mask),), generator=g, dtype=torch.int32) if seed % 3 else None
+    return replace(samples, **chosen, targets=targets, routes=routes, mask=mask, turn_of=turns)
 
 
 def bits(samples: Samples) -> dict[str, bytes]:
@@ -80,7 +81,7 @@ def bits(samples: Samples) -> dict[str, bytes]:
     st.integers(1, 3),
     st.integers(1, 3),
     st.integers(1, 2),
-    st.lists(st.sampled_from(KINDS), min_size=2, max_size=6),
+    st.lists(st.sampled_from(KINDS), min_size=2, max_size=7),
     st.integers(0, 2**31),
 )
 def test_ranks_build_what_the_controller_would_have_sent(

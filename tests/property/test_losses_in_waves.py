@@ -27,11 +27,11 @@ def test_every_mean_has_one_denominator_which_the_loss_names(name: str) -> None:
     assert {"loss", "loss/kl", "entropy", "ratio/mean", "clip_fraction"} <= set(means)
     doubled = {count: loss(replace(inputs, **{count: 2 * getattr(inputs, count)})) for count in COUNTS}
     for key, value in means.items():
-        for count, other in doubled.items():
+        for (count, names), other in zip(COUNTS.items(), doubled.values(), strict=True):
             found = other.loss if key == "loss" else other.metrics[key].value
-            torch.testing.assert_close(
-                found, value / (2 if loss.denominator(key) == count else 1), msg=f"{key} {count}"
-            )
+            factor = 2 if loss.denominator(key) in names else 1
+            torch.testing.assert_close(found, value / factor, msg=f"{key} {count}")
 
 
-COUNTS = ("num_tokens", "num_sequences")
+COUNTS = {"num_tokens": {"num_tokens"}, "num_sequences": {"num_sequences", "num_trajectories"}}
+"""The fields of a loss's inputs, and what they count where each sequence is a trajectory."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -27,12 +28,13 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Stopwatch
 from rl_megatron.rewards.registry import resolve_reward
+from rl_megatron.rollout.batch import Answered, Drawn
 from rl_megatron.rollout.ledger import Ledger, LedgerState
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.update import Update
-from rl_megatron.types import Prompt
+from rl_megatron.types import Prompt, RolloutGroup, Trajectory
 from tests.toy_roles import VOCABULARY, Toy, ToyEngine, ToyWeights, decode, table
 
 REPO = Path(__file__).parents[2]
@@ -120,8 +122,30 @@ def with_value(tree: dict[str, Any], key: str, value: object) -> dict[str, Any]:
     return tree | {name: with_value(tree[name], rest, value) if rest else value}
 
 
+class InTwoTurns(RolloutSampler):
+    """Cuts each completion behind its first token: a turn with a reward of its own, and the rest."""
+
+    async def groups(self, drawn: Sequence[Drawn]) -> Sequence[Answered]:
+        return [one if one.group is None else self._cut(one, one.group) for one in await super().groups(drawn)]
+
+    def _cut(self, answered: Answered, group: RolloutGroup) -> Answered:
+        return replace(answered, group=replace(group, trajectories=tuple(map(self._in_two, group.trajectories))))
+
+    def _in_two(self, one: Trajectory) -> Trajectory:
+        (row,) = one.chains
+        (turn,) = row.turns
+        if len(turn.logprobs) < 2:
+            return one
+        reward = 0.1 * (int(row.token_ids[turn.start]) % 3)
+        first = replace(turn, logprobs=turn.logprobs[:1].copy(), reward=reward, finish_reason="stop")
+        rest = replace(turn, start=turn.start + 1, logprobs=turn.logprobs[1:].copy())
+        return replace(one, chains=(replace(row, turns=(first, rest)),))
+
+
 class Rig:
     """What a step needs beside its configuration; files are shared, since nobody reads them."""
+
+    sampler: type[RolloutSampler] = RolloutSampler
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -155,7 +179,7 @@ class Rig:
         return heard
 
     def _trainer(self, config: RunConfig, roles: Roles) -> Reinforcement:
-        sampler = RolloutSampler(
+        sampler = self.sampler(
             engine=roles.engine,
             reward_function=resolve_reward(config.reward),
             decode=decode,
@@ -192,12 +216,32 @@ def test_every_key_changes_what_a_step_does_or_is_refused(row: str, tmp_path: Pa
     silent = []
     for key, annotation in EVERY_KEY.items():
         for values in alternatives(key, annotation):
+            if values == ["turn"]:  # of a single turn nothing changes
+                continue
             others = [value for value in values if value != value_at(tree, key)]
             if others and not any(acts(rig, with_value(tree, key, value), key, before) for value in others):
                 silent.append((key, others))
     if tree["algorithm"]["gamma"] == 1:  # the return from each token on is then the completion's reward
         silent = [(key, others) for key, others in silent if key != "algorithm.credit"]
     assert not silent
+
+
+@pytest.mark.parametrize("row", ["gspo", "grpo", "cispo"])
+def test_keys_of_turns_change_what_a_step_of_two_turns_does(row: str, tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.sampler = InTwoTurns
+    tree = load_config("tiny_cpu", [f"algorithm={row}", *BASE]).model_dump()
+    chains: list[list[tuple[str, object]]] = [
+        [("credit", "turn"), ("gamma_turn", 0.5), ("turn_baseline", "index")],
+        [("ratio_level", "turn")],
+    ]
+    for keys in chains:
+        trees = [tree]
+        for key, value in keys:
+            trees.append(with_value(trees[-1], f"algorithm.{key}", value))
+        heard = [asyncio.run(rig.step(RunConfig.model_validate(each))) for each in trees]
+        assert all(isinstance(one[-1], list) for one in heard)
+        assert all(one != other for one, other in pairwise(heard)), keys
 
 
 def acts(rig: Rig, tree: dict[str, Any], key: str, before: list[list[object]]) -> bool:

@@ -98,9 +98,14 @@ class AlgorithmSection(Section):
     """Whether the baseline excludes the completion itself (RLOO)."""
     baseline_decay: Fraction = 0.9
     """advantage_mean=moving: decay of the moving mean, the weight of earlier steps."""
-    credit: Literal["completion", "discounted", "gae"] = "completion"
-    """The advantage of a token is that of its completion, its discounted return (REINFORCE++), or the generalised
-    advantage estimate from a critic's values (PPO)."""
+    credit: Literal["completion", "turn", "discounted", "gae"] = "completion"
+    """The advantage of a token is that of its completion, or of its turn (of the rewards from that turn on), its
+    discounted return (REINFORCE++), or the generalised advantage estimate from a critic's values (PPO)."""
+    gamma_turn: Fraction = 1.0
+    """credit=turn: discount factor per turn; 0: a turn has its own reward alone."""
+    turn_baseline: Literal["all", "index"] = "all"
+    """credit=turn: the mean and the standard deviation are of the rewards of all turns of the group, or of its turns of
+    the same number (index)."""
     gamma: Fraction = 1.0
     """credit=discounted, gae: discount factor per token."""
     lam: Fraction = 0.95
@@ -109,8 +114,9 @@ class AlgorithmSection(Section):
     """credit=gae: the policy's lambda is 1 - 1 / (this * length) (VAPO); null: ``lam``."""
     whiten: bool = False
     """Whether to whiten tokens' advantages over the whole batch, including completions that the loss leaves out."""
-    ratio_level: Literal["token", "sequence", "sequence_sum"] = "token"
-    """The importance ratio is each token's, the sequence's (length-normalised), or the product over the sequence."""
+    ratio_level: Literal["token", "sequence", "turn", "sequence_sum"] = "token"
+    """The importance ratio is each token's, the sequence's or its turn's (length-normalised), or the product over the
+    sequence."""
     objective: Literal["clip", "cispo", "reinforce", "importance", "sapo", "topr"] = "clip"
     """The loss of a token as a function of its ratio and advantage (docs/algorithms.md)."""
     clip_low: NonNegativeFloat = 0.2
@@ -128,10 +134,10 @@ class AlgorithmSection(Section):
     """objective=sapo: temperature of the gate for positive advantages."""
     tau_negative: PositiveFloat = 1.05
     """objective=sapo: temperature of the gate for other advantages."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
-        "token_mean"
-    )
-    """How token losses are aggregated into the batch's loss."""
+    aggregation: Literal[
+        "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"
+    ] = "token_mean"
+    """How token losses are aggregated into the batch's loss; a sequence is a trajectory, whatever rows it has."""
     max_length: Positive | None = None
     """aggregation=seq_mean_token_sum_norm: the divisor of token sums; null: rollout.max_new_tokens."""
     second_moment_limit: PositiveFloat | None = None
@@ -197,6 +203,8 @@ def _credit_problems(a: AlgorithmSection) -> list[str]:
             f"algorithm.credit=gae with advantage_mean={a.advantage_mean}, advantage_std={a.advantage_std}: the critic "
             "is the baseline already; set both to none"
         )
+    if a.credit == "turn":
+        out += _turn_problems(a)
     if a.advantage_mean == "greedy" and a.advantage_std != "none":
         out.append(
             f"algorithm.advantage_mean=greedy with advantage_std={a.advantage_std}: the difference from the greedy "
@@ -212,6 +220,33 @@ def _credit_problems(a: AlgorithmSection) -> list[str]:
     return out
 
 
+def _turn_problems(a: AlgorithmSection) -> list[str]:
+    """What shapes or compares rewards of whole completions, beside credit=turn."""
+    out, given = [], "algorithm.credit=turn"
+    if a.advantage_mean in {"greedy", "moving"}:
+        out.append(
+            f"{given} with algorithm.advantage_mean={a.advantage_mean}: that baseline is the reward of a whole "
+            "completion, and turns' rewards are compared here; set advantage_mean=group, batch or none"
+        )
+    if a.turn_baseline == "index" and "batch" in {a.advantage_mean, a.advantage_std}:
+        out.append(
+            f"algorithm.turn_baseline=index with advantage_mean={a.advantage_mean}, advantage_std={a.advantage_std}: "
+            "turns of one number are compared within their group; set these to group or none, or turn_baseline=all"
+        )
+    if a.whiten_rewards or a.reward_clip is not None:
+        key = "whiten_rewards=true" if a.whiten_rewards else f"reward_clip={a.reward_clip:g}"
+        out.append(
+            f"{given} with algorithm.{key}: it changes the sum of a completion's rewards, and its last turn would have "
+            "the whole change; leave it out, or set credit=completion"
+        )
+    if a.kl.coefficient > 0 and a.kl.placement != "loss":
+        out.append(
+            f"{given} with algorithm.kl.placement={a.kl.placement}: the KL of all turns would be in the reward of the "
+            "last; set kl.placement=loss"
+        )
+    return out
+
+
 def _ratio_problems(a: AlgorithmSection) -> list[str]:
     """Choices of ratio, objective and aggregation that contradict each other."""
     out = []
@@ -221,7 +256,7 @@ def _ratio_problems(a: AlgorithmSection) -> list[str]:
             f"algorithm.ratio_level=sequence_sum gives a detached weight, but {given} needs a ratio with a gradient; "
             "set ratio_level=sequence"
         )
-    if through_ratio and a.ratio_level == "sequence" and a.aggregation != "seq_mean_token_mean":
+    if through_ratio and a.ratio_level in {"sequence", "turn"} and a.aggregation != "seq_mean_token_mean":
         out.append(
             f"algorithm.aggregation={a.aggregation} lets the ratio of a long sequence weigh more than that of a short "
             f"one under algorithm.ratio_level={a.ratio_level}; set aggregation=seq_mean_token_mean"

@@ -97,3 +97,28 @@ def test_the_names_that_the_schema_allows_are_those_of_the_tables() -> None:
 def test_an_unsound_row_is_refused_with_its_reason(keys: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.(objective|aggregation)="):
         load_config("tiny_cpu", ["algorithm=grpo", *(f"algorithm.{key}" for key in keys)])
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (["advantage_mean=moving"], "advantage_mean=moving: that baseline is the reward of a whole completion"),
+        (["advantage_mean=greedy", "advantage_std=none"], "advantage_mean=greedy: that baseline is the reward of a"),
+        (["turn_baseline=index", "advantage_std=batch"], "turns of one number are compared within their group"),
+        (["reward_clip=2"], r"reward_clip=2: it changes the sum of a completion's rewards.* or set credit=completion"),
+        (["whiten_rewards=true", "advantage_std=none"], "whiten_rewards=true: it changes the sum of a completion's"),
+        (["kl.coefficient=0.1", "kl.placement=completion_reward"], "the reward of the last; set kl.placement=loss"),
+        (["kl.coefficient=0.1", "kl.placement=token_reward"], "the reward of the last; set kl.placement=loss"),
+        (["turn_baseline=index", "advantage_mean=none", "advantage_std=none"], "turns are not compared"),
+        (["ratio_level=turn"], r"long sequence.*ratio_level=turn; set aggregation=seq_mean_token_mean"),
+    ],
+)
+def test_what_credit_over_turns_cannot_be_beside_is_refused(keys: list[str], reason: str) -> None:
+    given = [*(f"algorithm.{key}" for key in keys), "algorithm.credit=turn"]
+    with pytest.raises(ConfigError, match=reason):
+        load_config("tiny_cpu", ["algorithm=dapo", *given])
+
+
+def test_keys_of_turns_without_credit_over_turns_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"gamma_turn=0\.5 does nothing.*algorithm\.credit=turn does"):
+        load_config("tiny_cpu", ["algorithm.gamma_turn=0.5"])
