@@ -179,7 +179,8 @@ def _group_problems(c: RunConfig) -> list[str]:
     levels = {f"algorithm.advantage_mean={a.advantage_mean}", f"algorithm.advantage_std={a.advantage_std}"}
     over_group, over_batch = (sorted(key for key in levels if key.endswith(f"={over}")) for over in ("group", "batch"))
     over_batch += ["algorithm.whiten=true"] if a.whiten and a.credit == "completion" else []
-    if r.group_size == 1 and over_group and a.preference_beta is None:
+    of_turns = a.credit == "turn" and a.turn_baseline == "all"  # which one trajectory has several of
+    if r.group_size == 1 and over_group and a.preference_beta is None and not of_turns:
         out.append(
             f"rollout.group_size=1 with {', '.join(over_group)}: a group has no second completion to compare with, so "
             "all advantages are 0 and nothing is trained; set rollout.group_size=2 or more, or batch or none for group"
