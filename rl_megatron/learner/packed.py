@@ -105,8 +105,7 @@ def pack_micro_batch(
         free = None if sequences is None else max(1, sequences + 1 - len(lengths))
         more = _pieces(rest, unit, max(_PIECE, int(padded.max())), free)
         lengths, padded = torch.cat([lengths, torch.zeros_like(more)]), torch.cat([padded, more])
-    starts = torch.zeros(len(padded) + 1, dtype=torch.int64)
-    torch.cumsum(padded, 0, out=starts[1:])
+    starts = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
     segment = torch.repeat_interleave(torch.arange(len(padded)), padded)
     position = torch.arange(int(starts[-1])) - starts[segment]
     sample_starts = torch.cat([samples.cu_seqlens[:-1], torch.zeros_like(padded[samples.num_sequences :])])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_megatron.learner.packed import Slots, pack_micro_batch
@@ -122,3 +124,28 @@ def test_length_classes_waste_little_and_return_every_position(lengths: list[int
     for part, inside in zip(attention.classes, slots.row.split(sizes), strict=True):
         members = torch.bincount(share.segment_ids)[share.segment_ids[inside.view(part.count, -1)[:, 0]]]
         assert part.query_length == part.key_length == members.max() <= max(1.2 * members.min(), members.min() + 1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    cp=st.sampled_from([1, 2, 3]),
+    turn=st.integers(1, 9),
+)
+def test_ranks_that_share_a_turn_have_one_number_for_it(lengths: list[int], cp: int, turn: int) -> None:
+    """Turns of ``turn`` positions; padding is of no turn of another sequence."""
+    samples = make_samples(lengths)
+    place = torch.cat([torch.arange(length) for length in lengths])
+    samples = replace(samples, turn_of=(place // turn).int())
+    numbers: dict[int, set[tuple[int, int]]] = {}
+    for rank in range(cp):
+        share = pack_micro_batch(samples, tp=1, cp=cp, cp_rank=rank, device=CPU)
+        assert share.turn_ids is not None
+        assert "turn_of" not in share.columns
+        assert 0 <= int(share.turn_ids.min()) <= int(share.turn_ids.max()) < share.num_turns
+        for number, source, of in zip(
+            share.turn_ids.tolist(), share.source.tolist(), share.segment_ids.tolist(), strict=True
+        ):
+            numbers.setdefault(number, set()).add((of, int(place[source]) // turn if source >= 0 else 0))
+    assert all(len(turns) == 1 for turns in numbers.values())
+    assert len(set.union(*numbers.values())) == len(numbers)
