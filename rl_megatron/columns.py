@@ -1,4 +1,4 @@
-"""Columns: numpy arrays with one number for each token of a completion, and their form in a checkpoint.
+"""Columns: numpy arrays with one number for each token of a completion, or prompt, and their form in a checkpoint.
 
 They are read-only: rewards of the user's own see the arrays that are trained on.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from pydantic import SerializationInfo, ValidationInfo
 
-_DTYPES = {"tokens": "<i4", "logprobs": "<f4", "routes": "|u1"}
+_DTYPES = {"tokens": "<i4", "logprobs": "<f4", "routes": "|u1", "visits": "<i4", "rates": "<f8", "retired": "<i4"}
 
 
 class ColumnWriter:
@@ -153,10 +153,16 @@ if TYPE_CHECKING:
     TokenIds = NDArray[np.int32]
     LogProbs = NDArray[np.float32]
     RouteBytes = bytes
+    Visits = NDArray[np.int32]
+    Rates = NDArray[np.float64]
+    Retired = NDArray[np.int32]
 else:  # a configuration imports this, and no numpy
     TokenIds = Annotated[Any, _Column("tokens")]
     LogProbs = Annotated[Any, _Column("logprobs")]
     RouteBytes = Annotated[Any, _Bytes("routes")]
+    Visits = Annotated[Any, _Column("visits")]
+    Rates = Annotated[Any, _Column("rates")]
+    Retired = Annotated[Any, _Column("retired")]
 
 
 def freeze(*columns: NDArray[Any]) -> None:

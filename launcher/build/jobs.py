@@ -62,7 +62,9 @@ def loops_of(
     common = {
         "config": config,
         "roles": roles,
-        "prompts": PromptStream(data.train, seed=config.seed, weights=weights_of(config.data)),
+        "prompts": PromptStream(
+            data.train, seed=config.seed, weights=weights_of(config.data), curriculum=config.data.curriculum
+        ),
         "evaluation": evaluation,
         "update": update,
         "start_folder": parts.folder / "hf_start",

@@ -41,8 +41,8 @@ _WORDS = {"integer": "integer", "number": "number", "boolean": "`true` or `false
 def render() -> str:
     """The page, with a table for each section."""
     schema = RunConfig.model_json_schema()
-    sections = "".join(_section("", schema, schema["$defs"]))
-    return f"{_HEAD}{sections}"
+    sections = dict.fromkeys(_section("", schema, schema["$defs"]))  # each once, also of several kinds of data
+    return f"{_HEAD}{''.join(sections)}"
 
 
 def _section(name: str, section: Schema, definitions: Mapping[str, Schema]) -> Iterator[str]:
@@ -97,7 +97,7 @@ def _kind(field: Schema) -> str:
         return ", ".join(f"`{value}`" for value in field["enum"])
     if field.get("format") == "path":
         return "path"
-    signs = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"))
+    signs = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
     limits = ", ".join(f"{s} {field[name]}" for name, s in signs if field.get(name, MAX_INTEGER) != MAX_INTEGER)
     return f"{_WORDS[field['type']]} {limits}".strip()
 

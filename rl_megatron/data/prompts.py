@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rl_megatron.config.sections.data import (
     ArithmeticData,
+    CurriculumSection,
     DataSection,
     FileData,
     MixtureData,
@@ -22,6 +23,7 @@ from rl_megatron.data.arithmetic import split_sums
 from rl_megatron.data.files import read_records
 from rl_megatron.data.leaks import OnLeak, hashes_of, problem_hash, rows_to_keep
 from rl_megatron.data.mixture import Epochs, MixtureState, Proportions, SourceState, digest_of_prompts
+from rl_megatron.data.prompt_table import PromptTable
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.types import Prompt
 
@@ -239,10 +241,18 @@ class PromptStream:
     """Endless epochs over ``prompts``, each shuffled by (seed, epoch), so that a position determines the order.
 
     With ``weights`` each prompt is of one of these sources, which follow each other by `Proportions`; without, all
-    prompts are of one source. ``left_out`` are the rows of ``prompts`` that are drawn no more.
+    prompts are of one source. ``left_out`` are the rows of ``prompts`` that are drawn no more. With a ``curriculum``
+    `table` has their pass rates, which the caller updates, saves and restores, and says which are drawn.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, weights: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        weights: Mapping[str, float] | None = None,
+        curriculum: CurriculumSection | None = None,
+    ) -> None:
         if not prompts:
             raise DataError("no prompts to train on")
         self._prompts, self._weights = prompts, dict(weights or {})
@@ -251,6 +261,9 @@ class PromptStream:
         for row, prompt in enumerate(prompts):
             rows[prompt.source if self._weights else ""].append(row)
         self._epochs = {name: Epochs(own, seed=seed) for name, own in rows.items()}
+        self.table: PromptTable | None = None
+        if curriculum is not None and curriculum.is_on:
+            self.table = PromptTable(prompts, rows, curriculum, seed=seed)
         self._shares = Proportions(self._weights or {"": 1.0})
 
     def take(self, n: int) -> list[Prompt]:
@@ -265,6 +278,8 @@ class PromptStream:
         if self.left_out.issuperset(rows):
             of = f" of source {name!r}" if name else ""
             raise DataError(f"no prompts{of} are left to train on: none of {len(rows)} can be sampled")
+        if self.table is not None:
+            self.table.keep_enough(self.left_out)
 
     def epochs(self) -> dict[str, float]:
         """The epochs that were drawn of each source of a mixture."""
@@ -308,8 +323,9 @@ class PromptStream:
         self.left_out = frozenset(left_out)
 
     def _next(self, name: str) -> int:
-        """The next row of this source that is not left out."""
-        while (row := self._epochs[name].next()) in self.left_out:
+        """The next row of this source that is not left out, and that the curriculum draws."""
+        epochs, table = self._epochs[name], self.table
+        while (row := epochs.next()) in self.left_out or (table is not None and not table.draws(row, epochs.epoch)):
             pass
         return row
 

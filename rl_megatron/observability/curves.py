@@ -34,6 +34,9 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
         "Policy",
         (
             Curve(title="Reward part <name>", metric="reward/part/<name>"),
+            Curve(title="Prompts that have retired", metric="curriculum/retired", hide_constant=True),
+            Curve(title="Pass rate of the prompts", metric="curriculum/mean_pass_rate"),
+            Curve(title="Draws that were skipped", metric="curriculum/skipped", hide_constant=True),
             Curve(title="Source <name>: reward", metric="source/<name>/reward"),
             Curve(title="Source <name>: reward of all that was sampled", metric="source/<name>/sampled_reward"),
             Curve(title="Source <name>: groups of equal rewards", metric="source/<name>/zero_advantage"),

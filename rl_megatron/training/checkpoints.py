@@ -23,6 +23,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from rl_megatron.columns import ColumnReader, ColumnWriter
 from rl_megatron.data.mixture import MixtureState
+from rl_megatron.data.prompt_table import TableState
 from rl_megatron.digests import KIND, Digest, digest_of, digests, misfits
 from rl_megatron.durable import publish_folder, remove_folder
 from rl_megatron.errors import CheckpointError
@@ -49,6 +50,7 @@ class TrainerState:
     stream: StreamState | None  # of the prompts drawn; None where nothing is drawn ahead
     left_out: tuple[int, ...] = ()  # PromptStream.left_out, ascending
     memory: AlgorithmState | None = None  # the algorithm's, by the name in checkpoints; None in a warm start
+    table: TableState | None = None  # of data.curriculum
     warm_start_step: int | None = None  # supervised steps done in a stopped warm start; ``prompts`` is then its
 
 

@@ -17,7 +17,7 @@ from rl_megatron.data.prompts import PromptStream
 from rl_megatron.durable import remove_folder
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
-from rl_megatron.rollout.batch import RolloutBatch
+from rl_megatron.rollout.batch import RolloutBatch, Waiting
 from rl_megatron.rollout.stream import Stream
 from rl_megatron.training.checkpoints import TrainerState, files_of
 from rl_megatron.training.credit import groups_that_differ
@@ -46,6 +46,7 @@ class GroupJob(ABC):
     name: str = "reinforcement"
     number: int = 0  # of the last step
     stream: Stream | None = None  # of groups that are sampled ahead
+    places: tuple[Waiting, ...] = ()  # of the last batch
 
     @abstractmethod
     async def take(self) -> RolloutBatch:
@@ -99,6 +100,7 @@ class GroupJob(ABC):
         if self.stream is not None:
             with watch("rollout"):
                 await self.stream.settled()
+        row |= self._update_table()  # after all that is drawn before a push, so that draws depend on steps alone
         with watch("weights"):
             pushed = await self.roles.weights.push(number)
         if self.stream is not None:
@@ -132,6 +134,7 @@ class GroupJob(ABC):
 
     def _describe(self, rollouts: RolloutBatch) -> Row:
         """Metrics of a rollout batch before training on it."""
+        self.places = rollouts.places
         return {
             "step": self.number,
             "phase": "rl",
@@ -145,6 +148,21 @@ class GroupJob(ABC):
             **(self._describe_groups(rollouts.groups) if rollouts.groups else {}),
             **self._describe_sources(rollouts),
         }
+
+    def _update_table(self) -> Row:
+        """Add what the step's prompts have shown to the table of pass rates; metrics ``curriculum/…``."""
+        table, right = self.prompts.table, self.config.eval.success_reward
+        if table is None:
+            return {}
+        seen = [
+            (one.drawn.prompt.id, float(np.mean([reward >= right for reward in one.answered.rewards])))
+            for one in sorted(self.places, key=lambda place: place.drawn.ordinal)
+            if one.answered is not None
+            and one.answered.rewards
+            and (one.kept or one.answered.reason == "equal_rewards")
+        ]
+        table.update(seen, self.number, self.prompts.left_out)
+        return dict(table.row())
 
     def _describe_sources(self, rollouts: RolloutBatch) -> Row:
         """Metrics ``source/<name>/…`` of a mixture; rewards and lengths are absent where a step has none of them."""
@@ -228,6 +246,7 @@ class GroupJob(ABC):
             left_out=tuple(sorted(self.prompts.left_out)),
             stream=None if self.stream is None else self.stream.state(),
             memory=self.update.state,
+            table=None if self.prompts.table is None else self.prompts.table.state(),
         )
 
     async def close(self) -> None:
@@ -239,6 +258,8 @@ class GroupJob(ABC):
         """Continue from ``state``, and push the weights."""
         self.number = state.step
         self.prompts.restore(state.prompts, state.left_out)
+        if self.prompts.table is not None:
+            self.prompts.table.restore(state.table)
         if self.stream is not None and state.stream is not None:
             self.stream.restore(state.stream)
         if state.memory is not None:

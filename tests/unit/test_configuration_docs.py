@@ -12,7 +12,7 @@ from typing import Any
 from rl_megatron.config.docs import render
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import FileRunData, MixtureData
+from rl_megatron.config.sections.data import ArithmeticRunData, CurriculumSection, FileRunData, MixtureData
 
 REPO = Path(__file__).resolve().parents[2]
 PAGE = REPO / "docs" / "configuration.md"
@@ -44,9 +44,12 @@ def test_every_key_is_there_with_its_default(tmp_path: Path) -> None:
 
 def test_all_kinds_of_data_are_there() -> None:
     keys = [key for key, *_ in ROW.findall(render()) if key.startswith("data.")]
-    arithmetic = [f"data.{name}" for name in RunConfig().data.model_dump()]
-    mixture = [f"data.{name}" for name in MixtureData.model_fields if name != "sources"]
-    assert keys == arithmetic + [f"data.{name}" for name in FileRunData.model_fields] + mixture
+    kinds = (ArithmeticRunData, FileRunData, MixtureData)
+    single = [f"data.{name}" for kind in kinds for name in kind.model_fields if name not in {"sources", "curriculum"}]
+    assert [key for key in keys if not key.startswith("data.curriculum.")] == single
+    assert [key for key in keys if key not in single] == [
+        f"data.curriculum.{key}" for key in CurriculumSection.model_fields
+    ]
     assert {f"`data.sources.<name>.{key}`" for key in ("digits", "train", "weight", "reward")} <= set(
         re.findall(r"^\| (`[^`]+`)", render(), re.MULTILINE)
     )

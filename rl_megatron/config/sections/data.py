@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.section import Positive, PositiveFloat, Section
+from rl_megatron.section import Fraction, Positive, PositiveFloat, Section
 
 SourceName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
@@ -70,12 +70,63 @@ class FileSource(SourceKeys, FileData):
     instead: ClassVar[str] = "a source with type=files reads problems; set its type to arithmetic to generate sums"
 
 
+class CurriculumSection(Section):
+    """Draws prompts by their pass rates: the shares of completions with at least eval.success_reward (docs/data.md)."""
+
+    retire_above: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    """Pass rate from which on a prompt is drawn no more; null: none retires."""
+    lowest: Fraction = 0.0
+    """Prompts with a lower pass rate are drawn with the probability ``outside``."""
+    highest: Fraction = 1.0
+    """Prompts with a higher pass rate are drawn with the probability ``outside``."""
+    outside: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.1
+    """Probability, in each epoch, of drawing a prompt below ``lowest`` or above ``highest``."""
+    min_seen: Positive = 1
+    """Times that a prompt must be sampled before its pass rate counts."""
+    decay: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.5
+    """Weight of the pass rate before in the new one; 0: only the last time counts."""
+    initial: str | None = None
+    """Field of the data with each prompt's pass rate at the start, from 0 to 1; null: it is unknown."""
+    min_left: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.1
+    """Share of a source's prompts that stay: where fewer would, retired ones are drawn again, oldest first."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether pass rates decide anything."""
+        return self.retire_above is not None or self.has_window
+
+    @property
+    def has_window(self) -> bool:
+        """Whether prompts outside of some range are drawn less often."""
+        return (self.lowest, self.highest) != (0.0, 1.0)
+
+    @model_validator(mode="after")
+    def _keys_act(self) -> Self:
+        if self.lowest >= self.highest:
+            raise ValueError(
+                f"data.curriculum.lowest={self.lowest:g} must be below data.curriculum.highest={self.highest:g}"
+            )
+        needs = {
+            "outside": (self.has_window, "lowest or highest"),
+            "min_left": (self.retire_above is not None, "retire_above"),
+            **dict.fromkeys(("min_seen", "decay", "initial"), (self.is_on, "retire_above, lowest or highest")),
+        }
+        for name, (read, needed) in needs.items():
+            if not read and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"data.curriculum.{name}={getattr(self, name)} does nothing without {needed}; set one of them, or "
+                    "leave it out"
+                )
+        return self
+
+
 class RunKeys(Section):
     """What the data of a run has besides its problems."""
 
     on_leak: Literal["fail", "drop", "keep"] = "fail"
     """What to do with a training problem that is held out too, in any white space: end the run before it starts and
     name file and line (fail), not train on it (drop), or train on it (keep)."""
+    curriculum: CurriculumSection = CurriculumSection()
 
 
 class ArithmeticRunData(RunKeys, ArithmeticData):
@@ -84,6 +135,15 @@ class ArithmeticRunData(RunKeys, ArithmeticData):
 
 class FileRunData(RunKeys, FileData):
     """Your own problems: .jsonl or .parquet files with one problem a row, in the fields that these keys name."""
+
+    @model_validator(mode="after")
+    def _pairs_have_no_rate(self) -> Self:
+        if self.rejected_field is not None and self.curriculum.is_on:
+            raise ValueError(
+                f"data.curriculum with data.rejected_field={self.rejected_field}: pairs of a file are not sampled, so "
+                "prompts have no pass rate; leave one of the two out"
+            )
+        return self
 
 
 class MixtureData(RunKeys):

@@ -22,6 +22,13 @@ LEARNING = (
     ("source/<name>/length", "tokens", "response/length_mean of that source"),
     ("source/<name>/share", "", "share of the groups trained on that are of that source"),
     ("source/<name>/epoch", "", "passes over that source's prompts that were drawn"),
+    (
+        "curriculum/retired",
+        "prompts",
+        "prompts that are drawn no more for their pass rate; this and the rest only with data.curriculum",
+    ),
+    ("curriculum/mean_pass_rate", "", "mean of the prompts' pass rates, of those that are known"),
+    ("curriculum/skipped", "draws", "draws so far that found a prompt which is not drawn, or less often"),
     ("eval/accuracy", "", "share of held-out prompts whose reward is at least eval.success_reward"),
     ("loss", "", "policy loss under the algorithm's aggregation, mean over the step's minibatches"),
     ("grad_norm", "", "global L2 norm of the gradient before clipping, mean over the minibatches"),

@@ -144,7 +144,7 @@ def test_models_that_are_loaded_at_the_start_leave_the_gpus_before_the_first_sam
     )
     keys = ("rollout=vllm", "rollout.server.colocated=true", "algorithm=ppo", "algorithm.kl.coefficient=0.1")
     config, none = load_config("tiny_cpu", keys), cast(Any, None)
-    stream, sampler = SimpleNamespace(restore=lambda *_: None), SimpleNamespace(evaluate=evaluate)
+    stream, sampler = SimpleNamespace(restore=lambda *_: None, table=None), SimpleNamespace(evaluate=evaluate)
     job = Reinforcement(
         config=config,
         roles=roles,

@@ -1,0 +1,124 @@
+"""One row a prompt: how often it was trained on or had equal rewards, and its pass rate; says which prompts are drawn.
+
+It is updated at the end of a step, in the order in which prompts were drawn, so that it is a function of the steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_megatron.columns import Rates, Retired, Visits
+from rl_megatron.config.sections.data import CurriculumSection
+from rl_megatron.errors import CheckpointError, DataError
+from rl_megatron.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableState:
+    """A table between two steps, for checkpoints; a number for each prompt."""
+
+    visits: Visits
+    rates: Rates  # NaN: unknown
+    retired: Retired  # the step; -1: it is drawn
+    skipped: int  # draws
+
+
+class PromptTable:
+    """``prompts`` with their pass rates; ``sources`` has the rows of each source."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], sources: Mapping[str, Sequence[int]], section: CurriculumSection, *, seed: int
+    ) -> None:
+        """Raises DataError that names a prompt without the field ``data.curriculum.initial``."""
+        self._section, self._seed = section, seed
+        self._sources = {name: np.array(rows, np.int64) for name, rows in sources.items()}
+        self._rows = {prompt.id: row for row, prompt in enumerate(prompts)}
+        self.visits = np.zeros(len(prompts), np.int32)
+        self.rates = np.full(len(prompts), np.nan)
+        self.retired = np.full(len(prompts), -1, np.int32)
+        self.skipped = 0
+        if section.initial is not None:
+            self.rates[:] = [_initial(prompt, section.initial) for prompt in prompts]
+
+    def draws(self, row: int, epoch: int) -> bool:
+        """Whether this epoch draws the prompt; counts one that it does not."""
+        s, rate = self._section, self.rates[row]
+        drawn = self.retired[row] < 0
+        known = self.visits[row] >= s.min_seen or (s.initial is not None and not self.visits[row])
+        if drawn and known and not s.lowest <= rate <= s.highest:
+            drawn = np.random.default_rng([self._seed, epoch, row, 1]).random() < s.outside
+        self.skipped += not drawn
+        return bool(drawn)
+
+    def update(self, seen: Iterable[tuple[str, float]], step: int, left_out: Set[int]) -> None:
+        """Add the share of right completions of each prompt that ``step`` ended, by its id and in the order drawn.
+
+        ``left_out``: rows that are not drawn for another reason.
+        """
+        s = self._section
+        for name, share in seen:
+            row = self._rows[name]
+            before = share if np.isnan(self.rates[row]) else self.rates[row]
+            self.rates[row] = s.decay * before + (1 - s.decay) * share
+            self.visits[row] += 1
+            if s.retire_above is not None and self.visits[row] >= s.min_seen and self.rates[row] >= s.retire_above:
+                self.retired[row] = step
+        self.keep_enough(left_out)
+
+    def keep_enough(self, left_out: Set[int]) -> None:
+        """Where less than ``min_left`` of a source is drawn, draw its retired prompts again, those first that retired
+        first; each must be seen ``min_seen`` times before it can retire again."""
+        gone = np.zeros(len(self.retired), np.bool_)
+        gone[list(left_out)] = True
+        for name, rows in self._sources.items():
+            retired = rows[(self.retired[rows] >= 0) & ~gone[rows]]
+            drawn = int((~gone[rows]).sum()) - len(retired)
+            missing = min(len(retired), int(np.ceil(self._section.min_left * len(rows))) - drawn)
+            if missing <= 0:
+                continue
+            back = retired[np.argsort(self.retired[retired], kind="stable")][:missing]
+            self.retired[back], self.visits[back] = -1, 0
+            of = f" of source {name!r}" if name else ""
+            logger.warning(
+                "%d of %d prompts%s are left (data.curriculum.min_left=%g): %d that had retired are drawn again",
+                *(drawn, len(rows), of, self._section.min_left, len(back)),
+            )
+
+    def row(self) -> dict[str, float]:
+        """The metrics ``curriculum/…``."""
+        known = self.rates[~np.isnan(self.rates)]
+        mean = {"curriculum/mean_pass_rate": float(known.mean())} if len(known) else {}
+        return {"curriculum/retired": int((self.retired >= 0).sum()), "curriculum/skipped": self.skipped, **mean}
+
+    def state(self) -> TableState:
+        """What ``restore`` continues from."""
+        columns = {"visits": self.visits.copy(), "rates": self.rates.copy(), "retired": self.retired.copy()}
+        return TableState(**columns, skipped=self.skipped)
+
+    def restore(self, state: TableState | None) -> None:
+        """Continue from ``state``. Raises CheckpointError if it is of other data."""
+        found = 0 if state is None else len(state.visits)
+        if state is None or found != len(self.visits):
+            raise CheckpointError(
+                f"the checkpoint has pass rates of {found} prompts, but data.curriculum needs {len(self.visits)}; "
+                "resume with the same data and limits"
+            )
+        self.visits, self.rates, self.retired = state.visits.copy(), state.rates.copy(), state.retired.copy()
+        self.skipped = state.skipped
+
+
+def _initial(prompt: Prompt, name: str) -> float:
+    """The pass rate that the data gives for a prompt."""
+    given = prompt.meta.get(name)
+    if not isinstance(given, int | float) or isinstance(given, bool) or not 0 <= given <= 1:
+        raise DataError(
+            f"prompt {prompt.id!r}: data.curriculum.initial={name!r} must be a field with its pass rate, from 0 to 1, "
+            f"but it is {given!r:.60}"
+        )
+    return float(given)

@@ -1,0 +1,191 @@
+"""Draws by pass rates, against a reference of ten lines; what retires, returns, resumes and is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from rl_megatron.columns import ColumnReader, ColumnWriter
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.data import CurriculumSection
+from rl_megatron.data.prompts import PromptStream
+from rl_megatron.errors import CheckpointError, ConfigError, DataError
+from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.rollout.batch import Answered
+from rl_megatron.training.checkpoints import TrainerState
+from rl_megatron.types import Prompt
+from tests.unit.training.test_little_to_train_on import EQUAL, TEACHES, WANTED, Steps, job
+
+STATE = TypeAdapter(TrainerState)
+
+
+def prompts(count: int, source: str = "", **meta: Any) -> list[Prompt]:
+    return [
+        Prompt(id=f"{source}{i}", text="", token_ids=(i,), answer="", source=source, meta=meta) for i in range(count)
+    ]
+
+
+def stream(count: int = 12, **keys: Any) -> PromptStream:
+    return PromptStream(prompts(count), seed=3, curriculum=CurriculumSection(**keys))
+
+
+def update(one: PromptStream, seen: Sequence[tuple[str, float]], step: int = 1) -> None:
+    assert one.table is not None
+    one.table.update(seen, step, one.left_out)
+
+
+def test_rates_and_what_retires_are_those_of_a_reference_of_ten_lines() -> None:
+    draw, ours = random.Random(0), stream(40, retire_above=0.75, min_seen=3, decay=0.25, min_left=0.01)
+    steps = [[(str(draw.randrange(40)), draw.randrange(5) / 4) for _ in range(16)] for _ in range(12)]
+    seen: dict[str, list[float]] = {}
+    rates: dict[str, float] = {}
+    retired: dict[str, int] = {}
+    for number, step in enumerate(steps, 1):
+        update(ours, step, number)
+        for name, share in step:
+            rates[name] = 0.25 * rates.get(name, share) + 0.75 * share
+            seen.setdefault(name, []).append(share)
+            if len(seen[name]) >= 3 and rates[name] >= 0.75:
+                retired[name] = number
+    table = ours.table
+    assert table is not None
+    assert table.visits.tolist() == [len(seen.get(str(i), ())) for i in range(40)]
+    np.testing.assert_allclose(table.rates, [rates.get(str(i), np.nan) for i in range(40)], rtol=1e-15)
+    assert table.retired.tolist() == [retired.get(str(i), -1) for i in range(40)]
+    assert 3 < len(retired) < 40
+    drawn = {prompt.id for prompt in ours.take(200)}
+    assert drawn == {str(i) for i in range(40)} - retired.keys()
+    assert table.row()["curriculum/retired"] == len(retired)
+    assert table.row()["curriculum/mean_pass_rate"] == pytest.approx(np.mean(list(rates.values())))
+    assert table.row()["curriculum/skipped"] == pytest.approx(200 / len(drawn) * len(retired), abs=len(retired))
+
+
+def test_what_is_outside_of_the_window_is_drawn_that_often() -> None:
+    ours = stream(10, lowest=0.2, highest=0.8, outside=0.25)
+    update(ours, [("0", 0.1), ("1", 0.9), ("2", 0.2), ("3", 0.8), ("4", 1.0)])
+    taken = [prompt.id for prompt in ours.take(7000)]
+    counts = {name: taken.count(name) for name in map(str, range(10))}
+    epochs = counts["9"]  # unknown, so always drawn
+    assert all(abs(counts[name] - epochs) <= 1 for name in "235678")
+    for name in "014":  # four standard deviations of a binomial
+        assert abs(counts[name] - 0.25 * epochs) < 4 * (epochs * 0.25 * 0.75) ** 0.5
+
+
+def test_rates_to_begin_with_are_read_from_the_data() -> None:
+    easy, hard = prompts(3, "easy/", rate=1), prompts(3, "hard/", rate=0.5)
+    keys = {"highest": 0.9, "outside": 1e-9, "initial": "rate", "min_seen": 2, "decay": 0.5}
+    ours = PromptStream([*easy, *hard], seed=0, curriculum=CurriculumSection(**keys))
+    assert {prompt.id[0] for prompt in ours.take(30)} == {"h"}
+    update(ours, [("hard/1", 1.0)])
+    assert ours.table is not None
+    assert ours.table.rates.tolist() == [1, 1, 1, 0.5, 0.75, 0.5]
+    with pytest.raises(DataError, match=r"prompt 'x0': data\.curriculum\.initial='rate' must be a field .* is 1\.5"):
+        PromptStream(prompts(1, "x", rate=1.5), seed=0, curriculum=CurriculumSection(**keys))
+
+
+def test_those_that_retired_first_return_where_few_are_left(caplog: pytest.LogCaptureFixture) -> None:
+    ours = stream(10, retire_above=0.9, min_left=0.3)
+    for step, names in enumerate(("48", "1", "0235"), 1):
+        update(ours, [(name, 1.0) for name in names], step)
+    assert {prompt.id for prompt in ours.take(30)} == {"6", "7", "9"}
+    with caplog.at_level(logging.WARNING):
+        ours.leave_out(prompts(10)[6])
+    assert "2 of 10 prompts are left (data.curriculum.min_left=0.3): 1 that had retired are drawn again" in caplog.text
+    assert {prompt.id for prompt in ours.take(30)} == {"4", "7", "9"}
+    update(ours, [("7", 1.0), ("9", 1.0)], 4)
+    assert {prompt.id for prompt in ours.take(30)} == {"4", "8", "1"}
+
+
+def test_a_resume_draws_the_same(tmp_path: Path) -> None:
+    def played(one: PromptStream, steps: Sequence[int]) -> list[str]:
+        drawn = []
+        for step in steps:
+            names = [prompt.id for prompt in one.take(5)]
+            update(one, [(name, (int(name) * step) % 5 / 4) for name in names], step)
+            drawn += names
+        return drawn
+
+    keys = {"retire_above": 0.75, "lowest": 0.3, "outside": 0.5, "min_seen": 2}
+    whole, first, second = (stream(**keys) for _ in range(3))
+    order = played(whole, range(1, 21))
+    assert played(first, range(1, 9)) == order[:40]
+    columns = ColumnWriter()
+    assert first.table is not None
+    assert second.table is not None
+    assert whole.table is not None
+    text = STATE.dump_json(
+        TrainerState(step=8, prompts=first.state(), stream=None, table=first.table.state()), context=columns
+    )
+    played(first, [9])  # what was saved does not change
+    names = columns.write(tmp_path)
+    state = STATE.validate_json(text, context=ColumnReader(tmp_path, names))
+    second.restore(state.prompts)
+    second.table.restore(state.table)
+    assert played(second, range(9, 21)) == order[40:]
+    assert second.table.row() == whole.table.row()
+    with pytest.raises(CheckpointError, match=r"pass rates of 12 prompts, but data\.curriculum needs 3"):
+        PromptStream(prompts(3), seed=0, curriculum=CurriculumSection(**keys)).table.restore(state.table)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_step_adds_what_it_trained_on_and_what_it_dropped_for_equal_rewards(tmp_path: Path, staleness: int) -> None:
+    """Rewards of a group are 1, 0, 0, ... or all 1; a failed reward says nothing of the prompt."""
+    assert len(set(TEACHES.rewards)) > 1
+    teaches = Answered(group=TEACHES, rewards=TEACHES.rewards)
+    equal = Answered(group=EQUAL, rewards=(1.0, 1.0))
+    failed = Answered(group=None, reason="reward_error")
+    answers = [teaches, equal, failed, teaches, *[teaches] * 40]
+    keys = {"train": {"minibatches": 1, "max_staleness": staleness, "steps": 2}}
+    ours = job(tmp_path, answers, Steps(), rollout={"dynamic_sampling": "drop"}, **keys)  # type: ignore[arg-type]
+    held = [Prompt(id=str(i), text="", token_ids=(1,), answer="") for i in range(30)]
+    drawn = PromptStream(held, seed=0)
+    names = [prompt.id for prompt in drawn.take(WANTED)]
+    ours.prompts = PromptStream(held, seed=0, curriculum=CurriculumSection(retire_above=0.9))
+    ours.stream._prompts = ours.prompts
+    row = asyncio.run(step(ours))
+    table = ours.prompts.table
+    assert table is not None
+    right = float(np.mean(np.array(TEACHES.rewards) >= 1.0))
+    wanted = {names[0]: right, names[1]: 1.0, names[3]: right}
+    assert {str(i): rate for i, rate in enumerate(table.rates) if not np.isnan(rate)} == wanted
+    assert row["curriculum/retired"] == 1
+    assert table.retired[int(names[1])] == 1
+    assert ours.state().table is not None
+
+
+async def step(ours: Any) -> dict[str, Any]:
+    row: dict[str, Any] = await ours.step(1, Stopwatch())
+    await ours.close()
+    return row
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["min_seen=3"], "data.curriculum.min_seen=3 does nothing without retire_above, lowest or highest"),
+        (["retire_above=0.9", "outside=0.5"], "data.curriculum.outside=0.5 does nothing without lowest or highest"),
+        (["lowest=0.1", "min_left=0.5"], "data.curriculum.min_left=0.5 does nothing without retire_above"),
+        (["lowest=0.8", "highest=0.2"], "data.curriculum.lowest=0.8 must be below data.curriculum.highest=0.2"),
+        (["retire_above=0"], "data.curriculum.retire_above=0: must be greater than 0"),
+        (["lowest=0.1", "outside=0"], "data.curriculum.outside=0: must be greater than 0"),
+    ],
+)
+def test_what_a_curriculum_refuses(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config("tiny_cpu", [f"data.curriculum.{one}" for one in overrides])
+    assert said in str(error.value)
+
+
+def test_pairs_of_a_file_have_no_pass_rate() -> None:
+    files = {"type": "files", "train": "a.jsonl", "eval": "b.jsonl", "rejected_field": "bad"}
+    with pytest.raises(ValueError, match="pairs of a file are not sampled, so prompts have no pass rate"):
+        RunConfig.model_validate({"data": {**files, "curriculum": {"retire_above": 0.9}}})
