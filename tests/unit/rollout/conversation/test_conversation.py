@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import pre_tokenizers
 
+from rl_megatron.data.routes import decode_routes, encode_routes
+from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.conversation.conversation import Conversation, TurnPrompt
+from rl_megatron.rollout.conversation.messages import MessagesRefused
 from rl_megatron.rollout.conversation.templates import PlainText
-from rl_megatron.types import Turn
+from rl_megatron.types import Completion, Turn
 from tests.unit.rollout.conversation.families import (
     FAMILIES,
     TOOLS,
@@ -131,3 +137,122 @@ def test_parallel_calls_share_a_row_that_is_trained_on_once() -> None:
     )
     assert edited.branch == "edited"
     assert edited.token_ids.tolist()[:10] == asked.token_ids.tolist()[:10]
+
+
+def played(name: str, replies: list[Reply], **options: Any) -> tuple[list[str | None], int]:
+    """Why each prompt began a row, and the number of rows; tools answer calls, and users all else."""
+    rng, conversation = random.Random(3), opened(name, **options)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
+    branches: list[str | None] = []
+    for reply in replies:
+        asked = conversation.prompt_for(messages, TOOLS)
+        branches.append(asked.branch)
+        conversation.add(asked, completion_of(name, reply, rng), message_of(name, reply))
+        messages.append(message_of(name, reply))
+        messages.append({"role": "tool", "content": "1"} if reply.calls else {"role": "user", "content": "on"})
+    assert sum(len(chain.turns) for chain in conversation.chains()) == len(replies)
+    return branches, len(conversation.chains())
+
+
+CALLS = Reply(reasoning="I call.", calls=[{"a": 1}])
+SAYS = Reply(reasoning="I say.", content="It is so.")
+PLAIN = Reply(content="It is so.")
+
+
+@pytest.mark.parametrize(
+    ("name", "replies", "branches"),
+    [
+        ("qwen3", [CALLS, CALLS, SAYS], [None, None, None]),  # a tool cycle
+        ("qwen3", [CALLS, SAYS, CALLS, SAYS, SAYS], [None, None, "thinking", None, "thinking"]),
+        ("qwen3", [PLAIN, PLAIN, SAYS], [None, None, None]),
+        ("glm", [CALLS, SAYS, CALLS, SAYS], [None, None, "thinking", None]),
+        ("glm", [PLAIN, PLAIN], [None, None]),
+        ("gptoss", [CALLS, CALLS, SAYS, SAYS], [None, None, None, "thinking"]),
+        ("gptoss", [PLAIN, PLAIN], [None, "closing"]),  # <|return|> is sampled, and history has <|end|>
+        ("deepseek", [Reply(content="Hm.</think>Yes."), PLAIN], [None, "thinking"]),
+        ("chatml", [Reply(content="<think>Hm.</think>Yes."), CALLS, PLAIN], [None, None, None]),
+    ],
+)
+def test_a_row_begins_where_the_template_shows_the_context_otherwise(
+    name: str, replies: list[Reply], branches: list[str | None]
+) -> None:
+    assert played(name, replies) == (branches, 1 + sum(branch is not None for branch in branches))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm"])
+def test_with_thinking_kept_a_trajectory_is_one_row(name: str) -> None:
+    assert played(name, [CALLS, SAYS, CALLS, SAYS, SAYS], thinking="keep") == ([None] * 5, 1)
+
+
+def test_other_tools_and_moving_texts_begin_a_row() -> None:
+    rng, conversation = random.Random(4), opened("chatml")
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "1+1?"}]
+    answered(conversation, conversation.prompt_for(messages, TOOLS), "2", rng)
+    messages += [{"role": "assistant", "content": "2"}, {"role": "user", "content": "sure?"}]
+    assert conversation.prompt_for(messages, TOOLS).branch is None
+    assert conversation.prompt_for(messages).branch == "context"
+    assert conversation.prompt_for([{"role": "system", "content": "Be brief."}, *messages], TOOLS).branch == "edited"
+    counting = copy.deepcopy(tokenizer_of("chatml"))
+    counting.chat_template = "{{ messages | length }}" + str(counting.chat_template)
+    conversation = Conversation(ChatTemplate(counting))
+    answered(conversation, conversation.prompt_for(messages[:1]), "2", rng)
+    assert conversation.prompt_for(messages).branch == "context"
+    assert conversation.prompt_for(messages[:1]).branch == "again"
+
+
+def test_a_turn_that_was_cut_is_closed_by_the_template() -> None:
+    rng, conversation, tokenizer = random.Random(4), opened("chatml"), tokenizer_of("chatml")
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "1+1?"}]
+    asked = conversation.prompt_for(messages)
+    cut = completion(tokenizer("It i", add_special_tokens=False)["input_ids"], rng, cut=True)
+    turn = conversation.add(asked, cut, {"role": "assistant", "content": "It i"})
+    messages += [{"role": "assistant", "content": "It i"}, {"role": "user", "content": "on"}]
+    then = conversation.prompt_for(messages)
+    assert turn is not None
+    behind = "<|im_end|>\n<|im_start|>user\non<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(then.token_ids[turn.stop :]) == behind
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "messages is empty; send at least one"),
+        (["hi"], "message 0 is 'hi'; it must be an object with a role"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "message 0 has content .*must be a text, or a list"),
+        ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], "message 0 has the call .*must have function.name"),
+        ([{"role": "tool", "content": "1"}], "chat template refuses these messages: .*no previous assistant message"),
+    ],
+)
+def test_messages_that_cannot_be_a_prompt_are_refused(messages: list[Any], words: str) -> None:
+    with pytest.raises(MessagesRefused, match=words):
+        opened("gptoss").prompt_for(messages)
+
+
+def test_tokenizers_that_cannot_splice_are_refused() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("chatml"))
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    with pytest.raises(ConfigError, match="' \\\\n user: 1' of '\\\\n user: 1', so that what its template writes"):
+        ChatTemplate(tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="has no chat template; give it one, or use plain text"):
+        ChatTemplate(tokenizer)
+
+
+def test_routes_of_a_row_are_those_of_the_requests_that_computed_its_positions_first() -> None:
+    conversation, rng = Conversation(PlainText(byte_tokenizer())), random.Random(6)
+
+    def routed(tokens: bytes, start: int, expert: int) -> Completion:
+        experts = np.full((start + len(tokens) - 1, 2, 1), expert, np.uint8)
+        return replace(completion([*tokens], rng), routes=encode_routes(experts, num_experts=4))
+
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "ab"}]
+    conversation.add(conversation.prompt_for(messages), routed(b"cd", 2, 1), {"role": "assistant", "content": "cd"})
+    messages += [{"role": "assistant", "content": "cd"}, {"role": "user", "content": "e"}]
+    asked = conversation.prompt_for(messages)
+    conversation.add(asked, routed(b"fg", 5, 2), {"role": "assistant", "content": "fg"})
+    (chain,) = conversation.chains()
+    assert chain.routes is not None
+    assert decode_routes(chain.routes)[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 2]  # "d" is an input of the second alone
+    conversation.add(asked, routed(b"fg", 4, 2), {"role": "assistant", "content": "fg"})
+    with pytest.raises(DataError, match=r"shape \(5, 2, 1\), but its prompt and completion have 7 tokens"):
+        conversation.chains()
