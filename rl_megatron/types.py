@@ -69,6 +69,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...]
     seed: int
     router_noise: float = 0.0  # standard deviation of the noise on router logits; servers have none
+    top_k: int = 0  # sample from this many most likely tokens; 0: from all
+    min_p: float = 0.0  # and from those with at least this share of the most likely one's probability
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,7 @@ class GenerationRequest:
     num_completions: int
     params: SamplingParams
     routes: bool = False  # whether completions shall have theirs
+    exact_logprobs: bool = True  # whether log-probs must be of the distribution that is sampled from, to train on
     begun: Completion | None = None  # the tokens that were sampled before; it may have ended already
     group: str | None = None  # names the prompt: requests of one group go where its prefix is cached
     birth: int | None = (
@@ -179,6 +182,8 @@ class Scored:
     total: float  # the reward; of a weighted sum, the sum
     parts: Mapping[str, float] = field(default_factory=dict)  # of a weighted sum, by name, before their weights
     error: str | None = None  # why there is no finite reward
+    answer: str | None = None  # what was read out of the completion, alike for equal answers; "": nothing was found.
+    # None: this reward reads none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

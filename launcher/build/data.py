@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.data import OneSource
+from rl_megatron.config.sections.eval import EvalSetSection, RunData
 from rl_megatron.data.prompts import load_prompts
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, DataError
+from rl_megatron.evaluation.sets import ProblemSet
 from rl_megatron.models.families.fields import GenerationFields
 from rl_megatron.models.json_files import read_json
 from rl_megatron.types import Prompt
@@ -21,12 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """The tokenizer, the tokens that end a completion, and both splits."""
+    """The tokenizer, the tokens that end a completion, both splits, and the sets to evaluate."""
 
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     train: Sequence[Prompt]
     held_out: Sequence[Prompt]
+    sets: Sequence[ProblemSet]  # at least one: without ``eval.sets`` it is the held-out prompts
 
 
 def load_data(config: RunConfig, model_folder: Path) -> Data:
@@ -39,16 +44,42 @@ def load_data(config: RunConfig, model_folder: Path) -> Data:
     except Exception as error:  # its Rust part raises bare ones for torn files
         said = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise ConfigError(f"{model_folder}: transformers cannot read its tokenizer: {said[0][:500]}") from error
-    train, held_out = load_prompts(
-        config.data,
-        tokenizer,
+    load = partial(
+        load_prompts,
+        tokenizer=tokenizer,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         on_long_prompt=config.rollout.on_long_prompt,
         seed=config.seed,
-        on_leak=config.data.on_leak,
     )
-    stop_token_ids = _stop_token_ids(model_folder, tokenizer)
-    return Data(tokenizer=tokenizer, stop_token_ids=stop_token_ids, train=train, held_out=held_out)
+    train, held_out = load(config.data, on_leak=config.data.on_leak, sets=config.eval.data_of_sets)
+    return Data(
+        tokenizer=tokenizer,
+        stop_token_ids=_stop_token_ids(model_folder, tokenizer),
+        train=train,
+        held_out=held_out,
+        sets=problem_sets(config, held_out, load),
+    )
+
+
+def problem_sets(
+    config: RunConfig,
+    held_out: Sequence[Prompt],
+    load: Callable[[OneSource], tuple[Sequence[Prompt], Sequence[Prompt]]],
+) -> list[ProblemSet]:
+    """The sets of ``eval.sets``, whose own data ``load`` reads; without any, the ``held_out`` prompts."""
+    section = config.eval
+    if not section.sets:
+        whole = EvalSetSection()
+        return [ProblemSet(name=None, prompts=held_out, section=whole, temperature=section.temperature)]
+    sets = []
+    for name, one in section.sets.items():
+        try:
+            prompts = held_out if isinstance(one.data, RunData) else load(one.data)[1]
+        except (ConfigError, DataError) as error:
+            raise type(error)(f"eval.sets.{name}: {error}") from error
+        chosen = prompts[: one.limit]
+        sets.append(ProblemSet(name=name, prompts=chosen, section=one, temperature=section.temperature_of(name)))
+    return sets
 
 
 def _stop_token_ids(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

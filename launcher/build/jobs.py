@@ -37,7 +37,7 @@ def loops_of(
     """The loop of the warm start, which may have no step, and the loop that follows it. The processes must be up."""
     config = parts.config
     sampler = _sampler(parts, roles, data)
-    evaluation = Evaluation(sampler=sampler, prompts=data.held_out, section=config.eval)
+    evaluation = Evaluation(sampler=sampler, sets=data.sets, section=config.eval, last_step=config.train.steps)
     attention_cost = causal_attention_cost(
         linear_parameters=shape.active_parameters,
         attention_width=shape.num_layers * shape.num_heads * shape.head_dim,
@@ -83,7 +83,8 @@ def loops_of(
     looped = partial(Loop, checkpoints=store, recorder=recorder, stop=stop, async_save=saves.async_save)
     check, train = config.warm_start.check_every, config.train.steps
     first = Pace(steps=config.warm_start.steps, rows=check, evaluations=check, checkpoints=None)
-    then = Pace(steps=train, rows=1, evaluations=config.eval.every, checkpoints=saves.every)
+    every = config.eval.every
+    then = Pace(steps=train, rows=1, evaluations=every, checkpoints=saves.every, sets_due=evaluation.due)
     return looped(job=warm, pace=first), looped(job=job, pace=then)
 
 

@@ -38,6 +38,13 @@ def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
             f"{shape.max_positions}; lower them"
             + ("" if config.model.path else f" or set model.tiny.max_position_embeddings={longest}")
         )
+    for name, one in config.eval.sets.items():
+        new, before = one.max_new_tokens or 0, config.rollout.max_prompt_tokens
+        if new > config.rollout.max_new_tokens and before + new > shape.max_positions:
+            yield problem(
+                f"rollout.max_prompt_tokens={before} + eval.sets.{name}.max_new_tokens={new} = {before + new} is more "
+                f"than the model's max_position_embeddings={shape.max_positions}; lower them"
+            )
     if config.algorithm.routing_replay != "off" and not shape.num_experts:
         yield problem(
             f"algorithm.routing_replay={config.algorithm.routing_replay}: model_type={shape.family!r} has no experts, "

@@ -30,5 +30,5 @@ def adapter_of(engine: str, shape: ModelShape) -> Adapter:
 
 def longest_sequence(config: RunConfig, shape: ModelShape) -> int:
     """Tokens of the longest prompt and completion, including a probe's."""
-    longest = max(config.rollout.max_prompt_tokens + config.rollout.max_new_tokens, PROBE_LENGTH)
+    longest = max(config.rollout.max_prompt_tokens + config.longest_completion, PROBE_LENGTH)
     return min(longest, shape.max_positions)

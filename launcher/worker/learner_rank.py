@@ -58,7 +58,7 @@ class Worker(RankModels):
         section = config.rollout
         if section.served:
             return self._make_mirror(config, run_folder)
-        longest = section.max_prompt_tokens + section.max_new_tokens
+        longest = section.max_prompt_tokens + config.longest_completion
         return LocalEngine(self._shape, slots=section.slots, dtype=self._dtype, device=self._device, max_length=longest)
 
     def _make_mirror(self, config: RunConfig, run_folder: Path) -> Mirror | None:

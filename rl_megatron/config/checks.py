@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from rl_megatron.config.evaluating import problems_of_evaluating
 from rl_megatron.config.keeping import problems_of_keeping
 from rl_megatron.config.modes import problems_of_modes
 from rl_megatron.config.reads import problems_of_unread_keys
@@ -35,6 +36,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *problems_of_modes(config),
         *problems_of_waves(config),
         *problems_of_keeping(config),
+        *problems_of_evaluating(config),
         *problems_of_unread_keys(config),
     ]
 

@@ -97,6 +97,8 @@ def _kind(field: Schema) -> str:
         return ", ".join(f"`{value}`" for value in field["enum"])
     if field.get("format") == "path":
         return "path"
+    if field["type"] == "array":
+        return f"list of {_kind(field['items'])}"
     signs = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
     limits = ", ".join(f"{s} {field[name]}" for name, s in signs if field.get(name, MAX_INTEGER) != MAX_INTEGER)
     return f"{_WORDS[field['type']]} {limits}".strip()

@@ -15,12 +15,13 @@ from pydantic import Field, model_validator
 from rl_megatron.config.checks import problems_of
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.data import ArithmeticRunData, FileData, FileRunData, MixtureData
+from rl_megatron.config.sections.eval import EvalSection
 from rl_megatron.config.sections.learner import LearnerSection, RolesSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.config.sections.weights import TransportKind, WeightsSection
-from rl_megatron.section import Finite, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from rl_megatron.section import Fraction, NonNegative, Positive, PositiveFloat, Section
 
 
 class RunSection(Section):
@@ -128,17 +129,6 @@ class TrainSection(Section):
         return int(self.on_nonfinite.removeprefix("skip:").replace("fail", "0"))
 
 
-class EvalSection(Section):
-    """Held-out accuracy: the share of prompts whose reward is at least ``success_reward``."""
-
-    every: NonNegative = 10
-    """Steps between evaluations; 0: only before the first step and after the last."""
-    temperature: NonNegativeFloat = 0.0
-    """Temperature of evaluation; 0 is greedy."""
-    success_reward: Finite = 1.0
-    """Lowest reward that counts as a right answer."""
-
-
 class CheckpointSection(Section):
     """Checkpoints of everything that a resume needs. ``every=0``: only after a warm start and after the last step."""
 
@@ -219,6 +209,11 @@ class RunConfig(Section):
         """The reward of each source of ``data.sources`` that has its own, by the source's name."""
         sources = self.data.sources if isinstance(self.data, MixtureData) else {}
         return {name: source.reward for name, source in sources.items() if source.reward is not None}
+
+    @property
+    def longest_completion(self) -> int:
+        """Most new tokens of any request: a completion to train on, or one of a set of ``eval.sets``."""
+        return max(self.rollout.max_new_tokens, *(one.max_new_tokens or 0 for one in self.eval.sets.values()), 0)
 
     @property
     def asks_for_routes(self) -> str | None:

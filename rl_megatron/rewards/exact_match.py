@@ -10,4 +10,4 @@ from rl_megatron.types import Completion, Prompt, Scored
 async def exact_match(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
     """1.0 if a text equals ``prompt.answer``, else 0.0."""
     answer = prompt.answer.strip()
-    return [Scored(total=float(text.strip() == answer)) for text in texts]
+    return [Scored(total=float(text.strip() == answer), answer=text.strip()) for text in texts]

@@ -28,7 +28,11 @@ async def final_number(prompt: Prompt, completions: Sequence[Completion], texts:
     wanted = last_number(prompt.answer.rsplit("####", 1)[-1])
     if wanted is None:
         raise RewardError(f"prompt {prompt.id!r}: its answer {prompt.answer!r:.80} holds no number to compare with")
-    return await in_daemon_thread(lambda: [Scored(total=float(last_number(text) == wanted)) for text in texts])
+    return await in_daemon_thread(lambda: [_judged(last_number(text), wanted) for text in texts])
+
+
+def _judged(number: Fraction | None, wanted: Fraction) -> Scored:
+    return Scored(total=float(number == wanted), answer="" if number is None else str(number))
 
 
 def last_number(text: str) -> Fraction | None:

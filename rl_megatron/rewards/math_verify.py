@@ -33,5 +33,9 @@ def _score(prompt: Prompt, texts: Sequence[str]) -> list[Scored]:
     wanted = parse(answer, parsing_timeout=None) or parse(f"${answer}$", parsing_timeout=None)
     if not wanted:
         raise RewardError(f"prompt {prompt.id!r}: math-verify finds no expression in its answer {answer!r:.80}")
-    read = (parse(text, parsing_timeout=None) for text in texts)
-    return [Scored(total=float(verify(wanted, one, timeout_seconds=None, raise_on_error=False))) for one in read]
+    out = []
+    for text in texts:
+        read = parse(text, parsing_timeout=None)
+        right = verify(wanted, read, timeout_seconds=None, raise_on_error=False)
+        out.append(Scored(total=float(right), answer=str(read[0]) if read else ""))
+    return out

@@ -44,7 +44,7 @@ class RolloutSampler:
     routes: bool = False  # whether to request routes of the completions that are trained on
     apart: bool = False  # whether each completion of a group is requested by itself
     sampled: dict[str, Completion] = field(default_factory=dict)  # of groups that are not scored yet, by their requests
-    poison: dict[str, str] = field(default_factory=dict)  # the problem of each held-out prompt that was, by its id
+    poison: dict[str, str] = field(default_factory=dict)  # the problem of each held-out prompt that was, by set and id
 
     async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
         """``group_size`` completions of each prompt, scored, and after them the greedy ones.
@@ -52,17 +52,16 @@ class RolloutSampler:
         Raises RewardError that names the prompt if a reward fails and ``reward.on_error`` is ``fail``.
         """
         section = self.rollout
-        choices = (section.group_size, section.temperature, section.top_p)
+        params = self.params(temperature=section.temperature, top_p=section.top_p, router_noise=section.router_noise)
         named = [(one.prompt, _named("", one)) for one in drawn]
         begun = {f"{name}: {one.prompt.id}": one.begun for one, (_, name) in zip(drawn, named, strict=True)}
         limit = section.max_seconds
-        answered = await self._run(
-            named, *choices, begun, routes=self.routes, router_noise=section.router_noise, max_seconds=limit
-        )
+        answered = await self._run(named, section.group_size, params, begun, routes=self.routes, max_seconds=limit)
         if self.greedy_baseline:
             asked = [i for i, one in enumerate(answered) if one.reason != "poison"]
             named = [(drawn[i].prompt, _named(", greedy", drawn[i])) for i in asked]
-            for i, greedy in zip(asked, await self._run(named, 1, 0.0, 1.0, max_seconds=limit), strict=True):
+            params = self.params(temperature=0.0)
+            for i, greedy in zip(asked, await self._run(named, 1, params, max_seconds=limit), strict=True):
                 answered[i] = _with_greedy(answered[i], greedy)
         return answered
 
@@ -79,35 +78,61 @@ class RolloutSampler:
         ]
         return tuple(known) if any(one is not None for one in known) else ()
 
-    async def evaluate(self, prompts: Sequence[Prompt], *, temperature: float, success_reward: float) -> float:
-        """Share of ``prompts`` whose one completion gets at least ``success_reward``; failed rewards do not count.
+    def params(
+        self,
+        *,
+        temperature: float,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        max_new_tokens: int | None = None,
+        router_noise: float = 0.0,
+    ) -> SamplingParams:
+        """How to sample, with the run's stop tokens; without ``max_new_tokens`` as many as rollout.max_new_tokens."""
+        return SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            max_new_tokens=max_new_tokens or self.rollout.max_new_tokens,
+            stop_token_ids=self.stop_token_ids,
+            seed=self.seed,
+            router_noise=router_noise,
+        )
 
-        What is poison is not asked again. Raises EngineError if more than 1 % of them, and more than one, are.
+    async def held_out(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, purpose: str = "evaluation", samples: int = 1
+    ) -> list[Answered]:
+        """``samples`` completions of each prompt, scored, not to train on: log-probs may be of another distribution.
+
+        ``purpose`` names the set; seeds depend on it. What is poison is not asked again. Raises EngineError if more
+        than 1 % of the prompts, and more than one, are; RewardError as `groups`.
         """
-        named = [
-            one for one in zip(prompts, _told_apart("evaluation", prompts), strict=True) if one[0].id not in self.poison
-        ]
-        answered = await self._run(named, 1, temperature, 1.0, birth=0)
-        pairs = zip(named, answered, strict=True)
-        self.poison.update({prompt.id: one.problem for (prompt, _), one in pairs if one.reason == "poison"})
-        poison = [self.poison[prompt.id] for prompt in prompts if prompt.id in self.poison]
+        named = list(zip(prompts, _told_apart(purpose, prompts), strict=True))
+        asked = [(prompt, name) for prompt, name in named if f"{purpose}: {prompt.id}" not in self.poison]
+        answered = await self._run(asked, samples, params, birth=0, exact_logprobs=False)
+        found = {f"{name}: {prompt.id}": one for (prompt, name), one in zip(asked, answered, strict=True)}
+        for (prompt, _), one in zip(asked, answered, strict=True):
+            if one.reason == "poison":
+                self.poison[f"{purpose}: {prompt.id}"] = one.problem
+        poison = [said for prompt in prompts if (said := self.poison.get(f"{purpose}: {prompt.id}")) is not None]
         if len(poison) > max(1, POISON_SHARE * len(prompts)):
             raise EngineError(
                 f"{len(poison)} of {len(prompts)} held-out prompts ended servers or were refused, so an accuracy "
                 f"would say nothing of the weights: read the servers' logs; the last one's error: {poison[-1]}"
             )
-        return sum(a.group is not None and a.group.rewards[0] >= success_reward for a in answered) / len(prompts)
+        lost = Answered(group=None, reason="poison")
+        return [found.get(f"{name}: {prompt.id}", lost) for prompt, name in named]
 
     async def _run(
         self,
         named: Sequence[tuple[Prompt, str]],
         count: int,
-        temperature: float,
-        top_p: float,
+        params: SamplingParams,
         begun: Mapping[str, Sequence[Completion | None]] | None = None,
         *,
         routes: bool = False,
-        router_noise: float = 0.0,
+        exact_logprobs: bool = True,
         birth: int | None = None,
         max_seconds: float | None = None,
     ) -> list[Answered]:
@@ -117,37 +142,25 @@ class RolloutSampler:
             async with asyncio.TaskGroup() as tasks:
                 running = []
                 for prompt, name in named:
-                    request = self._request(prompt, name, count, temperature, top_p, routes, router_noise)
-                    request = replace(request, birth=birth, max_seconds=max_seconds)
+                    request = replace(
+                        self._request(prompt, name, count, params),
+                        routes=routes,
+                        exact_logprobs=exact_logprobs,
+                        birth=birth,
+                        max_seconds=max_seconds,
+                    )
                     running.append(tasks.create_task(self._group(prompt, request, begun)))
         except ExceptionGroup as failed:  # the first is the cause; callers catch its type
             raise failed.exceptions[0] from failed
         return [task.result() for task in running]
 
-    def _request(
-        self,
-        prompt: Prompt,
-        purpose: str,
-        count: int,
-        temperature: float,
-        top_p: float,
-        routes: bool,
-        router_noise: float,
-    ) -> GenerationRequest:
+    def _request(self, prompt: Prompt, purpose: str, count: int, params: SamplingParams) -> GenerationRequest:
         digest = hashlib.sha256(f"{self.seed}\n{purpose}\n{prompt.id}".encode()).digest()
         return GenerationRequest(
             id=f"{purpose}: {prompt.id}",
             token_ids=prompt.token_ids,
             num_completions=count,
-            params=SamplingParams(
-                temperature=temperature,
-                top_p=top_p,
-                max_new_tokens=self.rollout.max_new_tokens,
-                stop_token_ids=self.stop_token_ids,
-                seed=int.from_bytes(digest[:8], "little") >> 1,
-                router_noise=router_noise,
-            ),
-            routes=routes,
+            params=replace(params, seed=int.from_bytes(digest[:8], "little") >> 1),
         )
 
     def _texts(self, completions: Sequence[Completion]) -> tuple[str, ...]:

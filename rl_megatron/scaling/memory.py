@@ -304,6 +304,6 @@ def _local_engine(config: RunConfig, shape: ModelShape) -> float:
     """Bytes of the in-process engine: a whole copy of the model, and a key-value cache for every slot."""
     rollout = config.rollout
     cache = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
-    cached = rollout.slots * (rollout.max_prompt_tokens + rollout.max_new_tokens) * cache
+    cached = rollout.slots * (rollout.max_prompt_tokens + config.longest_completion) * cache
     whole = sum(prod(size) for size in hf_layout(shape).local_shapes(0).values())
     return float(whole + cached) * BYTES[config.learner.dtype]

@@ -1,27 +1,40 @@
-"""Evaluates the policy on held-out prompts."""
+"""Evaluates the policy on sets of held-out problems, at the steps of each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl_megatron.config.run import EvalSection
+from rl_megatron.config.sections.eval import EvalSection
+from rl_megatron.evaluation.sets import ProblemSet, measure, row_of
 from rl_megatron.observability.recorder import Row
 from rl_megatron.rollout.sampler import RolloutSampler
-from rl_megatron.types import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Samples one completion of each of ``prompts`` with the weights that were pushed last."""
+    """Measures ``sets`` with the weights that were pushed last, one after the other. The first gives eval/accuracy."""
 
     sampler: RolloutSampler
-    prompts: Sequence[Prompt]
+    sets: Sequence[ProblemSet]
     section: EvalSection
+    last_step: int  # after which all sets are due that have no steps of their own
 
-    async def row(self) -> Row:
-        """``eval/accuracy``."""
-        accuracy = await self.sampler.evaluate(
-            self.prompts, temperature=self.section.temperature, success_reward=self.section.success_reward
-        )
-        return {"eval/accuracy": accuracy}
+    def due(self, step: int) -> bool:
+        """Whether a set is evaluated after ``step``."""
+        return bool(self._due(step))
+
+    async def row(self, step: int | None = None) -> Row:
+        """Metrics of the sets that are due after ``step``; without one, of the first set."""
+        row: Row = {}
+        for one in self.sets[:1] if step is None else self._due(step):
+            measured = await measure(self.sampler, one, self.section)
+            if one is self.sets[0]:
+                row["eval/accuracy"] = sum(measured.right) / (len(one.prompts) * one.section.samples)
+            if one.name is not None:
+                row |= row_of(one.name, measured, one.section.pass_at)
+        return row
+
+    def _due(self, step: int) -> list[ProblemSet]:
+        last = step == self.last_step
+        return [one for one in self.sets if one.due(step, every=self.section.every, last=last)]

@@ -68,7 +68,7 @@ class GroupJob(ABC):
         loaded = await self.start_models(fresh=fresh)
         if loaded and self.config.rollout.server.colocated:
             await self.roles.weights.push(self.number)
-        return {"step": 0, "phase": "rl", **await self.evaluation.row()} if fresh else None
+        return {"step": 0, "phase": "rl", **await self.evaluation.row(0)} if fresh else None
 
     async def start_models(self, *, fresh: bool) -> bool:
         """Load the reference's weights, and on a fresh start the critic's; a checkpoint restores the critic itself.
@@ -221,9 +221,9 @@ class GroupJob(ABC):
         }
 
     async def evaluate(self, watch: Stopwatch) -> Row:
-        """Held-out accuracy of the weights that were pushed last, timed as ``eval``."""
+        """Figures of the sets that are due, of the weights that were pushed last, timed as ``eval``."""
         with watch("eval"):
-            return await self.evaluation.row()
+            return await self.evaluation.row(self.number)
 
     def enough(self, row: Row) -> bool:
         """Always False: the job makes all its steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +30,7 @@ class Pace:
     rows: int  # of metrics
     evaluations: int
     checkpoints: int | None  # None: only when a stop is requested
+    sets_due: Callable[[int], bool] | None = None  # whether a set of problems with steps of its own is due after a step
 
 
 class Job(Protocol):
@@ -119,7 +120,7 @@ class Loop:
             self.done += 1
             row = await self.job.step(self.done, watch)
             self._look_at_save(watch)
-            if self._due(self.pace.evaluations):
+            if self._due(self.pace.evaluations) or (self.pace.sets_due is not None and self.pace.sets_due(self.done)):
                 row |= await self.job.evaluate(watch)
             if self._due(self.pace.rows):
                 self.recorder.write(row | watch.row())  # before the checkpoint: a resume keeps rows up to its step

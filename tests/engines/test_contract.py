@@ -68,6 +68,22 @@ def test_logprobs_under_top_p_are_of_the_nucleus(bench: Bench, models: tuple[Pat
         torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("limit", ["top_p", "top_k", "min_p"])
+def test_evaluations_draw_from_what_a_limit_leaves(bench: Bench, models: tuple[Path, Path], limit: str) -> None:
+    bench.push(models[0], 1)
+    value = {"top_p": 0.5, "top_k": 2, "min_p": 0.5}[limit]
+    asked, firsts = replace(request(n=4, **{limit: value}), exact_logprobs=False), 0
+    for c in bench.generate(asked)[0]:
+        logits = logits_of(models[0], [*asked.token_ids, *c.token_ids])[len(asked.token_ids) - 1 : -1]
+        ordered, ids = logits.softmax(-1).sort(dim=-1, descending=True)
+        rank = (ids == torch.tensor(c.token_ids)[:, None]).int().argmax(-1)[:, None]
+        before, share = (ordered.cumsum(-1) - ordered).gather(1, rank), ordered.gather(1, rank) / ordered[:, :1]
+        left = {"top_p": before < 0.501, "top_k": rank < 2, "min_p": share > 0.499}[limit]
+        assert left.all()
+        firsts += int((rank == 0).sum())
+    assert firsts < 4 * 16  # and not the most likely alone
+
+
 def test_temperature_0_takes_the_most_likely(bench: Bench, models: tuple[Path, Path]) -> None:
     bench.push(models[1], 1)
     asked = request(n=2, temperature=0.0)

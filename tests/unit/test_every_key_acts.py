@@ -199,7 +199,7 @@ class Rig:
             roles=roles,
             stream=stream,
             prompts=prompts,
-            evaluation=Evaluation(sampler=sampler, prompts=self.prompts, section=config.eval),
+            evaluation=Evaluation(sampler=sampler, sets=(), section=config.eval, last_step=0),
             update=Update(config=config, roles=roles, attention_cost=0.0),
             start_folder=self.folder / "hf_start",
             recorder=Recorder(self.folder, config.log, self.progress),

@@ -29,7 +29,32 @@ LEARNING = (
     ),
     ("curriculum/mean_pass_rate", "", "mean of the prompts' pass rates, of those that are known"),
     ("curriculum/skipped", "draws", "draws so far that found a prompt which is not drawn, or less often"),
-    ("eval/accuracy", "", "share of held-out prompts whose reward is at least eval.success_reward"),
+    (
+        "eval/accuracy",
+        "",
+        "share of held-out prompts whose reward is at least eval.success_reward; of eval.sets the first",
+    ),
+    (
+        "eval/<name>/mean_at_<k>",
+        "",
+        "mean@k of that set of eval.sets: mean over problems of the share of k samples right",
+    ),
+    ("eval/<name>/pass_at_<k>", "", "chance that one of k samples is right, by the unbiased estimate (pass_at)"),
+    ("eval/<name>/all_at_<k>", "", "chance that all of k samples are right, by the unbiased estimate (pass_at)"),
+    ("eval/<name>/maj_at_<k>", "", "share of problems whose most frequent answer of k samples is right; ties in part"),
+    *(
+        (
+            f"eval/<name>/{figure}_at_<k>/{end}",
+            "",
+            f"{which} end of its 95 % interval over problems (docs/evaluation.md)",
+        )
+        for figure in ("mean", "pass", "all", "maj")
+        for end, which in (("low", "lower"), ("high", "upper"))
+    ),
+    ("eval/<name>/length", "tokens", "mean length of a sample of that set"),
+    ("eval/<name>/truncated", "", "share of its samples that reached max_new_tokens"),
+    ("eval/<name>/errors", "completions", "its samples without a finite reward; they count as wrong"),
+    ("eval/<name>/seconds", "s", "time that the set took to sample and score"),
     ("loss", "", "policy loss under the algorithm's aggregation, mean over the step's minibatches"),
     ("grad_norm", "", "global L2 norm of the gradient before clipping, mean over the minibatches"),
     ("steps/skipped", "steps", "optimizer steps skipped because their gradient was not finite (train.on_nonfinite)"),

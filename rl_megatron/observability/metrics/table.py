@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documented:
-    """One documented metric, or a family with a ``<name>``. ``unit`` is "" for a ratio or count."""
+    """One documented metric, or a family with a ``<name>`` or ``<k>``. ``unit`` is "" for a ratio or count."""
 
     name: str
     unit: str
@@ -43,9 +43,9 @@ METRICS: Mapping[str, Documented] = {
 }
 
 _FAMILIES = [
-    (re.compile(re.escape(name).replace("<name>", "[a-z][a-z0-9_]*")), metric)
+    (re.compile(re.escape(name).replace("<name>", "[a-z][a-z0-9_]*").replace("<k>", "[1-9][0-9]*")), metric)
     for name, metric in METRICS.items()
-    if "<name>" in name
+    if "<" in name
 ]
 
 PHASE_SECONDS = ("rollout", "logprobs", "reference", "values", "train", "critic", "weights", "eval", "checkpoint")

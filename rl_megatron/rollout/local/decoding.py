@@ -90,16 +90,16 @@ class Decoding:
     def __init__(self, model: ReferenceModel, cache: KVCache, *, places: int, width: int) -> None:
         self._model, self._cache, self._num, self._width = model, cache, places, width
         device = model.device
-        self._any_greedy = self._any_top_p = self._any_noise = False
+        self._any_greedy = self._any_limit = self._any_noise = False
         self._initial = torch.zeros(_COLUMNS, places, dtype=torch.int64, device=device)
-        self._initial_sampling = torch.zeros(3, places, device=device)
+        self._initial_sampling = torch.zeros(5, places, device=device)
         self._stop_rows: dict[tuple[int, ...], int] = {}
         self._stop_table = torch.zeros(0, dtype=torch.bool, device=device)
         self._uniforms = torch.zeros(places * width, device=device)
         self._noise_streams = torch.zeros(places, dtype=torch.int64)
         self._noise_levels = torch.zeros(places)
         self._state = self._initial.new_zeros(_COLUMNS, cache.rows)
-        self._sampling = self._initial_sampling.new_zeros(3, cache.rows)
+        self._sampling = self._initial_sampling.new_zeros(5, cache.rows)
         self._out_tokens = self._initial.new_zeros(places * width)
         self._out_logprobs = self._initial_sampling.new_zeros(places * width)
         self._out_routes: Tensor | None = None  # made with the first request for routes
@@ -124,7 +124,7 @@ class Decoding:
             self._clock = max(one.prefix_length for one in asked)
         params = [one.request.params for one in asked]
         self._any_greedy |= any(p.temperature == 0 for p in params)
-        self._any_top_p |= any(p.top_p < 1 for p in params)
+        self._any_limit |= any(p.top_p < 1 or p.top_k or p.min_p for p in params)
         self._any_noise |= any(p.router_noise for p in params)
         if self._out_routes is None and any(one.request.routes for one in asked):
             self._out_routes = self._room(self._num * self._width)
@@ -143,13 +143,15 @@ class Decoding:
         hidden = self._model.hidden(tokens_in, positions, self._cache.attend, routes, noise)
         state = self._state[:, : self._active]
         logits = self._model.project(hidden)[: self._active]
-        inverse_temperature, top_p, greedy = self._sampling[:, : self._active].unsqueeze(-1)
+        inverse_temperature, top_p, greedy, top_k, min_p = self._sampling[:, : self._active].unsqueeze(-1)
         rows = RowSampling(
             inverse_temperature=inverse_temperature,
             top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
             greedy=greedy > 0,
             any_greedy=self._any_greedy,
-            any_top_p=self._any_top_p,
+            any_limit=self._any_limit,
         )
         tokens, logprobs = choose_tokens(logits, self._uniforms.take(state[_OUT]), rows)
         self._out_tokens.scatter_(0, state[_OUT], tokens)
@@ -263,6 +265,8 @@ class Decoding:
             spread([1 / p.temperature if p.temperature else 1.0 for p in params]),
             spread([p.top_p for p in params]),
             spread([float(p.temperature == 0) for p in params]),
+            spread([float(p.top_k or torch.inf) for p in params]),
+            spread([p.min_p for p in params]),
         ]
         self._initial_sampling[:, places] = torch.stack(sampling).float()
         seeds = torch.tensor([_signed(seed) for one in asked for seed in one.seeds])

@@ -97,6 +97,8 @@ class LocalEngine:
             )
         elif not (0 <= params.temperature < float("inf") and 0 < params.top_p <= 1):
             problem = f"temperature={params.temperature} must be finite and >= 0, top_p={params.top_p} in (0, 1]"
+        elif not (params.top_k >= 0 and 0 <= params.min_p <= 1):
+            problem = f"top_k={params.top_k} must be >= 0, min_p={params.min_p} in [0, 1]"
         elif any(not 0 <= token < vocabulary for token in params.stop_token_ids):
             problem = f"stop_token_ids={params.stop_token_ids} must be in [0, {vocabulary})"
         else:

@@ -19,14 +19,16 @@ _MIX_2 = -0x6B2FB644ECCEEE15
 class RowSampling:
     """Sampling parameters of each row. ``greedy`` rows have temperature 1 here: their log-probs are the model's own.
 
-    ``any_greedy`` and ``any_top_p`` say whether any row needs that work, so that a step need not read the tensors.
+    ``any_greedy`` and ``any_limit`` say whether any row needs that work, so that a step need not read the tensors.
     """
 
     inverse_temperature: Tensor  # [n, 1] float32
     top_p: Tensor  # [n, 1] float32
+    top_k: Tensor  # [n, 1] float32; infinity: no limit
+    min_p: Tensor  # [n, 1] float32
     greedy: Tensor  # [n, 1] bool
     any_greedy: bool
-    any_top_p: bool
+    any_limit: bool  # any of top_p, top_k and min_p
 
 
 def stream_keys(seeds: Tensor, completions: Tensor) -> Tensor:
@@ -54,10 +56,11 @@ def choose_tokens(logits: Tensor, uniform: Tensor, rows: RowSampling) -> tuple[T
     cumulative = probabilities.cumsum(-1)
     tokens = _invert(cumulative, uniform.unsqueeze(1) * cumulative[:, -1:])
     chosen = probabilities.gather(1, tokens)
-    if rows.any_top_p:
-        limited = rows.top_p < 1
-        nucleus, mass_share = _draw_top_p(probabilities, uniform.unsqueeze(1), rows.top_p)
-        tokens, chosen = torch.where(limited, nucleus, tokens), torch.where(limited, mass_share, chosen)
+    if rows.any_limit:
+        cut = (rows.top_k < torch.inf) | (rows.min_p > 0)
+        limited = (rows.top_p < 1) | cut
+        likely, mass_share = _draw_likely(probabilities, uniform.unsqueeze(1), rows, cut)
+        tokens, chosen = torch.where(limited, likely, tokens), torch.where(limited, mass_share, chosen)
     if rows.any_greedy:
         best = logits.argmax(-1, keepdim=True)
         tokens = torch.where(rows.greedy, best, tokens)
@@ -65,11 +68,17 @@ def choose_tokens(logits: Tensor, uniform: Tensor, rows: RowSampling) -> tuple[T
     return tokens.squeeze(1), chosen.squeeze(1).log_()
 
 
-def _draw_top_p(probabilities: Tensor, uniform: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw from the fewest most likely tokens whose mass reaches ``top_p``, renormalised (Holtzman et al., 2020)."""
+def _draw_likely(probabilities: Tensor, uniform: Tensor, rows: RowSampling, cut: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw from the fewest most likely tokens whose mass reaches top_p, renormalised (Holtzman et al., 2020).
+
+    In rows that are ``cut`` [n, 1], of what min_p (arXiv:2407.01082) and top_k leave, renormalised: vLLM's order.
+    """
     ordered, token_of_rank = probabilities.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(ordered.shape[1], device=ordered.device)
+    left = ordered.where((ordered >= rows.min_p * ordered[:, :1]) & (ranks < rows.top_k), 0.0)
+    ordered = torch.where(cut, left / left.sum(-1, keepdim=True), ordered)
     cumulative = ordered.cumsum(-1)
-    last = (cumulative < top_p).sum(-1, keepdim=True).clamp_(max=probabilities.shape[1] - 1)
+    last = (cumulative < rows.top_p).sum(-1, keepdim=True).clamp_(max=probabilities.shape[1] - 1)
     mass = cumulative.gather(1, last)
     rank = _invert(cumulative, uniform * mass)
     return token_of_rank.gather(1, rank), ordered.gather(1, rank) / mass

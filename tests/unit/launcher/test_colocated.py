@@ -30,7 +30,6 @@ from rl_megatron.rollout.servers import replicas
 from rl_megatron.rollout.servers.replicas import Health
 from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.training.checkpoints import TrainerState
-from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement
 from rl_megatron.types import Loss, ParallelDims, Samples
 from tests.unit.launcher.test_supervisor import LIMIT, Bed, bed, run
@@ -129,9 +128,9 @@ def test_models_that_are_loaded_at_the_start_leave_the_gpus_before_the_first_sam
     models = {role: learner(group, role) for role, group in groups.items()}
     servers = Servers(heard)
 
-    async def evaluate(prompts: object, **keys: object) -> float:
+    async def row(*_: object) -> dict[str, float]:
         heard.append("servers sample")
-        return 0.5
+        return {"eval/accuracy": 0.5}
 
     roles = colocated(
         Roles(
@@ -144,12 +143,12 @@ def test_models_that_are_loaded_at_the_start_leave_the_gpus_before_the_first_sam
     )
     keys = ("rollout=vllm", "rollout.server.colocated=true", "algorithm=ppo", "algorithm.kl.coefficient=0.1")
     config, none = load_config("tiny_cpu", keys), cast(Any, None)
-    stream, sampler = SimpleNamespace(restore=lambda *_: None, table=None), SimpleNamespace(evaluate=evaluate)
+    stream = SimpleNamespace(restore=lambda *_: None, table=None)
     job = Reinforcement(
         config=config,
         roles=roles,
         prompts=cast(Any, stream),
-        evaluation=Evaluation(sampler=cast(Any, sampler), prompts=(), section=config.eval),
+        evaluation=cast(Any, SimpleNamespace(row=row)),
         update=none,
         start_folder=tmp_path / "start",
         recorder=none,

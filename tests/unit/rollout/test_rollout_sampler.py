@@ -10,9 +10,11 @@ from dataclasses import replace
 
 import pytest
 
+from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import EngineError, PoisonPrompt, RewardError
+from rl_megatron.evaluation.sets import ProblemSet, measure
 from rl_megatron.rewards.own import Plain
 from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.rollout.local.engine import LocalEngine
@@ -202,12 +204,18 @@ def test_poison_is_not_asked_for_its_greedy_completion_too(make_engine: MakeEngi
     assert good.group.greedy is not None
 
 
+def accuracy_of(ours: RolloutSampler, prompts: Sequence[Prompt], *, success_reward: float) -> float:
+    held_out = ProblemSet(name=None, prompts=prompts, section=EvalSetSection(), temperature=0.0)
+    measured = asyncio.run(measure(ours, held_out, EvalSection(success_reward=success_reward)))
+    return sum(measured.right) / len(prompts)
+
+
 def test_an_evaluation_with_more_than_one_poison_prompt_in_a_hundred_has_no_accuracy(make_engine: MakeEngine) -> None:
     ours = replace(sampler(make_engine, length_reward), engine=Poisoned(make_engine(8)))
 
     def accuracy(poison: int) -> float:
         prompts = [replace(PROMPTS[i >= poison], id=f"e{i}") for i in range(4)]
-        return asyncio.run(ours.evaluate(prompts, temperature=0.0, success_reward=0.0))
+        return accuracy_of(ours, prompts, success_reward=0.0)
 
     assert [accuracy(1) for _ in range(3)] == [3 / 4] * 3
     assert [request.token_ids[0] for request in ours.engine.asked].count(3) == 1  # it is known from then on
@@ -221,11 +229,11 @@ def test_accuracy_is_the_share_of_greedy_successes(make_engine: MakeEngine) -> N
         prompt.id: len(ours.engine._engine.generate([request])[0][0].token_ids)
         for prompt, request in zip(PROMPTS, _greedy_requests(ours), strict=True)
     }
-    accuracy = asyncio.run(ours.evaluate(PROMPTS, temperature=0.0, success_reward=9.0))
+    accuracy = accuracy_of(ours, PROMPTS, success_reward=9.0)
     assert accuracy == sum(name != "p1" and length >= 9 for name, length in lengths.items()) / 5
     assert {request.num_completions for request in ours.engine.asked} == {1}
 
 
 def _greedy_requests(ours: RolloutSampler) -> list[GenerationRequest]:
-    asyncio.run(ours.evaluate(PROMPTS, temperature=0.0, success_reward=9.0))
+    asyncio.run(ours.held_out(PROMPTS, ours.params(temperature=0.0)))
     return list(ours.engine.asked)

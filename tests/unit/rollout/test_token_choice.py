@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from rl_megatron.rollout.local.sampling import RowSampling, choose_tokens, stream_keys, uniforms
 
@@ -21,13 +22,22 @@ def splitmix64(state: int) -> int:
     return z ^ (z >> 31)
 
 
-def rows(num: int, temperature: float = 1.0, top_p: float = 1.0, greedy: bool = False) -> RowSampling:
+def rows(
+    num: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    greedy: bool = False,
+    top_k: float = math.inf,
+    min_p: float = 0.0,
+) -> RowSampling:
     return RowSampling(
         inverse_temperature=torch.full((num, 1), 1 / temperature),
         top_p=torch.full((num, 1), top_p),
+        top_k=torch.full((num, 1), top_k),
+        min_p=torch.full((num, 1), min_p),
         greedy=torch.full((num, 1), greedy),
         any_greedy=greedy,
-        any_top_p=top_p < 1,
+        any_limit=top_p < 1 or top_k < math.inf or min_p > 0,
     )
 
 
@@ -72,6 +82,38 @@ def test_frequencies_and_logprobs_follow_the_closed_form(temperature: float, top
     assert float(((counts - expected) ** 2 / expected).sum()) <= degrees + 4 * math.sqrt(2 * degrees)
 
 
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k", "min_p"),
+    [(1.0, 1.0, 3, 0.0), (1.5, 1.0, math.inf, 0.2), (0.7, 0.8, 4, 0.0), (2.0, 0.9, 5, 0.3), (1.0, 0.8, 3, 0.0)],
+)
+def test_top_k_and_min_p_are_those_of_transformers(
+    temperature: float, top_p: float, top_k: float, min_p: float
+) -> None:
+    warpers = [TemperatureLogitsWarper(temperature)]
+    warpers += [MinPLogitsWarper(min_p)] if min_p else []
+    warpers += [TopKLogitsWarper(int(top_k))] if top_k < math.inf else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    left = LOGITS.double()[None]
+    for warper in warpers:
+        left = warper(None, left)
+    exact = left[0].softmax(-1)
+    uniform = (torch.arange(DRAWS) + 0.5) / DRAWS  # each token as often as its probability says, to one draw
+    tokens, logprobs = choose_tokens(
+        LOGITS.repeat(DRAWS, 1), uniform, rows(DRAWS, temperature, top_p, top_k=top_k, min_p=min_p)
+    )
+    torch.testing.assert_close(logprobs.double(), exact.log()[tokens], rtol=0, atol=1e-5)
+    assert (tokens.bincount(minlength=8) - exact * DRAWS).abs().max() <= 1
+
+
+def test_limits_of_one_row_change_no_bit_of_another() -> None:
+    uniform = torch.linspace(0.0, 0.999, 64)
+    mixed = rows(64, 1.3, 0.9)
+    alone = choose_tokens(LOGITS.repeat(64, 1), uniform, mixed)
+    mixed.top_k[::2] = 2.0
+    beside = choose_tokens(LOGITS.repeat(64, 1), uniform, mixed)
+    assert [one[1::2].tolist() for one in beside] == [one[1::2].tolist() for one in alone]
+
+
 def test_greedy_takes_the_first_best_and_reports_the_models_logprob() -> None:
     tokens, logprobs = choose_tokens(LOGITS.repeat(4, 1), torch.tensor([0.0, 0.3, 0.7, 0.999]), rows(4, greedy=True))
     assert tokens.tolist() == [2] * 4
@@ -91,7 +133,9 @@ def test_rows_keep_their_own_parameters() -> None:
         top_p=torch.tensor([[1.0], [1.0], [1.0], [0.3]]),
         greedy=torch.tensor([[True], [False], [False], [False]]),
         any_greedy=True,
-        any_top_p=True,
+        top_k=torch.full((4, 1), math.inf),
+        min_p=torch.zeros(4, 1),
+        any_limit=True,
     )
     uniform = torch.full((4,), 0.99)
     together = choose_tokens(LOGITS.repeat(4, 1), uniform, mixed)

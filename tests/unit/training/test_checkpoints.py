@@ -28,7 +28,6 @@ from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.training import checkpoints
 from rl_megatron.training.checkpoints import CheckpointStore, Saved, TrainerState
-from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.loop import Loop, Pace
 from rl_megatron.types import ParallelDims
@@ -190,10 +189,10 @@ def test_the_first_step_waits_for_no_checkpoint_where_a_resume_makes_the_start_a
 ) -> None:
     learner, rows = Shards(), list[Any]()
 
-    async def evaluate(*_: Any, **__: Any) -> float:
-        return 0.25
+    async def row(*_: Any) -> dict[str, float]:
+        return {"eval/accuracy": 0.25}
 
-    sampler, recorder = cast(Any, SimpleNamespace(evaluate=evaluate)), cast(Any, SimpleNamespace(write=rows.append))
+    sampler, recorder = cast(Any, SimpleNamespace()), cast(Any, SimpleNamespace(write=rows.append))
     config = load_config("tiny_cpu", ["train.steps=0", f"warm_start.steps={warm_start_steps}"])
     prompts = cast(Any, SimpleNamespace(state=dict, left_out=(), table=None))
     job = Reinforcement(
@@ -201,7 +200,7 @@ def test_the_first_step_waits_for_no_checkpoint_where_a_resume_makes_the_start_a
         roles=cast(Any, SimpleNamespace(learners={"policy": learner}, frozen={})),
         stream=stream_of(config, prompts, sampler, Ledger()),
         prompts=prompts,
-        evaluation=Evaluation(sampler=sampler, prompts=(), section=config.eval),
+        evaluation=cast(Any, SimpleNamespace(row=row)),
         update=cast(Any, SimpleNamespace(state=None)),
         start_folder=tmp_path / "hf_start",
         recorder=recorder,

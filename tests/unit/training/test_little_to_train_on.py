@@ -77,7 +77,7 @@ def job(folder: Path, answers: Sequence[Answered], learner: Any, **sections: dic
         roles=roles,
         stream=stream_of(config, prompts, Source(iter(answers)), Ledger(folder / "ledger.jsonl")),
         prompts=prompts,
-        evaluation=Evaluation(sampler=cast(Any, None), prompts=(), section=config.eval),
+        evaluation=Evaluation(sampler=cast(Any, None), sets=(), section=config.eval, last_step=0),
         update=Update(config=config, roles=roles, attention_cost=0.0),
         start_folder=folder,
         recorder=Recorder(folder, config.log, Progress(1, "plain", "run", run_folder=folder)),
@@ -169,8 +169,8 @@ def test_a_minibatch_whose_every_completion_is_left_out_takes_no_step(tmp_path: 
 def test_a_stop_before_the_first_step_waits_for_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     """It is asked while the run evaluates, which may take long."""
 
-    class Sampler:
-        async def evaluate(self, *_: object, **__: object) -> float:
+    class Evaluates:
+        async def row(self, *_: object) -> Row:
             it.stop.set()
             await asyncio.Event().wait()
             raise AssertionError
@@ -180,7 +180,7 @@ def test_a_stop_before_the_first_step_waits_for_nothing_and_leaves_nothing(tmp_p
             await it.run()
 
     of = job(tmp_path, [], Steps(), warm_start={"steps": 0})
-    of.evaluation = replace(of.evaluation, sampler=cast(Any, Sampler()))
+    of.evaluation = cast(Any, Evaluates())
     pace = Pace(steps=1, rows=1, evaluations=1, checkpoints=1)
     it = Loop(job=of, pace=pace, checkpoints=cast(Any, None), recorder=of.recorder, stop=asyncio.Event())
     asyncio.run(run())

@@ -61,11 +61,12 @@ _INVARIANT = (*_INVARIANT_LATENTS, "flashinfer")
 _LOADER = "rl_megatron.rollout.servers.sglang.worker.load"
 _OTHERS = 8  # behind the ports of the ranks' store and of dp attention
 _BLACKWELL = 10.0  # compute capability
+_UNLIMITED = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 _MARGIN = 8  # tokens of its context that a request may not use
 
 
 class SGLangAdapter(Adapter):
-    """SGLang's log-probs come from before top-p (sampler.py), so only top_p=1 is served."""
+    """SGLang's log-probs come from before top-p, top-k and min-p (sampler.py), so these are for evaluations alone."""
 
     name = "SGLang"
     module = "sglang"
@@ -177,10 +178,13 @@ class SGLangAdapter(Adapter):
     @override
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
         p = request.params
-        if p.top_p < 1:
-            raise EngineError("SGLang computes log-probs before top_p is applied; set rollout.top_p=1")
+        limits = {"top_p": p.top_p, "top_k": p.top_k, "min_p": p.min_p}
+        limits = {name: value for name, value in limits.items() if value != _UNLIMITED[name]}
+        if limits and request.exact_logprobs:
+            raise EngineError(f"SGLang computes log-probs before {', '.join(limits)} is applied; set rollout.top_p=1")
         sampling = {
             "temperature": p.temperature,
+            **limits,
             "max_new_tokens": p.max_new_tokens,
             "stop_token_ids": list(p.stop_token_ids),
             "ignore_eos": not p.stop_token_ids,  # it would ignore these too

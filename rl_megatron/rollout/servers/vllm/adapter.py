@@ -159,6 +159,8 @@ class VLLMAdapter(Adapter):
             "n": request.num_completions if p.temperature else 1,  # greedy completions are all equal
             "temperature": p.temperature,
             "top_p": p.top_p,
+            **({"top_k": p.top_k} if p.top_k else {}),
+            **({"min_p": p.min_p} if p.min_p else {}),
             "max_tokens": p.max_new_tokens,
             "stop_token_ids": list(p.stop_token_ids),
             "ignore_eos": True,  # the line above says what ends a completion

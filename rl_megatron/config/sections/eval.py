@@ -1,0 +1,120 @@
+"""The ``eval`` section: sets of held-out problems, how they are sampled, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from rl_megatron.config.sections.data import ArithmeticData, FileData, OneSource
+from rl_megatron.section import Finite, Fraction, NonNegative, NonNegativeFloat, Positive, Section
+
+SetName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+
+
+def _listed(given: object) -> object:
+    """Numbers of a command line, as ``1,8``."""
+    if isinstance(given, str):
+        return given.split(",")
+    return (given,) if isinstance(given, int) else given
+
+
+class RunData(Section):
+    """The run's own held-out problems (``data``)."""
+
+    type: Literal["run"] = "run"
+
+
+class EvalSetSection(Section):
+    """One set of problems, under a name of yours; its metrics are ``eval/<name>/...`` (docs/evaluation.md)."""
+
+    data: Annotated[RunData | ArithmeticData | FileData, Field(discriminator="type")] = RunData()
+    limit: Positive | None = None
+    """Number of problems to use, the first ones; null uses all."""
+    samples: Positive = 1
+    """Completions of each problem, k in mean@k and maj@k."""
+    temperature: NonNegativeFloat | None = None
+    """Temperature; 0 is greedy. null: eval.temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    """Sample from the fewest most likely tokens whose probabilities add up to at least this."""
+    top_k: NonNegative = 0
+    """Sample from this many most likely tokens; 0: from all."""
+    min_p: Fraction = 0.0
+    """Sample from tokens with at least this share of the most likely one's probability; 0: from all."""
+    max_new_tokens: Positive | None = None
+    """Longest completion, in tokens, stop token included; null: rollout.max_new_tokens."""
+    every: NonNegative | None = None
+    """Steps between evaluations of this set; 0: only before the first step and after the last. null: eval.every."""
+    at_steps: Annotated[tuple[NonNegative, ...], BeforeValidator(_listed)] = ()
+    """Steps after which this set is evaluated, and no others, as a list or text as 0,100; 0 is before the first. Empty:
+    as ``every`` says."""
+    pass_at: Annotated[tuple[Positive, ...], BeforeValidator(_listed)] = ()
+    """The k of pass@k and all@k to report, each at most ``samples``: a list, or text as 1,8."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_to_train_on(cls, given: object) -> object:
+        """A set's files need no ``train``: it is never read."""
+        data = given.get("data") if isinstance(given, dict) else None
+        if isinstance(given, dict) and isinstance(data, dict) and "eval" in data and "train" not in data:
+            return given | {"data": data | {"train": data["eval"]}}
+        return given
+
+
+class EvalSection(Section):
+    """Held-out accuracy: the share of prompts whose reward is at least ``success_reward``."""
+
+    every: NonNegative = 10
+    """Steps between evaluations; 0: only before the first step and after the last."""
+    temperature: NonNegativeFloat = 0.0
+    """Temperature of evaluation; 0 is greedy."""
+    success_reward: Finite = 1.0
+    """Lowest reward that counts as a right answer."""
+    sets: Mapping[SetName, EvalSetSection] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _sets_are_whole(self) -> Self:
+        if problems := list(self._problems()):
+            raise ValueError("\n".join(problems))
+        return self
+
+    def temperature_of(self, name: str) -> float:
+        """The temperature of a set."""
+        own = self.sets[name].temperature
+        return self.temperature if own is None else own
+
+    @property
+    def data_of_sets(self) -> Mapping[str, OneSource]:
+        """The data of each set that has its own, by the key of its section."""
+        return {f"eval.sets.{n}.data": one.data for n, one in self.sets.items() if not isinstance(one.data, RunData)}
+
+    def _problems(self) -> Iterator[str]:
+        for number, (name, one) in enumerate(self.sets.items()):
+            key = f"eval.sets.{name}"
+            if not number and (one.every is not None or one.at_steps):
+                given = f"every={one.every}" if one.every is not None else f"at_steps={list(one.at_steps)}"
+                yield (
+                    f"{key}.{given}: the first set gives eval/accuracy, which eval.every={self.every} times for "
+                    "stop_at_accuracy and keep_best; set eval.every, or put another set first"
+                )
+            elif one.every is not None and one.at_steps:
+                yield f"{key}: every={one.every} and at_steps={list(one.at_steps)} both say when; leave one of them out"
+            if most := [k for k in one.pass_at if k > one.samples]:
+                yield f"{key}.pass_at={most[0]} needs as many samples, but samples={one.samples}; raise the second"
+            if isinstance(one.data, FileData) and one.data.rejected_field is not None:
+                yield f"{key}.data.rejected_field={one.data.rejected_field}: a set is not trained on; leave it out"
+            yield from self._greedy_problems(key, name, one)
+
+    def _greedy_problems(self, key: str, name: str, one: EvalSetSection) -> Iterator[str]:
+        if self.temperature_of(name):
+            return
+        limits = {"top_p": (one.top_p, 1.0), "top_k": (one.top_k, 0), "min_p": (one.min_p, 0.0)}
+        set_ones = [f"{limit}={value:g}" for limit, (value, default) in limits.items() if value != default]
+        if one.samples > 1:
+            set_ones.insert(0, f"samples={one.samples}")
+        if set_ones:
+            yield (
+                f"{key}: {', '.join(set_ones)} with temperature 0, where every sample is the most likely completion; "
+                f"set {key}.temperature above 0, or leave these out"
+            )

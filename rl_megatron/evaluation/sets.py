@@ -1,0 +1,116 @@
+"""Samples sets of held-out problems with the weights that are served, and computes their figures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
+from rl_megatron.evaluation.bounds import share_interval
+from rl_megatron.evaluation.figures import all_at, majority, pass_at
+from rl_megatron.observability.intervals import Interval
+from rl_megatron.rollout.batch import Answered
+from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemSet:
+    """The problems of a set. ``name`` is None for the run's own held-out data where ``eval.sets`` has no set."""
+
+    name: str | None
+    prompts: Sequence[Prompt]
+    section: EvalSetSection
+    temperature: float
+
+    @property
+    def purpose(self) -> str:
+        """The name in requests, on which seeds depend."""
+        return "evaluation" if self.name is None else f"evaluation {self.name}"
+
+    def due(self, step: int, *, every: int, last: bool) -> bool:
+        """Whether it is evaluated after ``step``; 0 is before the first. ``every``: eval.every."""
+        if self.section.at_steps:
+            return step in self.section.at_steps
+        every = every if self.section.every is None else self.section.every
+        return last or step == 0 or (every > 0 and step % every == 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSet:
+    """What was sampled of a set's P problems, n samples of each."""
+
+    problems: tuple[str, ...]  # ids
+    samples: int
+    right: tuple[int, ...]  # [P], samples whose reward is at least eval.success_reward
+    votes: tuple[float, ...] | None  # [P], maj@n of each; None where the reward reads no answers, or n is 1
+    errors: int  # samples without a finite reward; they count as wrong
+    length: float  # mean tokens of a sample
+    truncated: float  # share of samples that reached max_new_tokens
+    seconds: float
+
+    def figures(self, pass_at_k: Sequence[int] = ()) -> dict[str, Interval]:
+        """The set's figures by name, as ``pass@8``, over its problems."""
+        out = {f"mean@{self.samples}": share_interval([c / self.samples for c in self.right], samples=self.samples)}
+        for k in pass_at_k:
+            for name, one in (("pass", pass_at), ("all", all_at)):
+                values = [one(c, self.samples, k) for c in self.right]
+                out[f"{name}@{k}"] = share_interval(values, samples=self.samples // k)
+        if self.votes is not None:
+            out[f"maj@{self.samples}"] = share_interval(self.votes)
+        return out
+
+
+async def measure(sampler: RolloutSampler, problems: ProblemSet, section: EvalSection) -> MeasuredSet:
+    """Sample and score a set. Raises EngineError and RewardError, as `RolloutSampler.held_out`."""
+    one, began = problems.section, time.perf_counter()
+    params = sampler.params(
+        temperature=problems.temperature,
+        top_p=one.top_p,
+        top_k=one.top_k,
+        min_p=one.min_p,
+        max_new_tokens=one.max_new_tokens,
+    )
+    answered = await sampler.held_out(problems.prompts, params, purpose=problems.purpose, samples=one.samples)
+    judged = [_judged(answer, one.samples, section.success_reward) for answer in answered]
+    turns = [turn for a in answered if a.group is not None for t in a.group.trajectories for turn in t.turns]
+    return MeasuredSet(
+        problems=tuple(prompt.id for prompt in problems.prompts),
+        samples=one.samples,
+        right=tuple(map(sum, judged)),
+        votes=_votes(answered, judged) if one.samples > 1 else None,
+        errors=sum(scored.error is not None for answer in answered for scored in answer.scored),
+        length=sum(len(turn.logprobs) for turn in turns) / max(1, len(turns)),
+        truncated=sum(turn.finish_reason == "length" for turn in turns) / max(1, len(turns)),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _judged(answer: Answered, samples: int, success_reward: float) -> list[bool]:
+    """Whether each sample is right; none of a prompt that was not sampled, nor one without a finite reward."""
+    if answer.rewards:
+        return [reward >= success_reward for reward in answer.rewards]
+    judged = [one.error is None and one.total >= success_reward for one in answer.scored]
+    return judged or [False] * samples
+
+
+def _votes(answered: Sequence[Answered], judged: Sequence[Sequence[bool]]) -> tuple[float, ...] | None:
+    if all(one.answer is None for answer in answered for one in answer.scored):
+        return None
+    votes = []
+    for answer, right in zip(answered, judged, strict=True):
+        given = [one.answer or "" for one in answer.scored]
+        votes.append(majority(given, right[: len(given)]))
+    return tuple(votes)
+
+
+def row_of(name: str, measured: MeasuredSet, pass_at_k: Sequence[int]) -> Mapping[str, float | None]:
+    """Metrics of a set, ``eval/<name>/...`` of docs/metrics.md."""
+    row: dict[str, float | None] = {}
+    for figure, interval in measured.figures(pass_at_k).items():
+        key = f"eval/{name}/{figure.replace('@', '_at_')}"
+        row |= {key: interval.value, f"{key}/low": interval.low, f"{key}/high": interval.high}
+    rest = {"length": measured.length, "truncated": measured.truncated, "errors": measured.errors}
+    row |= {f"eval/{name}/{key}": value for key, value in rest.items()}
+    return {key: value for key, value in row.items() if value is not None} | {f"eval/{name}/seconds": measured.seconds}

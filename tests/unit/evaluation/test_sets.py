@@ -1,0 +1,208 @@
+"""Sets of problems through the real sampler and reward, with an engine whose answers are written down: what is asked,
+every figure by hand, when each set is due, and what a configuration may not say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from rl_megatron.config.io import load_config
+from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
+from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.rollout import RolloutSection
+from rl_megatron.errors import ConfigError
+from rl_megatron.evaluation.sets import ProblemSet, measure
+from rl_megatron.interfaces import RolloutEngine
+from rl_megatron.observability.metrics.table import documented
+from rl_megatron.rewards.registry import resolve_reward
+from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.training.evaluation import Evaluation
+from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, Span
+
+ANSWERS = {  # by problem: the texts of its four samples
+    "solved": ("7", "7", "7", "7"),
+    "split": ("7", "7", "8", "8"),
+    "mostly": ("7", "8", "7", "9"),
+    "never": ("", "", "words", "9"),
+}
+PROMPTS = tuple(Prompt(id=name, text="", token_ids=(1,), answer="7") for name in ANSWERS)
+
+
+@dataclass
+class Written(RolloutEngine):
+    """Answers what is written; a sample without text was cut."""
+
+    asked: list[GenerationRequest] = field(default_factory=list)
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        self.asked.append(request)
+        texts = ANSWERS[request.id.rpartition(": ")[2]][: request.num_completions]
+        return [
+            Completion(
+                token_ids=np.array([ord(letter) for letter in text] or [32], np.int32),
+                logprobs=np.zeros(max(1, len(text)), np.float32),
+                finish_reason="stop" if text else "length",
+                spans=(Span(0, 0),),
+            )
+            for text in texts
+        ]
+
+    def so_far(self, request_id: str) -> Completion | None:
+        return None
+
+    async def interrupt(self) -> None: ...
+
+
+def sampler(engine: RolloutEngine, reward: str = "final_number") -> RolloutSampler:
+    return RolloutSampler(
+        engine=engine,
+        reward_function=resolve_reward(reward),
+        decode=lambda tokens: "".join(map(chr, tokens)).strip(),
+        rollout=RolloutSection(max_new_tokens=5),
+        reward=RewardSection(),
+        stop_token_ids=(0,),
+        seed=3,
+    )
+
+
+def held_out(name: str, **keys: Any) -> ProblemSet:
+    section = EvalSetSection(**keys)
+    return ProblemSet(name=name, prompts=PROMPTS, section=section, temperature=section.temperature or 0.0)
+
+
+def evaluation(engine: RolloutEngine, *sets: ProblemSet, **section: Any) -> Evaluation:
+    return Evaluation(sampler=sampler(engine), sets=sets, section=EvalSection(**section), last_step=100)
+
+
+def test_figures_are_those_counted_by_hand() -> None:
+    engine = Written()
+    one = held_out("math", samples=4, temperature=0.6, pass_at=(1, 2, 4))
+    row = asyncio.run(evaluation(engine, one).row(0))
+    assert row["eval/math/mean_at_4"] == (4 + 2 + 2 + 0) / 16 == row["eval/accuracy"] == row["eval/math/pass_at_1"]
+    assert row["eval/math/pass_at_2"] == pytest.approx((1 + 5 / 6 + 5 / 6 + 0) / 4)  # of six pairs one has no right one
+    assert row["eval/math/all_at_2"] == pytest.approx((1 + 1 / 6 + 1 / 6 + 0) / 4)
+    assert row["eval/math/pass_at_4"] == 3 / 4
+    assert row["eval/math/maj_at_4"] == (1 + 1 / 2 + 1 + 0) / 4  # an even vote counts half; 7 wins with two votes
+    assert row["eval/math/truncated"] == 2 / 16
+    assert row["eval/math/length"] == 20 / 16  # "words" has five, all others one
+    assert row["eval/math/errors"] == 0
+    low, high = row["eval/math/mean_at_4/low"], row["eval/math/mean_at_4/high"]
+    assert isinstance(low, float)
+    assert isinstance(high, float)
+    assert 0 < low < 0.5 < high < 1
+    assert all(documented(name) for name in row)
+
+
+def test_what_is_asked_is_what_the_set_says() -> None:
+    engine = Written()
+    limits = {"top_p": 0.9, "top_k": 20, "min_p": 0.05, "max_new_tokens": 64}
+    sets = (held_out("first"), held_out("second", samples=2, temperature=0.7, **limits))
+    asyncio.run(evaluation(engine, *sets).row(0))
+    first, second = (next(one for one in engine.asked if f" {name}:" in one.id) for name in ("first", "second"))
+    assert (first.params.temperature, first.num_completions, first.params.max_new_tokens) == (0.0, 1, 5)
+    seed = second.params.seed
+    assert second.params == SamplingParams(temperature=0.7, stop_token_ids=(0,), seed=seed, **limits)
+    assert second.num_completions == 2
+    assert not any(one.exact_logprobs for one in engine.asked)
+    assert len({one.params.seed for one in engine.asked}) == len(engine.asked) == 8
+
+
+def test_without_sets_the_row_and_the_requests_are_what_they_were() -> None:
+    engine = Written()
+    whole = ProblemSet(name=None, prompts=PROMPTS, section=EvalSetSection(), temperature=0.0)
+    assert asyncio.run(evaluation(engine, whole).row(10)) == {"eval/accuracy": 3 / 4}
+    assert [one.id for one in engine.asked] == [f"evaluation: {name}" for name in ANSWERS]
+
+
+def test_a_reward_that_reads_no_answer_has_no_majority_and_failed_ones_count_as_wrong() -> None:
+    one = held_out("math", samples=4, temperature=1.0)
+
+    async def strict(prompt: Prompt, completions: object, texts: Sequence[str]) -> list[float]:
+        return [1.0 if text == "7" else float("nan") if text == "9" else 0.0 for text in texts]
+
+    from rl_megatron.rewards.own import Async
+
+    ours = RolloutSampler(
+        engine=Written(),
+        reward_function=Async(strict),
+        decode=lambda tokens: "".join(map(chr, tokens)),
+        rollout=RolloutSection(),
+        reward=RewardSection(on_error="drop"),
+        stop_token_ids=(),
+        seed=0,
+    )
+    measured = asyncio.run(measure(ours, one, EvalSection()))
+    assert measured.votes is None
+    assert (measured.right, measured.errors) == ((4, 2, 2, 0), 2)
+
+
+def test_each_set_is_due_at_its_own_steps() -> None:
+    sets = (
+        held_out("first"),
+        held_out("rare", every=40),
+        held_out("ends", every=0),
+        held_out("named", at_steps=(0, 7)),
+    )
+    ours = evaluation(Written(), *sets, every=10)
+    when = {one.name: [n for n in range(101) if one in ours._due(n)] for one in sets}
+    assert when == {
+        "first": list(range(0, 101, 10)),
+        "rare": [0, 40, 80, 100],
+        "ends": [0, 100],
+        "named": [0, 7],
+    }
+    assert ours.due(7)
+    assert not ours.due(8)
+    row = asyncio.run(ours.row(7))
+    assert "eval/accuracy" not in row
+    assert "eval/named/mean_at_1" in row
+    assert asyncio.run(ours.row())["eval/accuracy"] == 3 / 4  # of a warm start: the first set alone
+
+
+REFUSED = {
+    "eval.sets.a.pass_at=8": "eval.sets.a.pass_at=8 needs as many samples, but samples=1; raise the second",
+    "eval.sets.a.samples=4": "eval.sets.a: samples=4 with temperature 0, where every sample is the most likely",
+    "eval.sets.a.top_k=5": "eval.sets.a: top_k=5 with temperature 0",
+    "eval.sets.a.every=5": "eval.sets.a.every=5: the first set gives eval/accuracy, which eval.every=10 times",
+    "eval.sets.a.at_steps=3": r"eval.sets.a.at_steps=\[3\]: the first set",
+    "eval.sets.A.samples=1": r"must be text that matches \^\[a-z\]",
+    "eval.sets.a.data.type=hub": "no such choice; one of: run, arithmetic, files",
+    "eval.sets.a.pass_at=1,x": "eval.sets.a.pass_at='x': must be a valid integer",
+    "eval.sets.a.min_p=2": "eval.sets.a.min_p=2",
+}
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_what_a_set_cannot_be_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match=REFUSED[given]):
+        load_config("tiny_cpu", [given])
+
+
+def test_two_ways_to_say_when_and_steps_that_never_come_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"eval.sets.b: every=5 and at_steps=\[3\] both say when"):
+        load_config("tiny_cpu", ["eval.sets.a.limit=9", "eval.sets.b.every=5", "eval.sets.b.at_steps=3"])
+    with pytest.raises(ConfigError, match=r"eval.sets.b.at_steps=99 is after the last step, train.steps=40"):
+        load_config("tiny_cpu", ["train.steps=40", "eval.sets.a.limit=9", "eval.sets.b.at_steps=0,99"])
+
+
+def test_a_sets_files_need_no_train_and_a_saved_configuration_is_valid_again(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "defaults: tiny_cpu\n"
+        "eval:\n  sets:\n    sums: {limit: 64}\n"
+        "    aime: {data: {type: files, eval: aime.jsonl}, samples: 8, temperature: 0.6, max_new_tokens: 90}\n"
+    )
+    config = load_config(str(path), [])
+    assert cast(Any, config.eval.sets["aime"].data).train == Path("aime.jsonl")
+    assert config.longest_completion == 90
+    assert list(config.eval.sets) == ["sums", "aime"]
+    from rl_megatron.config.io import save_resolved
+
+    save_resolved(config, tmp_path / "again.yaml")
+    assert load_config(str(tmp_path / "again.yaml"), []) == config
