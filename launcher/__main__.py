@@ -14,6 +14,7 @@ from launcher.commands import (
     convert,
     doctor,
     engines,
+    evaluate,
     experiment,
     inspect,
     job,
@@ -36,6 +37,7 @@ _COMMANDS = (
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_NAMES)
 for command in _COMMANDS:
     app.command()(command)
+app.command("eval")(evaluate.evaluate)
 app.add_typer(doctor.app, name="doctor")
 app.add_typer(experiment.app, name="experiment")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from launcher.build.model import starting_shape
 from rl_megatron.config.io import load_config
 from rl_megatron.data.routes import decode_routes
+from rl_megatron.evaluation.results import read_results
 from rl_megatron.observability.metrics.table import PHASE_SECONDS
 from rl_megatron.scaling.saves import bytes_by_rank
 from rl_megatron.training import checkpoints
@@ -113,6 +116,39 @@ def test_a_checkpoint_has_the_bytes_that_are_planned(reference: Run) -> None:
     assert begun == [3, 5]
     assert ended in ([2, 4], [2])  # no step waits behind the first; the last but one may end in the last step
     assert planned < min(written) <= max(written) < planned + frames + 200_000  # and .metadata
+
+
+EVALUATES = """
+import asyncio, sys
+from pathlib import Path
+sys.path.append(".")
+from launcher.programs import evaluate
+for model in sys.argv[1:]:
+    config = None if "hf_" not in model else "runs/reference/config.yaml"
+    asyncio.run(evaluate.measure_model(evaluate.to_evaluate(Path(model), config, []), Path(model).name))
+assert "megatron" not in sys.modules
+"""
+
+
+def test_an_evaluation_of_a_checkpoint_is_that_of_its_export_and_the_runs_own(place: Place, reference: Run) -> None:
+    """By rl-megatron eval's program, without megatron-core."""
+    run, kept = "runs/reference", "step_000004"
+    models = [run, f"{run}/hf_step_000006", f"{run}/checkpoints/{kept}"]
+    environment = {**os.environ, **PORTABLE, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", EVALUATES, *models], cwd=place.folder, env=environment, check=True)
+    newest, exported, before = (
+        read_results(place.folder / folder / name)
+        for folder, name in (
+            (f"{run}/eval", "reference.json"),
+            ("eval", "hf_step_000006.json"),
+            (f"{run}/eval", f"{kept}.json"),
+        )
+    )
+    assert newest.weights == exported.weights != before.weights
+    accuracy = {row["step"]: row["eval/accuracy"] for row in reference.rows() if "eval/accuracy" in row}
+    assert newest.sets["held_out"].measured.right == exported.sets["held_out"].measured.right
+    assert newest.sets["held_out"].figures["mean@1"].value == accuracy[6]
+    assert before.sets["held_out"].figures["mean@1"].value == accuracy[4]
 
 
 def test_killed_at_every_kind_of_moment(place: Place, reference: Run) -> None:

@@ -22,7 +22,9 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_MODULES = 400, 60, 14
 DOCUMENTS = [
     path.relative_to(REPO) for folder in (".", "docs", "docs/adr", "slurm") for path in (REPO / folder).glob("*.md")
 ]
-SHELVES = {"rl_megatron/options"}  # listed in one table; that they do not import each other is a contract
+SHELVES = {  # listed in one table: options do not import each other, by contract; commands are those of __main__.py
+    *("rl_megatron/options", "launcher/commands", "launcher/programs"),
+}
 ONE_EACH = {  # functions that may have one name, by where they are: a table takes them, or a program
     "check": "launcher/preflight",
     "read": "rl_megatron/models/families",

@@ -1,0 +1,208 @@
+"""``rl-megatron eval``: measures a model on the sets of a configuration, without a learner; compares two such files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from launcher.build.alone import engine_alone
+from launcher.build.data import Data, load_data
+from launcher.build.model import starting_folder
+from launcher.preflight import engine, problems_of_data, reward
+from launcher.preflight.subject import Subject
+from launcher.processes.scratch import scratch
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import RunConfig
+from rl_megatron.digests import digest_of
+from rl_megatron.errors import ConfigError
+from rl_megatron.evaluation.results import WHOLE, Results, paired_figures, read_results, result_of
+from rl_megatron.evaluation.sets import ProblemSet, measure
+from rl_megatron.interfaces import RewardFunction, RolloutEngine
+from rl_megatron.observability.intervals import Interval
+from rl_megatron.observability.log import run_log
+from rl_megatron.rewards.registry import resolve_rewards
+from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.training import checkpoints
+from rl_megatron.types import Completion, Prompt, Scored
+from rl_megatron.weights.boxes import Shape
+from rl_megatron.weights.checkpoints.convert import megatron_to_hf
+from rl_megatron.weights.checkpoints.kind import is_megatron
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums
+from rl_megatron.weights.layouts.families import hf_layout, read_shape
+
+_STEP = re.compile(r"(step|warm_start)_\d{6,}")
+_DEFAULT = "tiny_cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToEvaluate:
+    """What to evaluate: ``source`` is a Hugging Face folder, or the learner's shards of a checkpoint."""
+
+    config: RunConfig
+    source: Path
+    out: Path  # the folder of results
+    name: str
+
+
+def to_evaluate(model: Path, config: str | None, overrides: Sequence[str]) -> ToEvaluate:
+    """The target of a Hugging Face folder, a run's folder (its newest checkpoint) or one of its checkpoints.
+
+    Raises ConfigError, and CheckpointError that names torn files.
+    """
+    run = model.parent.parent if _STEP.fullmatch(model.name) else model
+    if (run / "config.yaml").is_file() and (run / "checkpoints").is_dir():
+        checkpoint = checkpoints.latest(run / "checkpoints") if model == run else model
+        if checkpoint is None:
+            raise ConfigError(f"{run}: no checkpoint is complete; train on, or give a Hugging Face folder")
+        loaded = load_config(config or str(run / "config.yaml"), overrides)
+        source = checkpoints.read(checkpoint).folder / "learner"
+        return ToEvaluate(config=loaded, source=source, out=run / "eval", name=checkpoint.name)
+    if not model.is_dir():
+        raise ConfigError(f"{model}: no such folder; give a Hugging Face folder, a run's folder or checkpoints/step_N")
+    is_megatron(model)  # raises for neither kind
+    loaded = load_config(config or _DEFAULT, overrides)
+    return ToEvaluate(config=loaded, source=model, out=Path("eval"), name=model.resolve().name)
+
+
+async def measure_model(target: ToEvaluate, name: str | None) -> Path:
+    """Measure all sets, print the table and write the results. Returns their file. Raises RLMegatronError."""
+    path = target.out / f"{name or target.name}.json"
+    if path.exists():
+        raise ConfigError(f"{path} exists; remove it, or give another name with --name")
+    _check(target.config)
+    with scratch() as spare, run_log(target.out, role="eval"):
+        folder = _hugging_face(target, spare)
+        config = _of_folder(target.config, folder)
+        shape = read_shape(folder, config.learner.model)
+        data, judge = load_data(config, folder), resolve_rewards(config.reward, config.source_rewards)
+        print(f"{target.source}: {_described(data.sets)}, by {config.rollout.engine}", flush=True)
+        async with engine_alone(config, folder, shape, target.out) as sampling:
+            sets = {}
+            with _display() as bar:
+                for one in data.sets:
+                    task = bar.add_task(one.name or WHOLE, total=len(one.prompts))
+                    counted = _Counted(judge, partial(bar.advance, task))
+                    sampler = _sampler(config, sampling, data, counted)
+                    sets[one.name or WHOLE] = result_of(one, await measure(sampler, one, config.eval))
+        weights = _digest(folder, config, hf_layout(shape).local_shapes(0))
+    results = Results(
+        model=str(target.source),
+        weights=weights,
+        engine=config.rollout.engine,
+        config=target.config.model_dump(mode="json"),
+        sets=sets,
+    )
+    results.write(path)
+    _show(results)
+    print(f"written: {path}")
+    return path
+
+
+def show_compared(first: Path, second: Path) -> None:
+    """Print the paired differences of two files of results. Raises DataError."""
+    one, other = read_results(first), read_results(second)
+    rows = paired_figures(one, other)
+    table = Table("set", "figure", first.stem, second.stem, "difference", "95 %", "problems")
+    for row in rows:
+        both = f"{row.first:.4f}", f"{row.second:.4f}"
+        table.add_row(row.set, row.figure, *both, f"{row.difference.value:+.4f}", *_ends(row.difference, "+"))
+    Console().print(table)
+    for name in sorted(one.sets.keys() ^ other.sets.keys()):
+        print(f"left out: {name}, which one of the two has not")
+
+
+def _check(config: RunConfig) -> None:
+    """Raises ConfigError with what data, engine and reward lack. The learner is not checked: none starts."""
+    subject = Subject(config, for_job=False)
+    checks = (problems_of_data.check, engine.check, reward.check)
+    problems = [found.text for check in checks for found in check(subject) if found.kind == "problem"]
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+def _hugging_face(target: ToEvaluate, spare: Path) -> Path:
+    """The Hugging Face folder of the target, converted into ``spare`` where it is not one."""
+    if not is_megatron(target.source):
+        return target.source
+    out, of_run = spare / target.name, not (target.source / "config.json").is_file()
+    known = starting_folder(target.config) if of_run else None
+    megatron_to_hf(target.source, out, config=known, family=target.config.learner.model)
+    return out
+
+
+def _of_folder(config: RunConfig, folder: Path) -> RunConfig:
+    """The configuration with that folder's model, and servers that keep their memory: no learner takes turns."""
+    server = config.rollout.server.model_copy(update={"colocated": False})
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": folder}),
+            "rollout": config.rollout.model_copy(update={"server": server}),
+        }
+    )
+
+
+class _Counted:
+    """A reward that calls ``tell`` for each problem that it has scored."""
+
+    def __init__(self, reward: RewardFunction, tell: Callable[[], None]) -> None:
+        self._reward, self._tell = reward, tell
+
+    async def __call__(
+        self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
+    ) -> Sequence[Scored]:
+        scored = await self._reward(prompt, completions, texts)
+        self._tell()
+        return scored
+
+
+def _sampler(config: RunConfig, sampling: RolloutEngine, data: Data, judge: RewardFunction) -> RolloutSampler:
+    return RolloutSampler(
+        engine=sampling,
+        reward_function=judge,
+        decode=partial(data.tokenizer.decode, skip_special_tokens=True),
+        rollout=config.rollout,
+        reward=config.reward,
+        source_rewards=config.source_rewards,
+        stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
+        seed=config.seed,
+    )
+
+
+def _digest(folder: Path, config: RunConfig, shapes: Mapping[str, Shape]) -> str:
+    """Of the checksums of all tensors in learner.dtype: alike for a checkpoint and its exported folder."""
+    dtype = getattr(torch, config.learner.dtype)
+    found = checksums(HFFolder(folder), shapes, dict.fromkeys(shapes, dtype))
+    return digest_of(json.dumps(found, sort_keys=True).encode()).xxh3_128
+
+
+def _described(sets: Sequence[ProblemSet]) -> str:
+    return ", ".join(f"{one.name or WHOLE} ({len(one.prompts)} x {one.section.samples})" for one in sets)
+
+
+def _display() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True))
+
+
+def _show(results: Results) -> None:
+    table = Table("set", "figure", "value", "95 %", "problems", title=results.model)
+    for name, one in results.sets.items():
+        for figure, interval in one.figures.items():
+            table.add_row(name, figure, f"{interval.value:.4f}", *_ends(interval))
+    Console().print(table)
+
+
+def _ends(interval: Interval, sign: str = "") -> tuple[str, str]:
+    """An interval and its number of problems, as cells."""
+    if interval.low is None or interval.high is None:
+        return "one problem", str(interval.count)
+    return f"{interval.low:{sign}.4f} to {interval.high:{sign}.4f}", str(interval.count)

@@ -1,0 +1,129 @@
+"""The file of an evaluation's results, and the paired comparison of two: problem by problem, over the same problems."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from rl_megatron.digests import digest_of
+from rl_megatron.durable import write_atomically
+from rl_megatron.errors import DataError
+from rl_megatron.evaluation.bounds import difference_interval
+from rl_megatron.evaluation.figures import pass_at
+from rl_megatron.evaluation.sets import MeasuredSet, ProblemSet
+from rl_megatron.observability.intervals import Interval
+
+WHOLE = "held_out"
+"""The name of the run's own held-out data, where ``eval.sets`` has no set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetResult:
+    """What was measured of one set. ``digest`` is of its problems: their ids, tokens and answers."""
+
+    digest: str
+    section: Mapping[str, Any]  # the set's keys
+    measured: MeasuredSet
+    figures: Mapping[str, Interval]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """Everything of an evaluation. ``weights`` is the digest of all tensors' checksums, in learner.dtype."""
+
+    model: str
+    weights: str
+    engine: str
+    config: Mapping[str, Any]
+    sets: Mapping[str, SetResult]
+
+    def write(self, path: Path) -> None:
+        """Write the file, atomically."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(asdict(self), indent=1).encode() + b"\n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedFigure:
+    """A figure of two evaluations: their values, and the mean difference over problems, second minus first."""
+
+    set: str
+    figure: str
+    first: float
+    second: float
+    difference: Interval
+
+
+_RESULTS = TypeAdapter(Results)
+
+
+def result_of(problems: ProblemSet, measured: MeasuredSet) -> SetResult:
+    """The result of a set."""
+    told = [(one.id, one.token_ids, one.answer) for one in problems.prompts]
+    return SetResult(
+        digest=digest_of(json.dumps(told).encode()).xxh3_128,
+        section={**problems.section.model_dump(mode="json"), "temperature": problems.temperature},
+        measured=measured,
+        figures=measured.figures(problems.section.pass_at),
+    )
+
+
+def read_results(path: Path) -> Results:
+    """The file's results. Raises DataError."""
+    try:
+        return _RESULTS.validate_json(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; give a file that rl-megatron eval wrote") from error
+    except ValidationError as error:
+        said = error.errors()[0]
+        place = ".".join(map(str, said["loc"]))
+        raise DataError(f"{path}: {place}: {said['msg']}; give a file that rl-megatron eval wrote") from error
+
+
+def paired_figures(first: Results, second: Results) -> list[PairedFigure]:
+    """Each figure that both have, of each set that both have. Raises DataError for one name of different problems, and
+    if they share no set."""
+    shared = [name for name in first.sets if name in second.sets]
+    if not shared:
+        raise DataError(f"the two share no set: {', '.join(first.sets)} and {', '.join(second.sets)}")
+    return [row for name in shared for row in _of_set(name, first.sets[name], second.sets[name])]
+
+
+def _of_set(name: str, first: SetResult, second: SetResult) -> Iterator[PairedFigure]:
+    if first.digest != second.digest:
+        raise DataError(
+            f"set {name}: the two have different problems ({len(first.measured.problems)} and "
+            f"{len(second.measured.problems)}), so nothing can be compared problem by problem; evaluate both on one"
+        )
+    samples = min(first.measured.samples, second.measured.samples)
+    for figure, (a, b, draws) in _figures(first, second, samples).items():
+        yield PairedFigure(
+            set=name,
+            figure=figure,
+            first=sum(a) / len(a),
+            second=sum(b) / len(b),
+            difference=difference_interval(a, b, samples=draws),
+        )
+
+
+def _figures(
+    first: SetResult, second: SetResult, samples: int
+) -> dict[str, tuple[Sequence[float], Sequence[float], int]]:
+    """By name: both sides' values by problem, and of how many draws each value is at least."""
+
+    def shares(one: MeasuredSet, k: int) -> list[float]:
+        return [pass_at(right, one.samples, k) for right in one.right]
+
+    a, b = first.measured, second.measured
+    out: dict[str, tuple[Sequence[float], Sequence[float], int]] = {"mean": (shares(a, 1), shares(b, 1), samples)}
+    both = set(first.section["pass_at"]) & set(second.section["pass_at"]) - {1}
+    for k in sorted(both):
+        out[f"pass@{k}"] = shares(a, k), shares(b, k), samples // k
+    if a.votes is not None and b.votes is not None and a.samples == b.samples:
+        out[f"maj@{samples}"] = a.votes, b.votes, 1
+    return out

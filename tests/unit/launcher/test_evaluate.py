@@ -1,0 +1,161 @@
+"""rl-megatron eval of a folder against transformers' own greedy answers, through the in-process engine and a server of
+it; its file, its refusals, and the comparison of two files. tests/e2e/test_resume.py evaluates a run's checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from launcher.__main__ import main
+from launcher.build.data import load_data
+from launcher.build.model import starting_folder
+from rl_megatron.config.io import load_config
+from rl_megatron.errors import DataError
+from rl_megatron.evaluation.bounds import difference_interval, share_interval
+from rl_megatron.evaluation.results import paired_figures, read_results
+
+REWARD = """
+def even(prompt, completions, texts):
+    return [float(sum(map(int, c.token_ids)) % 2 == 0) for c in completions]
+"""
+KEYS = (
+    *("data.num_eval=12", "rollout.max_new_tokens=8", "reward.function=even_rewards:even"),
+    *("eval.sets.greedy.limit=12", "eval.sets.drawn.samples=4", "eval.sets.drawn.temperature=1.0"),
+    *("eval.sets.drawn.pass_at=2", "eval.sets.drawn.top_k=5", "eval.sets.drawn.limit=6"),
+    *("eval.sets.likeliest.temperature=1.0", "eval.sets.likeliest.top_k=1"),
+    *("eval.sets.wide.data.type=arithmetic", "eval.sets.wide.data.digits=3", "eval.sets.wide.data.num_eval=5"),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return starting_folder(load_config("tiny_cpu", [f"model.cache_dir={tmp_path_factory.mktemp('models')}"]))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "even_rewards.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit status, and all that was printed."""
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", *arguments])
+    printed = capsys.readouterr()
+    return int(ended.value.code or 0) if not isinstance(ended.value.code, str) else 1, printed.out + printed.err
+
+
+def of_transformers(folder: Path) -> list[int]:
+    """Of the twelve held-out problems, which transformers' greedy answer gets the reward."""
+    data = load_data(load_config("tiny_cpu", [*KEYS, f"model.path={folder}"]), folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    right = []
+    for prompt in data.held_out:
+        ids = torch.tensor([prompt.token_ids])
+        with torch.inference_mode():
+            made = model.generate(
+                ids, do_sample=False, max_new_tokens=8, eos_token_id=list(data.stop_token_ids), pad_token_id=0
+            )
+        right.append(int(int(made[0, ids.shape[1] :].sum()) % 2 == 0))
+    return right
+
+
+def test_figures_are_those_of_transformers_answers_by_both_kinds_of_engine(
+    folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text = said(capsys, str(folder), *KEYS, "--name", "inside")
+    assert status == 0, text
+    found = read_results(here / "eval" / "inside.json")
+    right = of_transformers(folder)
+    assert 0 < sum(right) < 12
+    greedy = found.sets["greedy"]
+    assert list(greedy.measured.right) == right
+    assert greedy.figures["mean@1"] == share_interval([float(one) for one in right])
+    assert f"{sum(right) / 12:.4f}" in text
+    assert list(found.sets["likeliest"].measured.right) == right  # drawn from one token
+    drawn = found.sets["drawn"]
+    assert (len(drawn.measured.right), drawn.measured.samples) == (6, 4)
+    assert set(drawn.figures) == {"mean@4", "pass@2", "all@2"}
+    assert [len(one.partition("+")[0]) for one in found.sets["wide"].measured.problems] == [3] * 5
+    assert found.config["eval"]["sets"]["drawn"]["top_k"] == 5
+
+    status, text = said(capsys, str(folder), *KEYS, "rollout.server.replicas=1", "--name", "server")
+    assert status == 0, text
+    served = read_results(here / "eval" / "server.json")
+    assert served.weights == found.weights
+    for name in ("greedy", "likeliest", "wide"):
+        assert served.sets[name].measured.right == found.sets[name].measured.right
+    assert "checksums verify all but 0 of" in (here / "eval" / "log.txt").read_text()
+
+
+def results(path: Path, sets: dict[str, Sequence[int]], samples: int, problems: str = "p") -> Path:
+    """A file as rl-megatron eval writes it."""
+    written = {
+        name: {
+            "digest": problems,
+            "section": {"pass_at": [1, 2] if samples > 1 else []},
+            "measured": {
+                "problems": [f"{problems}{i}" for i in range(len(right))],
+                "samples": samples,
+                "right": right,
+                "votes": None,
+                "errors": 0,
+                "length": 1.0,
+                "truncated": 0.0,
+                "seconds": 0.0,
+            },
+            "figures": {},
+        }
+        for name, right in sets.items()
+    }
+    whole = {"model": path.stem, "weights": "w", "engine": "local", "config": {}, "sets": written}
+    path.write_text(json.dumps(whole))
+    return path
+
+
+def test_two_files_are_compared_problem_by_problem(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = results(here / "first.json", {"math": [0, 2, 4, 4], "only": [1]}, 4)
+    second = results(here / "second.json", {"math": [1, 4, 4, 3]}, 4)
+    status, text = said(capsys, "--compare", str(first), str(second))
+    assert status == 0, text
+    mean, pairs = paired_figures(read_results(first), read_results(second))
+    assert (mean.figure, mean.first, mean.second) == ("mean", 10 / 16, 12 / 16)
+    assert mean.difference == difference_interval([0, 0.5, 1, 1], [0.25, 1, 1, 0.75], samples=4)
+    assert (pairs.figure, pairs.first) == ("pass@2", pytest.approx((0 + 5 / 6 + 1 + 1) / 4))
+    assert "+0.1250" in text
+    assert "left out: only" in text
+
+
+def test_what_cannot_be_compared_or_evaluated_is_refused(
+    folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = results(here / "first.json", {"math": [1, 0]}, 1)
+    other = results(here / "other.json", {"math": [1, 0]}, 1, problems="q")
+    with pytest.raises(DataError, match="set math: the two have different problems"):
+        paired_figures(read_results(first), read_results(other))
+    (here / "torn.json").write_text("{}")
+    refused = {
+        ("--compare", str(first), str(here / "torn.json")): "torn.json: model: Field required; give a file that",
+        ("--compare", str(first), str(first), str(folder)): "--compare takes two files",
+        (): "give a MODEL",
+        (str(here / "none"),): "no such folder; give a Hugging Face folder, a run's folder or checkpoints/step_N",
+        (str(here),): "neither .metadata",
+        (str(folder), "eval.sets.a.data.type=files", "eval.sets.a.data.eval=none.jsonl"): "none.jsonl",
+    }
+    for arguments, why in refused.items():
+        status, text = said(capsys, *arguments)
+        assert status == 1
+        assert why in " ".join(text.split()), text
+    (here / "eval").mkdir()
+    (here / "eval" / f"{folder.name}.json").touch()
+    status, text = said(capsys, str(folder), *KEYS)
+    assert status == 1
+    assert "exists; remove it, or give another name with --name" in " ".join(text.split())
