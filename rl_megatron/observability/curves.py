@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Curve:
     """One chart: a metric, with a band (+- ``spread``, or ``low`` to ``high``; ``band`` names it) or a peak.
 
-    A metric with ``<name>`` makes a chart for each name that a run has recorded.
+    A metric with ``<name>``, or with ``<k>`` too, makes a chart for each that a run has recorded.
     """
 
     title: str
@@ -30,6 +30,26 @@ HEADLINES = (
     Curve(title="Reward", metric="reward/mean", band=", mean ± standard deviation", spread="reward/std"),
 )
 SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
+    (
+        "Evaluation",
+        (
+            *(
+                Curve(
+                    title=f"Set <name>: {figure}@<k>",
+                    metric=f"eval/<name>/{figure}_at_<k>",
+                    band=", with its 95 % interval",
+                    low=f"eval/<name>/{figure}_at_<k>/low",
+                    high=f"eval/<name>/{figure}_at_<k>/high",
+                    limits=(0.0, 1.0),
+                )
+                for figure in ("mean", "pass", "maj", "all")
+            ),
+            Curve(title="Set <name>: length of a sample", metric="eval/<name>/length"),
+            Curve(title="Set <name>: truncated samples", metric="eval/<name>/truncated", hide_constant=True),
+            Curve(title="Set <name>: samples without a reward", metric="eval/<name>/errors", hide_constant=True),
+            Curve(title="Set <name>: seconds", metric="eval/<name>/seconds"),
+        ),
+    ),
     (
         "Policy",
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -160,14 +161,29 @@ def _charts(curves: Sequence[Curve], arms: Sequence[Arm]) -> list[Chart]:
 
 
 def _named(curve: Curve, runs: Sequence[Run]) -> list[Curve]:
-    """The curve, or one for each recorded name in place of its ``<name>``."""
+    """The curve, or one for each recorded name and number in place of its ``<name>`` and ``<k>``."""
     if "<name>" not in curve.metric:
         return [curve]
     recorded = dict.fromkeys(metric for run in runs for row in run.rl for metric in row)
     names = [m for m in recorded if (metric := documented(m)) and metric.name == curve.metric]
-    before, _, after = curve.metric.partition("<name>")
-    shown = {metric: metric.removeprefix(before).removesuffix(after) for metric in names}
-    return [replace(curve, metric=m, title=curve.title.replace("<name>", name)) for m, name in shown.items()]
+    family = re.compile(re.escape(curve.metric).replace("<name>", "(.+)").replace("<k>", "([0-9]+)"))
+
+    def filled(text: str, metric: str) -> str:
+        found = family.fullmatch(metric)
+        for place, given in zip(("<name>", "<k>"), found.groups() if found else (), strict=False):
+            text = text.replace(place, given)
+        return text
+
+    return [
+        replace(
+            curve,
+            metric=metric,
+            title=filled(curve.title, metric),
+            low=curve.low and filled(curve.low, metric),
+            high=curve.high and filled(curve.high, metric),
+        )
+        for metric in names
+    ]
 
 
 def _lines(curve: Curve, arm: Arm, num_arms: int, *, several: bool) -> list[Series]:

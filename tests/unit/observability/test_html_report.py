@@ -192,13 +192,15 @@ def test_each_reward_part_has_a_chart_of_its_own(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", steps=1)
     assert not [title for title in Page(write_report([folder], tmp_path / "r.html")).charts() if "part" in title]
     parts = {"reward/part/right": 0.25, "reward/part/style": 1.0}
-    row = {"step": 2, "phase": "rl", **parts, "source/math/share": 0.75, "source/math/reward": 0.5}
+    sets = {"eval/aime/pass_at_8": 0.5, "eval/aime/pass_at_8/low": 0.25, "eval/aime/pass_at_8/high": 0.75}
+    row = {"step": 2, "phase": "rl", **parts, **sets, "source/math/share": 0.75, "source/math/reward": 0.5}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(f"{json.dumps(row)}\n")
     charts = Page(write_report([folder], tmp_path / "r.html")).charts()
     assert [title for title in charts if "part" in title] == ["Reward part right", "Reward part style"]
     assert charts["Reward part right"]["points"][0][2][0][2] == "0.25"
     assert {"Source math: reward", "Source math: share of the groups"} <= charts.keys()
+    assert charts["Set aime: pass@8"]["points"][0][2][0][2] == "0.5 (0.25 to 0.75)"
 
 
 def test_samples_are_of_the_first_middle_and_last_step_and_marked(tmp_path: Path) -> None:
