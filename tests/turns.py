@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +43,9 @@ def trajectory(
         )
         tokens += said
     row = Chain(token_ids=np.array(tokens, np.int32), turns=tuple(found))
-    return Trajectory(chains=(row,), reward=sum(r or 0.0 for r in given) if total is None else total)
+    made = Trajectory(chains=(row,), reward=sum(r or 0.0 for r in given) if total is None else total)
+    cut: dict[str, Any] = {"stop": "length"} if finish == "length" and hasattr(made, "stop") else {}
+    return replace(made, **cut)
 
 
 def branched(one: Trajectory) -> Trajectory:
