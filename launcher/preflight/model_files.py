@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
-from rl_megatron.config.sections.data import FileData, data_sources
+from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.kind import is_megatron
@@ -26,7 +26,7 @@ def check(subject: Subject) -> Iterator[Found]:
         )
     elif not _has_chat_template(folder):
         for key, data in sources.items():
-            if isinstance(data, FileData) and data.chat_template:
+            if isinstance(data, FileKeys) and data.chat_template:
                 yield problem(
                     f"{key}.chat_template=true, but the tokenizer of model.path={folder} has no chat template; set it "
                     "to false"

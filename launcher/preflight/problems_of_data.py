@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
-from rl_megatron.config.sections.data import FileData, data_sources
-from rl_megatron.data.files import read_records
+from rl_megatron.config.sections.data import FileKeys, data_sources
+from rl_megatron.data.files import local_files, read_records
 from rl_megatron.data.prompts import check_template, fields_of
 from rl_megatron.errors import ConfigError, RLMegatronError
 
@@ -18,15 +18,21 @@ def check(subject: Subject) -> Iterator[Found]:
     """Reads the first rows of ``train`` and ``eval`` of each source, and of ``eval`` of each set, and yields why one
     cannot be read."""
     for key, data in data_sources(subject.config.data).items():
-        if isinstance(data, FileData):
-            yield from _of(key, data, {"train": data.train, "eval": data.eval})
+        if isinstance(data, FileKeys):
+            yield from _of(key, data, ("train", "eval"))
     for key, data in subject.config.eval.data_of_sets.items():
-        if isinstance(data, FileData):
-            yield from _of(key, data, {"eval": data.eval})
+        if isinstance(data, FileKeys):
+            yield from _of(key, data, ("eval",))
 
 
-def _of(section: str, data: FileData, files: Mapping[str, Path]) -> Iterator[Found]:
-    """What is wrong in the ``files`` of ``data``, by the name of their key."""
+def _of(section: str, data: FileKeys, names: Sequence[str]) -> Iterator[Found]:
+    """What is wrong in these files of ``data``, by the names of their keys."""
+    try:
+        data = local_files(data, section)
+    except RLMegatronError as error:
+        yield problem(str(error))
+        return
+    files: Mapping[str, Path] = {name: getattr(data, name) for name in names}
     longer = []
     for name, path in files.items():
         key = f"{section}.{name}"

@@ -22,7 +22,7 @@ from launcher.runs.folder import mirror_path
 from launcher.runs.stop import stop_signals
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import FileData, data_sources, name_of
+from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
 from rl_megatron.data.prompts import PromptStream
 from rl_megatron.diagnosis.case import Setting, TokenizerCheck, WeightCheck
 from rl_megatron.diagnosis.causes import CAUSES, Finding, judge
@@ -193,7 +193,7 @@ class _Examination:
         engine, sources = self.roles.engine, data_sources(self.config.data)
         if not isinstance(engine, ServedEngine):
             return TokenizerCheck(compared=0, differing=(), how="the engine sees token ids alone")
-        templated = {name_of(key) for key, one in sources.items() if isinstance(one, FileData) and one.chat_template}
+        templated = {name_of(key) for key, one in sources.items() if isinstance(one, FileKeys) and one.chat_template}
         differing, asked = [], prompts[:_TOKENIZED_PROMPTS]
         for prompt in asked:
             ids = await engine.tokenized(prompt.text, add_special_tokens=prompt.source not in templated)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import FileData, MixtureData, OneSource
+from rl_megatron.config.sections.data import FileKeys, MixtureData, OneSource
 from rl_megatron.errors import CheckpointError
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.formats.hf_folder import weight_files
@@ -54,7 +54,7 @@ def run_of(config: RunConfig) -> RunConfig:
 
 
 def _little(source: OneSource) -> dict[str, int]:
-    return {"max_eval": _EVALUATED} if isinstance(source, FileData) else {"num_eval": _EVALUATED}
+    return {"max_eval": _EVALUATED} if isinstance(source, FileKeys) else {"num_eval": _EVALUATED}
 
 
 def _has_weights(config: RunConfig) -> bool:

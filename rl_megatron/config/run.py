@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from rl_megatron.config.checks import problems_of
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.config.sections.data import ArithmeticRunData, FileData, FileRunData, MixtureData
+from rl_megatron.config.sections.data import ArithmeticRunData, FileKeys, FileRunData, HubRunData, MixtureData
 from rl_megatron.config.sections.eval import EvalSection
 from rl_megatron.config.sections.learner import LearnerSection, RolesSection
 from rl_megatron.config.sections.reward import RewardSection
@@ -173,7 +173,9 @@ class RunConfig(Section):
     """Seed of the tiny model, the data, sampling and minibatches."""
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
-    data: Annotated[ArithmeticRunData | FileRunData | MixtureData, Field(discriminator="type")] = ArithmeticRunData()
+    data: Annotated[ArithmeticRunData | FileRunData | HubRunData | MixtureData, Field(discriminator="type")] = (
+        ArithmeticRunData()
+    )
     reward: RewardSection = RewardSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
@@ -202,7 +204,7 @@ class RunConfig(Section):
     @property
     def offline(self) -> bool:
         """Whether the data holds the pairs to train on, so that engines sample none."""
-        return isinstance(self.data, FileData) and self.data.rejected_field is not None
+        return isinstance(self.data, FileKeys) and self.data.rejected_field is not None
 
     @property
     def source_rewards(self) -> Mapping[str, RewardSection]:

@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rl_megatron.config.sections.data import FileKeys, HubData
 from rl_megatron.errors import DataError
 
 MAX_PROBLEMS_SHOWN = 20
@@ -26,6 +27,29 @@ class Record:
 
     texts: tuple[str, ...]
     others: Mapping[str, Any]
+
+
+def local_files(data: FileKeys, key: str) -> FileKeys:
+    """The section with paths on this machine: files of the hub are downloaded into its cache, if they are not there.
+
+    ``key``: of the section. Raises DataError where a file is neither in the cache nor to be had.
+    """
+    if not isinstance(data, HubData):
+        return data
+    from huggingface_hub import hf_hub_download  # a second to import: only for its data sets
+
+    paths = {}
+    for name, path in (("train", data.train), ("eval", data.eval)):
+        try:
+            found = hf_hub_download(data.repo, path.as_posix(), repo_type="dataset", revision=data.revision)
+        except Exception as error:  # of many libraries
+            raise DataError(
+                f"{key}.{name}={_cut(str(path))}: not in the hub's cache here, and not to be had from {data.repo} at "
+                f"{data.revision}: {_cut(str(error).strip())}; on a machine with a connection, rl-megatron train "
+                "--check downloads it into HF_HOME"
+            ) from error
+        paths[name] = Path(found)
+    return data.model_copy(update=paths)
 
 
 def read_records(path: Path, fields: tuple[str, ...], *, key: str, limit: int | None = None) -> list[Record]:

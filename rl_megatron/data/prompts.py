@@ -13,14 +13,14 @@ from rl_megatron.config.sections.data import (
     ArithmeticData,
     CurriculumSection,
     DataSection,
-    FileData,
+    FileKeys,
     MixtureData,
     OneSource,
     data_sources,
     name_of,
 )
 from rl_megatron.data.arithmetic import split_sums
-from rl_megatron.data.files import read_records
+from rl_megatron.data.files import local_files, read_records
 from rl_megatron.data.leaks import OnLeak, hashes_of, problem_hash, rows_to_keep
 from rl_megatron.data.mixture import Epochs, MixtureState, Proportions, SourceState, digest_of_prompts
 from rl_megatron.data.prompt_table import PromptTable
@@ -82,7 +82,7 @@ def load_prompts(
                 raise DataError(f"{key}: all {len(ours)} problems to train on are held out, or in sources above it")
     both = list[Prompt](), list[Prompt]()
     for key, source in sources.items():
-        bos = not (isinstance(source, FileData) and source.chat_template)  # a chat template writes its own
+        bos = not (isinstance(source, FileKeys) and source.chat_template)  # a chat template writes its own
         for prompts, problems in zip(both, splits[key], strict=True):
             found = _tokenize(problems, tokenizer, bos, max_prompt_tokens, on_long_prompt)
             prompts += _named(found, name_of(key)) if isinstance(data, MixtureData) else found
@@ -116,13 +116,13 @@ def _problems(
     )
 
 
-def fields_of(data: FileData, path: Path) -> tuple[str, ...]:
+def fields_of(data: FileKeys, path: Path) -> tuple[str, ...]:
     """The fields that a row of ``path``, one of the data's two files, must have."""
     pairs = (data.rejected_field,) if data.rejected_field is not None and path == data.train else ()
     return data.prompt_field, data.answer_field, *pairs
 
 
-def check_template(data: FileData, key: str) -> None:
+def check_template(data: FileKeys, key: str) -> None:
     """Raises ConfigError if the template has no place for the problem; ``key``: of the section."""
     if "{prompt}" not in data.prompt_template:
         raise ConfigError(
@@ -138,9 +138,10 @@ def first_problem(data: OneSource, key: str) -> tuple[str, str, Mapping[str, Any
     if isinstance(data, ArithmeticData):
         made = _sum(1, 1, data.digits)
         return made.text, made.answer, {}
-    (record,) = read_records(data.train, fields_of(data, data.train), key=f"{key}.train", limit=1)
+    files = local_files(data, key)
+    (record,) = read_records(files.train, fields_of(files, files.train), key=f"{key}.train", limit=1)
     question, answer, *_ = record.texts
-    return data.prompt_template.replace("{prompt}", question), answer, record.others
+    return files.prompt_template.replace("{prompt}", question), answer, record.others
 
 
 def _sum(a: int, b: int, digits: int) -> _Problem:
@@ -154,16 +155,17 @@ def _arithmetic_problems(key: str, data: ArithmeticData, seed: int) -> tuple[lis
 
 
 def _file_problems(
-    key: str, data: FileData, tokenizer: PreTrainedTokenizerBase
+    key: str, data: FileKeys, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[_Problem], list[_Problem]]:
     check_template(data, key)
     if data.chat_template and not tokenizer.chat_template:
         raise ConfigError(f"{key}.chat_template=true, but the model's tokenizer has no chat template; set it to false")
+    data = local_files(data, key)
     train = _records_to_problems(data.train, f"{key}.train", data, tokenizer)
     return train, _records_to_problems(data.eval, f"{key}.eval", data, tokenizer)[: data.max_eval]
 
 
-def _records_to_problems(path: Path, key: str, data: FileData, tokenizer: PreTrainedTokenizerBase) -> list[_Problem]:
+def _records_to_problems(path: Path, key: str, data: FileKeys, tokenizer: PreTrainedTokenizerBase) -> list[_Problem]:
     records = read_records(path, fields_of(data, path), key=key)
     problems = []
     for line, record in enumerate(records, 1):

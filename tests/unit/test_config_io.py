@@ -145,10 +145,10 @@ def test_keys_of_a_union_are_told_without_its_tags(conf: Path) -> None:
         "data.digits=2: data.type=files reads problems from files; add data=arithmetic to generate sums",
     ]
     assert problems("run", ["data.type=file"], conf) == [
-        "data.type='file': no such choice (did you mean 'files'?); one of: arithmetic, files, mixture"
+        "data.type='file': no such choice (did you mean 'files'?); one of: arithmetic, files, hub, mixture"
     ]
     assert problems("base", ["data.digits=2"], conf) == [
-        "data.type: required, but not given; one of: arithmetic, files, mixture"
+        "data.type: required, but not given; one of: arithmetic, files, hub, mixture"
     ]
 
 
@@ -226,7 +226,8 @@ def test_every_shipped_config_loads_with_every_choice(name: str, choice: str) ->
     none += ["learner.offload.while_sampling=null"]
     where = none if choice == "rollout=local" else []  # no servers: no nodes, no route and no file for them
     pairs = ["learner.max_tokens_per_micro_batch=16384"] if choice == "algorithm=dpo" else []  # of two sequences
-    given = ["data.sources.sums.type=arithmetic"] if choice == "data=mixture" else []
+    hub = ["data.repo=a/b", f"data.revision={'0' * 40}", "data.train=a.jsonl", "data.eval=b.jsonl"]
+    given = {"data=mixture": ["data.sources.sums.type=arithmetic"], "data=hub": hub}.get(choice, [])
     assert isinstance(load_config(name, [choice, "model.path=/given", *where, *pairs, *given]), RunConfig)
 
 

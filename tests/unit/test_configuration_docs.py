@@ -12,7 +12,7 @@ from typing import Any
 from rl_megatron.config.docs import render
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import ArithmeticRunData, CurriculumSection, FileRunData, MixtureData
+from rl_megatron.config.sections.data import ArithmeticRunData, CurriculumSection, FileRunData, HubRunData, MixtureData
 
 REPO = Path(__file__).resolve().parents[2]
 PAGE = REPO / "docs" / "configuration.md"
@@ -44,7 +44,7 @@ def test_every_key_is_there_with_its_default(tmp_path: Path) -> None:
 
 def test_all_kinds_of_data_are_there() -> None:
     keys = [key for key, *_ in ROW.findall(render()) if key.startswith("data.")]
-    kinds = (ArithmeticRunData, FileRunData, MixtureData)
+    kinds = (ArithmeticRunData, FileRunData, HubRunData, MixtureData)
     single = [f"data.{name}" for kind in kinds for name in kind.model_fields if name not in {"sources", "curriculum"}]
     assert [key for key in keys if not key.startswith("data.curriculum.")] == single
     assert [key for key in keys if key not in single] == [

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.section import Fraction, Positive, PositiveFloat, Section
@@ -25,11 +26,10 @@ class ArithmeticData(Section):
     """Held-out problems."""
 
 
-class FileData(Section):
-    """Your own problems: .jsonl or .parquet files with one problem a row, in the fields that these keys name."""
+class FileKeys(Section):
+    """What problems in files have, wherever these are."""
 
-    instead: ClassVar[str] = "data.type=files reads problems from files; add data=arithmetic to generate sums"
-    type: Literal["files"]
+    type: str
     train: Path
     """Problems to train on."""
     eval: Path
@@ -47,6 +47,34 @@ class FileData(Section):
     """Whether to wrap the prompt as a user turn of the tokenizer's chat template."""
     max_eval: Positive | None = None
     """Number of held-out problems to use, the first of the file; null uses all."""
+
+
+class FileData(FileKeys):
+    """Your own problems: .jsonl or .parquet files with one problem a row, in the fields that these keys name."""
+
+    instead: ClassVar[str] = "data.type=files reads problems from files; add data=arithmetic to generate sums"
+    type: Literal["files"]
+
+
+class HubData(FileKeys):
+    """Problems of a data set on the Hugging Face hub: ``train`` and ``eval`` are files in it, as of one commit."""
+
+    instead: ClassVar[str] = "data.type=hub reads files of data.repo; add data=arithmetic to generate sums"
+    type: Literal["hub"]
+    repo: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$", max_length=200)]
+    """The data set, as owner/name."""
+    revision: str
+    """Commit of the data set: 40 hexadecimal digits."""
+
+    @field_validator("revision")
+    @classmethod
+    def _is_pinned(cls, revision: str) -> str:
+        if not re.fullmatch("[0-9a-f]{40}", revision):
+            raise ValueError(
+                f"revision={revision!r:.60}: a branch or a tag can move before a run is resumed or repeated; give the "
+                "commit that it is at now, 40 hexadecimal digits, which the hub shows above the data set's files"
+            )
+        return revision
 
 
 class SourceKeys(Section):
@@ -120,6 +148,14 @@ class CurriculumSection(Section):
         return self
 
 
+class HubSource(SourceKeys, HubData):
+    """A source of a mixture: files of a data set on the hub."""
+
+    instead: ClassVar[str] = (
+        "a source with type=hub reads files of its repo; set its type to arithmetic to generate sums"
+    )
+
+
 class RunKeys(Section):
     """What the data of a run has besides its problems."""
 
@@ -127,6 +163,16 @@ class RunKeys(Section):
     """What to do with a training problem that is held out too, in any white space: end the run before it starts and
     name file and line (fail), not train on it (drop), or train on it (keep)."""
     curriculum: CurriculumSection = CurriculumSection()
+
+    @model_validator(mode="after")
+    def _pairs_have_no_rate(self) -> Self:
+        rejected = getattr(self, "rejected_field", None)
+        if rejected is not None and self.curriculum.is_on:
+            raise ValueError(
+                f"data.curriculum with data.rejected_field={rejected}: pairs of a file are not sampled, so "
+                "prompts have no pass rate; leave one of the two out"
+            )
+        return self
 
 
 class ArithmeticRunData(RunKeys, ArithmeticData):
@@ -136,14 +182,9 @@ class ArithmeticRunData(RunKeys, ArithmeticData):
 class FileRunData(RunKeys, FileData):
     """Your own problems: .jsonl or .parquet files with one problem a row, in the fields that these keys name."""
 
-    @model_validator(mode="after")
-    def _pairs_have_no_rate(self) -> Self:
-        if self.rejected_field is not None and self.curriculum.is_on:
-            raise ValueError(
-                f"data.curriculum with data.rejected_field={self.rejected_field}: pairs of a file are not sampled, so "
-                "prompts have no pass rate; leave one of the two out"
-            )
-        return self
+
+class HubRunData(RunKeys, HubData):
+    """Problems of a data set on the Hugging Face hub: ``train`` and ``eval`` are files in it, as of one commit."""
 
 
 class MixtureData(RunKeys):
@@ -152,13 +193,14 @@ class MixtureData(RunKeys):
     instead: ClassVar[str] = "data.type=mixture has these keys in each of data.sources: data.sources.<name>.<key>"
     type: Literal["mixture"]
     sources: Annotated[
-        Mapping[SourceName, Annotated[ArithmeticSource | FileSource, Field(discriminator="type")]], Field(min_length=1)
+        Mapping[SourceName, Annotated[ArithmeticSource | FileSource | HubSource, Field(discriminator="type")]],
+        Field(min_length=1),
     ]
 
     @model_validator(mode="after")
     def _no_pairs(self) -> Self:
         for name, source in self.sources.items():
-            if isinstance(source, FileSource) and source.rejected_field is not None:
+            if isinstance(source, FileKeys) and source.rejected_field is not None:
                 raise ValueError(
                     f"data.sources.{name}.rejected_field={source.rejected_field!r}: pairs are trained on from one "
                     "source alone; leave it out, or set data.type=files for this source"
@@ -166,7 +208,7 @@ class MixtureData(RunKeys):
         return self
 
 
-OneSource = ArithmeticData | FileData
+OneSource = ArithmeticData | FileData | HubData
 DataSection = OneSource | MixtureData
 
 

@@ -165,7 +165,7 @@ def test_a_mixture_is_saved_checked_rehearsed_and_its_weights_may_change(yaml: P
         (["data.sources.math.max_eval=x"], "data.sources.math.max_eval='x': must be"),
         (
             ["data.sources.files.weight=1"],
-            "data.sources.files.type: required, but not given; one of: arithmetic, files",
+            "data.sources.files.type: required, but not given; one of: arithmetic, files, hub",
         ),
         (["data.sources.math.rejected_field=bad"], "rejected_field='bad': pairs are trained on from one source alone"),
         (["data.digits=2"], "data.digits=2: data.type=mixture has these keys in each of data.sources"),

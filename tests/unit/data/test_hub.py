@@ -1,0 +1,67 @@
+"""Data sets of the hub: read from its cache at a pinned commit, and refused by branch or where they cannot be had."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_megatron.config.io import load_config
+from rl_megatron.errors import ConfigError
+
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+KEYS = ["data.type=hub", "data.repo=org/sums", "data.train=data/train.jsonl", "data.eval=data/test.jsonl"]
+READ = """
+import sys
+from rl_megatron.config.io import load_config
+from rl_megatron.data.prompts import first_problem, load_prompts
+from tests.unit.data.test_prompts import byte_tokenizer
+
+config = load_config("tiny_cpu", sys.argv[1:])
+given = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "seed": 0, "on_leak": "fail"}
+train, held_out = load_prompts(config.data, byte_tokenizer(), **given)
+print([one.text for one in train], [one.text for one in held_out], first_problem(config.data, "data")[1])
+"""
+
+
+def read(home: Path, *keys: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: the hub's library reads where its cache is when it is imported."""
+    environment = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PATH": "", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", READ, *KEYS, *keys]
+    root = Path(__file__).resolve().parents[3]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root, check=False)
+
+
+def test_files_are_those_of_the_commit_in_the_cache_and_others_are_named(tmp_path: Path) -> None:
+    """The cache has two commits, as the hub's library lays them out."""
+    for commit, answer in ((COMMIT, "4"), (COMMIT[::-1], "5")):
+        folder = tmp_path / "hub" / "datasets--org--sums" / "snapshots" / commit / "data"
+        folder.mkdir(parents=True)
+        (folder / "train.jsonl").write_text(f'{{"question": "2+2=", "answer": "{answer}"}}\n')
+        (folder / "test.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    found = read(tmp_path, f"data.revision={COMMIT}")
+    assert found.stdout == "['2+2='] ['1+1='] 4\n", found.stderr[-2000:]
+    missing = read(tmp_path, f"data.revision={COMMIT}", "data.train=data/other.jsonl")
+    assert missing.returncode
+    assert (
+        f"data.train=data/other.jsonl: not in the hub's cache here, and not to be had from org/sums at {COMMIT}"
+        in missing.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["data.revision=main"], "revision='main': a branch or a tag can move before a run is resumed or repeated"),
+        ([f"data.revision={COMMIT[:12]}"], "give the commit that it is at now, 40 hexadecimal digits"),
+        ([f"data.revision={COMMIT}", "data.repo=sums"], "data.repo='sums': must be text that matches"),
+        (["data.digits=2"], "data.digits=2: data.type=hub reads files of data.repo"),
+        ([], "data.revision: required, but not given"),
+    ],
+)
+def test_what_is_no_pinned_data_set_is_refused(keys: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config("tiny_cpu", [*KEYS, *keys])
+    assert said in str(error.value)
