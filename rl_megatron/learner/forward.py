@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -74,7 +75,7 @@ def run_loss(
                 num_sequences=num_sequences,
             )
         )
-        return share.loss, _zero_tokens(output), share
+        return share.loss, _zero_tokens(output), _without_graph(share)
 
     results: list[LossOutput] = _schedule(chunks, micro_batches, closure, around, forward_only=False)
     return results
@@ -121,6 +122,13 @@ def _schedule(
             forward_only=forward_only,
         )
     return list(results)
+
+
+def _without_graph(share: LossOutput) -> LossOutput:
+    """Megatron keeps what is said of each micro-batch until the step's last one. The loss holds its graph, whose leaves
+    are the hidden states that the last stage received and the gradient of them, of every micro-batch so far."""
+    metrics = {name: replace(metric, value=metric.value.detach()) for name, metric in share.metrics.items()}
+    return LossOutput(loss=share.loss.detach(), metrics=metrics)
 
 
 def _zero_tokens(like: Tensor) -> Tensor:
