@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from rl_megatron.learner.heads import Head
@@ -75,7 +76,7 @@ def run_loss(
                 num_sequences=num_sequences,
             )
         )
-        return share.loss, _zero_tokens(output), _without_graph(share)
+        return _viewless(share.loss), _zero_tokens(output), _without_graph(share)
 
     results: list[LossOutput] = _schedule(chunks, micro_batches, closure, around, forward_only=False)
     return results
@@ -108,7 +109,7 @@ def _schedule(
                 packed_seq_params=micro_batch.attention,
                 **half,
             )
-        return output, partial(behind, micro_batch)
+        return _viewless(output), partial(behind, micro_batch)
 
     iterators = [iter(micro_batches) for _ in chunks]
     with speed.timed():
@@ -122,6 +123,13 @@ def _schedule(
             forward_only=forward_only,
         )
     return list(results)
+
+
+def _viewless(output: Tensor) -> Tensor:
+    """As megatron takes outputs whose memory it frees once they are sent: layers and losses of the user's own may be
+    views."""
+    whole: Tensor = make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
+    return whole
 
 
 def _without_graph(share: LossOutput) -> LossOutput:

@@ -100,6 +100,8 @@ class Pipeline(Option):
         if learner.vpp > 1:  # batched p2p is silently wrong with vpp at pp=2
             model["virtual_pipeline_model_parallel_size"] = learner.vpp
             model |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+        elif learner.pp > 1:  # chunks' outputs are still being sent when megatron frees them
+            model["deallocate_pipeline_outputs"] = True
         return Keywords(model=model)
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:

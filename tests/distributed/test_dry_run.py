@@ -105,6 +105,33 @@ def assert_formula(learner: LearnerSection, shape: ModelShape, said: dict[str, A
     assert {kind: found[kind] for kind in counted} == {kind: pytest.approx(n, rel=0.03) for kind, n in counted.items()}
 
 
+MANY = replace(
+    SHAPE, num_layers=6, num_experts=64
+)  # a token's numbers for all of them are as large as its hidden state
+
+
+def in_stages() -> LearnerSection:
+    keys = {"dtype": "bfloat16", "pp": 3, "ep": 8, "dp": 8, "recompute": {"uniform": 1}}
+    return LearnerSection.model_validate({**keys, "max_tokens_per_micro_batch": 1024})
+
+
+def dry_stage(last: int, folder: Path) -> None:
+    from rl_megatron.learner.dry_run.rank import dry_run
+
+    stage = 2 * last
+    found = dry_run(MANY, in_stages(), 8 * stage, sequence=SEQUENCE, micro_batches=3)
+    (folder / str(stage)).write_text(str(found.passes))
+
+
+def test_stages_hold_nothing_of_micro_batches_that_are_through_nor_outputs_that_are_sent(tmp_path: Path) -> None:
+    run_ranks(dry_stage, 2, tmp_path)  # each in a world of its own
+    first, _, last = sorted(footprints(RunConfig(learner=in_stages()), MANY), key=lambda found: found.stage)
+    for planned in (first, last):
+        counted = int((tmp_path / str(planned.stage)).read_text())
+        more = planned.terms["activations"] + planned.terms["logits"] - counted
+        assert 0 < more < 1024 * MANY.hidden_size * 2  # attention's copy, which sequences of one length do not need
+
+
 LATENT = replace(
     SHAPE,
     num_kv_heads=4,

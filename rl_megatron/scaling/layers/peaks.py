@@ -26,8 +26,15 @@ def beside_kept(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float
     most = max((_one(learner, shape, rank, layer) for layer in unlike), default=0.0)
     hidden = rank.tokens * shape.hidden_size * size
     around = hidden if d.tp > 1 else 0.0  # megatron's buffer of sequence parallelism
-    around += hidden / d.tp if d.pp > 1 else 0.0  # received from another stage
+    around += hidden / d.tp * _between_stages(learner, shape, rank)
     return max(most + _group(learner, shape, rank), _embedding(learner, shape, rank)) + around
+
+
+def _between_stages(learner: LearnerSection, shape: ModelShape, rank: Rank) -> int:
+    """Gradients that megatron's schedule holds while a micro-batch passes backward: of the stage's output, as received,
+    which a whole layer that is computed again counts itself; and of its input of the micro-batch before, as sent."""
+    counted = learner.recompute.uniform is not None and not wants_transformer_engine(learner, shape)
+    return (rank.stage > 0) + (rank.stage < learner.pp - 1 and not counted)
 
 
 def in_forward(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
