@@ -1,0 +1,183 @@
+"""The endpoint's paths, as an ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from rl_megatron.errors import EngineError
+from rl_megatron.rollout.conversation.messages import MessagesRefused
+from rl_megatron.rollout.endpoint.keys import Keys, OpenConversation
+from rl_megatron.rollout.endpoint.served import RequestRefused
+from rl_megatron.rollout.endpoint.shapes import (
+    ChatRequest,
+    TokenRequest,
+    chat_answer,
+    chat_stream,
+    models,
+    read_request,
+    refused_body,
+    token_answer,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 32 * 2**20
+_READ_ON = 4  # times as much is read and dropped, so that its client reads why
+_RETRY = b"x-stainless-retry-count"
+
+T = TypeVar("T")
+_Event = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Event]]
+_Send = Callable[[_Event], Awaitable[None]]
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestCounts:
+    """What clients asked for since the start."""
+
+    answered: int = 0  # turns that were sampled
+    retried: int = 0  # requests that got a turn that was sampled for an earlier one
+    refused: int = 0
+    overridden: int = 0  # turns whose client asked for another temperature or top_p than the run's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    path: str
+    headers: Mapping[bytes, bytes]
+    body: bytes
+    line: OpenConversation
+
+
+class Application:
+    """ASGI: one HTTP request a call."""
+
+    def __init__(self, keys: Keys, *, temperature: float, top_p: float) -> None:
+        """``temperature`` and ``top_p`` are the run's, which stand whatever a client asks for."""
+        self.calls = RequestCounts()
+        self._keys, self._temperature, self._top_p = keys, temperature, top_p
+
+    async def __call__(self, scope: Mapping[str, Any], receive: _Receive, send: _Send) -> None:
+        """Answer, or refuse with a status and OpenAI's form of an error."""
+        status, headers = 200, dict[bytes, bytes]()
+        try:
+            kind, parts = await self._answer(scope, receive)
+        except (RequestRefused, MessagesRefused) as error:
+            status = error.status if isinstance(error, RequestRefused) else 400
+            kind, parts = b"application/json", [msgspec.json.encode(refused_body(status, str(error)))]
+            self.calls.refused += 1
+        except EngineError as error:
+            status = 502
+            said = refused_body(status, f"the engine failed: {error}")
+            kind, parts = b"application/json", [msgspec.json.encode(said)]
+            headers[b"x-should-retry"] = b"false"  # the run retries by itself
+        await _send(send, status, {b"content-type": kind, **headers}, parts)
+
+    async def _answer(self, scope: Mapping[str, Any], receive: _Receive) -> tuple[bytes, Iterable[bytes]]:
+        path, headers = scope["path"], dict(scope["headers"])
+        line = self._keys.line(headers)
+        if (methods := {"/v1/models": "GET", "/health": "GET"} | dict.fromkeys(_ASKED, "POST")).get(path) is None:
+            raise RequestRefused(404, f"there is no {path!r:.100}; there are {', '.join(sorted(methods))}")
+        if scope["method"] != methods[path]:
+            raise RequestRefused(405, f"{path} takes {methods[path]}, not {scope['method']}")
+        if path == "/health":
+            return b"application/json", [b'{"status":"ok"}']
+        if path == "/v1/models":
+            return b"application/json", [msgspec.json.encode(models(line.served.max_length))]
+        asked = _Asked(path=path, headers=headers, body=await _body(headers, receive), line=line)
+        return await (self._chat(asked) if path == _ASKED[0] else self._tokens(asked))
+
+    async def _chat(self, asked: _Asked) -> tuple[bytes, Iterable[bytes]]:
+        request = read_request(asked.body, ChatRequest)
+        request.check()
+        tools = () if request.tool_choice == "none" else request.tools or ()
+        served = asked.line.served
+        answer, name = await self._once(asked, request, lambda: served.answer(request.messages, tools, request.most))
+        if not request.stream:
+            return b"application/json", [msgspec.json.encode(chat_answer(answer, name, request.model))]
+        usage = request.stream_options is not None and request.stream_options.include_usage
+        return b"text/event-stream", chat_stream(answer, name, request.model, usage=usage)
+
+    async def _tokens(self, asked: _Asked) -> tuple[bytes, Iterable[bytes]]:
+        request = read_request(asked.body, TokenRequest)
+        served, params = asked.line.served, request.sampling_params
+        request.check(served.stop_token_ids)
+        completion, name = await self._once(
+            asked, params, lambda: served.complete(request.token_ids, params.max_tokens)
+        )
+        return b"application/json", [msgspec.json.encode(token_answer(completion, name))]
+
+    async def _once(self, asked: _Asked, params: Any, sample: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, str]:
+        """The turn and its id. A request that comes again gets the turn that was sampled for it, or is being sampled.
+
+        It says so itself (`_RETRY`), or says nothing while the first is under way.
+        A client that goes away ends nothing.
+        """
+        digest = hashlib.sha256(asked.path.encode() + b"\n" + asked.body).digest()
+        task: asyncio.Task[T] | None
+        task, said = asked.line.answers.get(digest), asked.headers.get(_RETRY)
+        again = task is not None and (not task.done() if said is None else said.strip() != b"0")
+        if task is None or not again:
+            self.calls.answered += 1
+            task = asyncio.create_task(sample(), name=f"turn-{self.calls.answered}")
+            asked.line.answers[digest] = task
+            self._compare(params)
+        else:
+            self.calls.retried += 1
+        try:
+            turn = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise RequestRefused(410, "this conversation has ended") from None
+            raise
+        except Exception:
+            if asked.line.answers.get(digest) is task:
+                del asked.line.answers[digest]
+            raise
+        return turn, task.get_name()
+
+    def _compare(self, params: Any) -> None:
+        for name, own in (("temperature", self._temperature), ("top_p", self._top_p)):
+            given = getattr(params, name)
+            if given is not None and given != own:
+                if not self.calls.overridden:
+                    logger.warning("a client asks for %s=%g; the run samples with %g, here and later", name, given, own)
+                self.calls.overridden += 1
+                return
+
+
+_ASKED = ("/v1/chat/completions", "/inference/v1/generate")
+
+
+async def _body(headers: Mapping[bytes, bytes], receive: _Receive) -> bytes:
+    parts, have, more = list[bytes](), 0, True
+    said = headers.get(b"content-length", b"0")
+    too_long = not said.isdigit() or int(said) > MAX_BODY_BYTES
+    while more and have <= _READ_ON * MAX_BODY_BYTES:
+        event = await receive()
+        if event["type"] == "http.disconnect":
+            raise RequestRefused(400, "the body ended early")
+        part, more = event.get("body", b""), event.get("more_body", False)
+        have += len(part)
+        too_long = too_long or have > MAX_BODY_BYTES
+        if too_long:
+            parts.clear()
+        else:
+            parts.append(part)
+    if too_long:
+        raise RequestRefused(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+    return b"".join(parts)
+
+
+async def _send(send: _Send, status: int, headers: Mapping[bytes, bytes], parts: Iterable[bytes]) -> None:
+    body = b"".join(parts)
+    length = {b"content-length": str(len(body)).encode()}
+    await send({"type": "http.response.start", "status": status, "headers": [*{**headers, **length}.items()]})
+    await send({"type": "http.response.body", "body": body})

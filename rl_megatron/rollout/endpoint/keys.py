@@ -1,0 +1,84 @@
+"""Who may ask: a key for each conversation, and what a conversation has answered."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_megatron.rollout.endpoint.served import RequestRefused, Served
+
+_MOST_ENDED = 65_536  # keys that are remembered, to say that their conversation has ended
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class OpenConversation:
+    """One open conversation, and its answers by what was asked."""
+
+    served: Served
+    answers: dict[bytes, asyncio.Task[Any]] = field(default_factory=dict)
+
+    def end(self) -> None:
+        """Give up what is being sampled."""
+        for task in self.answers.values():
+            task.cancel()
+
+
+class Keys:
+    """Keys of open conversations, by their digests: no comparison of a key depends on another's first characters."""
+
+    def __init__(self) -> None:
+        self._lines: dict[bytes, OpenConversation] = {}
+        self._makers: dict[bytes, Callable[[str], Served]] = {}
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
+
+    def open(self, served: Served) -> str:
+        """A key of 256 random bits for the conversation."""
+        key = secrets.token_hex(32)
+        self._lines[_digest(key)] = OpenConversation(served=served)
+        return key
+
+    def open_all(self, make: Callable[[str], Served]) -> str:
+        """A key under which each new ``X-Session-ID`` begins a conversation, which ``make`` is asked for."""
+        key = secrets.token_hex(32)
+        self._makers[_digest(key)] = make
+        return key
+
+    def close(self, key: str, session: str | None = None) -> None:
+        """End the key's conversation, or the ``session`` of one that is for all; it may have ended already."""
+        digest = _digest(key, session)
+        line = self._lines.pop(digest, None)
+        if session is None:
+            self._makers.pop(digest, None)
+        if line is not None:
+            line.end()
+        self._ended[digest] = None
+        if len(self._ended) > _MOST_ENDED:
+            self._ended.popitem(last=False)
+
+    def line(self, headers: Mapping[bytes, bytes]) -> OpenConversation:
+        """The conversation of a request. Raises RequestRefused: 401 for no key or a foreign one, 410 for an ended."""
+        scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            raise RequestRefused(401, "no key; send the conversation's as Authorization: Bearer")
+        digest = _digest(key.strip())
+        if (make := self._makers.get(digest)) is not None:
+            session = headers.get(b"x-session-id", b"").decode("latin-1")
+            if not session:
+                raise RequestRefused(401, "this key is for all conversations; send X-Session-ID to say which")
+            digest = _digest(key.strip(), session)
+            if digest not in self._lines and digest not in self._ended:
+                self._lines[digest] = OpenConversation(served=make(session))
+        if (line := self._lines.get(digest)) is not None:
+            return line
+        if digest in self._ended:
+            raise RequestRefused(410, "this conversation has ended")
+        raise RequestRefused(401, "the key is no conversation's")
+
+
+def _digest(key: str, session: str | None = None) -> bytes:
+    return hashlib.sha256(key.encode() if session is None else f"{key}\n{session}".encode()).digest()

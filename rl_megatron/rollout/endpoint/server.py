@@ -1,0 +1,94 @@
+"""The endpoint: an HTTP server on loopback, in the controller's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from typing_extensions import override
+
+from rl_megatron.rollout.endpoint.app import Application, RequestCounts
+from rl_megatron.rollout.endpoint.keys import Keys
+from rl_megatron.rollout.endpoint.served import Served
+
+_CLOSING_SECONDS = 2
+
+
+class Endpoint:
+    """Serves conversations under a key each. ``start`` first; ``stop`` frees the port."""
+
+    def __init__(self, *, temperature: float, top_p: float) -> None:
+        """``temperature`` and ``top_p`` are those that every turn is sampled with."""
+        self._keys = Keys()
+        self._app = Application(self._keys, temperature=temperature, top_p=top_p)
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._base_url = ""
+
+    @property
+    def calls(self) -> RequestCounts:
+        """What clients asked for since the start."""
+        return self._app.calls
+
+    async def start(self) -> None:
+        """Listen at a free port of 127.0.0.1."""
+        listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self._base_url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        config = uvicorn.Config(
+            self._app,
+            lifespan="off",
+            ws="none",
+            http="h11",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=60,
+            timeout_graceful_shutdown=_CLOSING_SECONDS,
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+        await asyncio.wait(
+            {self._serving, started := asyncio.ensure_future(self._server.ready.wait())}, return_when="FIRST_COMPLETED"
+        )
+        if self._serving.done():
+            started.cancel()
+            self._serving.result()
+
+    def open(self, conversation: Served) -> tuple[str, str]:
+        """``(base_url, api_key)``, at which the conversation is until `close`."""
+        return self._base_url, self._keys.open(conversation)
+
+    def open_all(self, make: Callable[[str], Served]) -> tuple[str, str]:
+        """``(base_url, api_key)`` for clients that name a conversation by ``X-Session-ID``: ``make`` begins each."""
+        return self._base_url, self._keys.open_all(make)
+
+    def close(self, api_key: str, session: str | None = None) -> None:
+        """End a key's conversation, or the ``session`` of a key for all. What is being sampled for it is given up."""
+        self._keys.close(api_key, session)
+
+    async def stop(self) -> None:
+        """Stop listening; requests under way have 2 seconds."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+
+
+class _Server(uvicorn.Server):
+    """Leaves the process's signals to the run, whose Ctrl-C uvicorn would take."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    @contextmanager
+    @override
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    @override
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()

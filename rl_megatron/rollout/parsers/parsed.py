@@ -1,0 +1,99 @@
+"""What a parser answers, and how calls are written for clients."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsed:
+    """An assistant's message in OpenAI's form: content, ``reasoning_content`` and ``tool_calls`` where it has them.
+
+    Where a call cannot be read there are no calls, and the content is all the text behind the reasoning, as the model
+    wrote it; ``problem`` says what is wrong with the first such call.
+    """
+
+    message: Mapping[str, Any]
+    problem: str | None = None
+
+
+class Parser(Protocol):
+    """One format."""
+
+    def __call__(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
+        """The message of a turn's ``text``, which has its special tokens, but not the stop token.
+
+        ``tools`` are the request's, for formats that do not write the types of arguments.
+        """
+        ...
+
+
+class BadCall(ValueError):
+    """A call that cannot be read; the text says why."""
+
+
+def parsed(content: str, reasoning: str, calls: Sequence[tuple[str, str]], problem: str | None = None) -> Parsed:
+    """The message with calls of (name, arguments as JSON text). An id is the same wherever the same call is."""
+    message: dict[str, Any] = {"role": "assistant", "content": content or None if calls else content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {"id": _identity(place, *call), "type": "function", "function": {"name": call[0], "arguments": call[1]}}
+            for place, call in enumerate(calls)
+        ]
+    return Parsed(message=message, problem=problem)
+
+
+def split_thought(text: str) -> tuple[str, str]:
+    """The reasoning and what is behind it, without the line breaks that templates put around both.
+
+    It ends at the first ``</think>``, and begins with the text, whose ``<think>`` may be in the prompt. A turn that was
+    cut in its reasoning has nothing else.
+    """
+    start, end = "<think>", "</think>"
+    thought, found, rest = text.partition(end)
+    if found:
+        before, opened, inside = thought.partition(start)
+        return (inside if opened and not before.strip() else thought).strip("\n"), rest.lstrip("\n")
+    if text.lstrip().startswith(start):
+        return text.lstrip().removeprefix(start).strip("\n"), ""
+    return "", text
+
+
+def call_of(written: str) -> tuple[str, str]:
+    """Name and arguments of a call that is a JSON object with both. Raises BadCall."""
+    try:
+        value = json.loads(written)
+    except ValueError as error:
+        raise BadCall(f"a call is no JSON ({error}): {written.strip()[:200]}") from error
+    return call_of_value(value)
+
+
+def call_of_value(value: object) -> tuple[str, str]:
+    """Name and arguments of a call that was read as an object. Raises BadCall."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise BadCall(f"a call is {json.dumps(value)[:200]}; it must be an object with a name")
+    arguments = value.get("arguments", value.get("parameters"))
+    if not isinstance(arguments, dict):
+        raise BadCall(f"the arguments of {value['name']!r} are {json.dumps(arguments)[:200]}; they must be an object")
+    return value["name"], json.dumps(arguments, ensure_ascii=False)
+
+
+def arguments_of(name: str, written: str) -> str:
+    """The arguments as the model wrote them. Raises BadCall if they are no JSON object."""
+    try:
+        value = json.loads(written)
+    except ValueError as error:
+        raise BadCall(f"the arguments of {name!r} are no JSON ({error}): {written.strip()[:200]}") from error
+    if not isinstance(value, dict):
+        raise BadCall(f"the arguments of {name!r} are {written.strip()[:200]}; they must be an object")
+    return written.strip()
+
+
+def _identity(place: int, name: str, arguments: str) -> str:
+    return f"call_{hashlib.sha256(f'{place} {name} {arguments}'.encode()).hexdigest()[:24]}"

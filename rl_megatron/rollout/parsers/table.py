@@ -1,0 +1,17 @@
+"""The parsers by name."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from rl_megatron.rollout.parsers.deepseek import deepseek
+from rl_megatron.rollout.parsers.glm import glm
+from rl_megatron.rollout.parsers.harmony import harmony
+from rl_megatron.rollout.parsers.hermes import hermes
+from rl_megatron.rollout.parsers.llama3 import llama3
+from rl_megatron.rollout.parsers.parsed import Parser
+from rl_megatron.rollout.parsers.plain import plain
+
+PARSERS: MappingProxyType[str, Parser] = MappingProxyType(
+    {"none": plain, "hermes": hermes, "llama3_json": llama3, "deepseek": deepseek, "glm": glm, "harmony": harmony}
+)

@@ -1,0 +1,257 @@
+"""The openai client and plain HTTP at the endpoint; most over an engine that says given texts."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import http.client
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import openai
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
+
+from rl_megatron.rollout.conversation.conversation import Conversation
+from rl_megatron.rollout.conversation.templates import PlainText, text_of
+from rl_megatron.rollout.endpoint.turns import EngineTurns
+from rl_megatron.rollout.local.engine import LocalEngine
+from rl_megatron.rollout.parsers.table import PARSERS
+from rl_megatron.types import Completion, GenerationRequest, SamplingParams
+from tests.unit.rollout.conversation.families import TOOLS
+from tests.unit.rollout.endpoint.serving import (
+    ASK,
+    CALLS,
+    STOP,
+    TOKENIZER,
+    Saying,
+    Serving,
+    client_of,
+    post,
+    trained,
+    turns_of,
+)
+
+
+def test_calls_at_once_and_their_results_are_one_row_of_the_sampled_tokens(serving: Serving) -> None:
+    engine = Saying(CALLS, "The sum is 23.")
+    turns = turns_of(engine)
+    client = client_of(serving.open(turns))
+    asked = {"model": "policy", "messages": [*ASK], "tools": TOOLS}
+    first = client.chat.completions.create(**asked, max_tokens=180)
+    message = first.choices[0].message
+    assert [call.function.arguments for call in message.tool_calls or ()] == ['{"a": 1}', '{"a": 22}']
+    assert (first.choices[0].finish_reason, message.content) == ("tool_calls", None)
+    assert message.reasoning_content == "Add."  # type: ignore[attr-defined]
+    asked["messages"].append(message)
+    for call in message.tool_calls or ():
+        asked["messages"].append({"role": "tool", "tool_call_id": call.id, "content": "23"})
+    second = client.chat.completions.create(**asked, max_completion_tokens=100)
+    assert (second.choices[0].message.content, second.choices[0].finish_reason) == ("The sum is 23.", "stop")
+    (row,) = turns.chains()
+    sampled = [[*TOKENIZER(text)["input_ids"], STOP] for text in engine.texts]
+    assert trained(turns) == sampled
+    assert tuple(row.token_ids[: row.turns[1].start].tolist()) == engine.asked[1].token_ids
+    assert [one.params.max_new_tokens for one in engine.asked] == [180, 100]
+    assert second.usage is not None
+    assert (second.usage.prompt_tokens, second.usage.completion_tokens) == (
+        len(engine.asked[1].token_ids),
+        len(sampled[1]),
+    )
+
+
+def test_streams_have_the_whole_message_and_its_usage(serving: Serving) -> None:
+    turns = turns_of(Saying(CALLS))
+    client = client_of(serving.open(turns))
+    with client.chat.completions.stream(
+        model="policy", messages=ASK, tools=TOOLS, stream_options={"include_usage": True}
+    ) as stream:
+        final = stream.get_final_completion()
+    calls = final.choices[0].message.tool_calls or ()
+    assert [call.function.arguments for call in calls] == ['{"a": 1}', '{"a": 22}']
+    assert final.choices[0].finish_reason == "tool_calls"
+    assert final.usage is not None
+    assert final.usage.completion_tokens == len(trained(turns)[0])
+
+
+def test_the_async_client_leads_many_conversations_at_once_that_never_mix(serving: Serving) -> None:
+    many = [
+        turns_of(engine, f"c{place}") for place in range(8) if (engine := Saying(f"I am {place}.", f"Still {place}."))
+    ]
+    served = [serving.open(turns) for turns in many]
+
+    async def lead(one: tuple[str, str]) -> list[str]:
+        async with openai.AsyncOpenAI(base_url=one[0], api_key=one[1]) as client:
+            messages: list[Any] = [*ASK]
+            for _ in range(2):
+                answer = await client.chat.completions.create(model="policy", messages=messages)
+                messages += [answer.choices[0].message, {"role": "user", "content": "Sure?"}]
+            return [messages[1].content, messages[3].content]
+
+    async def together() -> list[list[str]]:
+        return await asyncio.gather(*map(lead, served))
+
+    said = asyncio.run(together())
+    assert said == [[f"I am {place}.", f"Still {place}."] for place in range(8)]
+    for place, turns in enumerate(many):
+        assert [text_of(TOKENIZER, np.array(ids)) for ids in trained(turns)] == said[place]
+
+
+@pytest.fixture
+def dropping(serving: Serving) -> Iterator[Callable[[str], str]]:
+    """Stands before a server, and drops its first answer."""
+    dropped = list[bytes]()
+
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            to = http.client.HTTPConnection(*target)
+            to.request("POST", self.path, body, dict(self.headers))
+            answer = to.getresponse()
+            text = answer.read()
+            to.close()
+            if not dropped:
+                dropped.append(text)
+                self.close_connection = True
+                return
+            assert json.loads(text) == json.loads(dropped[0]) | {"created": json.loads(text)["created"]}
+            self.send_response(answer.status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: object) -> None: ...
+
+    target: tuple[str, int] = ("", 0)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def before(base_url: str) -> str:
+        nonlocal target
+        parts = urlsplit(base_url)
+        target = (str(parts.hostname), parts.port or 0)
+        return f"http://127.0.0.1:{server.server_port}{parts.path}"
+
+    yield before
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_dropped_answer_is_asked_for_again_and_is_the_same_turn(
+    serving: Serving, dropping: Callable[[str], str]
+) -> None:
+    engine = Saying("first", "second")
+    turns = turns_of(engine)
+    base_url, key = serving.open(turns)
+    retried = serving.endpoint.calls.retried
+    answer = client_of((dropping(base_url), key)).chat.completions.create(model="policy", messages=ASK)
+    assert answer.choices[0].message.content == "first"
+    assert (len(engine.asked), len(trained(turns))) == (1, 1)
+    assert serving.endpoint.calls.retried == retried + 1
+    again = client_of((base_url, key)).chat.completions.create(model="policy", messages=ASK)
+    assert again.choices[0].message.content == "second"  # another request, though equal: its count of retries is 0
+    assert len(turns.chains()) == 2
+
+
+def test_an_equal_request_while_the_first_is_sampled_waits_for_its_turn(serving: Serving) -> None:
+    engine = Saying("one", "two")
+    turns = turns_of(engine)
+    served = serving.open(turns)
+    body = json.dumps({"messages": ASK}).encode()
+    engine.go.clear()
+    retried = serving.endpoint.calls.retried
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(post, served, body) for _ in range(2)]
+        while serving.endpoint.calls.retried == retried:
+            concurrent.futures.wait(both, timeout=0.01)
+        engine.go.set()
+        answers = [one.result() for one in both]
+    assert answers[0] == answers[1]
+    assert len(engine.asked) == len(trained(turns)) == 1
+
+
+def test_an_engine_that_fails_is_said_and_not_tried_again(serving: Serving) -> None:
+    engine = Saying("fail", "well")
+    client = client_of(serving.open(turns_of(engine)))
+    with pytest.raises(openai.InternalServerError, match="no server is left"):
+        client.chat.completions.create(model="policy", messages=ASK)
+    assert len(engine.asked) == 1
+    assert client.chat.completions.create(model="policy", messages=ASK).choices[0].message.content == "well"
+
+
+def test_tokens_in_are_rows_by_prefix(serving: Serving) -> None:
+    engine = Saying("abc", "de", "f")
+    turns = turns_of(engine)
+    served = serving.open(turns)
+
+    def ask(token_ids: list[int], **params: Any) -> list[int]:
+        given = {"temperature": 1.0, "logprobs": 1, "skip_special_tokens": False, **params}
+        body = json.dumps({"model": "policy", "token_ids": token_ids, "sampling_params": given}).encode()
+        status, answer = post(served, body, "/inference/v1/generate")
+        assert status == 200, answer
+        (choice,) = answer["choices"]
+        content = choice["logprobs"]["content"]
+        assert [one["token"] for one in content] == [f"token_id:{one}" for one in choice["token_ids"]]
+        np.testing.assert_allclose([one["logprob"] for one in content], np.linspace(-2, -1, len(content)), atol=1e-6)
+        return choice["token_ids"]
+
+    first = ask([5, 6, 7], stop_token_ids=[STOP])
+    second = ask([5, 6, 7, *first, 8, 9], max_tokens=50)
+    third = ask([5, 6])
+    rows = turns.chains()
+    assert [row.token_ids.tolist() for row in rows] == [[5, 6, 7, *first, 8, 9, *second], [5, 6, *third]]
+    assert [[(turn.start, turn.stop) for turn in row.turns] for row in rows] == [
+        [(3, 3 + len(first)), (5 + len(first), len(rows[0].token_ids))],
+        [(2, 2 + len(third))],
+    ]
+    bad = json.dumps({"token_ids": [1], "sampling_params": {"stop_token_ids": [3]}}).encode()
+    assert post(served, bad, "/inference/v1/generate")[0] == 400
+
+
+def test_what_is_trained_on_is_what_the_tiny_model_sampled(
+    serving: Serving, make_engine: Callable[[int], LocalEngine], theirs: Qwen3MoeForCausalLM
+) -> None:
+    """Its log-probs are transformers' of the whole row, with what the client said between turns."""
+    letters = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({chr(97 + i): i for i in range(41)}, "a")))
+    letters.backend_tokenizer.pre_tokenizer = Split("", "isolated")
+    letters.backend_tokenizer.decoder = Fuse()
+    local = make_engine(4)
+
+    class InProcess:
+        async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+            return local.generate([request])[0]
+
+    turns = EngineTurns(
+        InProcess(),  # type: ignore[arg-type]
+        Conversation(PlainText(letters)),
+        name="tiny",
+        parser=PARSERS["none"],
+        decode=partial(text_of, letters, special=True),
+        params=SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=9, stop_token_ids=(), seed=1),
+        max_length=120,
+    )
+    client = client_of(serving.open(turns))
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    for said in ("abc", "de", "f"):
+        messages.append(client.chat.completions.create(model="policy", messages=messages).choices[0].message)
+        messages.append({"role": "user", "content": said})
+    (row,) = turns.chains()
+    assert [turn.stop - turn.start for turn in row.turns] == [9, 9, 9]
+    with torch.no_grad():
+        scores = theirs(torch.tensor(row.token_ids[None].astype(np.int64))).logits[0].double().log_softmax(-1)
+    for turn in row.turns:
+        places = range(turn.start, turn.stop)
+        expected = [float(scores[at - 1, row.token_ids[at]]) for at in places]
+        np.testing.assert_allclose(turn.logprobs, expected, atol=1e-4)

@@ -1,0 +1,79 @@
+"""Who gets in, what is refused, and that neither costs a turn."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+
+from rl_megatron.rollout.endpoint.turns import EngineTurns
+from tests.unit.rollout.endpoint.serving import (
+    ASK,
+    Saying,
+    Serving,
+    client_of,
+    post,
+    trained,
+    turns_of,
+)
+
+
+def test_keys_and_bodies_that_are_refused_cost_no_turn(serving: Serving) -> None:
+    engine = Saying("fine")
+    turns = turns_of(engine)
+    served = url, key = serving.open(turns)
+    good = json.dumps({"messages": ASK}).encode()
+    for path in ("/health", "/v1/models", "/v1/chat/completions", "/docs"):
+        assert post((url, ""), None, path, "GET", Authorization="")[0] == 401
+        assert post((url, key[:-1] + ("0" if key[-1] != "0" else "1")), None, path, "GET")[0] == 401
+    assert post(served, None, "/health", "GET") == (200, {"status": "ok"})
+    assert post(served, None, "/v1/models", "GET")[1]["data"][0]["max_model_len"] == 4000
+    assert post(served, good, "/v1/responses")[0] == 404
+    assert post(served, None, "/v1/chat/completions", "GET")[0] == 405
+    assert post(served, b" " * (33 * 2**20))[0] == 413
+    wrong: list[bytes] = [good[:end] for end in range(0, len(good), 2)]
+    wrong += [b"\xff\xfe", b"[]", b"null", b'{"messages": []}', b'{"messages": [1]}', b'{"messages": [{"role": 1}]}']
+    wrong += [
+        json.dumps({"messages": ASK, **given}).encode()
+        for given in (
+            {"n": 2},
+            {"stop": ["\n"]},
+            {"max_tokens": 0},
+            {"tools": "add"},
+            {"tool_choice": "required"},
+            {"response_format": {"type": "json_object"}},
+            {"logprobs": True},
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"messages": [{"role": "user", "content": "long " * 5000}]},
+        )
+    ]
+    for body in wrong:
+        status, answer = post(served, body)
+        assert (status, bool(answer["error"]["message"])) == (400, True), body[:100]
+    assert not engine.asked
+    assert post(served, good)[0] == 200
+    serving.close(key)
+    assert post(served, good)[0] == 410
+    with pytest.raises(openai.APIStatusError, match="has ended"):
+        client_of(served).chat.completions.create(model="policy", messages=ASK)
+
+
+def test_one_key_for_all_tells_conversations_by_their_session(serving: Serving) -> None:
+    made = dict[str, EngineTurns]()
+
+    def make(session: str) -> EngineTurns:
+        made[session] = turns_of(Saying(f"to {session}"), session)
+        return made[session]
+
+    async def opened() -> tuple[str, str]:
+        return serving.endpoint.open_all(make)
+
+    served = serving.do(opened())
+    good = json.dumps({"messages": ASK}).encode()
+    assert post(served, good)[0] == 401
+    for session in "ab":
+        assert post(served, good, X_Session_ID=session)[1]["choices"][0]["message"]["content"] == f"to {session}"
+    serving.close(served[1], "a")
+    assert [post(served, good, X_Session_ID=session)[0] for session in "ab"] == [410, 200]
+    assert [len(trained(made[session])) for session in "ab"] == [1, 2]

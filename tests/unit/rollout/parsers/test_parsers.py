@@ -1,0 +1,134 @@
+"""Messages of the texts that each family's models write, by their model cards."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rl_megatron.rollout.parsers.table import PARSERS
+from tests.unit.rollout.conversation.families import Reply, message_of, written
+
+NAMES = {
+    "qwen3": "hermes",
+    "chatml": "hermes",
+    "llama3": "llama3_json",
+    "deepseek": "deepseek",
+    "glm": "glm",
+    "gptoss": "harmony",
+}
+CITY = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    }
+]
+
+
+def plain(message: Any) -> dict[str, Any]:
+    """The message without ids of calls, and with their arguments parsed."""
+    calls = [
+        (call["type"], call["function"]["name"], json.loads(call["function"]["arguments"]))
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "content": message["content"] or "", "tool_calls": calls}
+
+
+@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Reply(content="It is 4."),
+        Reply(content="It is 4.", reasoning="Two and\ntwo."),
+        Reply(calls=({"a": 1},)),
+        Reply(calls=({"a": 17},), reasoning="I shall add."),
+    ],
+    ids=["answer", "thought and answer", "call", "thought and call"],
+)
+def test_what_a_family_writes(family: str, reply: Reply) -> None:
+    text, _ = written(family, reply)
+    if family == "deepseek" and reply.calls:
+        text = f"<｜tool▁calls▁begin｜>{text}<｜tool▁calls▁end｜>"
+    parsed = PARSERS[NAMES[family]](text)
+    assert parsed.problem is None
+    expected = plain(message_of(family, reply))
+    if family == "glm":  # whose text has one key, a, for all arguments
+        expected["tool_calls"] = [(kind, name, {"a": arguments}) for kind, name, arguments in expected["tool_calls"]]
+    assert plain(parsed.message) == expected
+
+
+HERMES_TWO = (
+    'Both.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "北京 \\"old\\"", "deep": {"x": [1, null]}}}\n</tool_call>'
+)
+V31 = (
+    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+    '<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Bern"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+GLM_TWO = (
+    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n"
+    "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>123</arg_value>\n"
+    '<arg_key>deep</arg_key>\n<arg_value>{"x": [1, null]}</arg_value>\n</tool_call>'
+)
+HARMONY = (
+    "<|channel|>commentary<|message|>I will look.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+    '<|constrain|>json<|message|>{"city": "Bern"}'
+)
+DEEP = {"x": [1, None]}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        ("hermes", HERMES_TWO, "Both.\n", [("add", {"a": 1}), ("weather", {"city": '北京 "old"', "deep": DEEP})]),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}', "", [("add", {"a": 1})]),
+        ("llama3_json", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', "", [("add", {"a": 1})]),
+        (
+            "llama3_json",
+            '{"name": "add", "parameters": {}}; {"name": "weather", "arguments": {"city": "a;b {c}"}}',
+            "",
+            [("add", {}), ("weather", {"city": "a;b {c}"})],
+        ),
+        ("llama3_json", '{"sum": 3}', '{"sum": 3}', []),
+        ("deepseek", V31, "", [("add", {"a": 1}), ("weather", {"city": "Bern"})]),
+        ("glm", GLM_TWO, "", [("add", {"a": 1}), ("weather", {"city": "123", "deep": DEEP})]),
+        ("harmony", HARMONY, "I will look.", [("weather", {"city": "Bern"})]),
+        ("none", HERMES_TWO, HERMES_TWO, []),
+    ],
+)
+def test_other_texts(name: str, text: str, content: str, calls: list[tuple[str, Any]]) -> None:
+    parsed = PARSERS[name](text, CITY)
+    assert parsed.problem is None
+    message = plain(parsed.message)
+    assert message["content"] == content
+    assert [call[1:] for call in message["tool_calls"]] == calls
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1,}}\n</tool_call>', "no JSON"),
+        ("hermes", '<tool_call>\n{"arguments": {"a": 1}}\n</tool_call>', "with a name"),
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": "1"}\n</tool_call>', "must be an object"),
+        ("llama3_json", '<|python_tag|>{"name": "add", "parameters": [1]}', "must be an object"),
+        ("llama3_json", '<|python_tag|>{"name": "add"', "no JSON"),
+        ("deepseek", V31.replace('{"a": 1}', "a = 1"), "no JSON"),
+        ("deepseek", V31[: V31.rindex("<｜tool▁call▁end｜>")], "does not end"),
+        ("glm", GLM_TWO.removesuffix("</tool_call>"), "does not end"),
+        ("glm", "<tool_call>add\na = 1</tool_call>", "pairs of"),
+        ("harmony", HARMONY[:-1], "no JSON"),
+    ],
+)
+def test_calls_that_cannot_be_read_are_content_and_a_problem(name: str, text: str, why: str) -> None:
+    parsed = PARSERS[name](text)
+    assert why in str(parsed.problem)
+    assert parsed.message == {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize("name", ["hermes", "deepseek", "glm"])
+def test_thoughts_that_the_prompt_opened_or_that_were_cut(name: str) -> None:
+    opened = PARSERS[name]("Two and two.\n</think>\n\nIt is 4.").message
+    assert (opened["reasoning_content"], opened["content"]) == ("Two and two.", "It is 4.")
+    cut = PARSERS[name]('<think>\nMaybe <tool_call>{"name": ').message
+    assert (cut["reasoning_content"], cut["content"]) == ('Maybe <tool_call>{"name": ', "")
