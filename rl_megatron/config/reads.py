@@ -86,8 +86,8 @@ OFFLINE_UNREAD = (
     "rollout.max_in_flight",
     "algorithm.unfinished_reward",
 )
-"""The keys that nothing reads if a file holds the pairs: evaluations do not truncate the distribution, and no answer is
-truncated."""
+"""The keys that nothing reads if a file holds the pairs: evaluations have a top_p of their own (eval.sets), and no
+answer is truncated."""
 
 
 def problems_of_unread_keys(config: RunConfig) -> list[str]:
