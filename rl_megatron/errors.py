@@ -23,6 +23,10 @@ class RewardError(RLMegatronError):
     """A reward that raised, was late or was not finite; names the prompt id."""
 
 
+class EnvironmentFailed(RLMegatronError):
+    """An environment that raised, was late or answered what is no answer; names the prompt id and the turn."""
+
+
 class EngineError(RLMegatronError):
     """A generation request that an engine cannot serve; names the request id."""
 

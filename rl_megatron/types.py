@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
+StopReason = Literal["done", "length", "turns", "tokens", "seconds", "environment_error", "abandoned"]
+"""Why a trajectory ended: by itself, with a turn that was cut, at another limit, by a fault, or in the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +165,8 @@ class Trajectory:
 
     chains: tuple[Chain, ...]
     reward: float
+    stop: StopReason = "done"
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of an environment's; finite
 
     @property
     def turns(self) -> tuple[Turn, ...]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from rl_megatron.data.trajectories import STOPS
 from rl_megatron.rollout.batch import Drawn
 from rl_megatron.types import Completion, FinishReason, Prompt, RolloutGroup, Routes, Span
 
@@ -37,7 +38,7 @@ def plain(one: Completion) -> tuple[object, ...]:
 def finished(group: RolloutGroup, reasons: Sequence[FinishReason]) -> RolloutGroup:
     """The same single turns, ended so."""
     ended = [
-        replace(one, chains=(replace(row, turns=(replace(row.turns[0], finish_reason=reason),)),))
+        replace(one, chains=(replace(row, turns=(replace(row.turns[0], finish_reason=reason),)),), stop=STOPS[reason])
         for one, reason in zip(group.trajectories, reasons, strict=True)
         for row in one.chains
     ]

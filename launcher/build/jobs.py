@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from launcher.build.data import Data
+from launcher.build.environment import demonstrations, environment_sampler
 from launcher.build.roles import Parts
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.sections.data import weights_of
 from rl_megatron.data.packing import causal_attention_cost
 from rl_megatron.data.prompts import PromptStream
+from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.recorder import Recorder
+from rl_megatron.rollout.batch import GroupSource
 from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.scaling.flops import seconds_at_peak, training_flops
@@ -25,7 +28,7 @@ from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.group_job import GroupJob
 from rl_megatron.training.jobs.pairs import PreferencePairs
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
-from rl_megatron.training.jobs.sft import Supervised
+from rl_megatron.training.jobs.sft import Supervised, answers
 from rl_megatron.training.loop import Loop, Pace
 from rl_megatron.training.update import Update
 from rl_megatron.training.waves import WaveUpdate
@@ -36,7 +39,8 @@ def loops_of(
 ) -> tuple[Loop, Loop]:
     """The loop of the warm start, which may have no step, and the loop that follows it. The processes must be up."""
     config = parts.config
-    sampler = _sampler(parts, roles, data)
+    made = resolve_environment(config.environment) if config.environment.function is not None else None
+    sampler = _sampler(parts, roles, data) if made is None else environment_sampler(config, made, roles.engine, data)
     evaluation = Evaluation(sampler=sampler, sets=data.sets, section=config.eval, last_step=config.train.steps)
     attention_cost = causal_attention_cost(
         linear_parameters=shape.active_parameters,
@@ -55,6 +59,7 @@ def loops_of(
         roles=roles,
         prompts=PromptStream(data.train, seed=config.seed + 1, weights=weights_of(config.data)),
         tokenizer=data.tokenizer,
+        targets=answers if made is None else demonstrations(made, config.seed),
         evaluation=evaluation,
         optimizer_steps=update.policy_steps,
         attention_cost=attention_cost,
@@ -88,7 +93,7 @@ def loops_of(
     return looped(job=warm, pace=first), looped(job=job, pace=then)
 
 
-def _on_groups(common: dict[str, Any], sampler: RolloutSampler, data: Data, folder: Path) -> GroupJob:
+def _on_groups(common: dict[str, Any], sampler: GroupSource, data: Data, folder: Path) -> GroupJob:
     """The job on pairs if the data has rejected answers, else reinforcement."""
     if data.train[0].rejected:
         return PreferencePairs(**common, tokenizer=data.tokenizer, eos=data.stop_token_ids[0])

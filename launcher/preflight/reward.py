@@ -1,4 +1,4 @@
-"""Finds the reward function and calls it once, as a run does, with two made-up completions of the first problem."""
+"""Finds the environment, or the reward function, which it calls as a run does with two made-up completions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import numpy as np
 
 from launcher.preflight.subject import Found, Subject, fact, note, problem, unchecked
 from rl_megatron.config.sections.data import data_sources, name_of
+from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.data.prompts import first_problem
+from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_environment
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.registry import resolve_reward
@@ -24,15 +26,35 @@ MADE_UP = "a made-up completion"
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Calls the reward function of each source once. Does not call servers, which may not be up yet, or models, which
-    are large."""
-    config = subject.config
+    """Finds the environment; without one, calls the reward function of each source once.
+
+    Does not call servers, which may not be up yet, or models, which are large.
+    """
+    config, environment = subject.config, subject.config.environment
+    if environment.function is not None:
+        if subject.other_python is not None and ":" in environment.function:
+            yield unchecked(f"the environment, in {subject.other_python}")
+        else:
+            yield from _environment(environment, warm_start=config.warm_start.steps > 0)
+        return
     seen = list[RewardSection]()
     for key in data_sources(config.data):
         section = config.source_rewards.get(name_of(key), config.reward)
         if section not in seen:  # of those without their own, the first source's problem is asked about
             seen.append(section)
             yield from _of(subject, section, key)
+
+
+def _environment(section: EnvironmentSection, *, warm_start: bool) -> Iterator[Found]:
+    """Finds the environment, and calls none of its methods."""
+    made = resolve_environment(section)
+    if warm_start and not (isinstance(made, EnvironmentMaker) and made.has("demonstration")):
+        yield problem(
+            f"warm_start.steps with environment.function={section.function}: it has no method demonstration, so there "
+            "is nothing to learn from; add one (docs/environments.md), or set warm_start.steps=0"
+        )
+    kind = "leads trajectories" if isinstance(made, Agent) else "makes environments"
+    yield fact(f"environment {section.function!r} {kind}")
 
 
 def _of(subject: Subject, section: RewardSection, key: str) -> Iterator[Found]:

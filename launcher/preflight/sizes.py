@@ -30,11 +30,10 @@ def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
         refuse(shape, config.learner)
     except ConfigError as error:
         yield problem(str(error))
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = config.longest_sequence
     if longest > shape.max_positions:
         yield problem(
-            f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} + rollout.max_new_tokens="
-            f"{config.rollout.max_new_tokens} = {longest} is more than the model's max_position_embeddings="
+            f"{config.named_longest} = {longest} is more than the model's max_position_embeddings="
             f"{shape.max_positions}; lower them"
             + ("" if config.model.path else f" or set model.tiny.max_position_embeddings={longest}")
         )

@@ -80,7 +80,7 @@ def main() -> None:
         model_shape(asked["model"], config.learner.model),
         config.learner,
         asked["rank"],
-        sequence=config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
+        sequence=config.longest_sequence,
         micro_batches=counted_micro_batches(config.learner),
     )
     print(json.dumps(asdict(found)))

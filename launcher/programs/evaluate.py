@@ -16,6 +16,7 @@ from rich.table import Table
 
 from launcher.build.alone import engine_alone
 from launcher.build.data import Data, load_data
+from launcher.build.environment import environment_sampler
 from launcher.build.model import starting_folder
 from launcher.preflight import engine, problems_of_data, reward
 from launcher.preflight.subject import Subject
@@ -23,6 +24,7 @@ from launcher.processes.scratch import scratch
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import digest_of
+from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.errors import ConfigError
 from rl_megatron.evaluation.results import WHOLE, Results, paired_figures, read_results, result_of
 from rl_megatron.evaluation.sets import ProblemSet, measure
@@ -30,6 +32,7 @@ from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.observability.intervals import Interval
 from rl_megatron.observability.log import run_log
 from rl_megatron.rewards.registry import resolve_rewards
+from rl_megatron.rollout.environments.source import EnvironmentSampler
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.training import checkpoints
 from rl_megatron.types import Completion, Prompt, Scored
@@ -164,7 +167,12 @@ class _Counted:
         return scored
 
 
-def _sampler(config: RunConfig, sampling: RolloutEngine, data: Data, judge: RewardFunction) -> RolloutSampler:
+def _sampler(
+    config: RunConfig, sampling: RolloutEngine, data: Data, judge: RewardFunction
+) -> RolloutSampler | EnvironmentSampler:
+    """One that asks ``judge``, or the environment, which gives the rewards itself."""
+    if config.environment.function is not None:
+        return environment_sampler(config, resolve_environment(config.environment), sampling, data)
     return RolloutSampler(
         engine=sampling,
         reward_function=judge,

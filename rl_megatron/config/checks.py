@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from rl_megatron.config.environments import problems_of_environments
 from rl_megatron.config.evaluating import problems_of_evaluating
 from rl_megatron.config.keeping import problems_of_keeping
 from rl_megatron.config.modes import problems_of_modes
@@ -35,6 +36,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *_colocation_problems(config),
         *problems_of_modes(config),
         *problems_of_waves(config),
+        *problems_of_environments(config),
         *problems_of_keeping(config),
         *problems_of_evaluating(config),
         *problems_of_unread_keys(config),
@@ -150,13 +152,13 @@ def _batch_problems(c: RunConfig) -> list[str]:
             f"train.minibatches={c.train.minibatches} is more than the {c.completions_per_step} completions of a step "
             f"({c.named_completions}); lower the first or raise the others"
         )
-    longest, pairs = c.rollout.max_prompt_tokens + c.rollout.max_new_tokens, c.algorithm.preference_beta is not None
+    longest, pairs = c.longest_sequence, c.algorithm.preference_beta is not None
     wanted = 2 * longest if pairs else longest
     if wanted > c.learner.max_tokens_per_micro_batch:
         what = "pair of the longest sequences, 2 * (" if pairs else "longest sequence, ("
         out.append(
             f"learner.max_tokens_per_micro_batch={c.learner.max_tokens_per_micro_batch} is less than the {what}"
-            f"rollout.max_prompt_tokens + rollout.max_new_tokens) = {wanted}; raise the first or lower the others"
+            f"{c.named_longest}) = {wanted}; raise the first or lower the others"
         )
     if pairs and c.learner.padding.sequences == 1:
         out.append(

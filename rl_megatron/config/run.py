@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from rl_megatron.config.checks import problems_of
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.data import ArithmeticRunData, FileKeys, FileRunData, HubRunData, MixtureData
+from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.eval import EvalSection
 from rl_megatron.config.sections.learner import LearnerSection, RolesSection
 from rl_megatron.config.sections.reward import RewardSection
@@ -177,6 +178,7 @@ class RunConfig(Section):
         ArithmeticRunData()
     )
     reward: RewardSection = RewardSection()
+    environment: EnvironmentSection = EnvironmentSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
     learner: LearnerSection = LearnerSection()
@@ -214,8 +216,24 @@ class RunConfig(Section):
 
     @property
     def longest_completion(self) -> int:
-        """Most new tokens of any request: a completion to train on, or one of a set of ``eval.sets``."""
-        return max(self.rollout.max_new_tokens, *(one.max_new_tokens or 0 for one in self.eval.sets.values()), 0)
+        """Most tokens behind a prompt: of what is trained on, or of a set of ``eval.sets``."""
+        return max(self.most_sampled, *(one.max_new_tokens or 0 for one in self.eval.sets.values()), 0)
+
+    @property
+    def most_sampled(self) -> int:
+        """Most tokens that the policy samples of a trajectory, and most that follow its first prompt."""
+        return self.rollout.max_new_tokens if self.environment.function is None else self.environment.max_tokens
+
+    @property
+    def longest_sequence(self) -> int:
+        """Most tokens of a prompt and what follows it."""
+        return self.rollout.max_prompt_tokens + self.most_sampled
+
+    @property
+    def named_longest(self) -> str:
+        """The keys that give ``longest_sequence``, for messages."""
+        after = "rollout.max_new_tokens" if self.environment.function is None else "environment.max_tokens"
+        return f"rollout.max_prompt_tokens={self.rollout.max_prompt_tokens} + {after}={self.most_sampled}"
 
     @property
     def asks_for_routes(self) -> str | None:

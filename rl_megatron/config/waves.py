@@ -34,7 +34,7 @@ def problems_of_waves(c: RunConfig) -> Iterator[str]:
             f"{given} with learner.pp={c.learner.pp}: each wave fills and drains the pipeline; raise it to "
             f"{BUBBLE} * (learner.pp - 1) = {least} or more, or leave it out"
         )
-    longest = c.rollout.max_prompt_tokens + c.rollout.max_new_tokens
+    longest = c.longest_sequence
     completions = c.completions_per_step
     most = micro_batches_filled(c.learner, positions=completions * longest, sequences=completions)
     if wave >= most:

@@ -136,7 +136,7 @@ def first_problem(data: OneSource, key: str) -> tuple[str, str, Mapping[str, Any
     Raises DataError.
     """
     if isinstance(data, ArithmeticData):
-        made = _sum(1, 1, data.digits)
+        made = _arithmetic(1, 1, data)
         return made.text, made.answer, {}
     files = local_files(data, key)
     (record,) = read_records(files.train, fields_of(files, files.train), key=f"{key}.train", limit=1)
@@ -144,14 +144,16 @@ def first_problem(data: OneSource, key: str) -> tuple[str, str, Mapping[str, Any
     return files.prompt_template.replace("{prompt}", question), answer, record.others
 
 
-def _sum(a: int, b: int, digits: int) -> _Problem:
-    text = f"{a:0{digits}}+{b:0{digits}}"  # digits are in the same columns in every problem
-    return _Problem(id=text, place=text, text=f"{text}=", raw=text, answer=f"{a + b:0{digits + 1}}"[::-1])
+def _arithmetic(a: int, b: int, data: ArithmeticData) -> _Problem:
+    digits, sign = data.digits, "+" if data.operation == "sum" else "*"
+    text = f"{a:0{digits}}{sign}{b:0{digits}}"  # digits are in the same columns in every problem
+    answer = f"{a + b:0{digits + 1}}"[::-1] if data.operation == "sum" else str(a * b)
+    return _Problem(id=text, place=text, text=f"{text}=", raw=text, answer=answer)
 
 
 def _arithmetic_problems(key: str, data: ArithmeticData, seed: int) -> tuple[list[_Problem], list[_Problem]]:
     train, held_out = split_sums(digits=data.digits, num_eval=data.num_eval, seed=seed, key=key)
-    return [_sum(a, b, data.digits) for a, b in train], [_sum(a, b, data.digits) for a, b in held_out]
+    return [_arithmetic(a, b, data) for a, b in train], [_arithmetic(a, b, data) for a, b in held_out]
 
 
 def _file_problems(

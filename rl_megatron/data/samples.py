@@ -61,15 +61,29 @@ def _turns_of(turns: Sequence[Sequence[tuple[int, LogProbs]]], cu_seqlens: Tenso
 
 
 def supervised_samples(
-    prompts: Sequence[Prompt], target_texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    prompts: Sequence[Prompt], targets: Sequence[Sequence[str]], tokenizer: PreTrainedTokenizerBase
 ) -> Samples:
-    """Each prompt followed by its target text and the end-of-sequence token; advantages 1, log-probs 0."""
+    """Each prompt followed by its target's texts; advantages 1, log-probs 0.
+
+    The first text is the model's, the next is read, and so on in turns. The model's end with the end-of-sequence token,
+    and only they are masked in.
+    """
     eos = tokenizer.eos_token_id
     if not isinstance(eos, int):
         raise DataError("the tokenizer has no eos_token to end a supervised target with; add one to it")
-    targets = tokenizer(list(target_texts), add_special_tokens=False)["input_ids"]
-    rows = [np.array((*p.token_ids, *ids, eos), np.int32) for p, ids in zip(prompts, targets, strict=True)]
-    turns = [[(len(p.token_ids), np.zeros(len(ids) + 1, np.float32))] for p, ids in zip(prompts, targets, strict=True)]
+    texts = [text for target in targets for text in target]
+    encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+    rows, turns = list[TokenIds](), list[list[tuple[int, LogProbs]]]()
+    for prompt, target in zip(prompts, targets, strict=True):
+        row, said = list(prompt.token_ids), list[tuple[int, LogProbs]]()
+        for number in range(len(target)):
+            ids = next(encoded)
+            if number % 2 == 0:
+                ids = [*ids, eos]
+                said.append((len(row), np.zeros(len(ids), np.float32)))
+            row += ids
+        rows.append(np.array(row, np.int32))
+        turns.append(said)
     samples = _join([p.id for p in prompts], rows, turns)
     return replace(samples, advantages=samples.mask.float())
 

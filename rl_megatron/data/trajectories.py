@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from rl_megatron.columns import TokenIds
-from rl_megatron.types import Chain, Completion, Prompt, RolloutGroup, Trajectory, Turn
+from rl_megatron.types import Chain, Completion, FinishReason, Prompt, RolloutGroup, StopReason, Trajectory, Turn
+
+STOPS: Mapping[FinishReason, StopReason] = {"stop": "done", "length": "length", "abort": "abandoned"}
+"""Why a trajectory of one turn ended, by how the turn did."""
 
 
 def single_turns(
@@ -32,4 +35,5 @@ def _trajectory(prompt: TokenIds, completion: Completion, text: str, reward: flo
         text=text,
     )
     tokens = np.concatenate((prompt, completion.token_ids))
-    return Trajectory(chains=(Chain(token_ids=tokens, turns=(turn,), routes=completion.routes),), reward=reward)
+    chain = Chain(token_ids=tokens, turns=(turn,), routes=completion.routes)
+    return Trajectory(chains=(chain,), reward=reward, stop=STOPS[completion.finish_reason])

@@ -11,6 +11,7 @@ from rl_megatron.evaluation.bounds import share_interval
 from rl_megatron.evaluation.figures import all_at, majority, pass_at
 from rl_megatron.observability.intervals import Interval
 from rl_megatron.rollout.batch import Answered
+from rl_megatron.rollout.environments.source import EnvironmentSampler
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.types import Prompt
 
@@ -62,7 +63,9 @@ class MeasuredSet:
         return out
 
 
-async def measure(sampler: RolloutSampler, problems: ProblemSet, section: EvalSection) -> MeasuredSet:
+async def measure(
+    sampler: RolloutSampler | EnvironmentSampler, problems: ProblemSet, section: EvalSection
+) -> MeasuredSet:
     """Sample and score a set. Raises EngineError and RewardError, as `RolloutSampler.held_out`."""
     one, began = problems.section, time.perf_counter()
     params = sampler.params(

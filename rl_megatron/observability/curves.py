@@ -54,6 +54,13 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
         "Policy",
         (
             Curve(title="Reward part <name>", metric="reward/part/<name>"),
+            Curve(title="Turns of a trajectory", metric="environment/turns_mean", peak="environment/turns_max"),
+            Curve(title="Rows of a trajectory", metric="environment/rows_mean", hide_constant=True),
+            Curve(title="Tokens that a trajectory read", metric="environment/observation_tokens"),
+            Curve(title="Share of tokens that were read", metric="environment/untrained_fraction"),
+            Curve(title="Seconds of a trajectory", metric="environment/seconds_mean", peak="environment/seconds_p99"),
+            Curve(title="Trajectories that ended: <name>", metric="environment/stop/<name>"),
+            Curve(title="Of the environment: <name>", metric="environment/own/<name>"),
             Curve(title="Prompts that have retired", metric="curriculum/retired", hide_constant=True),
             Curve(title="Pass rate of the prompts", metric="curriculum/mean_pass_rate"),
             Curve(title="Draws that were skipped", metric="curriculum/skipped", hide_constant=True),

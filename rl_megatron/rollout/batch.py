@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Scored
 
-Reason = Literal["equal_rewards", "reward_error", "poison"]
+Reason = Literal["equal_rewards", "reward_error", "poison", "environment_error", "long_prompt", "nothing_sampled"]
 """Why a prompt that was drawn is not trained on."""
 
 POISON_SHARE = 0.01

@@ -234,7 +234,6 @@ def floor_seconds(config: RunConfig, shape: ModelShape) -> float:
 
     Forward and backward at the peak (`flops`); recomputing and sampling are left out.
     """
-    rollout, peak = config.rollout, config.slurm.speeds.tflops * 1e12
-    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-    flops = training_flops(shape, [longest]) * config.completions_per_step * config.train.epochs
+    peak = config.slurm.speeds.tflops * 1e12
+    flops = training_flops(shape, [config.longest_sequence]) * config.completions_per_step * config.train.epochs
     return flops / (config.learner.dims.world_size * peak)

@@ -92,7 +92,7 @@ def ranks_of(config: RunConfig, layout: Layout) -> Sequence[Rank]:
     tokens = learner.max_tokens_per_micro_batch / learner.dims.cp
     kinds = (lambda hf: 1), _trains(config, layout), _stepped_as_matrix(config, layout)
     of_layer, (held, trained, matrices) = _stages(layout), _by_stage(layout, *kinds)
-    longest = min(config.rollout.max_prompt_tokens + config.rollout.max_new_tokens, learner.max_tokens_per_micro_batch)
+    longest = min(config.longest_sequence, learner.max_tokens_per_micro_batch)
     largest = _largest(layout)
     layers = [tuple(n for n, stages in of_layer.items() if stage in stages) for stage in range(layout.dims.pp)]
     return [

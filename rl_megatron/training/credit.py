@@ -143,8 +143,8 @@ def _group_ids(groups: Sequence[RolloutGroup]) -> Tensor:
 
 
 def truncated(groups: Sequence[RolloutGroup]) -> Tensor:
-    """Which completions did not end by themselves, [K] bool."""
-    return torch.tensor([one.turns[-1].finish_reason != "stop" for g in groups for one in g.trajectories])
+    """Which trajectories did not end by themselves, [K] bool."""
+    return torch.tensor([one.stop != "done" for g in groups for one in g.trajectories])
 
 
 def _of_sequences(values: Tensor, samples: Samples) -> Tensor:

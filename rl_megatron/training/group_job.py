@@ -18,6 +18,7 @@ from rl_megatron.durable import remove_folder
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.rollout.batch import RolloutBatch, Waiting
+from rl_megatron.rollout.environments.figures import environment_row
 from rl_megatron.rollout.stream import Stream
 from rl_megatron.training.checkpoints import TrainerState, files_of
 from rl_megatron.training.credit import groups_that_differ
@@ -130,7 +131,7 @@ class GroupJob(ABC):
     def teaches(self, groups: Sequence[RolloutGroup]) -> list[bool]:
         """Whether each group has different rewards, and so a gradient."""
         c = self.config
-        return groups_that_differ(groups, c.algorithm, max_new_tokens=c.rollout.max_new_tokens)
+        return groups_that_differ(groups, c.algorithm, max_new_tokens=c.most_sampled)
 
     def _describe(self, rollouts: RolloutBatch) -> Row:
         """Metrics of a rollout batch before training on it."""
@@ -188,7 +189,7 @@ class GroupJob(ABC):
         rewards = np.array([one.reward for one in trajectories])
         lengths = np.array([one.num_sampled for one in trajectories])
         staleness = self.number - 1 - np.array([one.turns[0].spans[0].version for one in trajectories])
-        cut = [one.turns[-1].finish_reason == "length" for one in trajectories]
+        cut = [one.stop == "length" for one in trajectories]
         return {
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std()),
@@ -199,6 +200,7 @@ class GroupJob(ABC):
             "staleness/mean": float(staleness.mean()),
             "staleness/max": int(staleness.max()),
             **late_row(trajectories, self.config.rollout),
+            **environment_row(trajectories),
             **(self._describe_ages(trajectories, staleness) if self.config.train.max_staleness else {}),
             "tokens/rollout": int(lengths.sum()),
         }
@@ -288,6 +290,5 @@ def late_row(trajectories: Sequence[Trajectory], section: RolloutSection) -> Row
     """The share that was ended for its time: truncated ones with fewer tokens than they might have."""
     if section.max_seconds is None:
         return {}
-    last = [one.turns[-1] for one in trajectories]
-    late = [turn.finish_reason == "length" and len(turn.logprobs) < section.max_new_tokens for turn in last]
+    late = [one.stop == "length" and one.num_sampled < section.max_new_tokens for one in trajectories]
     return {"response/late_fraction": float(np.mean(late))}

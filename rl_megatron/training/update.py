@@ -87,7 +87,7 @@ class Update:
         return row
 
     async def _row(self, groups: Sequence[RolloutGroup], step: int, watch: Stopwatch) -> Row:
-        section, longest = self.config.algorithm, self.config.rollout.max_new_tokens
+        section, longest = self.config.algorithm, self.config.most_sampled
         row: Row = {"tokens/train": 0}
         if not groups:
             return row
@@ -248,7 +248,7 @@ class Update:
         weight = token_weight(
             samples,
             section.aggregation,
-            max_length=section.max_length or self.config.rollout.max_new_tokens,
+            max_length=section.max_length or self.config.most_sampled,
             part=None if part is None else torch.from_numpy(part),
             num_units=num_units,
         )
@@ -295,7 +295,7 @@ class Update:
         computed beside the first: ranks do not wait for them."""
         c, roles = self.config, self.roles
         rate, critic_rate = learning_rate(c, step), critic_learning_rate(c, step)
-        loss = loss_of(c.algorithm, kl_coefficient=self.state.kl_coefficient, max_new_tokens=c.rollout.max_new_tokens)
+        loss = loss_of(c.algorithm, kl_coefficient=self.state.kl_coefficient, max_new_tokens=c.most_sampled)
         value_loss = ValueLoss(clip=c.algorithm.critic.clip)
         seeds = [seed_of(c.seed, step, epoch) for epoch in range(c.train.epochs)]
         packed = self._packer.minibatches(samples, most=c.train.minibatches, seeds=seeds, weighted=self._weighted)

@@ -60,7 +60,7 @@ class WaveUpdate(Update):
         The phase ``rollout`` has only the seconds of waiting without a full wave.
         """
         c = self.config
-        loss = loss_of(c.algorithm, kl_coefficient=self.state.kl_coefficient, max_new_tokens=c.rollout.max_new_tokens)
+        loss = loss_of(c.algorithm, kl_coefficient=self.state.kl_coefficient, max_new_tokens=c.most_sampled)
         assert isinstance(loss, PolicyLoss)  # of pairs: refused
         trained, waiting, early, more = _Trained(loss=loss), list[RolloutGroup](), 0, True
         while more:
@@ -90,7 +90,7 @@ class WaveUpdate(Update):
         """The counts of a batch of the longest completions."""
         completions = self.config.completions_per_step
         return {
-            "num_tokens": completions * self.config.rollout.max_new_tokens,
+            "num_tokens": completions * self.config.most_sampled,
             "num_sequences": completions,
             "num_trajectories": completions,
             "num_prompts": self.config.rollout.prompts_per_step,
@@ -99,7 +99,7 @@ class WaveUpdate(Update):
     async def _wave(self, groups: Sequence[RolloutGroup], trained: _Trained, step: int, watch: Stopwatch) -> None:
         """Score the groups, and add their gradients."""
         c = self.config
-        rewards = shape_rewards(groups, c.algorithm, self.state, max_new_tokens=c.rollout.max_new_tokens)
+        rewards = shape_rewards(groups, c.algorithm, self.state, max_new_tokens=c.most_sampled)
         found, samples, _ = await self._scored(groups, rewards, step, watch)  # the state that follows is this one
         trained.prompts += [group.prompt for group in groups]
         trained.found.append(found)

@@ -45,7 +45,9 @@ def test_recipes_fill_the_mirror_over_the_process_group(recipe: str) -> None:
     config = load_config(recipe, ["model.path=/given", "rollout=vllm"])
     section = config.weights.filling(served=config.rollout.served)
     assert (section.transport, section.verify, section.delta) == ("process_group", True, False)
-    assert section.bucket_mb == (64 if recipe in {"tiny_cpu", "gsm8k_tiny", "qwen3_30b_a3b_80gb"} else 256)
+    assert section.bucket_mb == (
+        64 if recipe in {"calculator", "tiny_cpu", "gsm8k_tiny", "qwen3_30b_a3b_80gb"} else 256
+    )
 
 
 def test_servers_on_other_nodes_have_their_file_in_the_runs_folder_or_where_the_key_says(tmp_path: Path) -> None:

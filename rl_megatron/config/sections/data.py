@@ -16,12 +16,15 @@ SourceName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
 class ArithmeticData(Section):
-    """Generated sums such as ``37+08=`` with the answer ``540``, lowest digit first; no problem is in both splits."""
+    """Generated sums such as ``37+08=`` with the answer ``540``, lowest digit first, or products such as ``37*08=``,
+    with the answer ``296``; no problem is in both splits."""
 
     instead: ClassVar[str] = "data.type=arithmetic makes its own problems; add data=gsm8k to read files"
     type: Literal["arithmetic"] = "arithmetic"
     digits: Annotated[int, Field(ge=1, le=6)] = 2
-    """Digits of the largest addend."""
+    """Digits of the largest number in a problem."""
+    operation: Literal["sum", "product"] = "sum"
+    """What is asked of the two numbers."""
     num_eval: Positive = 256
     """Held-out problems."""
 

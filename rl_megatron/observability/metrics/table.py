@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from rl_megatron.observability.files import JsonRow, JsonValue
 from rl_megatron.observability.metrics.costs import COSTS
+from rl_megatron.observability.metrics.environments import ENVIRONMENTS
 from rl_megatron.observability.metrics.experts import EXPERTS
 from rl_megatron.observability.metrics.learning import LEARNING
 from rl_megatron.observability.metrics.sampling import SAMPLING
@@ -39,7 +40,7 @@ class Documented:
 
 METRICS: Mapping[str, Documented] = {
     name: Documented(name=name, unit=unit, meaning=meaning)
-    for name, unit, meaning in (*LEARNING, *SAMPLING, *EXPERTS, *COSTS)
+    for name, unit, meaning in (*LEARNING, *SAMPLING, *ENVIRONMENTS, *EXPERTS, *COSTS)
 }
 
 _FAMILIES = [

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 def stream_of(config: RunConfig, prompts: PromptStream, source: GroupSource, ledger: Ledger) -> Stream:
     """The stream of a run's groups."""
-    limit = config.rollout.max_new_tokens
+    limit = config.most_sampled
     return Stream(
         prompts=prompts,
         source=source,

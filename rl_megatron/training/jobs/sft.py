@@ -1,7 +1,8 @@
-"""Supervised training on right answers until held-out accuracy is high enough."""
+"""Supervised training on right answers, or an environment's demonstrations, until held-out accuracy is high enough."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,19 +16,30 @@ from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.optimizer_steps import OptimizerSteps
+from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+Targets = Callable[[Sequence[Prompt], int], Sequence[Sequence[str]]]
+"""What to learn of each prompt in a step of this number: the model's text, what it reads then, and so on in turns."""
+
+
+def answers(prompts: Sequence[Prompt], step: int) -> list[tuple[str]]:
+    """The right answer of each prompt."""
+    return [(prompt.answer,) for prompt in prompts]
+
+
 @dataclass(slots=True, kw_only=True)
 class Supervised:
-    """A Job of ``training.loop``: cross-entropy on ``Prompt.answer``, configured by ``warm_start``."""
+    """A Job of ``training.loop``: cross-entropy on ``targets``, configured by ``warm_start``."""
 
     config: RunConfig
     roles: Roles
     prompts: PromptStream
     tokenizer: PreTrainedTokenizerBase
+    targets: Targets
     evaluation: Evaluation
     optimizer_steps: OptimizerSteps
     attention_cost: float
@@ -46,7 +58,7 @@ class Supervised:
         """Make an optimizer step on ``warm_start.batch_size`` problems; the loss is null if it was skipped."""
         c, self.number = self.config, number
         prompts = self.prompts.take(c.warm_start.batch_size)
-        samples = supervised_samples(prompts, [p.answer for p in prompts], self.tokenizer)
+        samples = supervised_samples(prompts, self.targets(prompts, number), self.tokenizer)
         batch = packer_of(c.learner, attention_cost=self.attention_cost).pack(samples)
         rate = c.warm_start.learning_rate
         made = await self.optimizer_steps.step(self.roles.policy, batch, CrossEntropy(), rate, prompts)

@@ -61,7 +61,7 @@ def test_a_sequence_without_a_sampled_token_is_named() -> None:
 
 def test_supervised_targets_end_with_eos() -> None:
     prompts = [Prompt(id="x", text="1+1=", token_ids=tuple(b"1+1="), answer="2")]
-    samples = supervised_samples(prompts, ["2"], byte_tokenizer())
+    samples = supervised_samples(prompts, [("2",)], byte_tokenizer())
     assert samples.input_ids.tolist() == list(b"1+1=2")
     assert samples.targets.tolist() == [*b"+1=2", 257]
     assert samples.mask.tolist() == [False, False, False, True, True]

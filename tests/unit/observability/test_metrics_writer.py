@@ -12,6 +12,7 @@ import pytest
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.metrics.costs import COSTS
+from rl_megatron.observability.metrics.environments import ENVIRONMENTS
 from rl_megatron.observability.metrics.experts import EXPERTS
 from rl_megatron.observability.metrics.learning import LEARNING
 from rl_megatron.observability.metrics.sampling import SAMPLING
@@ -38,7 +39,7 @@ def test_every_metric_is_one_row_of_three_cells_in_the_docs() -> None:
 
 
 def test_names_units_and_meanings_are_well_formed() -> None:
-    assert len(METRICS) == sum(map(len, (LEARNING, SAMPLING, EXPERTS, COSTS)))  # no name comes twice
+    assert len(METRICS) == sum(map(len, (LEARNING, SAMPLING, ENVIRONMENTS, EXPERTS, COSTS)))  # no name comes twice
     for name, metric in METRICS.items():
         assert metric.name == name
         assert name == name.lower()

@@ -36,6 +36,7 @@ CONF = Path(__file__).parents[3] / "conf"
 FILES = ["data.train=train.jsonl", "data.eval=test.jsonl"]
 RECIPES: Mapping[str, list[str]] = {  # what is the user's to give
     **{name: [*FILES, "model.path=/models/given"] for name in LARGE},
+    "calculator": [],
     "gsm8k_tiny": FILES,
     "tiny_cpu": [],
 }

@@ -1,0 +1,56 @@
+"""Builds the source of groups whose trajectories an environment leads, and what its warm start learns."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+from typing import cast
+
+from launcher.build.data import Data
+from rl_megatron.config.run import RunConfig
+from rl_megatron.environments.protocol import Demonstrating
+from rl_megatron.environments.registry import Agent, EnvironmentMaker
+from rl_megatron.interfaces import RolloutEngine
+from rl_megatron.rollout.conversation.chat import ChatTemplate
+from rl_megatron.rollout.conversation.templates import PlainText, Template, tokens_of_text
+from rl_megatron.rollout.environments.source import EnvironmentSampler
+from rl_megatron.rollout.environments.waves import Waves
+from rl_megatron.training.jobs.sft import Targets
+from rl_megatron.types import Prompt
+
+
+def environment_sampler(
+    config: RunConfig, made: EnvironmentMaker | Agent, engine: RolloutEngine, data: Data
+) -> EnvironmentSampler:
+    """The source, over ``engine``, which samples in waves if it is in the learner's processes."""
+    section, tokenizer = config.environment, data.tokenizer
+    template: Template = PlainText(tokenizer)
+    if section.template == "chat":
+        template = ChatTemplate(tokenizer, thinking=section.thinking)
+    return EnvironmentSampler(
+        engine=engine if config.rollout.served else Waves(engine),
+        made=made,
+        template=template,
+        encode=partial(tokens_of_text, tokenizer),
+        rollout=config.rollout,
+        section=section,
+        stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
+        seed=config.seed,
+    )
+
+
+def demonstrations(made: EnvironmentMaker | Agent, seed: int) -> Targets:
+    """What the warm start learns: the environment's own texts, another choice of them in each step."""
+
+    def of_step(prompts: Sequence[Prompt], step: int) -> list[Sequence[str]]:
+        assert isinstance(made, EnvironmentMaker)  # preflight
+        demonstration = cast("Demonstrating", made()).demonstration
+        return [demonstration(one, _seed(seed, step, place)) for place, one in enumerate(prompts)]
+
+    return of_step
+
+
+def _seed(seed: int, step: int, place: int) -> int:
+    digest = hashlib.sha256(f"demonstration {seed} {step} {place}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

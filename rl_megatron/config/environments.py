@@ -1,0 +1,81 @@
+"""Rules of the ``environment`` section and others: what no environment is combined with, and keys without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rl_megatron.config.sections.data import FileKeys, data_sources
+from rl_megatron.config.sections.reward import RewardSection
+
+if TYPE_CHECKING:
+    from rl_megatron.config.run import RunConfig
+
+
+def problems_of_environments(c: RunConfig) -> Iterator[str]:
+    """A line for each rule that the configuration breaks."""
+    section = c.environment
+    if section.function is None:
+        if set_keys := [key for key in type(section).model_fields if getattr(section, key) != _default(section, key)]:
+            named = ", ".join(f"environment.{key}" for key in set_keys)
+            yield f"{named}: without environment.function nothing reads it; set that, or leave this out"
+        return
+    given = f"environment.function={section.function}"
+    for key, why in _combined(c):
+        yield f"{given} with {key}: {why}"
+    if section.thinking != "template" and section.template == "plain":
+        yield f"environment.thinking={section.thinking} with template=plain: no template drops anything; leave it out"
+    if c.warm_start.steps and section.template == "chat":
+        yield (
+            f"{given} with warm_start.steps={c.warm_start.steps}: an environment's demonstrations are plain texts, and "
+            "its conversations would be the chat template's; set environment.template=plain, or warm_start.steps=0"
+        )
+    if section.min_turn_tokens > section.max_tokens:
+        yield (
+            f"environment.min_turn_tokens={section.min_turn_tokens} is more than environment.max_tokens="
+            f"{section.max_tokens}, so no trajectory would have a turn; lower the first"
+        )
+
+
+def _combined(c: RunConfig) -> Iterator[tuple[str, str]]:
+    """What cannot be combined with an environment, by its key, and why."""
+    if c.algorithm.preference_beta is not None:
+        yield (
+            f"algorithm.preference_beta={c.algorithm.preference_beta:g}",
+            "pairs are of single completions; leave one of them out",
+        )
+    elif c.offline:
+        yield "data.rejected_field", "the pairs of a file are single completions; leave one of them out"
+    for key, source in data_sources(c.data).items():
+        if isinstance(source, FileKeys) and source.chat_template:
+            yield (
+                f"{key}.chat_template=true",
+                "an environment's messages are rendered as a conversation, and a task's text is what it begins with; "
+                f"set {key}.chat_template=false",
+            )
+    if c.algorithm.advantage_mean == "greedy":
+        yield (
+            "algorithm.advantage_mean=greedy",
+            "a greedy turn leads to other observations, so its trajectory is no baseline of the sampled ones; set "
+            "advantage_mean=group",
+        )
+    if (asking := c.asks_for_routes) is not None:
+        yield (
+            asking,
+            "engines return the routes of one request, and a turn's last token gets its own with the next request "
+            "alone; leave it out",
+        )
+    if c.rollout.max_seconds is not None:
+        yield (
+            f"rollout.max_seconds={c.rollout.max_seconds:g}",
+            "environment.seconds bounds a trajectory, sampling included; leave it out",
+        )
+    if c.reward != RewardSection() or c.source_rewards:
+        yield (
+            "reward",
+            "the environment gives the reward; leave the keys of reward out, or have its score call what they name",
+        )
+
+
+def _default(section: object, key: str) -> object:
+    return type(section).model_fields[key].get_default(call_default_factory=True)  # type: ignore[attr-defined]

@@ -1,0 +1,44 @@
+"""The ``environment`` section: what the model talks to over several turns, and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rl_megatron.section import Finite, Positive, PositiveFloat, Section
+
+OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+
+
+class EnvironmentSection(Section):
+    """An environment or agent that completions are part of (docs/environments.md); without one each prompt gets one."""
+
+    function: str | None = None
+    """calculator, or package.module:name of your own class of environments or async function; null: there is none."""
+    options: Mapping[OptionName, bool | int | float | str] = Field(default_factory=dict)
+    """Keyword argument of the function."""
+    template: Literal["chat", "plain"] = "chat"
+    """How messages become tokens: by the tokenizer's chat template, or their texts as they are."""
+    thinking: Literal["template", "keep"] = "template"
+    """Whether a row may go on where the chat template drops the thinking of earlier turns. template: a new row begins,
+    as the template writes it; keep: it goes on with the thinking in it, which is one row, but no context that the
+    template would make."""
+    max_turns: Positive = 8
+    """Most turns of a trajectory."""
+    max_tokens: Positive = 4096
+    """Most tokens of a trajectory after its first prompt, sampled and observed."""
+    min_turn_tokens: Positive = 16
+    """A trajectory that has room for fewer sampled tokens ends before its next turn."""
+    max_observation_tokens: Positive = 1024
+    """A longer message of an environment is cut in its middle, with a mark that says so."""
+    seconds: PositiveFloat = 300.0
+    """Time limit of a trajectory, sampling included: what was sampled by then is scored and trained on."""
+    step_seconds: PositiveFloat = 30.0
+    """Time limit of each call of an environment's start, step and score."""
+    close_seconds: PositiveFloat = 10.0
+    """Time limit of an environment's close; then processes that it started and that still run are killed."""
+    on_error: Literal["fail", "drop"] | Finite = "fail"
+    """What to do if an environment raises, is late or answers what is no answer: end the run (fail), drop the group, or
+    give the trajectory a number as its reward."""

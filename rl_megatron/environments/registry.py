@@ -1,0 +1,81 @@
+"""Resolves ``environment.function``: a shipped environment by its name, or your own class or function."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from rl_megatron.config.sections.environment import EnvironmentSection
+from rl_megatron.environments.calculator import Calculator
+from rl_megatron.environments.protocol import Environment, Model
+from rl_megatron.errors import ConfigError
+from rl_megatron.types import Prompt
+from rl_megatron.user_code import load_named
+
+METHODS = ("start", "step", "score", "close")
+ENVIRONMENTS: Mapping[str, Callable[..., Environment]] = {"calculator": Calculator}
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentMaker:
+    """Makes an environment for each trajectory, with the options of the configuration."""
+
+    make: Callable[..., Environment]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self) -> Environment:
+        """An environment for one trajectory."""
+        return self.make(**self.options)
+
+    def has(self, method: str) -> bool:
+        """Whether its environments have the method; of a function that makes them, one is made to see."""
+        return callable(getattr(self.make if inspect.isclass(self.make) else self(), method, None))
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """A function of the user's own that leads a trajectory itself, and returns its reward."""
+
+    solve: Callable[[Prompt, Model], Awaitable[float]]
+
+
+def resolve_environment(section: EnvironmentSection) -> EnvironmentMaker | Agent:
+    """What ``environment.function`` names; an async function is an agent, anything else makes environments.
+
+    Raises ConfigError that names an unknown function and the nearest known one, what importing it raised, or options
+    that it does not take.
+    """
+    name = section.function
+    assert name is not None
+    if name not in ENVIRONMENTS and ":" not in name:
+        near = difflib.get_close_matches(name, ENVIRONMENTS, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"environment.function={name!r:.200} is unknown; {hint}allowed: {', '.join(ENVIRONMENTS)}, or your own "
+            "package.module:name"
+        )
+    function = ENVIRONMENTS.get(name) or load_named(name, "environment.function", "class or function", callable)
+    _check(name, function, section.options)
+    if inspect.iscoroutinefunction(function):
+        return Agent(partial(function, **section.options))
+    return EnvironmentMaker(function, section.options)
+
+
+def _check(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for options that ``function`` does not take, and for a class without the methods."""
+    leads = inspect.iscoroutinefunction(function)
+    try:
+        inspect.signature(function).bind(*((None, None) if leads else ()), **options)
+    except TypeError as error:
+        given = ", ".join(f"environment.options.{key}" for key in options) or "no environment.options"
+        raise ConfigError(f"environment.function={name!r:.200} with {given}: {error}") from error
+    lacking = [method for method in METHODS if not callable(getattr(function, method, None))]
+    if inspect.isclass(function) and lacking:
+        raise ConfigError(
+            f"environment.function={name!r:.200} is a class without {', '.join(lacking)}; give it the four async "
+            "methods of an environment, or name an async function (docs/environments.md)"
+        )

@@ -1,0 +1,20 @@
+"""Metrics of trajectories that an environment or an agent leads."""
+
+from __future__ import annotations
+
+ENVIRONMENTS = (
+    ("environment/turns_mean", "turns", "mean over trajectories, with environment.function as all that follow"),
+    ("environment/turns_max", "turns", "most of a trajectory"),
+    ("environment/rows_mean", "rows", "rows to train on of a trajectory; 1 where every context goes on from the last"),
+    ("environment/observation_tokens", "tokens", "tokens of a trajectory that it read after its first prompt, mean"),
+    ("environment/untrained_fraction", "", "these over all tokens after first prompts; they are never trained on"),
+    ("environment/seconds_mean", "s", "mean duration of a trajectory, sampling included"),
+    ("environment/seconds_p99", "s", "its 99th percentile"),
+    (
+        "environment/stop/<name>",
+        "",
+        "share of trajectories that ended so: `done` (by themselves), `length` (a cut turn), `turns`, `tokens` or "
+        "`seconds` (its limits), `environment_error` (with the reward of environment.on_error), or `abandoned`",
+    ),
+    ("environment/own/<name>", "", "mean over trajectories of a metric that the environment's steps gave, added up"),
+)

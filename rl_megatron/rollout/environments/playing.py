@@ -1,0 +1,187 @@
+"""Leads one trajectory to its end: an environment's calls in a thread of their own, or an agent of the user's."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from rl_megatron.config.sections.environment import EnvironmentSection
+from rl_megatron.environments.protocol import (
+    Environment,
+    EnvironmentStep,
+    LimitReached,
+    Observed,
+    OpenAIMessage,
+    Reply,
+    Transcript,
+)
+from rl_megatron.environments.registry import Agent, EnvironmentMaker
+from rl_megatron.errors import EngineError
+from rl_megatron.rollout.conversation.messages import MessagesRefused
+from rl_megatron.rollout.environments.episode import Episode, LongPrompt
+from rl_megatron.rollout.environments.threads import LoopThread, TooLate, UserCodeFailed
+from rl_megatron.types import Prompt, StopReason
+
+T = TypeVar("T")
+_MOST_METRICS, _METRIC = 32, re.compile("[a-z][a-z0-9_]{0,60}")
+
+
+class EnvironmentFault(Exception):
+    """The environment raised, was late or answered what is no answer; the text says in which call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryEnd:
+    """How a trajectory ended; ``reward`` is finite."""
+
+    stop: StopReason
+    reward: float
+    turn_rewards: tuple[float | None, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Playing:
+    """One trajectory that is under way."""
+
+    episode: Episode
+    task: Prompt
+    seed: int
+    section: EnvironmentSection
+    cut: Callable[[OpenAIMessage], OpenAIMessage]  # a message to what ``max_observation_tokens`` leaves of it
+    sampled: Callable[[], None]  # called once, when it asks the engine no more
+    thread: LoopThread
+    environment: Environment | None = None
+    messages: list[OpenAIMessage] = field(default_factory=list)
+    rewards: list[float | None] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    async def run(self, made: EnvironmentMaker | Agent) -> TrajectoryEnd:
+        """Play to the end, but for `close`. Raises EnvironmentFault, and what `Episode.reply` raises of the engine."""
+        try:
+            if isinstance(made, Agent):
+                return await self._led(made)
+            stop = await self._turns(made)
+        finally:
+            self.sampled()
+        return TrajectoryEnd(
+            stop=stop, reward=await self._reward(stop), turn_rewards=tuple(self.rewards), metrics=self.metrics
+        )
+
+    async def close(self) -> str | None:
+        """Close the environment. Returns what went wrong, if anything did."""
+        if self.environment is None:
+            return None
+        try:
+            await self.thread.call(self.environment.close, self.section.close_seconds)
+        except TooLate:
+            return f"close did not end within environment.close_seconds={self.section.close_seconds:g}"
+        except UserCodeFailed as error:
+            return f"close {error}"
+        return None
+
+    async def _turns(self, made: EnvironmentMaker) -> StopReason:
+        async def start() -> Observed:
+            self.environment = made()
+            return await self.environment.start(self.task, self.seed)
+
+        seen = await self._call("start", start)
+        env = self.environment
+        assert env is not None
+        tools = self._observe(seen, "start").tools
+        while True:
+            try:
+                reply = await self.episode.reply(self.messages, tools)
+            except LimitReached as limit:
+                return limit.stop
+            except MessagesRefused as error:
+                raise self._fault("step" if self.episode.replies else "start", str(error)) from error
+            self.messages.append(reply.message)
+            if self.episode.stop is not None:  # the turn was cut
+                return self.episode.stop
+            step = await self._call("step", lambda reply=reply: env.step(reply))  # type: ignore[misc]
+            if not isinstance(step, EnvironmentStep):
+                raise self._fault("step", f"returned a {type(step).__name__:.80}, which is no EnvironmentStep")
+            self._count(step)
+            if step.observation is None:
+                return "done"
+            self._observe(step.observation, "step")
+
+    async def _led(self, agent: Agent) -> TrajectoryEnd:
+        """An agent leads by itself; its calls of the model are served on this loop."""
+        here = asyncio.get_running_loop()
+        leading = self
+
+        class Served:
+            async def reply(self, messages: Sequence[OpenAIMessage], tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
+                asking = asyncio.run_coroutine_threadsafe(leading.episode.reply(tuple(messages), tools), here)
+                return await asyncio.wrap_future(asking)
+
+        seconds, stop, reward = self.section.seconds, "done", 0.0
+        try:
+            given = await self.thread.call(lambda: agent.solve(self.task, Served()), seconds)
+            reward = self._finite("the function", given)
+        except TooLate as error:
+            raise self._fault("the function", f"did not end within environment.seconds={seconds:g}") from error
+        except UserCodeFailed as error:
+            if isinstance(error.__cause__, (EngineError, LongPrompt)):
+                raise error.__cause__ from error
+            if not isinstance(error.__cause__, LimitReached):
+                raise self._fault("the function", str(error)) from error
+        return TrajectoryEnd(stop=self.episode.stop or stop, reward=reward)  # type: ignore[arg-type]
+
+    async def _reward(self, stop: StopReason) -> float:
+        given = [reward for reward in self.rewards if reward is not None]
+        if given:
+            return math.fsum(given)
+        env, replies = self.environment, tuple(self.episode.replies)
+        assert env is not None
+        seen = Transcript(task=self.task, messages=tuple(self.messages), replies=replies, stop=stop)
+        return self._finite("score", await self._call("score", lambda: env.score(seen), bounded=False))
+
+    async def _call(self, name: str, function: Callable[[], Awaitable[T]], *, bounded: bool = True) -> T:
+        """A call of the environment, within its time and, if ``bounded``, the trajectory's."""
+        seconds, limit = self.section.step_seconds, f"environment.step_seconds={self.section.step_seconds:g}"
+        if bounded and (left := self.episode.seconds_left) < seconds:
+            seconds, limit = max(left, 0.0), f"what was left of environment.seconds={self.section.seconds:g}"
+        try:
+            return await self.thread.call(function, seconds)
+        except TooLate as error:
+            raise self._fault(name, f"did not end within {limit}") from error
+        except UserCodeFailed as error:
+            raise self._fault(name, str(error)) from error
+
+    def _observe(self, seen: object, name: str) -> Observed:
+        if not isinstance(seen, Observed):
+            raise self._fault(name, f"returned a {type(seen).__name__:.80}, which is no Observed")
+        messages = seen.messages
+        if not messages or not all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages):
+            raise self._fault(name, "returned an Observed without messages, or with one that has no role")
+        self.messages += [self.cut(one) for one in messages]
+        return seen
+
+    def _count(self, step: EnvironmentStep) -> None:
+        self.rewards.append(None if step.reward is None else self._finite("step", step.reward))
+        for key, value in step.metrics.items():
+            if key not in self.metrics and len(self.metrics) >= _MOST_METRICS:
+                raise self._fault("step", f"returned more than {_MOST_METRICS} metrics")
+            if not isinstance(key, str) or not _METRIC.fullmatch(key):
+                raise self._fault("step", f"returned a metric {key!r:.80}; its name must be like {_METRIC.pattern}")
+            self.metrics[key] = self.metrics.get(key, 0.0) + self._finite(f"step, metric {key!r:.80},", value)
+
+    def _finite(self, name: str, given: object) -> float:
+        value = math.nan
+        if isinstance(given, int | float):
+            with suppress(OverflowError):
+                value = float(given)
+        if not math.isfinite(value):
+            raise self._fault(name, f"returned {given!r:.80}, which is no finite number")
+        return value
+
+    def _fault(self, name: str, problem: str) -> EnvironmentFault:
+        return EnvironmentFault(f"turn {len(self.episode.replies)}: {name} {problem}")

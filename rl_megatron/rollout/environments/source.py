@@ -1,0 +1,243 @@
+"""A source of groups whose trajectories an environment or an agent leads. Runs in the controller process."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from rl_megatron.columns import TokenIds
+from rl_megatron.config.sections.environment import EnvironmentSection
+from rl_megatron.config.sections.rollout import RolloutSection
+from rl_megatron.environments.protocol import OpenAIMessage
+from rl_megatron.environments.registry import Agent, EnvironmentMaker
+from rl_megatron.errors import DataError, EnvironmentFailed, PoisonPrompt
+from rl_megatron.interfaces import RolloutEngine
+from rl_megatron.rollout.batch import Answered, Drawn, Reason
+from rl_megatron.rollout.conversation.templates import Template
+from rl_megatron.rollout.environments.episode import Episode, LongPrompt, PlaySetting, TrajectoryPlace
+from rl_megatron.rollout.environments.figures import OWN, SECONDS
+from rl_megatron.rollout.environments.playing import EnvironmentFault, Playing, TrajectoryEnd
+from rl_megatron.rollout.environments.threads import Threads
+from rl_megatron.rollout.environments.waves import Waves
+from rl_megatron.types import Completion, Prompt, RolloutGroup, SamplingParams, Scored, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """A trajectory; or None, and why there is none to train on."""
+
+    trajectory: Trajectory | None = None
+    reason: Reason | None = None
+    problem: str = ""  # also of an environment that failed in a trajectory that is kept
+
+    @property
+    def scored(self) -> Scored:
+        """Its reward, or what failed."""
+        if self.trajectory is None or self.problem:
+            return Scored(total=math.nan, error=self.problem)
+        return Scored(total=self.trajectory.reward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSampler:
+    """A GroupSource over an engine. Seeds are functions of the run's seed and of what `Drawn` names, so that a group
+    repeats exactly as far as its environment does."""
+
+    engine: RolloutEngine
+    made: EnvironmentMaker | Agent
+    template: Template
+    encode: Callable[[str], TokenIds]  # a text by itself
+    rollout: RolloutSection
+    section: EnvironmentSection
+    stop_token_ids: tuple[int, ...]
+    seed: int
+    threads: Threads = field(default_factory=Threads)
+    closing: set[asyncio.Future[None]] = field(default_factory=set)
+
+    async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
+        """``group_size`` trajectories of each prompt.
+
+        Raises EnvironmentFailed that names task and turn if an environment fails and ``environment.on_error`` is
+        ``fail``.
+        """
+        count, section = self.rollout.group_size, self.rollout
+        named = [(one.prompt, _named(one), number) for one in drawn for number in range(count)]
+        params = self.params(temperature=section.temperature, top_p=section.top_p, router_noise=section.router_noise)
+        played = await self._play(named, params)
+        parts = (played[first : first + count] for first in range(0, len(played), count))
+        return [_answered(one.prompt, part) for one, part in zip(drawn, parts, strict=True)]
+
+    async def interrupt(self) -> None:
+        """Trajectories under way are not kept: a resume starts them over."""
+
+    def so_far(self, drawn: Drawn) -> tuple[Completion | None, ...]:
+        """Nothing: a trajectory starts over, with the same seed."""
+        return ()
+
+    def params(
+        self,
+        *,
+        temperature: float,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        max_new_tokens: int | None = None,
+        router_noise: float = 0.0,
+    ) -> SamplingParams:
+        """How to sample a turn, with the run's stop tokens; of at most rollout.max_new_tokens without another number.
+        Each turn has a seed of its own."""
+        return SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            max_new_tokens=max_new_tokens or self.rollout.max_new_tokens,
+            stop_token_ids=self.stop_token_ids,
+            seed=self.seed,
+            router_noise=router_noise,
+        )
+
+    async def held_out(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, purpose: str = "evaluation", samples: int = 1
+    ) -> list[Answered]:
+        """``samples`` trajectories of each prompt, not to train on: log-probs may be of another distribution.
+
+        ``purpose`` names the set; seeds depend on it. Raises as `groups`.
+        """
+        count = len(prompts) * samples
+        named = [(prompts[place // samples], purpose, place) for place in range(count)]
+        played = await self._play(named, params, birth=0, exact_logprobs=False)
+        parts = (played[first : first + samples] for first in range(0, count, samples))
+        return [_answered(prompt, part) for prompt, part in zip(prompts, parts, strict=True)]
+
+    async def _play(
+        self,
+        named: Sequence[tuple[Prompt, str, int]],
+        params: SamplingParams,
+        birth: int | None = None,
+        *,
+        exact_logprobs: bool = True,
+    ) -> list[Played]:
+        setting = PlaySetting(
+            engine=self.engine,
+            section=self.section,
+            params=params,
+            birth=birth,
+            exact_logprobs=exact_logprobs,
+            template=self.template,
+            max_prompt_tokens=self.rollout.max_prompt_tokens,
+        )
+        places = [self._place(*one) for one in named]
+        if isinstance(self.engine, Waves):
+            self.engine.begin(len(places))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(self._one(setting, place)) for place in places]
+        except ExceptionGroup as failed:  # the first is the cause; callers catch its type
+            raise failed.exceptions[0] from failed
+        return [task.result() for task in running]
+
+    def _place(self, task: Prompt, name: str, number: int) -> TrajectoryPlace:
+        digest = hashlib.sha256(f"{self.seed}\n{name}\n{task.id}\n{number}".encode()).digest()
+        return TrajectoryPlace(task=task, name=name, number=number, seed=int.from_bytes(digest[:8], "little") >> 1)
+
+    async def _one(self, setting: PlaySetting, place: TrajectoryPlace) -> Played:
+        with ExitStack() as asking:
+            if isinstance(self.engine, Waves):
+                asking.callback(self.engine.end)
+            playing = Playing(
+                episode=Episode(setting, place),
+                task=place.task,
+                seed=place.seed,
+                section=self.section,
+                cut=self._cut,
+                sampled=asking.close,
+                thread=self.threads.take(),
+            )
+            try:
+                played = await self._ended(playing, place)
+            finally:
+                closing = asyncio.ensure_future(self._close(playing, place))
+                self.closing.add(closing)
+                closing.add_done_callback(self.closing.discard)
+            if not played.problem:  # a group waits for no environment that failed
+                await asyncio.shield(closing)
+            return played
+
+    async def _ended(self, playing: Playing, place: TrajectoryPlace) -> Played:
+        on_error, fault = self.section.on_error, None
+        try:
+            ended = await playing.run(self.made)
+        except EnvironmentFault as error:
+            fault = f"environment {self.section.function!r}: {self._said(place)}, {error}"
+            if on_error == "fail":
+                advice = "fix it, or set environment.on_error to drop or to a number"
+                raise EnvironmentFailed(f"{fault}; {advice}") from error
+            logger.warning("%s", fault)
+            if on_error == "drop":
+                return Played(reason="environment_error", problem=fault)
+            ended = TrajectoryEnd(stop="environment_error", reward=float(on_error), metrics=playing.metrics)
+        except LongPrompt as error:
+            if self.rollout.on_long_prompt == "fail":
+                advice = "raise it, or set rollout.on_long_prompt=drop"
+                raise DataError(f"{self._said(place)}: {error}; {advice}") from error
+            logger.warning("%s: %s; its group is dropped", self._said(place), error)
+            return Played(reason="long_prompt", problem=str(error))
+        except PoisonPrompt as error:
+            logger.error("prompt %r is dropped: %s", place.task.id, error)
+            return Played(reason="poison", problem=str(error))
+        chains = playing.episode.chains(ended.turn_rewards)
+        if not any(chain.turns for chain in chains):
+            return Played(reason="nothing_sampled", problem=f"{self._said(place)} has no turn")
+        seconds = asyncio.get_running_loop().time() - playing.episode.began
+        metrics = {SECONDS: seconds, **{f"{OWN}{name}": value for name, value in ended.metrics.items()}}
+        trajectory = Trajectory(chains=chains, reward=ended.reward, stop=ended.stop, metrics=metrics)
+        return Played(trajectory=trajectory, problem=fault or "")
+
+    async def _close(self, playing: Playing, place: TrajectoryPlace) -> None:
+        problem: str | None = "was cancelled while it closed"
+        try:
+            problem = await playing.close()
+        finally:
+            killed = await self.threads.give_back(playing.thread)
+            if problem:
+                logger.warning("environment %r: %s, %s", self.section.function, self._said(place), problem)
+            if killed:
+                of = f"environment {self.section.function!r}: {self._said(place)}"
+                logger.warning("%s left processes running, which were killed: %s", of, ", ".join(map(str, killed)))
+
+    def _said(self, place: TrajectoryPlace) -> str:
+        return f"prompt {place.task.id!r}, trajectory {place.number} of {place.name}"
+
+    def _cut(self, message: OpenAIMessage) -> OpenAIMessage:
+        """The message, its text cut in the middle to ``max_observation_tokens``."""
+        content, most = message.get("content"), self.section.max_observation_tokens
+        if not isinstance(content, str) or len(content) <= most // 4:  # of the shortest tokens, bytes of one character
+            return message
+        ids = self.encode(content)
+        if len(ids) <= most:
+            return message
+        half = most // 2
+        first, last = self.template.decode(ids[:half]), self.template.decode(ids[len(ids) - half :])
+        return {**message, "content": f"{first}\n[{len(ids) - 2 * half} tokens cut]\n{last}"}
+
+
+def _answered(prompt: Prompt, played: Sequence[Played]) -> Answered:
+    scored = tuple(one.scored for one in played)
+    left = next((one for one in played if one.trajectory is None), None)
+    if left is not None:
+        return Answered(group=None, reason=left.reason, problem=left.problem, scored=scored)
+    group = RolloutGroup(prompt=prompt, trajectories=tuple(one.trajectory for one in played if one.trajectory))
+    return Answered(group=group, rewards=group.rewards, scored=scored)
+
+
+def _named(drawn: Drawn) -> str:
+    again = f", time {drawn.time}" if drawn.time > 1 else ""
+    return f"step {drawn.batch}{again}"

@@ -1,0 +1,161 @@
+"""Threads with an event loop each, in which the user's code of one trajectory runs: what blocks one blocks no other.
+
+A call that is not answered in time is given up, whether or not the code heeds its cancellation, and the thread with it:
+a thread cannot be killed, but it is a daemon and keeps nobody waiting. Its processes can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+from typing_extensions import override
+
+from rl_megatron.rollout.environments.processes import began, children_of, end_trees, reap
+from rl_megatron.user_code import describe_error
+
+T = TypeVar("T")
+
+
+class TooLate(Exception):
+    """A call was not answered in time."""
+
+
+class UserCodeFailed(Exception):
+    """A call raised; the text says what."""
+
+
+class LoopThread:
+    """A daemon thread with an event loop. One caller's event loop uses it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._helpers = _Helpers()
+        self._loop.set_default_executor(self._helpers)
+        self._loop.set_task_factory(self._task)
+        self._tasks = WeakSet[asyncio.Task[Any]]()
+        self._ended = self._given_up = False
+        self._thread = threading.Thread(target=self._turn, name="environment", daemon=True)
+        self._thread.start()
+
+    def _task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **named: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task[Any](coroutine, loop=loop, **named)
+        self._tasks.add(task)
+        return task
+
+    def _turn(self) -> None:
+        while not self._ended:
+            with contextlib.suppress(BaseException):  # the user's task may exit
+                self._loop.run_forever()
+        with contextlib.suppress(BaseException):
+            left = [task for task in self._tasks if not task.done()]
+            for task in left:
+                task.cancel()
+            if left:
+                self._loop.run_until_complete(asyncio.wait(left))
+        with contextlib.suppress(Exception):
+            self._loop.close()
+
+    async def call(self, function: Callable[[], Awaitable[T]], seconds: float) -> T:
+        """What ``function`` answers, on this thread's loop. Raises TooLate after ``seconds``, and UserCodeFailed."""
+
+        async def outcome() -> tuple[T | None, BaseException | None]:
+            try:
+                return await function(), None
+            except BaseException as error:  # noqa: BLE001  raised again where it is awaited
+                return None, error
+
+        running = asyncio.run_coroutine_threadsafe(outcome(), self._loop)
+        waiting = asyncio.wrap_future(running)
+        try:
+            done, _ = await asyncio.wait({waiting}, timeout=seconds)
+        finally:
+            if not waiting.done():
+                self._given_up = True
+                waiting.cancel()
+        if not done:
+            raise TooLate
+        result, error = waiting.result()
+        if error is not None:
+            raise UserCodeFailed(describe_error(error)) from error
+        return result  # type: ignore[return-value]  # T may be None itself
+
+    async def end_processes(self) -> list[int]:
+        """Kill what this thread's code started and left running; the process ids."""
+        roots = [*children_of(self._thread.native_id or 0), *self._helpers.children()]
+        if not roots:
+            return []
+        found = await asyncio.to_thread(end_trees, roots)
+        for _ in range(50):  # a killed process is gone within milliseconds
+            reap(found)
+            if not children_of(self._thread.native_id or 0):
+                break
+            await asyncio.sleep(0.01)
+        return found
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether another trajectory may use it: no call was given up, and no task is left on its loop."""
+        return not self._given_up and all(task.done() for task in tuple(self._tasks))
+
+    def end(self) -> None:
+        """Let the thread end once nothing blocks it."""
+        self._ended = True
+        with contextlib.suppress(RuntimeError):  # its loop is closed
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+class Threads:
+    """The threads of a run, which clean trajectories hand on."""
+
+    def __init__(self) -> None:
+        self._free: list[LoopThread] = []
+
+    def take(self) -> LoopThread:
+        """A thread for one trajectory."""
+        return self._free.pop() if self._free else LoopThread()
+
+    async def give_back(self, thread: LoopThread) -> list[int]:
+        """Kill the processes that a trajectory left, and keep its thread if it is clean; the ids of those killed."""
+        killed = await thread.end_processes()
+        if not killed and thread.is_clean:
+            self._free.append(thread)
+        else:
+            thread.end()
+        return killed
+
+
+class _Helpers(ThreadPoolExecutor):
+    """Runs what the user's code hands to threads in daemon ones, and knows the processes that these started."""
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=1)  # whose own threads are never started
+        self._left: dict[int, int | None] = {}  # processes of threads that have ended, and when they began
+        self._running: set[int] = set()
+
+    def children(self) -> list[int]:
+        left = [pid for pid, since in self._left.items() if since is not None and began(pid) == since]
+        return left + [child for thread in tuple(self._running) for child in children_of(thread)]
+
+    @override
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def work() -> None:
+            thread = threading.get_native_id()
+            self._running.add(thread)
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001  raised again where it is awaited
+                future.set_exception(error)
+            finally:
+                self._left |= {pid: began(pid) for pid in children_of(thread)}  # which become another thread's now
+                self._running.discard(thread)
+
+        threading.Thread(target=work, name="environment's helper", daemon=True).start()
+        return future

@@ -1,0 +1,194 @@
+"""Groups that environments and agents lead, over an engine that says what a script has it say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from rl_megatron.data.samples import to_samples
+from rl_megatron.environments.protocol import EnvironmentStep, LimitReached, Model, Observed, Reply, Transcript
+from rl_megatron.environments.registry import EnvironmentMaker
+from rl_megatron.rollout.batch import Answered, RolloutBatch
+from rl_megatron.rollout.environments.source import EnvironmentSampler
+from rl_megatron.rollout.environments.waves import Waves
+from rl_megatron.types import Completion, GenerationRequest, Prompt
+from tests.completions import drawn
+from tests.scripted_engine import EOS, Scripted, sampler, trajectories
+
+PROMPTS = [Prompt(id=f"{a}*{b}", text=f"{a}*{b}=", token_ids=(1,), answer=str(a * b)) for a, b in ((3, 4), (12, 11))]
+
+
+def calculates(text: str) -> str:
+    return f"!{text.split(':')[1]}" if ":" in text else f"?{text.rstrip('=')}"
+
+
+def answered(ours: EnvironmentSampler, prompts: Sequence[Prompt] = PROMPTS, batch: int = 1) -> list[Answered]:
+    return asyncio.run(ours.groups(drawn(prompts, batch)))
+
+
+def test_a_group_of_calculations() -> None:
+    engine = Scripted(calculates)
+    found = answered(sampler(Waves(engine)))
+    assert [one.rewards for one in found] == [(1.0,) * 3] * 2
+    for trajectory in trajectories(found):
+        (row,) = trajectory.chains
+        product = {b"3*4=": (b"?3*4", b":12", b"!12"), b"12*11=": (b"?12*11", b":132", b"!132")}
+        prompt = bytes(row.token_ids[: row.turns[0].start].tolist())
+        first, seen, last = product[prompt]
+        assert row.token_ids.tolist() == [*prompt, *first, EOS, *seen, *last, EOS]
+        assert [(turn.start, turn.stop) for turn in row.turns] == [
+            (len(prompt), len(prompt) + len(first) + 1),
+            (len(row.token_ids) - len(last) - 1, len(row.token_ids)),
+        ]
+        assert trajectory.stop == "done"
+        assert trajectory.metrics["own/calculations"] == 1
+
+
+def test_only_what_was_sampled_is_trained_on() -> None:
+    engine = Scripted(calculates)
+    found = answered(sampler(engine))
+    samples = to_samples([one.group for one in found if one.group is not None])
+    trained = samples.targets[samples.mask].tolist()
+    assert sorted(trained) == sorted(token for ids in engine.sampled.values() for token in ids)
+    logprobs = [np.linspace(-0.5, -0.1, len(ids), dtype=np.float32) for ids in engine.sampled.values()]
+    assert samples.rollout_logprobs[samples.mask].sum() == pytest.approx(sum(float(one.sum()) for one in logprobs))
+    assert not samples.rollout_logprobs[~samples.mask].any()
+
+
+def test_turn_k_of_all_trajectories_is_one_wave() -> None:
+    class Engine(Scripted):
+        async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+            if not self.together:
+                self.waves.append([])
+                asyncio.get_running_loop().call_soon(self.next)
+            self.together = True
+            self.waves[-1].append(request.id)
+            await asyncio.sleep(0)
+            return await super().generate(request)
+
+        def next(self) -> None:
+            self.together = False
+
+        together = False
+        waves: ClassVar[list[list[str]]] = []
+
+    answered(sampler(Waves(Engine(calculates))))
+    assert [len(wave) for wave in Engine.waves] == [6, 6]
+    assert all(wave == sorted(wave) for wave in Engine.waves)
+    assert [{name.rpartition(" ")[2] for name in wave} for wave in Engine.waves] == [{"0"}, {"1"}]
+
+
+def test_seeds_name_run_batch_task_member_and_turn() -> None:
+    def seeds(ours: EnvironmentSampler, batch: int) -> list[int]:
+        answered(ours, batch=batch)
+        return [one.params.seed for one in sorted(ours.engine.asked, key=lambda one: one.id)]  # type: ignore[attr-defined]
+
+    first = seeds(sampler(Scripted(calculates)), 1)
+    assert len(set(first)) == 2 * 3 * 2
+    assert seeds(sampler(Scripted(calculates)), 1) == first
+    assert not set(seeds(sampler(Scripted(calculates)), 2)) & set(first)
+    assert not set(seeds(replace(sampler(Scripted(calculates)), seed=1), 1)) & set(first)
+
+
+def test_evaluation_counts_right_trajectories() -> None:
+    halves = Scripted(lambda text: calculates(text) if text.startswith("3") else "!1")
+    ours = sampler(Waves(halves))
+    found = asyncio.run(ours.held_out(PROMPTS, ours.params(temperature=0.0), samples=2))
+    assert [one.rewards for one in found] == [(1.0, 1.0), (0.0, 0.0)]
+    assert {one.params.temperature for one in halves.asked} == {0.0}
+
+
+class Talks:
+    """Answers every turn with ``said``."""
+
+    said = "."
+
+    async def start(self, task: Prompt, seed: int) -> Observed:
+        return Observed(said=task.text)
+
+    async def step(self, reply: Reply) -> EnvironmentStep:
+        return EnvironmentStep(observation=Observed(said=self.said))
+
+    async def score(self, transcript: Transcript) -> float:
+        return float(len(transcript.replies))
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("section", "script", "stop", "turns"),
+    [
+        ({"max_turns": 3}, "ab", "turns", 3),
+        ({"max_turns": 99, "max_tokens": 20}, "ab", "tokens", 5),  # 4 tokens a turn and its observation: 20 - 5 * 4 < 4
+        ({"max_turns": 99, "max_tokens": 21, "min_turn_tokens": 1}, "ab", "length", 6),  # the last has room for one
+        ({}, "abcdefghijkl", "length", 1),
+    ],
+)
+def test_a_limit_ends_a_trajectory_which_is_scored(section: dict[str, Any], script: str, stop: str, turns: int) -> None:
+    engine = Scripted(lambda text: script)
+    (one,) = trajectories(answered(sampler(engine, EnvironmentMaker(Talks), group_size=1, **section), PROMPTS[:1]))
+    assert (one.stop, len(one.turns), one.reward) == (stop, turns, turns)
+    assert len(one.chains[0].token_ids) - len("3*4=") <= section.get("max_tokens", 4096)
+    assert one.chains[0].token_ids[-1] == (EOS if stop != "length" else engine.sampled[engine.asked[-1].id][-1])
+
+
+def test_a_long_observation_is_cut_in_its_middle() -> None:
+    class Long(Talks):
+        said = "x" * 500 + "y" * 500
+
+    engine = Scripted(lambda text: "a")
+    made = sampler(engine, EnvironmentMaker(Long), group_size=1, max_turns=2, max_observation_tokens=20)
+    (one,) = trajectories(answered(made, PROMPTS[:1]))
+    read = bytes(one.chains[0].token_ids[one.turns[0].stop : one.turns[1].start].tolist()).decode()
+    assert read == f"{'x' * 10}\n[980 tokens cut]\n{'y' * 10}"
+
+
+async def solve(task: Prompt, model: Model, extra: str = "") -> float:
+    messages: list[Any] = [{"role": "user", "content": task.text}]
+    first = await model.reply(messages)
+    messages += [first.message, {"role": "user", "content": f":{eval(first.text[1:])}{extra}"}]
+    second = await model.reply(messages)
+    return float(second.text == f"!{task.answer}")
+
+
+def test_a_function_that_is_given_a_model_leads_a_trajectory() -> None:
+    ours = sampler(Waves(Scripted(calculates)), function=f"{__name__}:solve")
+    (one, *_) = found = trajectories(answered(ours))
+    assert [each.reward for each in found] == [1.0] * 6
+    assert bytes(t for t in one.chains[0].token_ids.tolist() if t != EOS) == b"3*4=?3*4:12!12"
+    wrong = sampler(Scripted(calculates), function=f"{__name__}:solve", options={"extra": "0"})
+    assert {each.reward for each in trajectories(answered(wrong))} == {0.0}
+
+
+async def goes_on(task: Prompt, model: Model) -> float:
+    messages: list[Any] = [{"role": "user", "content": task.text}]
+    try:
+        while True:
+            messages += [(await model.reply(messages)).message, {"role": "user", "content": "."}]
+    except LimitReached as limit:
+        return 7.0 if limit.stop == "turns" else 0.0
+
+
+def test_a_function_may_answer_a_limit() -> None:
+    ours = sampler(Scripted(lambda text: "a"), function=f"{__name__}:goes_on", max_turns=2)
+    (one, *_) = trajectories(answered(ours))
+    assert (one.reward, one.stop, len(one.turns)) == (7.0, "turns", 2)
+
+
+def test_what_fails_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Talks):
+        async def step(self, reply: Reply) -> EnvironmentStep:
+            raise KeyError("gone")
+
+    dropped = answered(sampler(Scripted(lambda text: "a"), EnvironmentMaker(Fails), on_error="drop"))
+    batch = RolloutBatch.of(dropped)
+    assert (batch.dropped_groups, batch.reward_errors, batch.groups) == (2, 6, ())
+    assert "prompt '3*4', trajectory 0 of step 1, turn 1: step raised KeyError: 'gone'" in caplog.text
+    scored = answered(sampler(Scripted(lambda text: "a"), EnvironmentMaker(Fails), on_error=-1.0))
+    assert {(one.stop, one.reward, len(one.turns)) for one in trajectories(scored)} == {("environment_error", -1.0, 1)}
