@@ -35,7 +35,10 @@ class Endpoint:
 
     async def start(self) -> None:
         """Listen at a free port of 127.0.0.1."""
-        listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        # With the protocol named, asyncio sets TCP_NODELAY; without it an answer's second packet waits 40 ms.
+        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(1024)
         self._base_url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
         config = uvicorn.Config(
             self._app,
