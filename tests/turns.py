@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
+from rl_megatron.data.trajectories import STOPS
 from rl_megatron.types import Chain, FinishReason, Prompt, RolloutGroup, Span, Trajectory, Turn
 
 
@@ -43,9 +43,8 @@ def trajectory(
         )
         tokens += said
     row = Chain(token_ids=np.array(tokens, np.int32), turns=tuple(found))
-    made = Trajectory(chains=(row,), reward=sum(r or 0.0 for r in given) if total is None else total)
-    cut: dict[str, Any] = {"stop": "length"} if finish == "length" and hasattr(made, "stop") else {}
-    return replace(made, **cut)
+    reward = sum(r or 0.0 for r in given) if total is None else total
+    return Trajectory(chains=(row,), reward=reward, stop=STOPS[finish])
 
 
 def branched(one: Trajectory) -> Trajectory:

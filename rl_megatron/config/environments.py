@@ -19,6 +19,12 @@ def problems_of_environments(c: RunConfig) -> Iterator[str]:
         if set_keys := [key for key in type(section).model_fields if getattr(section, key) != _default(section, key)]:
             named = ", ".join(f"environment.{key}" for key in set_keys)
             yield f"{named}: without environment.function nothing reads it; set that, or leave this out"
+        for key, same in (("credit", "completion"), ("ratio_level", "sequence")):
+            if getattr(c.algorithm, key) == "turn":
+                yield (
+                    f"algorithm.{key}=turn: without environment.function a completion is one turn, for which it is "
+                    f"{key}={same}; set that, or environment.function"
+                )
         return
     given = f"environment.function={section.function}"
     for key, why in _combined(c):

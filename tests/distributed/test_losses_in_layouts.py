@@ -92,7 +92,7 @@ def turns(samples: Samples) -> dict[str, tuple[Loss, int, Samples]]:
     numbers = torch.arange(samples.num_sequences)
     samples = replace(samples, group_of=numbers // 6, trajectory_of=numbers // 3)
     wide = ["algorithm.clip_low=0.1", "algorithm.clip_high=0.1"]
-    level = load_config("tiny_cpu", ["algorithm=gspo", "algorithm.ratio_level=turn", *wide])
+    level = load_config("calculator", ["algorithm=gspo", "algorithm.ratio_level=turn", *wide])
     mean = load_config("tiny_cpu", ["algorithm=cispo", "algorithm.aggregation=prompt_mean"])
     by_turn, by_prompt = (
         replace(samples, token_weight=token_weight(samples, config.algorithm.aggregation, max_length=1))

@@ -11,6 +11,7 @@ from rl_megatron.errors import ConfigError
 ONE = "rollout.group_size=1"
 SINGLE = [ONE, "rollout.prompts_per_step=1", "train.minibatches=1"]
 REFILL = "rollout.dynamic_sampling=refill"
+TURNS = ["environment.function=calculator", "environment.template=plain", "algorithm.credit=turn"]
 
 
 def problem(*keys: str) -> str | None:
@@ -32,7 +33,7 @@ def problem(*keys: str) -> str | None:
             ["algorithm=reinforce", "algorithm.advantage_mean=none", "algorithm.whiten=true", *SINGLE],
             "group_size=1 with algorithm.whiten=true: ",
         ),
-        (["algorithm.credit=turn", "algorithm.turn_baseline=index", ONE], "group_size=1 with algorithm.advantage_mean"),
+        ([*TURNS, "algorithm.turn_baseline=index", ONE], "group_size=1 with algorithm.advantage_mean"),
         (["algorithm=ppo", REFILL], "from which algorithm.credit=gae learns"),
         (["algorithm=remax", REFILL], "from which algorithm.advantage_mean=greedy learns"),
         (["algorithm=reinforce", "rollout.dynamic_sampling=drop"], "from which algorithm.advantage_mean=batch learns"),
@@ -51,7 +52,7 @@ def test_groups_that_teach_nothing_and_those_that_do_are_not_mistaken(keys: list
     [
         ["algorithm=reinforce", ONE],
         ["algorithm=ppo", ONE],
-        ["algorithm.credit=turn", ONE],
+        [*TURNS, ONE],
         ["algorithm=remax", *SINGLE],
         ["algorithm=reinforce_plus_plus", "algorithm.gamma=0.9", *SINGLE],
         ["algorithm=grpo", REFILL],

@@ -216,8 +216,6 @@ def test_every_key_changes_what_a_step_does_or_is_refused(row: str, tmp_path: Pa
     silent = []
     for key, annotation in EVERY_KEY.items():
         for values in alternatives(key, annotation):
-            if values == ["turn"]:  # of a single turn nothing changes
-                continue
             others = [value for value in values if value != value_at(tree, key)]
             if others and not any(acts(rig, with_value(tree, key, value), key, before) for value in others):
                 silent.append((key, others))
@@ -236,10 +234,11 @@ def test_keys_of_turns_change_what_a_step_of_two_turns_does(row: str, tmp_path: 
         [("ratio_level", "turn")],
     ]
     for keys in chains:
-        trees = [tree]
-        for key, value in keys:
-            trees.append(with_value(trees[-1], f"algorithm.{key}", value))
-        heard = [asyncio.run(rig.step(RunConfig.model_validate(each))) for each in trees]
+        configs = [RunConfig.model_validate(tree)]
+        for key, value in keys:  # the rig samples without an environment, for which these keys are refused
+            algorithm = type(configs[0].algorithm).model_validate({**configs[-1].algorithm.model_dump(), key: value})
+            configs.append(configs[-1].model_copy(update={"algorithm": algorithm}))
+        heard = [asyncio.run(rig.step(each)) for each in configs]
         assert all(isinstance(one[-1], list) for one in heard)
         assert all(one != other for one, other in pairwise(heard)), keys
 

@@ -119,6 +119,15 @@ def test_what_credit_over_turns_cannot_be_beside_is_refused(keys: list[str], rea
         load_config("tiny_cpu", ["algorithm=dapo", *given])
 
 
+@pytest.mark.parametrize(
+    ("row", "key", "same"), [("grpo", "credit", "completion"), ("gspo", "ratio_level", "sequence")]
+)
+def test_turns_without_an_environment_are_refused(row: str, key: str, same: str) -> None:
+    with pytest.raises(ConfigError, match=rf"algorithm\.{key}=turn: .* a completion is one turn.*{key}={same}; set"):
+        load_config("tiny_cpu", [f"algorithm={row}", f"algorithm.{key}=turn"])
+    load_config("calculator", [f"algorithm={row}", f"algorithm.{key}=turn"])
+
+
 def test_keys_of_turns_without_credit_over_turns_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"gamma_turn=0\.5 does nothing.*algorithm\.credit=turn does"):
         load_config("tiny_cpu", ["algorithm.gamma_turn=0.5"])

@@ -42,12 +42,14 @@ ROWS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 STEPS = (1, 2)
+ENVIRONMENT = {"function": "calculator", "template": "plain", "max_tokens": 40}
 
 
 def config(algorithm: dict[str, Any], **train: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "algorithm": algorithm,
+            **({"environment": ENVIRONMENT} if "turn" in algorithm.values() else {}),
             "train": {"minibatches": 2, "epochs": 2, "learning_rate": 1.0, **train},
             "rollout": {
                 "engine": "vllm",
