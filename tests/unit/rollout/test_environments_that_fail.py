@@ -1,0 +1,159 @@
+"""Environments that hang, block, refuse to be cancelled, exit or leave processes: each is given up within its limit."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rl_megatron.environments.protocol import EnvironmentStep, Model, Reply
+from rl_megatron.environments.registry import EnvironmentMaker
+from rl_megatron.errors import EnvironmentFailed
+from rl_megatron.rollout.batch import Answered
+from rl_megatron.types import Prompt
+from tests.completions import drawn
+from tests.scripted_engine import Scripted, sampler, trajectories
+from tests.unit.rollout.test_environment_source import PROMPTS, Talks
+
+FOR_EVER, LIMIT = 1000.0, 60.0  # seconds; no test is near the second on any machine
+
+
+class Hangs(Talks):
+    async def step(self, reply: Reply) -> EnvironmentStep:
+        await asyncio.sleep(FOR_EVER)
+        raise AssertionError
+
+
+class Blocks(Talks):
+    async def step(self, reply: Reply) -> EnvironmentStep:
+        time.sleep(LIMIT / 2)  # a thread that blocks cannot be ended, and holds up nobody
+        raise AssertionError
+
+
+class Refuses(Talks):
+    async def step(self, reply: Reply) -> EnvironmentStep:
+        ends = time.monotonic() + LIMIT / 2
+        while time.monotonic() < ends:
+            try:
+                await asyncio.sleep(FOR_EVER)
+            except asyncio.CancelledError:
+                continue
+        raise AssertionError
+
+
+class Exits(Talks):
+    async def step(self, reply: Reply) -> EnvironmentStep:
+        raise SystemExit(3)
+
+
+class Lies(Talks):
+    async def step(self, reply: Reply) -> Any:
+        return {"observation": "all is well", "reward": 1.0}
+
+
+class IsNoNumber(Talks):
+    async def step(self, reply: Reply) -> EnvironmentStep:
+        return EnvironmentStep(reward=float("nan"))
+
+
+async def agent_that_hangs(task: Prompt, model: Model) -> float:
+    await model.reply([{"role": "user", "content": task.text}])
+    await asyncio.sleep(FOR_EVER)
+    raise AssertionError
+
+
+def played(ours: Any) -> list[Answered]:
+    async def groups() -> list[Answered]:
+        found: list[Answered] = await ours.groups(drawn(PROMPTS[:1], 1))
+        while ours.closing:
+            await asyncio.wait(set(ours.closing))
+        return found
+
+    return asyncio.run(asyncio.wait_for(groups(), LIMIT))
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (Hangs, r"step did not end within environment.step_seconds=0.2"),
+        (Blocks, r"step did not end within environment.step_seconds=0.2"),
+        (Refuses, r"step did not end within environment.step_seconds=0.2"),
+        (Exits, r"step raised SystemExit"),
+        (Lies, r"step returned a dict, which is no EnvironmentStep"),
+        (IsNoNumber, r"step returned nan, which is no finite number"),
+    ],
+)
+def test_each_is_given_up_and_named(made: type[Talks], said: str) -> None:
+    keys = {"step_seconds": 0.2, "close_seconds": 0.2}
+    scored = played(sampler(Scripted(lambda text: "a"), EnvironmentMaker(made), on_error=-1.0, **keys))
+    assert {(one.stop, one.reward, len(one.turns)) for one in trajectories(scored)} == {("environment_error", -1.0, 1)}
+    with pytest.raises(EnvironmentFailed, match=rf"prompt '3\*4', trajectory . of step 1, turn 1: {said}.*on_error"):
+        played(sampler(Scripted(lambda text: "a"), EnvironmentMaker(made), **keys))
+
+
+def test_an_agent_has_the_seconds_of_a_trajectory() -> None:
+    ours = sampler(
+        Scripted(lambda text: "a"), function=f"{__name__}:agent_that_hangs", on_error="drop", seconds=0.3, group_size=1
+    )
+    (one,) = played(ours)
+    assert one.reason == "environment_error"
+    assert "the function did not end within environment.seconds=0.3" in one.problem
+
+
+def test_others_of_the_group_are_not_held_up() -> None:
+    class Sometimes(Talks):
+        async def start(self, task: Prompt, seed: int) -> Any:
+            if seed == first:
+                await asyncio.sleep(FOR_EVER)
+            return await super().start(task, seed)
+
+    engine = Scripted(lambda text: "a")
+    ours = sampler(engine, EnvironmentMaker(Sometimes), on_error=0.0, step_seconds=0.2, max_turns=2)
+    first = ours._place(PROMPTS[0], "step 1", 0).seed
+    (one,) = played(ours)
+    assert one.reason == "nothing_sampled"  # of the first, so of the group
+    assert len(engine.asked) == 2 * 2
+
+
+def test_one_that_hangs_in_close_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Stays(Talks):
+        async def close(self) -> None:
+            await asyncio.sleep(FOR_EVER)
+
+    found = trajectories(played(sampler(Scripted(lambda text: "a"), EnvironmentMaker(Stays), close_seconds=0.2)))
+    assert [one.stop for one in found] == ["turns"] * 3
+    assert "trajectory 0 of step 1, close did not end within environment.close_seconds=0.2" in caplog.text
+
+
+@pytest.mark.parametrize("then", ["ends", "hangs"])
+def test_the_processes_that_it_leaves_are_killed_with_all_below_them(
+    tmp_path: Path, then: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Forks(Talks):
+        async def step(self, reply: Reply) -> EnvironmentStep:
+            script = (
+                f"sleep {FOR_EVER} & echo $! > {tmp_path}/child.tmp; mv {tmp_path}/child.tmp {tmp_path}/child; wait"
+            )
+            child = subprocess.Popen(["sh", "-c", script], start_new_session=True)
+            while not (tmp_path / "child").exists():
+                await asyncio.sleep(0.01)
+            pids[:] = [child.pid, int((tmp_path / "child").read_text())]
+            if then == "hangs":
+                await asyncio.sleep(FOR_EVER)
+            return EnvironmentStep(reward=1.0)
+
+    pids: list[int] = []
+    engine = Scripted(lambda text: "a")
+    keys = {"on_error": 0.0, "step_seconds": 30.0 if then == "ends" else 2.0, "close_seconds": 0.2, "group_size": 1}
+    found = trajectories(played(sampler(engine, EnvironmentMaker(Forks), **keys)))
+    assert [(one.stop, one.reward) for one in found] == [
+        ("done", 1.0) if then == "ends" else ("environment_error", 0.0)
+    ]
+    assert len(pids) == 2
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+    assert f"left processes running, which were killed: {', '.join(map(str, pids))}" in caplog.text
