@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import cast
@@ -13,21 +14,30 @@ from rl_megatron.environments.protocol import Demonstrating
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rollout.conversation.chat import ChatTemplate
+from rl_megatron.rollout.conversation.probe import probe
 from rl_megatron.rollout.conversation.templates import PlainText, Template, tokens_of_text
 from rl_megatron.rollout.environments.source import EnvironmentSampler
 from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.training.jobs.sft import Targets
 from rl_megatron.types import Prompt
 
+logger = logging.getLogger(__name__)
+
 
 def environment_sampler(
     config: RunConfig, made: EnvironmentMaker | Agent, engine: RolloutEngine, data: Data
 ) -> EnvironmentSampler:
-    """The source, over ``engine``, which samples in waves if it is in the learner's processes."""
+    """The source, over ``engine``, which samples in waves if it is in the learner's processes.
+
+    Logs what a chat template does to rows: as a warning where every turn is one, or where it refuses conversations.
+    """
     section, tokenizer = config.environment, data.tokenizer
     template: Template = PlainText(tokenizer)
     if section.template == "chat":
         template = ChatTemplate(tokenizer, thinking=section.thinking)
+        report = probe(template, data.stop_token_ids)
+        bad = report.habit == "rewrites" or report.refused
+        logger.log(logging.WARNING if bad else logging.INFO, "%s", report.describe())
     return EnvironmentSampler(
         engine=engine if config.rollout.served else Waves(engine),
         made=made,

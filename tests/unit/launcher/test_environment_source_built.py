@@ -1,0 +1,61 @@
+"""The source of trajectories as a run builds it: a chat template's rows, and what the run says of the template."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from launcher.build.environment import environment_sampler
+from rl_megatron.config.io import load_config
+from rl_megatron.environments.registry import EnvironmentMaker
+from rl_megatron.models.tiny import CHAT_TEMPLATE, byte_tokenizer
+from rl_megatron.rollout.environments.source import EnvironmentSampler
+from tests.completions import drawn
+from tests.scripted_engine import EOS, Scripted, trajectories
+from tests.unit.rollout.test_environment_source import PROMPTS, Talks
+
+KEYS = (
+    "environment.template=chat",
+    "environment.max_turns=2",
+    "rollout.group_size=2",
+    "warm_start.steps=0",
+    "rollout.max_prompt_tokens=40",
+)
+REWRITES = "{{ messages | length }}\n" + CHAT_TEMPLATE  # what was read before is another text each turn
+
+
+def source_of(engine: Any, template: str) -> EnvironmentSampler:
+    config = load_config("calculator", [*KEYS])
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    data: Any = SimpleNamespace(tokenizer=tokenizer, stop_token_ids=(EOS,))
+    return environment_sampler(config, EnvironmentMaker(Talks), engine, data)
+
+
+def test_turns_are_in_one_row_of_a_template_that_appends(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Scripted(lambda text: "ab")
+    with caplog.at_level(logging.INFO):
+        ours = source_of(engine, CHAT_TEMPLATE)
+    (record,) = caplog.records
+    assert record.levelname == "INFO"  # it shows no thinking, which the tiny model has none of
+    assert record.getMessage().startswith("the chat template drops thinking at every turn: 1.50 rows a trajectory")
+    found = trajectories(asyncio.run(ours.groups(drawn(PROMPTS[:1], 1))))
+    assert [len(one.chains) for one in found] == [1, 1]
+    (row,) = found[0].chains
+    assert bytes(token for token in row.token_ids.tolist() if token != EOS).decode() == (
+        "user: 3*4=\nassistant: ab\nuser: .\nassistant: ab"
+    )
+    assert [row.token_ids[turn.start : turn.stop].tolist() for turn in row.turns] == [[*b"ab", EOS]] * 2
+
+
+def test_a_template_that_rewrites_what_was_read_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    ours = source_of(Scripted(lambda text: "ab"), REWRITES)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "the chat template rewrites: 2.75 rows a trajectory" in record.getMessage()
+    found = trajectories(asyncio.run(ours.groups(drawn(PROMPTS[:1], 1))))
+    assert [[len(row.turns) for row in one.chains] for one in found] == [[1, 1]] * 2
