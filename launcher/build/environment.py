@@ -14,7 +14,7 @@ from rl_megatron.environments.protocol import Demonstrating
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rollout.conversation.chat import ChatTemplate
-from rl_megatron.rollout.conversation.probe import probe
+from rl_megatron.rollout.conversation.probe import probe_template
 from rl_megatron.rollout.conversation.templates import PlainText, Template, tokens_of_text
 from rl_megatron.rollout.environments.source import EnvironmentSampler
 from rl_megatron.rollout.environments.waves import Waves
@@ -35,7 +35,7 @@ def environment_sampler(
     template: Template = PlainText(tokenizer)
     if section.template == "chat":
         template = ChatTemplate(tokenizer, thinking=section.thinking)
-        report = probe(template, data.stop_token_ids)
+        report = probe_template(template, data.stop_token_ids)
         bad = report.habit == "rewrites" or report.refused
         logger.log(logging.WARNING if bad else logging.INFO, "%s", report.describe())
     return EnvironmentSampler(

@@ -58,7 +58,7 @@ class TemplateReport:
         return "\n".join((*lines, *(f"refused: {name}: {reason}" for name, reason in self.refused.items())))
 
 
-def probe(template: Template, stop_token_ids: Sequence[int]) -> TemplateReport:
+def probe_template(template: Template, stop_token_ids: Sequence[int]) -> TemplateReport:
     """Play the scripts, in each turn with the stop token of ``stop_token_ids`` behind which the template goes on."""
     begun: dict[str, tuple[Rewritten, ...]] = {}
     refused: dict[str, str] = {}

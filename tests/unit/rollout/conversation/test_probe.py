@@ -8,14 +8,14 @@ import pytest
 
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.conversation.chat import ChatTemplate
-from rl_megatron.rollout.conversation.probe import TemplateReport, probe
+from rl_megatron.rollout.conversation.probe import TemplateReport, probe_template
 from tests.unit.rollout.conversation.families import FAMILIES, tokenizer_of
 
 
 def probed(name: str) -> TemplateReport:
     family, tokenizer = FAMILIES[name], tokenizer_of(name)
     stops = [tokenizer.convert_tokens_to_ids(stop) for stop in {family.stop, family.stop_of_calls}]
-    return probe(ChatTemplate(tokenizer, options=family.options), stops)
+    return probe_template(ChatTemplate(tokenizer, options=family.options), stops)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_it_names_what_families_do_and_what_it_costs(name: str, habit: str, rows
 def test_a_template_that_shows_the_number_of_messages_makes_every_turn_a_row() -> None:
     tokenizer = copy.deepcopy(tokenizer_of("chatml"))
     tokenizer.chat_template = "{{ messages | length }}" + str(tokenizer.chat_template)
-    found = probe(ChatTemplate(tokenizer), [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    found = probe_template(ChatTemplate(tokenizer), [tokenizer.convert_tokens_to_ids("<|im_end|>")])
     assert found.habit == "rewrites"
     assert found.rows == 22 / 8  # as many as turns
     assert (
@@ -54,5 +54,5 @@ def test_what_it_refuses_is_said() -> None:
 
 def test_the_tiny_models_template_appends_all_but_thinking() -> None:
     tokenizer = byte_tokenizer()
-    found = probe(ChatTemplate(tokenizer), [tokenizer.eos_token_id])
+    found = probe_template(ChatTemplate(tokenizer), [tokenizer.eos_token_id])
     assert {name for name, why in found.begun.items() if why} == {"thinking before calls", "thinking before answers"}
