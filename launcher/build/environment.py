@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from rl_megatron.rollout.conversation.probe import probe_template
 from rl_megatron.rollout.conversation.templates import PlainText, Template, tokens_of_text
 from rl_megatron.rollout.environments.source import EnvironmentSampler
 from rl_megatron.rollout.environments.waves import Waves
+from rl_megatron.seeds import text_seed
 from rl_megatron.training.jobs.sft import Targets
 from rl_megatron.types import Prompt
 
@@ -56,11 +56,8 @@ def demonstrations(made: EnvironmentMaker | Agent, seed: int) -> Targets:
     def of_step(prompts: Sequence[Prompt], step: int) -> list[Sequence[str]]:
         assert isinstance(made, EnvironmentMaker)  # preflight
         demonstration = cast("Demonstrating", made()).demonstration
-        return [demonstration(one, _seed(seed, step, place)) for place, one in enumerate(prompts)]
+        return [
+            demonstration(one, text_seed(f"demonstration {seed} {step} {place}")) for place, one in enumerate(prompts)
+        ]
 
     return of_step
-
-
-def _seed(seed: int, step: int, place: int) -> int:
-    digest = hashlib.sha256(f"demonstration {seed} {step} {place}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

@@ -6,7 +6,6 @@ Runs in the controller process.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.observability.timeline.spans import FreeLanes
 from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.rollout.batch import POISON_SHARE, Answered, Drawn
+from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -155,12 +155,11 @@ class RolloutSampler:
         return [task.result() for task in running]
 
     def _request(self, prompt: Prompt, purpose: str, count: int, params: SamplingParams) -> GenerationRequest:
-        digest = hashlib.sha256(f"{self.seed}\n{purpose}\n{prompt.id}".encode()).digest()
         return GenerationRequest(
             id=f"{purpose}: {prompt.id}",
             token_ids=prompt.token_ids,
             num_completions=count,
-            params=replace(params, seed=int.from_bytes(digest[:8], "little") >> 1),
+            params=replace(params, seed=text_seed(f"{self.seed}\n{purpose}\n{prompt.id}")),
         )
 
     def _texts(self, completions: Sequence[Completion]) -> tuple[str, ...]:
@@ -240,12 +239,11 @@ def _part(name: str, place: int) -> str:
 
 def _alone(request: GenerationRequest, place: int, begun: Completion | None) -> GenerationRequest:
     """The request for the completion at ``place`` in its group, with a seed of its own."""
-    digest = hashlib.sha256(f"{request.params.seed} {place}".encode()).digest()
     return replace(
         request,
         id=_part(request.id, place),
         num_completions=1,
-        params=replace(request.params, seed=int.from_bytes(digest[:8], "little") >> 1),
+        params=replace(request.params, seed=text_seed(f"{request.params.seed} {place}")),
         begun=begun,
         group=request.id,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from rl_megatron.rollout.conversation.conversation import Conversation
 from rl_megatron.rollout.endpoint.served import RequestRefused, Served, ServedTurn
 from rl_megatron.rollout.endpoint.tokens import TokenRows
 from rl_megatron.rollout.parsers.parsed import Parser
+from rl_megatron.seeds import text_seed
 from rl_megatron.types import Chain, Completion, GenerationRequest, SamplingParams
 
 
@@ -89,7 +89,6 @@ class EngineTurns(Served):
                 f"{self._max_length}",
             )
         turn, self._asked = self._asked, self._asked + 1
-        digest = hashlib.sha256(f"{self._params.seed} {turn}".encode()).digest()
         most = self._params.max_new_tokens
         request = GenerationRequest(
             id=f"{self._name}, turn {turn}",
@@ -98,7 +97,7 @@ class EngineTurns(Served):
             params=replace(
                 self._params,
                 max_new_tokens=min(room, most if max_tokens is None else min(most, max_tokens)),
-                seed=int.from_bytes(digest[:8], "little") >> 1,
+                seed=text_seed(f"{self._params.seed} {turn}"),
             ),
             group=self._name,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ from rl_megatron.environments.protocol import LimitReached, OpenAIMessage, Reply
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rollout.conversation.conversation import Conversation
 from rl_megatron.rollout.conversation.templates import Template
+from rl_megatron.seeds import text_seed
 from rl_megatron.types import Chain, GenerationRequest, Prompt, SamplingParams, StopReason, Turn
 
 
@@ -127,13 +127,11 @@ class Episode:
 
     def _request(self, token_ids: tuple[int, ...], room: int) -> GenerationRequest:
         place, turn = self._place, len(self.replies)
-        digest = hashlib.sha256(f"{place.seed} {turn}".encode()).digest()
-        seed = int.from_bytes(digest[:8], "little") >> 1
         return GenerationRequest(
             id=f"{place.name}: {place.task.id}, trajectory {place.number}, turn {turn}",
             token_ids=token_ids,
             num_completions=1,
-            params=replace(self._setting.params, max_new_tokens=room, seed=seed),
+            params=replace(self._setting.params, max_new_tokens=room, seed=text_seed(f"{place.seed} {turn}")),
             group=f"{place.name}: {place.task.id}",
             birth=self._setting.birth,
             exact_logprobs=self._setting.exact_logprobs,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from rl_megatron.rollout.environments.figures import OWN, SECONDS
 from rl_megatron.rollout.environments.playing import EnvironmentFault, Playing, TrajectoryEnd
 from rl_megatron.rollout.environments.threads import Threads
 from rl_megatron.rollout.environments.waves import Waves
+from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, Prompt, RolloutGroup, SamplingParams, Scored, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -145,8 +145,8 @@ class EnvironmentSampler:
         return [task.result() for task in running]
 
     def _place(self, task: Prompt, name: str, number: int) -> TrajectoryPlace:
-        digest = hashlib.sha256(f"{self.seed}\n{name}\n{task.id}\n{number}".encode()).digest()
-        return TrajectoryPlace(task=task, name=name, number=number, seed=int.from_bytes(digest[:8], "little") >> 1)
+        seed = text_seed(f"{self.seed}\n{name}\n{task.id}\n{number}")
+        return TrajectoryPlace(task=task, name=name, number=number, seed=seed)
 
     async def _one(self, setting: PlaySetting, place: TrajectoryPlace) -> Played:
         with ExitStack() as asking:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from rl_megatron.data.routes import encode_routes
 from rl_megatron.errors import DataError, EngineError
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, GenerationRequest, Routes, Span
 
 _LOGPROBS = (-1000.0, 0.01)  # nats: excludes vLLM's -9999 for -inf; rounding alone gives values above 0
@@ -56,7 +56,7 @@ def as_it_should_end(completion: Completion, request: GenerationRequest) -> Comp
 
 def completion_seed(seed: int, place: int) -> int:
     """The seed of the completion at ``place`` in its group, whose request has ``seed``: 63 bits."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {place}".encode()).digest()[:8], "little") >> 1
+    return text_seed(f"{seed} {place}")
 
 
 def rest_of(request: GenerationRequest, completion: Completion, place: int) -> GenerationRequest:
