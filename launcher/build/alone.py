@@ -17,7 +17,7 @@ from launcher.servers.engines import adapter_of
 from launcher.servers.pool import ServedEngines
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import CorruptionError
-from rl_megatron.interfaces import RolloutEngine, WeightSync
+from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.local.batched import InThisProcess
 from rl_megatron.rollout.local.engine import LocalEngine
@@ -30,7 +30,7 @@ from rl_megatron.weights.checks.reports import NO_KINDS, Report
 from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.servers import mirror
-from rl_megatron.weights.servers.file import FileDelivery
+from rl_megatron.weights.servers.file import FileDelivery, LearnerWeights
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ async def engine_alone(
             yield served
 
 
-class _FolderWeights(WeightSync):
+class _FolderWeights(LearnerWeights):
     """The learner's end of a delivery, whose weights are those of a folder."""
 
     def __init__(self, config: RunConfig, model_folder: Path, shape: ModelShape, path: Path) -> None:
@@ -80,9 +80,6 @@ class _FolderWeights(WeightSync):
         return WeightUpdate(version=version, num_bytes=0, seconds=0.0)
 
     @override
-    async def export(self, folder: Path) -> None:
-        raise NotImplementedError  # the folder itself is the export
-
     async def sums(self) -> Sequence[Report]:
         """Checksums of the folder's tensors as they are cast, not of what arrived; of quantised ones the file's."""
         return [await asyncio.to_thread(self._sums)]

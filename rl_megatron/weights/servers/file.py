@@ -13,7 +13,6 @@ from typing import Protocol, runtime_checkable
 
 from typing_extensions import override
 
-from rl_megatron.interfaces import WeightSync
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report, seconds_waited
@@ -23,8 +22,12 @@ from rl_megatron.weights.servers.delivery import Deliver, Delivered, Delivery, w
 
 
 @runtime_checkable
-class LearnerWeights(WeightSync, Protocol):
-    """The weights of the learner's ranks; a push writes them into the mirror files."""
+class LearnerWeights(Protocol):
+    """The weights of the learner's ranks, or of a folder."""
+
+    async def push(self, version: int) -> WeightUpdate:
+        """Write all weights into the mirror files, as ``version``."""
+        ...
 
     async def sums(self) -> Sequence[Report]:
         """Each rank's checksums of its boxes, of the version pushed last."""
