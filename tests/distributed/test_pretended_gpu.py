@@ -45,6 +45,7 @@ def refusals(rank: int, folder: Path) -> None:
     """What a GPU refuses, each planted here."""
     import torch
     import torch.distributed as dist
+    from megatron.core.pipeline_parallel.schedules import custom_backward
 
     gpu, host = torch.arange(6.0, device="cuda").view(2, 3), torch.ones(2, 3)
     with pytest.raises(RuntimeError, match=r"same device: add at tests/.*test_pretended_gpu.py:\d+ got \(2, 3\)"):
@@ -64,6 +65,12 @@ def refusals(rank: int, folder: Path) -> None:
     assert gpu[host[:, 0].long() - 1].tolist() == [[0, 1, 2], [0, 1, 2]]  # and so may indices
     assert gpu.new_tensor([1.0]).is_cuda
     assert (gpu.cpu() + host).is_cpu
+    first, _ = gpu.requires_grad_().split(1)
+    for backward in (torch.autograd.backward, custom_backward):  # autograd itself makes the other part's gradient
+        backward(first.sum(), None)
+    assert gpu.grad is not None
+    assert gpu.grad.tolist() == [[2, 2, 2], [0, 0, 0]]
+    gpu = gpu.detach()
     dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=1)
     with pytest.raises(RuntimeError, match=r"allreduce_: Tensors must be contiguous, not \(3, 2\)"):
         dist.all_reduce(gpu.t())

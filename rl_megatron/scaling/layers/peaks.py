@@ -57,6 +57,7 @@ def _one(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> 
     mlp = (_experts if layer in shape.moe_layers else _dense)(learner, shape, rank, layer)
     gradients = sum(_attention(shape)) * BYTES[learner.dtype] / learner.tp
     scores = probabilities(learner, shape, layer, rank.longest)
+    gradients += _gathered(learner, shape)
     return max(rank.tokens * again + mlp, rank.tokens * (attention + gradients + 2 * scores))
 
 
@@ -76,9 +77,15 @@ def _experts(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int)
 
 
 def _dense(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> float:
-    """Bytes beside what a dense layer keeps: gradients of gate and up, or of their weights."""
+    """Bytes beside what a dense layer keeps: gradients of gate and up, or of their weights, and of the output."""
     products = 2 * shape.dense_width / learner.tp * rank.tokens * BYTES[learner.dtype]
-    return max(products, _gradients(learner, shape, layer, matrices=2))
+    gathered = rank.tokens * _gathered(learner, shape)
+    return max(products, _gradients(learner, shape, layer, matrices=2)) + gathered
+
+
+def _gathered(learner: LearnerSection, shape: ModelShape) -> float:
+    """Bytes a token of the gradient of attention's or an MLP's output, which sequence parallelism gathers."""
+    return shape.hidden_size * BYTES[learner.dtype] if learner.tp > 1 else 0.0
 
 
 def _gradients(learner: LearnerSection, shape: ModelShape, layer: int, *, matrices: int) -> float:

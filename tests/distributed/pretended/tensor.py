@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tests.distributed.pretended import collectives, waits
 
 _COPIES = ("copy_", "_foreach_copy_")
+_INTO_AUTOGRAD = {"_engine_run_backward", "custom_backward"}  # torch's call of its engine, and megatron-core's own
 _MAY_MIX = {*_COPIES, "_to_copy", "set_", "_has_compatible_shallow_copy_type"}
 _NESTED = (tuple, list, dict)
 _READ_ON_THE_HOST = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "repeat_interleave"}
@@ -212,7 +213,7 @@ def _by_autograd() -> bool:
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
-    return frame.f_code.co_name == "_engine_run_backward"
+    return frame.f_code.co_name in _INTO_AUTOGRAD
 
 
 def _count_waits(name: str, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
