@@ -44,11 +44,11 @@ class Shards:
 
 def read_back(shards: Path) -> dict[str, Any]:
     """Whole tensors by name, as torch reads them, and what belongs to no shard, by its place."""
-    import torch
+    from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
     from torch.utils._pytree import keystr, tree_leaves_with_path
 
-    common = torch.load(shards / "common.pt")
+    common = dist_checkpointing.load_common_state_dict(shards)
     assert common
     return _load_state_dict_from_keys(checkpoint_id=shards) | {
         f"common{keystr(path)}": leaf for path, leaf in tree_leaves_with_path(common)

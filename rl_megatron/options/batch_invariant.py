@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from rl_megatron.config.sections.learner import LearnerSection
     from rl_megatron.models.shape import ModelShape
 
-_KERNELS = ("flash_attn_interface", "flash_attn_3", "flash_attn")
+_THIRD = ("flash_attn_interface", "flash_attn_3")
+_KERNELS = (*_THIRD, "flash_attn")
 _GIVEN = "learner.batch_invariant=true"
 
 
@@ -45,6 +46,11 @@ class BatchInvariant(Option):
             yield f"{_GIVEN} with learner.device=cpu: its kernels need GPUs; leave it out"
         if learner.dtype == "float32":
             yield f"{_GIVEN} with learner.dtype=float32: FlashAttention takes half precision; set bfloat16"
+        if learner.cp > 1:
+            yield (
+                f"{_GIVEN} with learner.cp={learner.cp}: TransformerEngine's attention over cp calls FlashAttention 2, "
+                "whose splits are not fixed (megatron-core 0.19 refuses it); set learner.cp=1"
+            )
         if learner.head_dtype is not None:
             yield (
                 f"{_GIVEN} with learner.head_dtype={learner.head_dtype}: its kernel multiplies float32 in TF32, with "
@@ -77,3 +83,16 @@ class BatchInvariant(Option):
         if not any(importlib.util.find_spec(name) for name in _KERNELS):
             raise ConfigError(f"{_GIVEN}: FlashAttention is not installed here; install it, or leave it out")
         return Keywords(model={"batch_invariant_mode": True, "attention_backend": Attention("flash")})
+
+
+def flash_attention() -> int:
+    """The generation of FlashAttention that is installed and that a newer megatron-core (0.19) takes for this mode.
+
+    Raises ConfigError if there is none.
+    """
+    if any(importlib.util.find_spec(name) for name in _THIRD):
+        return 3
+    raise ConfigError(
+        f"{_GIVEN}: the megatron-core here takes FlashAttention 3 for it, which is not installed; install it "
+        "(flash_attn_3), take megatron-core 0.16.1, or leave it out"
+    )

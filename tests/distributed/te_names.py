@@ -19,6 +19,7 @@ from rl_megatron.options.fp8 import rows
 LAYERS = ("torch", "transformer_engine")
 CARRIED = ("qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3")  # biases; experts; dense layers, shared experts; latents
 STEPS_MADE = 7
+_KERNELS = ("FLASH", "FUSED", "UNFUSED")
 LAYOUTS = {"one": {}, "tp2-ep2": {"tp": 2, "ep": 2}}
 
 
@@ -62,7 +63,9 @@ def invariant_main(rank: int, root: Path) -> None:
     from rl_megatron.learner.megatron import make_policy
     from rl_megatron.weights.layouts.families import read_shape
 
-    for name in ("flash_attn", "triton", "triton.language"):
+    for name in _KERNELS:  # which models of other tests set in this rank's parent
+        os.environ.pop(f"NVTE_{name}_ATTN", None)
+    for name in ("flash_attn", "flash_attn_interface", "triton", "triton.language"):
         sys.modules[name] = ModuleType(name)
         sys.modules[name].__spec__ = ModuleSpec(name, None)
     language = sys.modules["triton.language"]
@@ -79,7 +82,7 @@ def invariant_main(rank: int, root: Path) -> None:
     seen = {
         "products": [module.__dict__["general_gemm"].__name__ for module in linears],
         "splits": attention.num_splits,
-        "kernels": {name: os.environ[f"NVTE_{name}_ATTN"] for name in ("FLASH", "FUSED", "UNFUSED")},
+        "kernels": {name: os.environ[f"NVTE_{name}_ATTN"] for name in _KERNELS},
     }
     (root / "invariant.json").write_text(json.dumps(seen))
     world.leave()

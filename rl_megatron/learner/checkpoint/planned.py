@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from rl_megatron.learner.checkpoint.gathered import Gathered
+from rl_megatron.learner.checkpoint.loading import READS_WITHOUT_COMMON
 from rl_megatron.learner.checkpoint.state import Live, Values, common_state, distributed_parts, inner
 from rl_megatron.learner.optimizer import inner_optimizers
 
@@ -113,7 +114,9 @@ class Kept:
         live: Sequence[Live],
     ) -> None:
         """Make a plan of a save that ``strategy`` planned. There is none where items are objects, which may change
-        (megatron-core 0.19 has one), or where the optimizer is not distributed."""
+        (megatron-core 0.19 has one on some rank), or where the optimizer is not distributed."""
+        if READS_WITHOUT_COMMON:
+            return
         found = [(name, items) for _, name, items in begun.writer.write_buckets]
         name, items = found[0] if found else ("", [])
         places = _places(items, live, begun.gathered)

@@ -26,11 +26,12 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.decoder_config import DecoderConfig, LatentDecoderConfig
 from rl_megatron.learner.model.dispatchers import forget_routes
-from rl_megatron.learner.model.latent import latent_attention_spec, megatron_latent_keywords
+from rl_megatron.learner.model.latent import QueriesAsProjected, latent_attention_spec, megatron_latent_keywords
 from rl_megatron.learner.model.layers import RMSNorm, own_layer_spec, specialise, torch_layer_spec
 from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.learner.model.rotary import inverse_frequencies
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.batch_invariant import flash_attention
 from rl_megatron.options.implementation import uses_transformer_engine
 from rl_megatron.options.option import Attention, Dtype
 from rl_megatron.options.table import keywords
@@ -68,6 +69,8 @@ def make_config(shape: ModelShape, learner: LearnerSection) -> DecoderConfig:
     refuse(shape, learner)
     of_model = _attention_keywords(shape, fused) | (_expert_keywords(shape) if shape.num_experts else {})
     kind = LatentDecoderConfig if fused and shape.latent else DecoderConfig
+    if learner.batch_invariant and hasattr(kind, "flash_attention_version"):  # not 0.16.1
+        of_model["flash_attention_version"] = flash_attention()
     made = kind(
         shape=shape,
         num_layers=shape.num_layers,
@@ -206,7 +209,11 @@ def _block_spec(
     shape: ModelShape, learner: LearnerSection, config: DecoderConfig, fused: bool, vp_stage: int | None
 ) -> Any:
     if fused:
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        if shape.latent and shape.latent.query_rank is None:
+            for layer_spec in block.layer_specs:
+                layer_spec.submodules.self_attention.module = QueriesAsProjected
+        return block
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     if learner.own_layers is not None:

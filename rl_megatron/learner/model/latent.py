@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -154,6 +155,14 @@ def _halves(x: Tensor) -> Tensor:
 def softmax_scale(head_dim: int, rope: Rope) -> float:
     """The softmax scale. DeepSeek multiplies it by the square of YaRN's magnitude factor over all dimensions."""
     return rope.grown(rope.mscale_all_dim) ** 2 / math.sqrt(head_dim)
+
+
+class QueriesAsProjected(MLASelfAttention):
+    """Megatron-core's, in which queries without a latent have no norm: 0.19 has one of its own in ``linear_q_proj``,
+    which DeepSeek-V2-Lite lacks (NVIDIA-NeMo/Megatron-Bridge#5261). 0.16.1 asks for nothing of it."""
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> Any:
+        return {**super()._resolve_qk_norm_config(submodules), "linear_q_proj": submodules.linear_q_proj}
 
 
 def megatron_latent_keywords(shape: ModelShape) -> dict[str, Any]:
