@@ -54,7 +54,7 @@ from bench.streaming_model import (
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import ServerSection
-from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability.recorder import Stopwatch

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron.config.sections.rollout import RolloutSection
-from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.rollout.batch import Answered, Drawn
 from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.rollout.stream import Stream

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import OneSource
 from rl_megatron.config.sections.eval import EvalSetSection, RunData
-from rl_megatron.data.prompts import load_prompts
+from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.evaluation.sets import ProblemSet
 from rl_megatron.models.families.fields import GenerationFields

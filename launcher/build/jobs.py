@@ -13,7 +13,7 @@ from launcher.build.roles import Parts
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.sections.data import weights_of
 from rl_megatron.data.packing import causal_attention_cost
-from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape

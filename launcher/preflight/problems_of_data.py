@@ -7,8 +7,8 @@ from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config.sections.data import FileKeys, data_sources
-from rl_megatron.data.files import local_files, read_records
-from rl_megatron.data.prompts import check_template, fields_of
+from rl_megatron.data.problems.files import local_files, read_records
+from rl_megatron.data.problems.prompts import check_template, fields_of
 from rl_megatron.errors import ConfigError, RLMegatronError
 
 ROWS = 1000

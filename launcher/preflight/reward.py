@@ -13,7 +13,7 @@ from launcher.preflight.subject import Found, Subject, fact, note, problem, unch
 from rl_megatron.config.sections.data import data_sources, name_of
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.data.prompts import first_problem
+from rl_megatron.data.problems.prompts import first_problem
 from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_environment
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import RewardFunction

@@ -23,7 +23,7 @@ from launcher.runs.stop import stop_signals
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
-from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.diagnosis.case import Setting, TokenizerCheck, WeightCheck
 from rl_megatron.diagnosis.causes import CAUSES, Finding, judge
 from rl_megatron.diagnosis.experiments import Bench, run_experiments

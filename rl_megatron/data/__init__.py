@@ -1,1 +1,1 @@
-"""Turns problems into batches: reads prompts, shifts tokens into samples, packs samples into micro-batches."""
+"""Turns problems into batches: prompts (problems/), tokens shifted into samples, samples packed into micro-batches."""

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rl_megatron.config.sections.rollout import RolloutSection
-from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.batch import POISON_SHARE, Answered, Drawn, GroupSource, RolloutBatch, Waiting
 from rl_megatron.rollout.ledger import Ledger, LedgerState

@@ -22,8 +22,8 @@ from typing import Literal
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from rl_megatron.columns import ColumnReader, ColumnWriter
-from rl_megatron.data.mixture import MixtureState
-from rl_megatron.data.prompt_table import TableState
+from rl_megatron.data.problems.mixture import MixtureState
+from rl_megatron.data.problems.prompt_table import TableState
 from rl_megatron.digests import KIND, Digest, digest_of, digests, misfits
 from rl_megatron.durable import publish_folder, remove_folder
 from rl_megatron.errors import CheckpointError

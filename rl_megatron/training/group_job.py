@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import RolloutSection
-from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.durable import remove_folder
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch

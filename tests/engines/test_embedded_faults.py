@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_megatron.data.arithmetic import split_sums
+from rl_megatron.data.problems.arithmetic import split_sums
 from rl_megatron.rollout.servers.adapter import Command, StartOptions
 from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
 from tests.e2e.processes import REWARDS, Place, Run

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from rl_megatron.data.mixture import MixtureState, Proportions
-from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.problems.mixture import MixtureState, Proportions
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.types import Prompt
 
 WEIGHTS = st.lists(st.floats(0.01, 1000) | st.integers(1, 1000).map(float), min_size=1, max_size=9)

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.progress import Progress

@@ -9,7 +9,7 @@ from functools import partial
 from typing_extensions import override
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import DataError
 from rl_megatron.rollout.batch import GroupSource, RolloutBatch
 from rl_megatron.rollout.ledger import Ledger

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import packer_of
-from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.samples import supervised_samples
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Row, Stopwatch

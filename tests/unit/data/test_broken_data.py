@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl_megatron.data.files import read_records
+from rl_megatron.data.problems.files import read_records
 from rl_megatron.errors import DataError
 
 FIELDS = ("question", "answer")

@@ -17,7 +17,7 @@ from rl_megatron.columns import ColumnReader, ColumnWriter
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import CurriculumSection
-from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.rollout.batch import Answered

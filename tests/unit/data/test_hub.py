@@ -16,7 +16,7 @@ KEYS = ["data.type=hub", "data.repo=org/sums", "data.train=data/train.jsonl", "d
 READ = """
 import sys
 from rl_megatron.config.io import load_config
-from rl_megatron.data.prompts import first_problem, load_prompts
+from rl_megatron.data.problems.prompts import first_problem, load_prompts
 from tests.unit.data.test_prompts import byte_tokenizer
 
 config = load_config("tiny_cpu", sys.argv[1:])

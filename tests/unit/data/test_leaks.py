@@ -14,8 +14,8 @@ import pytest
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import ArithmeticData, FileData, FileRunData, MixtureData, OneSource
-from rl_megatron.data.leaks import hashes_of, leaked, problem_hash, repeated
-from rl_megatron.data.prompts import load_prompts
+from rl_megatron.data.problems.leaks import hashes_of, leaked, problem_hash, repeated
+from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt
 from tests.unit.data.test_prompts import byte_tokenizer

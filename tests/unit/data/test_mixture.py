@@ -22,7 +22,8 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import weights_of
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
-from rl_megatron.data.prompts import PromptStream, load_prompts
+from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.rewards.registry import resolve_rewards

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rl_megatron.config.sections.data import ArithmeticData, FileData
-from rl_megatron.data.prompts import PromptStream, load_prompts
+from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.types import Prompt

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
-from rl_megatron.data.prompts import Prompt
+from rl_megatron.data.problems.prompts import Prompt
 from rl_megatron.diagnosis.case import Setting, TokenizerCheck, WeightCheck
 from rl_megatron.diagnosis.causes import Finding, judge
 from rl_megatron.diagnosis.experiments import Bench, run_experiments

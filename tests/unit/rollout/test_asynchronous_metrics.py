@@ -19,7 +19,7 @@ import pytest
 
 from bench.streaming import GROUP, MEAN, MOST, PROMPTS, SERVERS, SLOTS, TOKEN_SECONDS, TRAIN, WARM, Model, length
 from rl_megatron.config.sections.rollout import RolloutSection, RunningRequests, ServerSection
-from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.rollout.batch import Answered, Drawn
 from rl_megatron.rollout.ledger import Ledger

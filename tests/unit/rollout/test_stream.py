@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import CheckpointError
 from rl_megatron.rollout.batch import Answered, Drawn, Waiting
 from rl_megatron.rollout.ledger import Ledger, LedgerState

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.stream import Stream, StreamState
 from tests.streams import PROMPTS, Source, stream_over

@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 
 from rl_megatron.config.sections.rollout import ServerSection
-from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import EngineError, PoisonPrompt
 from rl_megatron.rollout.batch import Answered
 from rl_megatron.rollout.servers.adapter import Adapter

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
-from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.rewards.own import Plain
 from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.rollout.sampler import RolloutSampler

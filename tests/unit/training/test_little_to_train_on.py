@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import pytest
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.data.prompts import PromptStream
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import DataError, Stopped
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.progress import Progress

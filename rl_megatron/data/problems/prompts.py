@@ -1,17 +1,15 @@
-"""Renders and tokenizes problems into Prompts, bounds their length, and streams them shuffled without end."""
+"""Renders and tokenizes problems into Prompts, and bounds their length."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_megatron.config.sections.data import (
     ArithmeticData,
-    CurriculumSection,
     DataSection,
     FileKeys,
     MixtureData,
@@ -19,12 +17,10 @@ from rl_megatron.config.sections.data import (
     data_sources,
     name_of,
 )
-from rl_megatron.data.arithmetic import split_sums
-from rl_megatron.data.files import local_files, read_records
-from rl_megatron.data.leaks import OnLeak, hashes_of, problem_hash, rows_to_keep
-from rl_megatron.data.mixture import Epochs, MixtureState, Proportions, SourceState, digest_of_prompts
-from rl_megatron.data.prompt_table import PromptTable
-from rl_megatron.errors import CheckpointError, ConfigError, DataError
+from rl_megatron.data.problems.arithmetic import split_sums
+from rl_megatron.data.problems.files import local_files, read_records
+from rl_megatron.data.problems.leaks import OnLeak, hashes_of, problem_hash, rows_to_keep
+from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:
@@ -239,123 +235,3 @@ def _encoded(
         encoded = iter(tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"] if texts else [])
         for problem in part:
             yield problem, next(encoded) if len(problem.text) <= most_characters else None
-
-
-class PromptStream:
-    """Endless epochs over ``prompts``, each shuffled by (seed, epoch), so that a position determines the order.
-
-    With ``weights`` each prompt is of one of these sources, which follow each other by `Proportions`; without, all
-    prompts are of one source. ``left_out`` are the rows of ``prompts`` that are drawn no more. With a ``curriculum``
-    `table` has their pass rates, which the caller updates, saves and restores, and says which are drawn.
-    """
-
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seed: int,
-        weights: Mapping[str, float] | None = None,
-        curriculum: CurriculumSection | None = None,
-    ) -> None:
-        if not prompts:
-            raise DataError("no prompts to train on")
-        self._prompts, self._weights = prompts, dict(weights or {})
-        self.left_out = frozenset[int]()
-        rows: dict[str, list[int]] = {name: [] for name in self._weights or ("",)}
-        for row, prompt in enumerate(prompts):
-            rows[prompt.source if self._weights else ""].append(row)
-        self._epochs = {name: Epochs(own, seed=seed) for name, own in rows.items()}
-        self.table: PromptTable | None = None
-        if curriculum is not None and curriculum.is_on:
-            self.table = PromptTable(prompts, rows, curriculum, seed=seed)
-        self._shares = Proportions(self._weights or {"": 1.0})
-
-    def take(self, n: int) -> list[Prompt]:
-        """The next ``n`` prompts, across the end of an epoch if need be."""
-        return [self._prompts[self._next(self._shares.next())] for _ in range(n)]
-
-    def leave_out(self, prompt: Prompt) -> None:
-        """Draw ``prompt`` no more. Raises DataError if no other of its source is left."""
-        self.left_out |= {row for row, one in enumerate(self._prompts) if one.id == prompt.id}
-        name = prompt.source if self._weights else ""
-        rows = self._epochs[name].rows
-        if self.left_out.issuperset(rows):
-            of = f" of source {name!r}" if name else ""
-            raise DataError(f"no prompts{of} are left to train on: none of {len(rows)} can be sampled")
-        if self.table is not None:
-            self.table.keep_enough(self.left_out)
-
-    def epochs(self) -> dict[str, float]:
-        """The epochs that were drawn of each source of a mixture."""
-        return {name: self._epochs[name].passed for name in self._weights}
-
-    def state(self) -> dict[str, int] | MixtureState:
-        """The position in the stream; ``restore`` of it and ``left_out`` continues with the same prompts."""
-        if not self._weights:
-            (only,) = self._epochs.values()
-            return {"epoch": only.epoch, "position": only.position, "num_prompts": len(self._prompts)}
-        taken = self._shares.taken
-        sources = {
-            name: SourceState(
-                epoch=one.epoch,
-                position=one.position,
-                size=len(one.rows),
-                digest=self._digests[name],
-                weight=self._weights[name],
-                taken=taken[name],
-            )
-            for name, one in self._epochs.items()
-        }
-        return MixtureState(position=sum(taken.values()), sources=sources)
-
-    def restore(self, state: Mapping[str, int] | MixtureState, left_out: Sequence[int] = ()) -> None:
-        """Continue from ``state``; where weights have changed, shares are counted from there on.
-
-        Raises CheckpointError if it belongs to another data set.
-        """
-        if isinstance(state, MixtureState):
-            self._restore_sources(state)
-        elif self._weights:
-            raise CheckpointError("the checkpoint was made with one source of prompts, and data.sources has several")
-        elif state["num_prompts"] != len(self._prompts):
-            raise CheckpointError(
-                f"the checkpoint was made with {state['num_prompts']} training prompts, but the data has "
-                f"{len(self._prompts)}; resume with the same data and limits"
-            )
-        else:
-            self._epochs[""].move(state["epoch"], state["position"])
-        self.left_out = frozenset(left_out)
-
-    def _next(self, name: str) -> int:
-        """The next row of this source that is not left out, and that the curriculum draws."""
-        epochs, table = self._epochs[name], self.table
-        while (row := epochs.next()) in self.left_out or (table is not None and not table.draws(row, epochs.epoch)):
-            pass
-        return row
-
-    @cached_property
-    def _digests(self) -> dict[str, str]:
-        return {name: digest_of_prompts([self._prompts[row] for row in one.rows]) for name, one in self._epochs.items()}
-
-    def _restore_sources(self, state: MixtureState) -> None:
-        if list(state.sources) != list(self._weights):
-            then, now = ", ".join(state.sources), ", ".join(self._weights) or "one source"
-            raise CheckpointError(f"the checkpoint was made with the sources {then}, but the data has {now}")
-        for name, source in state.sources.items():
-            size, digest = len(self._epochs[name].rows), self._digests[name]
-            if (source.size, source.digest) != (size, digest):
-                raise CheckpointError(
-                    f"data.sources.{name}: the checkpoint was made with {source.size} training prompts of digest "
-                    f"{source.digest}, but the source has {size} of {digest}; resume with the same file and limits"
-                )
-        for name, source in state.sources.items():
-            self._epochs[name].move(source.epoch, source.position)
-        before = {name: source.weight for name, source in state.sources.items()}
-        if before == self._weights:
-            self._shares = Proportions(before, {name: source.taken for name, source in state.sources.items()})
-        else:
-            logger.warning(
-                "the weights of data.sources were %s and are %s: after %d prompts, shares are counted from there on",
-                *(before, self._weights, state.position),
-            )
-            self._shares = Proportions(self._weights)
