@@ -27,6 +27,10 @@ class EnvironmentFailed(RLMegatronError):
     """An environment that raised, was late or answered what is no answer; names the prompt id and the turn."""
 
 
+class SandboxError(RLMegatronError):
+    """A program of a model that could not be run, or that this machine cannot fence; says why."""
+
+
 class EngineError(RLMegatronError):
     """A generation request that an engine cannot serve; names the request id."""
 

@@ -39,7 +39,7 @@ def loops_of(
 ) -> tuple[Loop, Loop]:
     """The loop of the warm start, which may have no step, and the loop that follows it. The processes must be up."""
     config = parts.config
-    made = resolve_environment(config.environment) if config.environment.function is not None else None
+    made = resolve_environment(config.environment, config.sandbox) if config.environment.function is not None else None
     sampler = _sampler(parts, roles, data) if made is None else environment_sampler(config, made, roles.engine, data)
     evaluation = Evaluation(sampler=sampler, sets=data.sets, section=config.eval, last_step=config.train.steps)
     attention_cost = causal_attention_cost(

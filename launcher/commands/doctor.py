@@ -94,12 +94,26 @@ def show(engines: Sequence[Path] = ()) -> None:
     console.print(f"machine: {platform.platform()}, Python {platform.python_version()}, {cores} cores")
     console.print(limits.describe_open_files())
     console.print(_learner())
+    console.print(_sandboxes())
     print(describe_environments(Path(sys.executable), engines), flush=True)
     if not torch.cuda.is_available():
         console.print("CUDA: none; learner.device=cpu over gloo")
         return
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     console.print(f"CUDA {torch.version.cuda}: {', '.join(names)}; learner.device=cuda over NCCL")
+
+
+def _sandboxes() -> str:
+    """Which kinds of sandboxes work here, by a trial of each that needs no server of the user's."""
+    from rl_megatron.sandbox.docker import why_no_docker
+    from rl_megatron.sandbox.subprocess import why_unfenced
+
+    why = asyncio.run(why_unfenced())
+    fences = why or (
+        "fences a program's files, network, processes and system calls by namespaces and seccomp; limits its time, "
+        "memory, processes, output and files"
+    )
+    return f"sandbox.type=subprocess: {fences}\nsandbox.type=docker: {asyncio.run(why_no_docker())}"
 
 
 def _learner() -> str:

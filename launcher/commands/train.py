@@ -35,7 +35,7 @@ def train(
     if check:
         print(findings.describe())
         return
-    reward = resolve_rewards(named.reward, named.source_rewards)
+    reward = resolve_rewards(named.reward, named.source_rewards, named.sandbox)
     for line in findings.notes():
         print(line, flush=True)
     print(f"rl-megatron: run {named.run.dir / str(named.run.name)}", flush=True)  # the imports below take seconds

@@ -19,6 +19,8 @@ from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rewards.scoring import errors_of, score
+from rl_megatron.sandbox.subprocess import why_unfenced
+from rl_megatron.sandbox.table import Sandbox
 from rl_megatron.types import Completion, Prompt, Scored, Span
 
 SECONDS = 3.0  # the limit for its answer, if reward.timeout_seconds is more
@@ -35,7 +37,7 @@ def check(subject: Subject) -> Iterator[Found]:
         if subject.other_python is not None and ":" in environment.function:
             yield unchecked(f"the environment, in {subject.other_python}")
         else:
-            yield from _environment(environment, warm_start=config.warm_start.steps > 0)
+            yield from _environment(subject, environment, warm_start=config.warm_start.steps > 0)
         return
     seen = list[RewardSection]()
     for key in data_sources(config.data):
@@ -45,9 +47,23 @@ def check(subject: Subject) -> Iterator[Found]:
             yield from _of(subject, section, key)
 
 
-def _environment(section: EnvironmentSection, *, warm_start: bool) -> Iterator[Found]:
+def _sandbox(subject: Subject) -> Iterator[Found]:
+    """Tries the fences of this machine, if programs will run on it."""
+    section = subject.config.sandbox
+    if section.type != "subprocess" or subject.for_job:
+        yield unchecked(f"the sandbox ({section.type}), where programs will run")
+    elif why := asyncio.run(why_unfenced()):
+        kind = note if section.allow_unfenced else problem
+        yield kind(why)
+    else:
+        yield fact("the sandbox fences programs by namespaces")
+
+
+def _environment(subject: Subject, section: EnvironmentSection, *, warm_start: bool) -> Iterator[Found]:
     """Finds the environment, and calls none of its methods."""
-    made = resolve_environment(section)
+    made = resolve_environment(section, subject.config.sandbox)
+    if made.takes_sandbox:
+        yield from _sandbox(subject)
     if warm_start and not (isinstance(made, EnvironmentMaker) and made.has("demonstration")):
         yield problem(
             f"warm_start.steps with environment.function={section.function}: it has no method demonstration, so there "
@@ -71,8 +87,12 @@ def _of(subject: Subject, section: RewardSection, key: str) -> Iterator[Found]:
     if models:
         yield unchecked(f"the reward model {', '.join(models)}")
         return
+    if "tests" in functions:
+        yield from _sandbox(subject)
+        if subject.for_job:
+            return
     own = key if section is not subject.config.reward else ""
-    function = resolve_reward(section, f"{own}.reward".lstrip("."))
+    function = resolve_reward(section, f"{own}.reward".lstrip("."), Sandbox(subject.config.sandbox))
     servers = [name for name in functions if name.startswith(("http://", "https://"))]
     if servers:
         yield unchecked(f"the reward server {', '.join(servers)}")

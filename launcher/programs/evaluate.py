@@ -86,7 +86,7 @@ async def measure_model(target: ToEvaluate, name: str | None) -> Path:
         folder = _hugging_face(target, spare)
         config = _of_folder(target.config, folder)
         shape = read_shape(folder, config.learner.model)
-        data, judge = load_data(config, folder), resolve_rewards(config.reward, config.source_rewards)
+        data, judge = load_data(config, folder), resolve_rewards(config.reward, config.source_rewards, config.sandbox)
         print(f"{target.source}: {_described(data.sets)}, by {config.rollout.engine}", flush=True)
         async with engine_alone(config, folder, shape, target.out) as sampling:
             sets = {}
@@ -172,7 +172,7 @@ def _sampler(
 ) -> RolloutSampler | EnvironmentSampler:
     """One that asks ``judge``, or the environment, which gives the rewards itself."""
     if config.environment.function is not None:
-        return environment_sampler(config, resolve_environment(config.environment), sampling, data)
+        return environment_sampler(config, resolve_environment(config.environment, config.sandbox), sampling, data)
     return RolloutSampler(
         engine=sampling,
         reward_function=judge,

@@ -128,7 +128,11 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
     weights = dict(_leaves("weights", config.weights))
     for key, reason in _unread_weights(config):
         out |= dict.fromkeys(_set(weights, f"weights.{key}"), reason)
-    every = algorithm | rollout | reward | weights
+    sandbox = dict(_leaves("sandbox", config.sandbox))
+    tested = any("tests" in its.functions.values() for _, its in _rewards(config))
+    if not tested and config.environment.function is None:
+        out |= dict.fromkeys(_set(sandbox, "sandbox"), "only reward.function=tests and environments run programs")
+    every = algorithm | rollout | reward | weights | sandbox
     return [
         f"{leaf}={_text(value)} does nothing: {out[leaf]}; leave it out, or set it to its default, {_text(default)}"
         for leaf, (value, default) in every.items()
@@ -148,6 +152,7 @@ def _reward_options(reward: RewardSection) -> dict[str, bool]:
     return {
         "format": "format" in names,
         "length": "length" in names,
+        "tests": "tests" in names,
         "http": any(name.startswith(("http://", "https://")) for name in names),
         "model": any(name.startswith("hf:") for name in names),
     }

@@ -25,6 +25,7 @@ FREE: Mapping[str, bool] = {
     "environment.seconds": True,
     "environment.step_seconds": True,
     "environment.close_seconds": True,
+    "sandbox": True,
     "algorithm": False,
     "rollout": False,
     "rollout.python": True,

@@ -20,6 +20,7 @@ from rl_megatron.config.sections.eval import EvalSection
 from rl_megatron.config.sections.learner import LearnerSection, RolesSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
+from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.config.sections.weights import TransportKind, WeightsSection
 from rl_megatron.section import Fraction, NonNegative, Positive, PositiveFloat, Section
@@ -179,6 +180,7 @@ class RunConfig(Section):
     )
     reward: RewardSection = RewardSection()
     environment: EnvironmentSection = EnvironmentSection()
+    sandbox: SandboxSection = SandboxSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
     learner: LearnerSection = LearnerSection()

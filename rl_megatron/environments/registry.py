@@ -10,9 +10,11 @@ from functools import partial
 from typing import Any
 
 from rl_megatron.config.sections.environment import EnvironmentSection
+from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.environments.calculator import Calculator
 from rl_megatron.environments.protocol import Environment, Model
 from rl_megatron.errors import ConfigError
+from rl_megatron.sandbox.table import Sandbox
 from rl_megatron.types import Prompt
 from rl_megatron.user_code import load_named
 
@@ -31,6 +33,11 @@ class EnvironmentMaker:
         """An environment for one trajectory."""
         return self.make(**self.options)
 
+    @property
+    def takes_sandbox(self) -> bool:
+        """Whether it is given a sandbox."""
+        return "sandbox" in self.options
+
     def has(self, method: str) -> bool:
         """Whether its environments have the method; of a function that makes them, one is made to see."""
         return callable(getattr(self.make if inspect.isclass(self.make) else self(), method, None))
@@ -41,10 +48,13 @@ class Agent:
     """A function of the user's own that leads a trajectory itself, and returns its reward."""
 
     solve: Callable[[Prompt, Model], Awaitable[float]]
+    takes_sandbox: bool = False
 
 
-def resolve_environment(section: EnvironmentSection) -> EnvironmentMaker | Agent:
+def resolve_environment(section: EnvironmentSection, sandbox: SandboxSection | None = None) -> EnvironmentMaker | Agent:
     """What ``environment.function`` names; an async function is an agent, anything else makes environments.
+
+    One that takes an argument ``sandbox`` gets a `rl_megatron.sandbox.table.Sandbox`, which all trajectories share.
 
     Raises ConfigError that names an unknown function and the nearest known one, what importing it raised, or options
     that it does not take.
@@ -59,19 +69,22 @@ def resolve_environment(section: EnvironmentSection) -> EnvironmentMaker | Agent
             "package.module:name"
         )
     function = ENVIRONMENTS.get(name) or load_named(name, "environment.function", "class or function", callable)
-    _check(name, function, section.options)
+    options: dict[str, Any] = dict(section.options)
+    if "sandbox" in inspect.signature(function).parameters and "sandbox" not in options:
+        options["sandbox"] = Sandbox(sandbox or SandboxSection())
+    _check(name, function, options, section.options)
     if inspect.iscoroutinefunction(function):
-        return Agent(partial(function, **section.options))
-    return EnvironmentMaker(function, section.options)
+        return Agent(partial(function, **options), "sandbox" in options)
+    return EnvironmentMaker(function, options)
 
 
-def _check(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+def _check(name: str, function: Callable[..., Any], options: Mapping[str, Any], named: Mapping[str, Any]) -> None:
     """Raises ConfigError for options that ``function`` does not take, and for a class without the methods."""
     leads = inspect.iscoroutinefunction(function)
     try:
         inspect.signature(function).bind(*((None, None) if leads else ()), **options)
     except TypeError as error:
-        given = ", ".join(f"environment.options.{key}" for key in options) or "no environment.options"
+        given = ", ".join(f"environment.options.{key}" for key in named) or "no environment.options"
         raise ConfigError(f"environment.function={name!r:.200} with {given}: {error}") from error
     lacking = [method for method in METHODS if not callable(getattr(function, method, None))]
     if inspect.isclass(function) and lacking:

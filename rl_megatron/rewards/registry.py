@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.by_source import BySource
@@ -19,7 +20,9 @@ from rl_megatron.rewards.http import HttpReward
 from rl_megatron.rewards.length import length_reward
 from rl_megatron.rewards.math_verify import math_verify
 from rl_megatron.rewards.own import Async, Plain
+from rl_megatron.rewards.tests import PassedTests
 from rl_megatron.rewards.weighted_sum import WeightedSum
+from rl_megatron.sandbox.table import Sandbox
 from rl_megatron.user_code import load_named
 
 REWARDS: dict[str, RewardFunction] = {
@@ -33,13 +36,16 @@ CONFIGURED: dict[str, Callable[[RewardSection], RewardFunction]] = {
 }
 
 
-def resolve_rewards(reward: RewardSection, of_sources: Mapping[str, RewardSection]) -> RewardFunction:
+def resolve_rewards(
+    reward: RewardSection, of_sources: Mapping[str, RewardSection], sandbox: SandboxSection | None = None
+) -> RewardFunction:
     """The run's reward, and those of sources that have their own, by the source's name. Raises as `resolve_reward`."""
-    own = {name: resolve_reward(section, f"data.sources.{name}.reward") for name, section in of_sources.items()}
-    return BySource(resolve_reward(reward), own) if own else resolve_reward(reward)
+    shared = Sandbox(sandbox or SandboxSection())
+    own = {name: resolve_reward(one, f"data.sources.{name}.reward", shared) for name, one in of_sources.items()}
+    return BySource(resolve_reward(reward, sandbox=shared), own) if own else resolve_reward(reward, sandbox=shared)
 
 
-def resolve_reward(reward: RewardSection | str, key: str = "reward") -> RewardFunction:
+def resolve_reward(reward: RewardSection | str, key: str = "reward", sandbox: Sandbox | None = None) -> RewardFunction:
     """The reward function of a section, or of a ``reward.function`` with default options.
 
     A function is a registered name, an http:// or https:// URL, ``hf:<folder>`` of a sequence classifier (loaded here),
@@ -48,17 +54,20 @@ def resolve_reward(reward: RewardSection | str, key: str = "reward") -> RewardFu
     Raises ConfigError that names the unknown function, after the section's ``key``, and the nearest known one.
     """
     section = RewardSection(function=reward) if isinstance(reward, str) else reward
+    sandbox = sandbox or Sandbox(SandboxSection())
     if not section.parts:
-        return _function(section.function, section, f"{key}.function")
+        return _function(section.function, section, f"{key}.function", sandbox)
     return WeightedSum(
         {
-            name: (part.weight, _function(part.function or name, section, f"{key}.parts.{name}.function"))
+            name: (part.weight, _function(part.function or name, section, f"{key}.parts.{name}.function", sandbox))
             for name, part in section.parts.items()
         }
     )
 
 
-def _function(name: str, section: RewardSection, key: str) -> RewardFunction:
+def _function(name: str, section: RewardSection, key: str, sandbox: Sandbox) -> RewardFunction:
+    if name == "tests":
+        return PassedTests(section.tests, sandbox)
     if name.startswith(("http://", "https://")):
         return HttpReward(name, section.http, key=key)
     if name.startswith("hf:"):
@@ -68,7 +77,7 @@ def _function(name: str, section: RewardSection, key: str) -> RewardFunction:
     if name in CONFIGURED:
         return CONFIGURED[name](section)
     if name not in REWARDS:
-        known = [*REWARDS, *CONFIGURED]
+        known = [*REWARDS, *CONFIGURED, "tests"]
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(

@@ -95,11 +95,20 @@ class RewardModelSection(Section):
     """Dtype of the model's parameters."""
 
 
+class TestsSection(Section):
+    """Options of ``tests``: runs the Python of a completion against its problem's tests, in the sandbox."""
+
+    field: str = "tests"
+    """The field of a problem's row that holds its tests (docs/rewards.md)."""
+    score: Literal["all", "fraction"] = "all"
+    """all: 1 if every test passes, else 0; fraction: the share of tests that pass."""
+
+
 class RewardSection(Section):
     """Scores completions (docs/rewards.md) by one ``function``, or by the weighted sum of ``parts``."""
 
     function: str = _DEFAULT
-    """exact_match, final_number, math_verify, format, length, an http(s) URL, hf:<folder>, or module:function."""
+    """exact_match, final_number, math_verify, format, length, tests, an http(s) URL, hf:<folder> or module:function."""
     parts: Mapping[PartName, RewardPart] = Field(default_factory=dict)
     on_error: Literal["fail", "drop"] | Finite = "fail"
     """What to do if a reward raises, times out or is not finite: end the run (fail), drop the group, or score the
@@ -108,6 +117,7 @@ class RewardSection(Section):
     """Time limit of one call of the function."""
     format: FormatSection = FormatSection()
     length: LengthSection = LengthSection()
+    tests: TestsSection = TestsSection()
     http: HttpSection = HttpSection()
     model: RewardModelSection = RewardModelSection()
 

@@ -22,3 +22,5 @@ def test_a_package_that_the_learner_cannot_import_is_named(
     said = capsys.readouterr().out
     assert "learner: cannot be imported: AssertionError: half of it is missing" in said
     assert str(package / "__init__.py") in said
+    assert "sandbox.type=subprocess: " in said
+    assert "sandbox.type=docker: " in said

@@ -1,0 +1,66 @@
+"""The ``sandbox`` section: where code that a model wrote runs, and its limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import model_validator
+
+from rl_megatron.section import Positive, PositiveFloat, Section
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class SandboxSection(Section):
+    """Where code that a model wrote runs, for reward.function=tests and environments that ask for it
+    (docs/sandbox.md)."""
+
+    type: Literal["subprocess", "docker", "remote"] = "subprocess"
+    """subprocess: a process of this machine in namespaces of its own; docker: a container of this machine's daemon;
+    remote: a server of yours at ``url``."""
+    seconds: PositiveFloat = 10.0
+    """Time limit of a program; then it is killed with all that it started."""
+    cpu_seconds: PositiveFloat = 10.0
+    """Limit of the processor time of a program's processes."""
+    memory_mb: Positive = 1024
+    """Limit of a program's memory, in MiB: of all its processes, and of what each may ask for."""
+    processes: Positive = 16
+    """Most processes and threads of a program."""
+    output_kb: Positive = 64
+    """Most KiB that a program may print; one that prints more is killed."""
+    files_mb: Positive = 64
+    """Most MiB of a program's files, which are in memory."""
+    concurrency: Positive = 4
+    """Most programs at once."""
+    allow_unfenced: bool = False
+    """type=subprocess: whether programs run as your own user, with your files and your network, where the kernel allows
+    no namespaces; else that is refused."""
+    image: str | None = None
+    """type=docker: the image, which this machine has; it has sh, cp, and python3 for Python."""
+    url: str | None = None
+    """type=remote: where programs are posted to; https, or this machine."""
+    token_file: Path | None = None
+    """type=remote: a file with the server's token, which only you can read."""
+
+    @model_validator(mode="after")
+    def _of_its_type(self) -> Self:
+        for key, kind in (("allow_unfenced", "subprocess"), ("image", "docker"), ("url", "remote")):
+            given = getattr(self, key)
+            if given and self.type != kind:
+                raise ValueError(f"sandbox.{key}={given} with sandbox.type={self.type}: only {kind} reads it")
+            if not given and self.type == kind and key != "allow_unfenced":
+                raise ValueError(f"sandbox.type={kind} needs sandbox.{key}")
+        if self.token_file is not None and self.type != "remote":
+            raise ValueError(f"sandbox.token_file with sandbox.type={self.type}: only remote reads it")
+        if self.url is not None:
+            parts = urlsplit(self.url)
+            if not parts.hostname or parts.scheme not in ("http", "https") or parts.username is not None:
+                raise ValueError(f"sandbox.url={self.url!r:.200}: write it as https://host:port/path, without a user")
+            if parts.scheme == "http" and parts.hostname not in LOOPBACK:
+                raise ValueError(
+                    f"sandbox.url={self.url!r:.200}: programs and the token would cross the network in the clear; use "
+                    f"https, or an address of this machine ({', '.join(LOOPBACK)})"
+                )
+        return self

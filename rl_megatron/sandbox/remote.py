@@ -1,0 +1,130 @@
+"""Has a server of the user's run programs: JSON over HTTP. docs/sandbox.md shows request and answer."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import math
+import ssl
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+import httpx2
+from typing_extensions import override
+
+from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.errors import ConfigError, SandboxError
+from rl_megatron.sandbox.protocol import Executor, Limits, ProgramEnd, Ran, SandboxProgram
+
+_SLACK_SECONDS = 30.0  # of an answer, beyond the program's limit
+_RETRIES = 5
+_WAIT_SECONDS = 0.5  # before the first retry; it doubles
+_BUSY = (408, 429)
+
+
+class _TryAgain(Exception):
+    """An attempt failed, but another may succeed."""
+
+
+class RemoteExecutor(Executor):
+    """POSTs each program. It retries without a connection, and on status 408, 429 and 5xx: a program may run twice.
+
+    Raises ConfigError for a ``sandbox.token_file`` that others can read, or that holds no token.
+    """
+
+    def __init__(self, section: SandboxSection) -> None:
+        assert section.url is not None
+        self._url, self._token = section.url, _token(section.token_file)
+        self._trusted = ssl.create_default_context()
+
+    @override
+    async def execute(self, program: SandboxProgram, limits: Limits) -> Ran:
+        body = json.dumps(
+            {
+                "argv": None if program.argv is None else list(program.argv),
+                "stdin": base64.b64encode(program.stdin).decode(),
+                "files": {name: base64.b64encode(content).decode() for name, content in program.files.items()},
+                "limits": asdict(limits),
+            }
+        ).encode()
+        wait = _WAIT_SECONDS
+        for left in range(_RETRIES, -1, -1):
+            try:
+                return _ran(await self._attempt(body, limits), limits)
+            except _TryAgain as error:
+                if not left:
+                    raise SandboxError(f"{self._url}: {error}; attempts made: {_RETRIES + 1}") from error
+            except ValueError as error:
+                raise SandboxError(f"{self._url}: {error}") from error
+            await asyncio.sleep(wait)
+            wait *= 2
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _attempt(self, body: bytes, limits: Limits) -> bytes:
+        limit = limits.seconds + _SLACK_SECONDS
+        try:
+            async with asyncio.timeout(limit):
+                status, answer = await self._post(body, 12 * limits.output_bytes + (1 << 16))
+        except TimeoutError as error:
+            raise _TryAgain(f"no answer within {limit:g} s") from error
+        except httpx2.TransportError as error:
+            raise _TryAgain(f"{type(error).__name__}: {error!s:.500}") from error
+        if status == 200:
+            return answer
+        said = f"status {status}: {answer[:80].decode(errors='replace')!r}"
+        if status in _BUSY or status >= 500:
+            raise _TryAgain(said)
+        raise ValueError(said)
+
+    async def _post(self, body: bytes, most: int) -> tuple[int, bytes]:
+        client = httpx2.AsyncClient(timeout=None, trust_env=False, verify=self._trusted)
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        async with client, client.stream("POST", self._url, content=body, headers=headers) as response:
+            answer = bytearray()
+            async for chunk in response.aiter_raw():
+                answer += chunk
+                if len(answer) > most:
+                    raise ValueError(f"the answer is longer than {most} bytes")
+            return response.status_code, bytes(answer)
+
+
+def _ran(answer: bytes, limits: Limits) -> Ran:
+    """Raises ValueError that says what is wrong with an answer."""
+    try:
+        value = json.loads(answer)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the answer is not JSON: {answer[:80].decode(errors='replace')!r}") from error
+    if not isinstance(value, Mapping):
+        raise ValueError("the answer is no JSON object")
+    ended: Any = value.get("ended")
+    status, seconds = value.get("exit"), value.get("seconds")
+    texts = [value.get(key) for key in ("stdout", "stderr")]
+    whole = isinstance(status, int) and not isinstance(status, bool)
+    if ended not in get_args(ProgramEnd):
+        raise ValueError(f"ended is {ended!r:.80}; it must be one of {', '.join(get_args(ProgramEnd))}")
+    if whole != (ended == "done"):
+        raise ValueError(f"exit is {status!r:.80} with ended={ended}; it must be the status if done, else null")
+    if not all(isinstance(text, str) and len(text) <= limits.output_bytes for text in texts):
+        raise ValueError(f"stdout and stderr must be texts of at most {limits.output_bytes} characters")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+        raise ValueError(f"seconds is {seconds!r:.80}; it must be a number")
+    return Ran(ended=ended, exit=status, stdout=str(texts[0]), stderr=str(texts[1]), seconds=float(seconds))
+
+
+def _token(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        if path.stat().st_mode & 0o077:
+            raise ConfigError(f"sandbox.token_file={path}: others can read it; chmod 600 it")
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"sandbox.token_file={path}: {error}") from error
+    if not token.isascii() or not token.isprintable() or " " in token or not token:
+        raise ConfigError(f"sandbox.token_file={path}: it holds no token: one line of printable ASCII")
+    return token

@@ -1,0 +1,135 @@
+"""Runs programs as processes of this machine in namespaces of their own (keeper.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import logging
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+import rl_megatron
+from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.errors import SandboxError
+from rl_megatron.sandbox.protocol import PYTHON, Executor, Limits, Ran, SandboxProgram
+
+logger = logging.getLogger(__name__)
+
+_SLACK_SECONDS = 40.0  # of the keeper, beyond the program's limit: its start has 30
+_END_SECONDS = 2.0
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "{box}",
+    "TMPDIR": "{box}",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+_COMMAND = (sys.executable, "-S", "-s", "-P", "-m", "rl_megatron.sandbox.keeper")
+
+
+class SubprocessExecutor(Executor):
+    """Programs see the system's programs and libraries and this interpreter's, read-only, and nothing else."""
+
+    def __init__(self, section: SandboxSection) -> None:
+        self._allow_unfenced = section.allow_unfenced
+        self._fenced = True
+
+    @override
+    async def execute(self, program: SandboxProgram, limits: Limits) -> Ran:
+        told = await _kept(_order(program, limits, fenced=self._fenced), limits.seconds)
+        if self._fenced and self._allow_unfenced and "refused" in told:
+            logger.warning("sandbox.allow_unfenced=true: programs of the model run as your user: %s", told["refused"])
+            self._fenced = False
+            told = await _kept(_order(program, limits, fenced=False), limits.seconds)
+        if "refused" in told:
+            raise SandboxError(
+                f"sandbox.type=subprocess: {told['refused']}; use another machine or sandbox.type, or set "
+                "sandbox.allow_unfenced=true if the model's code may do what you may (docs/sandbox.md)"
+            )
+        out, err = (base64.b64decode(told[key]).decode(errors="replace") for key in ("stdout", "stderr"))
+        return Ran(ended=told["ended"], exit=told["exit"], stdout=out, stderr=err, seconds=told["seconds"])
+
+
+async def why_unfenced() -> str:
+    """Why this machine cannot fence a program, by a trial of it; empty if it can."""
+    program, limits = SandboxProgram(argv=["true"]), Limits.of(SandboxSection())
+    try:
+        await SubprocessExecutor(SandboxSection()).execute(program, limits)
+    except SandboxError as error:
+        return str(error)
+    return ""
+
+
+def _order(program: SandboxProgram, limits: Limits, *, fenced: bool) -> bytes:
+    order = {
+        "fenced": fenced,
+        "argv": [sys.executable, PYTHON] if program.argv is None else list(program.argv),
+        "environment": _ENVIRONMENT,
+        "stdin": base64.b64encode(program.stdin).decode(),
+        "files": {name: base64.b64encode(content).decode() for name, content in program.files.items()},
+        "readable": _readable(),
+        **asdict(limits),
+    }
+    return json.dumps(order).encode() + b"\n"
+
+
+def _readable() -> list[str]:
+    """Folders, files and links that a program may read; none lies in another's folder."""
+    own = [sys.base_prefix, os.path.realpath(sys.base_prefix), sys.prefix]
+    there = list(dict.fromkeys(path for path in (*_SYSTEM, *own) if os.path.exists(path)))
+    folders = [path for path in there if not os.path.islink(path)]
+    return [path for path in there if not any(other != path and Path(path).is_relative_to(other) for other in folders)]
+
+
+async def _kept(order: bytes, seconds: float) -> dict[str, Any]:
+    """A keeper's report of one order. Cancelling closes its input, at which it kills the program."""
+    process = await asyncio.create_subprocess_exec(
+        *_COMMAND,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        env={"PYTHONPATH": str(Path(rl_megatron.__file__).parents[1]), "LANG": "C.UTF-8"},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(seconds + _SLACK_SECONDS):
+            process.stdin.write(order)
+            with contextlib.suppress(ConnectionError):  # then it ended, and says why
+                await process.stdin.drain()
+            told, said = await asyncio.gather(process.stdout.read(), process.stderr.read())
+            await process.wait()
+    except TimeoutError as error:
+        limit = seconds + _SLACK_SECONDS
+        raise SandboxError(f"a program's keeper (pid {process.pid}) did not answer within {limit:g} s") from error
+    finally:
+        await _ended(process)
+    if not told:
+        raise SandboxError(f"a program's keeper ended with status {process.returncode}: {said.decode()[-500:]}")
+    answer: dict[str, Any] = json.loads(told)
+    return answer
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """Have a keeper end what it runs, and wait for it."""
+    if process.returncode is not None:
+        return
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        await asyncio.wait_for(process.wait(), _END_SECONDS)
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

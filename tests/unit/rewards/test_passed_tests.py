@@ -1,0 +1,161 @@
+"""The reward of code that passes its problem's tests: their forms, what counts as equal, what code cannot see."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_megatron.config.io import load_config
+from rl_megatron.config.sections.environment import EnvironmentSection
+from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.environments.registry import resolve_environment
+from rl_megatron.errors import ConfigError, RewardError
+from rl_megatron.rewards.registry import resolve_reward
+from rl_megatron.rewards.tests import code_of, same_output
+from rl_megatron.sandbox import subprocess as here
+from rl_megatron.sandbox.subprocess import why_unfenced
+from rl_megatron.types import Completion, Prompt, Span
+
+WHY = asyncio.run(why_unfenced())
+fenced = pytest.mark.skipif(bool(WHY), reason=f"this machine fences nothing: {WHY}")
+DOUBLE = {"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10\n"]}
+DONE = Completion(
+    token_ids=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop", spans=(Span(0, 0),)
+)
+
+
+def rewarded(tests: Any, texts: Sequence[str], **keys: Any) -> list[float]:
+    section = RewardSection(function="tests", tests=keys)  # type: ignore[arg-type]
+    prompt = Prompt(id="p", text="", token_ids=(0,), answer="", meta={"tests": tests})
+    return [one.total for one in asyncio.run(resolve_reward(section)(prompt, [DONE] * len(texts), texts))]
+
+
+@fenced
+def test_programs_are_right_where_every_output_is() -> None:
+    texts = [
+        "Think.\n```python\nwrong\n```\nBetter:\n```python\nprint(2 * int(input()))\n```\nDone.",
+        "print(4)",
+        "print(2 * int(input())); raise SystemExit(1)",
+        "",
+    ]
+    assert rewarded(DOUBLE, texts) == [1.0, 0.0, 0.0, 0.0]
+    assert rewarded(json.dumps(DOUBLE), texts[:2], score="fraction") == [1.0, 0.5]
+    listed = [{"input": "2", "output": "4"}, {"input": "5", "output": "11"}]
+    assert rewarded(listed, texts[:1], score="fraction") == [0.5]
+
+
+@fenced
+def test_functions_are_called_alone_or_as_a_method_whatever_they_print() -> None:
+    asked = {"function": "add", "tests": [{"input": "[1, 2]\n3", "output": "[1, 2, 3]"}]}
+    alone = "def add(a, b):\n    print('[1, 2, 3]')\n    return a + [b]"
+    method = "class Solution:\n    def add(self, a, b):\n        return (*a, b)"
+    prints = "def add(a, b):\n    print('[1, 2, 3]')\n    return 0"
+    assert rewarded(asked, [alone, method, prints, "x = 1", "syntax error"]) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert rewarded({"fn_name": "f", "inputs": [[1, 2]], "outputs": [3]}, ["def f(a, b): return a + b"]) == [1.0]
+
+
+@fenced
+def test_what_is_expected_never_enters_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[bytes] = []
+    real = here._order
+
+    def kept(*given: Any, **keys: Any) -> bytes:
+        orders.append(real(*given, **keys))
+        return orders[-1]
+
+    monkeypatch.setattr(here, "_order", kept)
+    searching = """
+import gc, os, sys
+seen = [repr(sys.argv), repr(dict(os.environ)), sys.stdin.read(), repr(gc.get_objects())]
+for folder, _, names in os.walk("/"):
+    if not folder.startswith(("/usr", "/root", "/dev", "/lib", "/home", "/opt")):
+        for name in names:
+            try:
+                seen.append(open(os.path.join(folder, name), errors="replace").read())
+            except OSError:
+                pass
+print("hidden" + "-answer" if any("hidden" + "-answer" in text for text in seen) else "nothing")
+"""
+    programs = {"inputs": ["1"], "outputs": ["hidden-answer"]}
+    functions = {"function": "f", "tests": [{"input": "1", "output": '"hidden-answer"'}]}
+    assert rewarded(programs, [searching]) == [0.0]
+    assert rewarded(functions, [f"def f(x):\n  {searching!r}\n  return globals()"]) == [0.0]
+    assert len(orders) == 2
+    for order in orders:
+        sent = json.loads(order)
+        texts = [base64.b64decode(one).decode() for one in (sent["stdin"], *sent["files"].values())]
+        assert not any("hidden-answer" in text for text in [order.decode(), *texts])
+
+
+@pytest.mark.parametrize(
+    ("printed", "wanted", "same"),
+    [
+        ("1 2\n", "1  2", True),
+        ("1\n2", "1 2", False),
+        ("1.0", "1", True),
+        ("1.50", "1.5", True),
+        ("0.1", "0.10000001", False),
+        ("nan", "NaN", False),
+        ("sNaN 1", "sNaN 1.0", True),
+        ("a\n\n", "a", True),
+        ("\na", "a", False),
+        ("", "", True),
+        ("1e999999999", "1", False),
+        ("Yes", "yes", False),
+    ],
+)
+def test_outputs_are_equal_word_by_word(printed: str, wanted: str, same: bool) -> None:
+    assert same_output(printed, wanted) is same
+
+
+def test_the_last_block_behind_the_thinking_is_the_code() -> None:
+    assert code_of("<think>\n```python\na\n```\n</think>\n```py\nb\n```\n") == "b\n"
+    assert code_of("x = 1") == "x = 1"
+    assert code_of("```\nc\n```") == "c\n"
+    assert code_of("```python\nd\n") == "```python\nd\n", "a block that is cut off is none"
+
+
+@pytest.mark.parametrize(
+    ("tests", "said"),
+    [
+        (None, "holds no tests"),
+        ("{", "is not JSON"),
+        ([], "holds no tests"),
+        ([{"input": "1"}], "holds no tests"),
+        ({"inputs": ["1"], "outputs": []}, "two lists of one length"),
+        ({"inputs": [1], "outputs": ["1"]}, "input and output of a program are texts"),
+        ({"function": "a.b", "tests": [{"input": "1", "output": "1"}]}, "no name of a function"),
+        ({"function": "f", "tests": [{"input": "{", "output": "1"}]}, "'tests'"),
+    ],
+)
+def test_a_problem_without_usable_tests_is_named(tests: Any, said: str) -> None:
+    with pytest.raises(RewardError, match=f"prompt 'p'.*{said}"):
+        rewarded(tests, ["x"])
+
+
+def test_keys_of_the_sandbox_need_a_reader() -> None:
+    with pytest.raises(ConfigError, match=r"sandbox.seconds=3.0 does nothing: only reward.function=tests and env"):
+        load_config("tiny_cpu", ["sandbox.seconds=3"])
+    assert load_config("tiny_cpu", ["sandbox.seconds=3", "reward.function=tests"]).sandbox.seconds == 3
+    with pytest.raises(ConfigError, match=r"reward.tests.score=fraction does nothing"):
+        load_config("tiny_cpu", ["reward.tests.score=fraction"])
+
+
+@fenced
+def test_an_environment_that_takes_a_sandbox_is_given_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sandboxed_for_test.py").write_text("async def solve(task, model, *, sandbox): return sandbox\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    section = EnvironmentSection(function="sandboxed_for_test:solve")
+    made = resolve_environment(section, SandboxSection(seconds=3))
+    assert made.takes_sandbox
+    sandbox = asyncio.run(made.solve(None, None))  # type: ignore[union-attr,arg-type]
+    assert sandbox.limits.seconds == 3
+    assert asyncio.run(sandbox.run("print(1)")).stdout == "1\n"
+    assert not resolve_environment(EnvironmentSection(function="calculator")).takes_sandbox

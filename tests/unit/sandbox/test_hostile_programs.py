@@ -1,0 +1,272 @@
+"""Programs that mean harm, in the sandbox of this machine: each is contained, and no process of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.errors import SandboxError
+from rl_megatron.sandbox import subprocess as here
+from rl_megatron.sandbox.protocol import Limits, Ran
+from rl_megatron.sandbox.subprocess import why_unfenced
+from rl_megatron.sandbox.table import Sandbox
+
+WHY = asyncio.run(why_unfenced())
+fenced = pytest.mark.skipif(bool(WHY), reason=f"this machine fences nothing: {WHY}")
+LIMITS = Limits(
+    seconds=10, cpu_seconds=10, memory_bytes=256 << 20, processes=8, output_bytes=1 << 16, files_bytes=16 << 20
+)
+
+
+def ran(code: str | list[str], *, unfenced: bool = False, stdin: str = "", **limits: float) -> Ran:
+    sandbox = Sandbox(SandboxSection(allow_unfenced=unfenced))
+    if unfenced:
+        sandbox._executor._fenced = False  # type: ignore[attr-defined]  # as on a machine without namespaces
+    return asyncio.run(sandbox.run(code, stdin=stdin, limits=replace(LIMITS, **limits)))  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = set(psutil.pids())
+    yield
+    left = [
+        one for one in psutil.process_iter(["cmdline"]) if one.pid not in before and "main.py" in one.info["cmdline"]
+    ]
+    assert not left
+    assert not psutil.Process().children()
+
+
+@fenced
+def test_a_program_has_its_input_its_files_and_nothing_of_this_process() -> None:
+    os.environ["A_SECRET"] = "s3cret"
+    code = "import os, sys; print(sys.stdin.read(), sorted(os.environ), os.getcwd(), os.listdir('.'), os.getuid())"
+    one = ran(code, stdin="given")
+    assert (one.ended, one.exit, one.stderr) == ("done", 0, "")
+    assert one.stdout.startswith("given ['HOME', 'LANG', ")
+    assert one.stdout.endswith("] /box ['main.py'] 1000\n")
+    assert "SECRET" not in one.stdout
+    wrong = ran("import sys; print('a'); sys.exit(3)")
+    assert (wrong.ended, wrong.exit, wrong.stdout) == ("done", 3, "a\n")
+    assert ran(["sh", "-c", "echo $0 $HOME >&2"]).stderr == "sh /box\n"
+    assert ran(["no-such-program"]).exit == 127
+
+
+@fenced
+@pytest.mark.parametrize("unfenced", [False, True])
+@pytest.mark.parametrize(
+    ("code", "ended", "limits"),
+    [
+        ("while True: pass", "time", {"cpu_seconds": 0.4}),
+        ("import time; time.sleep(60)", "time", {"seconds": 0.4}),
+        (
+            "import signal, time\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\nwhile True: time.sleep(1)",
+            "time",
+            {"seconds": 0.4},
+        ),
+        ("while True: print('x' * 1000)", "output", {}),
+        ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "output", {}),
+        ("import os; os.abort()", "killed", {}),
+        (
+            "import os, time\nfor _ in range(4):\n if os.fork() == 0:\n  a = bytearray(b'x') * (100 << 20)\n"
+            "  time.sleep(60)\ntime.sleep(60)",
+            "memory",
+            {},
+        ),
+    ],
+)
+def test_limits_end_a_program(code: str, ended: str, limits: dict[str, float], unfenced: bool) -> None:
+    one = ran(code, unfenced=unfenced, **limits)
+    assert (one.ended, one.exit) == (ended, None)
+    assert len(one.stdout) + len(one.stderr) <= LIMITS.output_bytes
+
+
+@fenced
+@pytest.mark.parametrize("unfenced", [False, True])
+def test_memory_and_files_that_one_process_asks_for_are_refused_to_it(unfenced: bool) -> None:
+    one = ran("bytearray(1 << 30)", unfenced=unfenced)
+    assert one.exit == 1
+    assert "MemoryError" in one.stderr
+    one = ran("f = open('big', 'wb')\nwhile True: f.write(b'x' * (1 << 20)); f.flush()", unfenced=unfenced)
+    assert one.exit == 1
+    assert "OSError" in one.stderr
+    assert "No space" in one.stderr or "too large" in one.stderr
+
+
+@fenced
+def test_a_fork_bomb_gets_no_more_processes_than_its_limit() -> None:
+    code = """
+import os, time
+made = 0
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(60)
+        made += 1
+except BlockingIOError:
+    print(made)
+"""
+    assert ran(code).stdout == f"{LIMITS.processes - 1}\n"
+    assert ran("import os\nwhile True:\n try: os.fork()\n except OSError: pass", seconds=0.5).ended in {
+        "time",
+        "memory",
+    }
+
+
+@fenced
+@pytest.mark.parametrize("unfenced", [False, True])
+def test_a_grandchild_in_a_session_of_its_own_ends_with_the_program(tmp_path: Path, unfenced: bool) -> None:
+    code = """
+import os, signal, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+print("left")
+"""
+    began = time.monotonic()
+    assert ran(code, unfenced=unfenced).stdout == "left\n"
+    assert time.monotonic() - began < 600
+    assert not [
+        one for one in psutil.process_iter() if one.status() == psutil.STATUS_SLEEPING and "main.py" in _line(one)
+    ]
+
+
+def _line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+@fenced
+def test_a_program_sees_no_process_no_file_and_no_socket_of_its_machine(tmp_path: Path) -> None:
+    answers = tmp_path / "answers"
+    answers.write_text("42")
+    server = socket.create_server(("127.0.0.1", 0))
+    hidden = socket.socket(socket.AF_UNIX)
+    hidden.bind(f"\0rl-megatron-test-{os.getpid()}")
+    hidden.listen()
+    code = f"""
+import os, socket
+def tried(what):
+    try:
+        return str(what())
+    except OSError as error:
+        return type(error).__name__
+def connected(kind, address):
+    one = socket.socket(kind)
+    one.settimeout(5)
+    return tried(lambda: one.connect(address))
+print(tried(lambda: open({str(answers)!r}).read()))
+print(tried(lambda: open({str(Path(__file__).resolve())!r}).read()))
+print(tried(lambda: os.kill({os.getpid()}, 0)))
+print(tried(lambda: open("/proc/{os.getpid()}/environ").read()))
+print(tried(lambda: open("/proc/1/environ").read()))
+print(connected(socket.AF_INET, {server.getsockname()!r}))
+print(connected(socket.AF_UNIX, "\\0rl-megatron-test-{os.getpid()}"))
+print(tried(lambda: open("/etc/passwd").read()), tried(lambda: os.listdir("/root/.ssh")))
+print(sorted(os.listdir("/dev")), [n for n in range(3, 64) if tried(lambda: os.fstat(n)) != "OSError"])
+"""
+    try:
+        lines = ran(code).stdout.splitlines()
+    finally:
+        server.close()
+        hidden.close()
+    assert lines[:2] == ["FileNotFoundError"] * 2
+    assert lines[2:5] == ["ProcessLookupError", "FileNotFoundError", "FileNotFoundError"]
+    assert lines[5:7] == ["OSError", "ConnectionRefusedError"], "no route, nobody there"
+    assert lines[7] == "FileNotFoundError FileNotFoundError"
+    assert lines[8] == "['full', 'null', 'random', 'shm', 'urandom', 'zero'] []"
+
+
+@fenced
+def test_a_program_writes_nothing_outside_and_gets_no_rights() -> None:
+    code = f"""
+import ctypes, os, shutil
+libc = ctypes.CDLL(None, use_errno=True)
+def tried(call, *given):
+    return ctypes.get_errno() if call(*given) < 0 else 0
+for path in ("/new", "/usr/new", "/dev/new", {sys.prefix + "/new"!r}, "/usr/bin/env"):
+    try:
+        open(path, "w")
+        print("wrote", path)
+    except OSError as error:
+        print(error.errno)
+print(tried(libc.unshare, 0x10000000), tried(libc.mount, b"none", b"/box", b"tmpfs", 0, None))
+print(tried(libc.ptrace, 16, 1, 0, 0), tried(libc.syscall, 319 if os.uname().machine == "x86_64" else 279, b"a", 0))
+print(tried(libc.setuid, 0), tried(libc.chroot, b"/box"), tried(libc.setns, 0, 0))
+shutil.rmtree("/box", ignore_errors=True)
+print(os.listdir("/box"))
+"""
+    lines = ran(code).stdout.splitlines()
+    assert set(lines[:5]) <= {"30", "13"}, "read-only, or not permitted"
+    assert lines[5:8] == ["1 1", "1 1", "1 1 1"]
+    assert lines[8] == "[]"
+
+
+@fenced
+@pytest.mark.parametrize("unfenced", [False, True])
+def test_cancelling_ends_the_program(unfenced: bool) -> None:
+    async def cancelled() -> None:
+        sandbox = Sandbox(SandboxSection(allow_unfenced=unfenced))
+        sandbox._executor._fenced = not unfenced  # type: ignore[attr-defined]
+        task = asyncio.create_task(sandbox.run("import time; time.sleep(600)"))
+        while not any("main.py" in _line(one) for one in psutil.Process().children(recursive=True)):
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(cancelled(), 60))
+
+
+@fenced
+def test_a_killed_trainer_leaves_no_program(tmp_path: Path) -> None:
+    script = tmp_path / "trainer.py"
+    script.write_text(
+        "import asyncio\n"
+        "from rl_megatron.config.sections.sandbox import SandboxSection\n"
+        "from rl_megatron.sandbox.table import Sandbox\n"
+        "asyncio.run(Sandbox(SandboxSection()).run('import time; time.sleep(600)'))\n"
+    )
+    trainer = psutil.Popen([sys.executable, str(script)], stderr=subprocess.PIPE)
+    end = time.monotonic() + 60
+    while not (found := [one for one in trainer.children(recursive=True) if "main.py" in _line(one)]):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    below = trainer.children(recursive=True)
+    trainer.kill()
+    trainer.communicate()
+    gone, left = psutil.wait_procs(below, timeout=20)
+    assert found[0] in gone
+    assert not left
+
+
+def test_where_nothing_can_be_fenced_it_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not WHY:  # then in a namespace that allows no further ones
+        none = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
+        within = ("unshare", "--user", "--map-root-user", "sh", "-c", none, "sh")
+        monkeypatch.setattr(here, "_COMMAND", (*within, *here._COMMAND))
+    with pytest.raises(SandboxError, match=r"the kernel allows no .*sandbox.allow_unfenced=true"):
+        asyncio.run(Sandbox(SandboxSection()).run("print(1)"))
+    assert asyncio.run(Sandbox(SandboxSection(allow_unfenced=True)).run("print(1)")).stdout == "1\n"
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../up", "a/../../b", ""])
+def test_files_outside_of_the_folder_are_refused(name: str) -> None:
+    with pytest.raises(SandboxError, match="a relative path"):
+        asyncio.run(Sandbox(SandboxSection()).run("", files={name: "x"}))

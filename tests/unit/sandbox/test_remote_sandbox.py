@@ -1,0 +1,156 @@
+"""A server that runs programs: what it is sent, what it may answer, and where it may be. The server is a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.errors import ConfigError, SandboxError
+from rl_megatron.sandbox import remote
+from rl_megatron.sandbox.table import Sandbox
+
+DONE = {"ended": "done", "exit": 0, "stdout": "3\n", "stderr": "", "seconds": 0.1}
+
+
+class Server(ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[tuple[str | None, Any]] = []
+        self.answers: list[tuple[int, bytes]] = []
+        self.url = f"http://127.0.0.1:{self.server_port}/run"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.headers["Authorization"], body))
+        status, answer = self.server.answers.pop(0)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as one:
+        thread = threading.Thread(target=one.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield one
+        one.shutdown()
+
+
+def run(server: Server, **keys: Any) -> Any:
+    return asyncio.run(Sandbox(SandboxSection(type="remote", url=server.url, **keys)).run("print(1+2)", stdin="in"))
+
+
+def test_it_posts_the_program_with_its_limits_and_token(server: Server, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("t0ken\n")
+    server.answers = [(200, json.dumps(DONE).encode())]
+    ran = run(server, token_file=token, seconds=2.0)
+    assert (ran.ended, ran.exit, ran.stdout) == ("done", 0, "3\n")
+    ((authorization, body),) = server.asked
+    assert authorization == "Bearer t0ken"
+    assert body == {
+        "argv": None,
+        "stdin": base64.b64encode(b"in").decode(),
+        "files": {"main.py": base64.b64encode(b"print(1+2)").decode()},
+        "limits": {
+            "seconds": 2.0,
+            "cpu_seconds": 10.0,
+            "memory_bytes": 1 << 30,
+            "processes": 16,
+            "output_bytes": 1 << 16,
+            "files_bytes": 1 << 26,
+        },
+    }
+
+
+def test_a_busy_server_is_asked_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_WAIT_SECONDS", 0.001)
+    server.answers = [(503, b"busy"), (429, b""), (200, json.dumps(DONE).encode())]
+    assert run(server).stdout == "3\n"
+    server.answers = [(500, b"broken")] * 6
+    with pytest.raises(SandboxError, match=r"status 500: 'broken'; attempts made: 6"):
+        run(server)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"no", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "no JSON object"),
+        ({"ended": "fine"}, "must be one of done, time"),
+        ({"exit": None}, "exit is None with ended=done"),
+        ({"exit": True}, "exit is True with ended=done"),
+        ({"ended": "time"}, "exit is 0 with ended=time"),
+        ({"stdout": 1}, "must be texts"),
+        ({"stderr": "x" * 70_000}, "at most 65536 characters"),
+        ({"seconds": float("nan")}, "seconds is nan"),
+        (b'"' + b"x" * (1 << 20) + b'"', "the answer is longer than"),
+    ],
+)
+def test_an_answer_of_another_form_is_named(server: Server, answer: bytes | dict[str, Any], said: str) -> None:
+    whole = answer if isinstance(answer, bytes) else json.dumps({**DONE, **answer}).encode()
+    server.answers = [(200, whole)]
+    with pytest.raises(SandboxError, match=said):
+        run(server)
+    assert len(server.asked) == 1
+
+
+def test_a_refusal_is_not_repeated(server: Server) -> None:
+    server.answers = [(401, b"who?")]
+    with pytest.raises(SandboxError, match="status 401: 'who"):
+        run(server)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"type": "remote"}, "needs sandbox.url"),
+        ({"type": "remote", "url": "http://elsewhere/run"}, "in the clear"),
+        ({"type": "remote", "url": "http://127.0.0.1.evil.org/run"}, "in the clear"),
+        ({"type": "remote", "url": "https://me:secret@elsewhere/run"}, "without a user"),
+        ({"type": "remote", "url": "file:///etc/passwd"}, "write it as https"),
+        ({"url": "https://elsewhere/run"}, "only remote reads it"),
+        ({"type": "docker"}, "needs sandbox.image"),
+        ({"image": "python"}, "only docker reads it"),
+        ({"type": "docker", "image": "python", "allow_unfenced": True}, "only subprocess reads it"),
+        ({"token_file": "/tmp/x"}, "only remote reads it"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        SandboxSection(**keys)
+
+
+def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("t")
+    path.chmod(0o644)
+    keys = SandboxSection(type="remote", url="https://elsewhere/run", token_file=path)
+    with pytest.raises(ConfigError, match="others can read it"):
+        Sandbox(keys)
+    path.chmod(0o600)
+    Sandbox(keys)
+    path.write_text("two\nlines")
+    with pytest.raises(ConfigError, match="holds no token"):
+        Sandbox(keys)
