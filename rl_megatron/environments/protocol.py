@@ -94,7 +94,20 @@ class Demonstrating(Protocol):
 
 
 class Model(Protocol):
-    """What a function of your own is given: ``async def solve(task, model, **options) -> float``."""
+    """What a function of your own is given: ``async def solve(task, model, **options) -> float``.
+
+    Turns that clients ask for at ``base_url``, which is on loopback, are the trajectory's as those of `reply` are.
+    """
+
+    @property
+    def base_url(self) -> str:
+        """Where the model is for clients of OpenAI's chat completions, until the function returns."""
+        ...
+
+    @property
+    def api_key(self) -> str:
+        """The key of this trajectory at ``base_url``; worth nothing behind its end."""
+        ...
 
     async def reply(self, messages: Sequence[OpenAIMessage], tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
         """The model's next turn after these messages.

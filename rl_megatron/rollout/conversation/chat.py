@@ -82,8 +82,8 @@ class ChatTemplate(Template):
         return tokens_of_text(self._tokenizer, text), now
 
     @override
-    def decode(self, token_ids: TokenIds) -> str:
-        return text_of(self._tokenizer, token_ids)
+    def decode(self, token_ids: TokenIds, *, special: bool = False) -> str:
+        return text_of(self._tokenizer, token_ids, special=special)
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools, *, opened: bool = True) -> str:
         """The template's text, with the generation prompt if ``opened``. Raises MessagesRefused with its reason.

@@ -50,8 +50,8 @@ class Template(Protocol):
         """
         ...
 
-    def decode(self, token_ids: TokenIds) -> str:
-        """Their text without special tokens."""
+    def decode(self, token_ids: TokenIds, *, special: bool = False) -> str:
+        """Their text, with special tokens or without."""
         ...
 
 
@@ -74,8 +74,8 @@ class PlainText(Template):
         return tokens_of_text(self._tokenizer, new), Rendered(text=new, messages=messages, tools=tools)
 
     @override
-    def decode(self, token_ids: TokenIds) -> str:
-        return text_of(self._tokenizer, token_ids)
+    def decode(self, token_ids: TokenIds, *, special: bool = False) -> str:
+        return text_of(self._tokenizer, token_ids, special=special)
 
 
 def tokens_of_text(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: bool = False) -> TokenIds:

@@ -25,6 +25,7 @@ from rl_megatron.rollout.endpoint.shapes import (
     refused_body,
     token_answer,
 )
+from rl_megatron.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +60,9 @@ class _Asked:
 class Application:
     """ASGI: one HTTP request a call."""
 
-    def __init__(self, keys: Keys, *, temperature: float, top_p: float) -> None:
-        """``temperature`` and ``top_p`` are the run's, which stand whatever a client asks for."""
+    def __init__(self, keys: Keys) -> None:
         self.calls = RequestCounts()
-        self._keys, self._temperature, self._top_p = keys, temperature, top_p
+        self._keys = keys
 
     async def __call__(self, scope: Mapping[str, Any], receive: _Receive, send: _Send) -> None:
         """Answer, or refuse with a status and OpenAI's form of an error."""
@@ -108,7 +108,7 @@ class Application:
     async def _tokens(self, asked: _Asked) -> tuple[bytes, Iterable[bytes]]:
         request = read_request(asked.body, TokenRequest)
         served, params = asked.line.served, request.sampling_params
-        request.check(served.stop_token_ids)
+        request.check(served.params.stop_token_ids)
         completion, name = await self._once(
             asked, params, lambda: served.complete(request.token_ids, params.max_tokens)
         )
@@ -128,7 +128,7 @@ class Application:
             self.calls.answered += 1
             task = asyncio.create_task(sample(), name=f"turn-{self.calls.answered}")
             asked.line.answers[digest] = task
-            self._compare(params)
+            self._compare(params, asked.line.served.params)
         else:
             self.calls.retried += 1
         try:
@@ -143,8 +143,8 @@ class Application:
             raise
         return turn, task.get_name()
 
-    def _compare(self, params: Any) -> None:
-        for name, own in (("temperature", self._temperature), ("top_p", self._top_p)):
+    def _compare(self, params: Any, used: SamplingParams) -> None:
+        for name, own in (("temperature", used.temperature), ("top_p", used.top_p)):
             given = getattr(params, name)
             if given is not None and given != own:
                 if not self.calls.overridden:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rl_megatron.types import Completion, FinishReason
+from rl_megatron.types import Completion, FinishReason, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +28,8 @@ class Served(Protocol):
         ...
 
     @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """The run's tokens that end a turn."""
+    def params(self) -> SamplingParams:
+        """What its turns are sampled with, whatever a client asks for."""
         ...
 
     async def answer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,16 +15,20 @@ from rl_megatron.rollout.endpoint.app import Application, RequestCounts
 from rl_megatron.rollout.endpoint.keys import Keys
 from rl_megatron.rollout.endpoint.served import Served
 
+logger = logging.getLogger(__name__)
+
 _CLOSING_SECONDS = 2
 
 
 class Endpoint:
-    """Serves conversations under a key each. ``start`` first; ``stop`` frees the port."""
+    """Serves conversations under a key each, from the first one on until its event loop ends, or `stop`.
 
-    def __init__(self, *, temperature: float, top_p: float) -> None:
-        """``temperature`` and ``top_p`` are those that every turn is sampled with."""
+    Its methods are called in that event loop.
+    """
+
+    def __init__(self) -> None:
         self._keys = Keys()
-        self._app = Application(self._keys, temperature=temperature, top_p=top_p)
+        self._app = Application(self._keys)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._base_url = ""
@@ -33,8 +38,30 @@ class Endpoint:
         """What clients asked for since the start."""
         return self._app.calls
 
-    async def start(self) -> None:
-        """Listen at a free port of 127.0.0.1."""
+    def open(self, conversation: Served) -> tuple[str, str]:
+        """``(base_url, api_key)``, at which the conversation is until `close`."""
+        self._listen()
+        return self._base_url, self._keys.open(conversation)
+
+    def open_all(self, make: Callable[[str], Served]) -> tuple[str, str]:
+        """``(base_url, api_key)`` for clients that name a conversation by ``X-Session-ID``: ``make`` begins each."""
+        self._listen()
+        return self._base_url, self._keys.open_all(make)
+
+    def close(self, api_key: str, session: str | None = None) -> None:
+        """End a key's conversation, or the ``session`` of a key for all. What is being sampled for it is given up."""
+        self._keys.close(api_key, session)
+
+    async def stop(self) -> None:
+        """Stop listening; requests under way have 2 seconds."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+
+    def _listen(self) -> None:
+        """Listen at a free port of 127.0.0.1, if it does not yet; the kernel keeps clients until it is served."""
+        if self._serving is not None and not self._serving.done():
+            return
         # With the protocol named, asyncio sets TCP_NODELAY; without it an answer's second packet waits 40 ms.
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.bind(("127.0.0.1", 0))
@@ -52,46 +79,21 @@ class Endpoint:
             timeout_graceful_shutdown=_CLOSING_SECONDS,
         )
         self._server = _Server(config)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
-        await asyncio.wait(
-            {self._serving, started := asyncio.ensure_future(self._server.ready.wait())}, return_when="FIRST_COMPLETED"
-        )
-        if self._serving.done():
-            started.cancel()
-            self._serving.result()
+        self._serving = asyncio.create_task(_serve(self._server, listening), name="endpoint")
 
-    def open(self, conversation: Served) -> tuple[str, str]:
-        """``(base_url, api_key)``, at which the conversation is until `close`."""
-        return self._base_url, self._keys.open(conversation)
 
-    def open_all(self, make: Callable[[str], Served]) -> tuple[str, str]:
-        """``(base_url, api_key)`` for clients that name a conversation by ``X-Session-ID``: ``make`` begins each."""
-        return self._base_url, self._keys.open_all(make)
-
-    def close(self, api_key: str, session: str | None = None) -> None:
-        """End a key's conversation, or the ``session`` of a key for all. What is being sampled for it is given up."""
-        self._keys.close(api_key, session)
-
-    async def stop(self) -> None:
-        """Stop listening; requests under way have 2 seconds."""
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            await self._serving
+async def _serve(server: uvicorn.Server, listening: socket.socket) -> None:
+    with listening:
+        try:
+            await server.serve(sockets=[listening])
+        except Exception:  # its clients find nobody there
+            logger.exception("the endpoint ends")
 
 
 class _Server(uvicorn.Server):
     """Leaves the process's signals to the run, whose Ctrl-C uvicorn would take."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.ready = asyncio.Event()
-
     @contextmanager
     @override
     def capture_signals(self) -> Iterator[None]:
         yield
-
-    @override
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready.set()

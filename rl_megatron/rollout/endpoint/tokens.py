@@ -22,10 +22,10 @@ class TokenRows:
     def __init__(self) -> None:
         self._rows: list[_Row] = []
 
-    def add(self, prompt: TokenIds, completion: Completion, text: str) -> None:
-        """Take what was sampled after the ``prompt``, [L] int32."""
+    def add(self, prompt: TokenIds, completion: Completion, text: str) -> Turn | None:
+        """Take what was sampled after the ``prompt``, [L] int32. The turn at its place; None if nothing was sampled."""
         if not len(completion.token_ids):
-            return
+            return None
         turn = Turn(
             start=len(prompt),
             logprobs=completion.logprobs,
@@ -39,6 +39,7 @@ class TokenRows:
             row = _Row(tokens=prompt, turns=())
             self._rows.append(row)
         row.tokens, row.turns = np.concatenate((prompt, completion.token_ids)), (*row.turns, turn)
+        return turn
 
     def chains(self) -> tuple[Chain, ...]:
         """The rows to train on; each turn is in one."""

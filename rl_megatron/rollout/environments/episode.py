@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from typing_extensions import override
+
+from rl_megatron.columns import TokenIds
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.environments.protocol import LimitReached, OpenAIMessage, Reply
+from rl_megatron.errors import EngineError
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rollout.conversation.conversation import Conversation
 from rl_megatron.rollout.conversation.templates import Template
+from rl_megatron.rollout.endpoint.served import RequestRefused, Served, ServedTurn
+from rl_megatron.rollout.endpoint.tokens import TokenRows
+from rl_megatron.rollout.parsers.parsed import Parser
 from rl_megatron.seeds import text_seed
-from rl_megatron.types import Chain, GenerationRequest, Prompt, SamplingParams, StopReason, Turn
+from rl_megatron.types import Chain, Completion, GenerationRequest, Prompt, SamplingParams, StopReason, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +34,7 @@ class PlaySetting:
     params: SamplingParams  # whose seed each turn replaces
     template: Template
     max_prompt_tokens: int
+    parser: Parser | None = None  # of replies into reasoning and calls
     birth: int | None = None  # this and the next: of its requests
     exact_logprobs: bool = True
 
@@ -43,43 +53,134 @@ class LongPrompt(Exception):
     """What the model should read first is longer than ``rollout.max_prompt_tokens``; the text says so."""
 
 
-class Episode:
-    """Samples the turns of one trajectory. ``stop`` is why it can have no further one."""
+class Episode(Served):
+    """Samples the turns of one trajectory. ``stop`` is why it can have no further one.
+
+    Of calls at once, each is answered after the one before.
+    """
 
     def __init__(self, setting: PlaySetting, place: TrajectoryPlace) -> None:
         self.conversation = Conversation(setting.template)
         self.replies: list[Reply] = []
         self.turns: list[Turn] = []  # one for each reply
         self.stop: StopReason | None = None
-        self.began = asyncio.get_running_loop().time()
+        self.failed: Exception | None = None  # why the last request over HTTP got no turn, where that ends trajectories
+        self._loop = asyncio.get_running_loop()
+        self.began = self._loop.time()
         self._setting, self._place, self._turn = setting, place, asyncio.Lock()
+        self._rows = TokenRows()
         self._longest: int | None = None  # tokens of a row; known with the first prompt
 
     @property
     def seconds_left(self) -> float:
         """Until ``environment.seconds`` have passed."""
-        return self.began + self._setting.section.seconds - asyncio.get_running_loop().time()
+        return self.began + self._setting.section.seconds - self._loop.time()
+
+    @property
+    @override
+    def max_length(self) -> int:
+        return self._longest or self._setting.max_prompt_tokens + self._setting.section.max_tokens
+
+    @property
+    @override
+    def params(self) -> SamplingParams:
+        return self._setting.params
 
     async def reply(self, messages: Sequence[OpenAIMessage], tools: Sequence[Mapping[str, Any]]) -> Reply:
         """Sample the turn that follows ``messages``.
 
         Raises LimitReached, LongPrompt for the first, and what the engine raises. A turn that was cut is answered, and
-        is the last. Of calls at once, each is answered after the one before.
+        is the last.
         """
         async with self._turn:
-            return await self._reply(messages, tools)
+            reply, _, _ = await self._reply(messages, tools, None)
+            return reply
 
-    async def _reply(self, messages: Sequence[OpenAIMessage], tools: Sequence[Mapping[str, Any]]) -> Reply:
+    @override
+    async def answer(
+        self, messages: Sequence[OpenAIMessage], tools: Sequence[Mapping[str, Any]], max_tokens: int | None
+    ) -> ServedTurn:
+        if tools and self._setting.parser is None:
+            raise RequestRefused(
+                400, "tools: the run reads no calls of them in what its model writes; set environment.tool_parser"
+            )
+        async with self._answering():
+            reply, prompt_tokens, completion_tokens = await self._reply(messages, tools, max_tokens)
+        return ServedTurn(
+            message=reply.message,
+            finish_reason=reply.finish_reason,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+        )
+
+    @override
+    async def complete(self, token_ids: Sequence[int], max_tokens: int | None) -> Completion:
+        prompt = np.array(token_ids, np.int32)
+        if not len(prompt):
+            raise RequestRefused(400, "token_ids is empty; at least 1 is needed")
+        async with self._answering():
+            completion = await self._sample(prompt, max_tokens)
+            text = self._setting.template.decode(completion.token_ids)
+            self._keep(self._rows.add(prompt, completion, text), {"role": "assistant", "content": text}, text)
+            return completion
+
+    async def _reply(
+        self, messages: Sequence[OpenAIMessage], tools: Sequence[Mapping[str, Any]], max_tokens: int | None
+    ) -> tuple[Reply, int, int]:
+        """The reply, and the tokens of its prompt and its own."""
+        asked = self.conversation.prompt_for(messages, tools)
+        completion = await self._sample(asked.token_ids, max_tokens)
+        text = self._setting.template.decode(completion.token_ids)
+        message = self._message(completion, text, tools)
+        reply = self._keep(self.conversation.add(asked, completion, message), message, text)
+        return reply, len(asked.token_ids), len(completion.token_ids)
+
+    def _message(self, completion: Completion, text: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        if self._setting.parser is None:
+            return {"role": "assistant", "content": text}
+        ids = completion.token_ids
+        if completion.finish_reason == "stop" and int(ids[-1]) in self._setting.params.stop_token_ids:
+            ids = ids[:-1]
+        return self._setting.parser(self._setting.template.decode(ids, special=True), tools).message
+
+    def _keep(self, turn: Turn | None, message: Mapping[str, Any], text: str) -> Reply:
+        assert turn is not None  # no completion is empty
+        self.turns.append(turn)
+        self.replies.append(Reply(text=text, message=message, finish_reason=turn.finish_reason))
+        return self.replies[-1]
+
+    @asynccontextmanager
+    async def _answering(self) -> AsyncIterator[None]:
+        """A turn that a client asks for: what ends the trajectory is kept in ``failed`` and refused."""
+        async with self._turn:
+            try:
+                yield
+            except (LimitReached, LongPrompt, EngineError) as error:
+                self.failed = error
+                if isinstance(error, EngineError):
+                    raise
+                if isinstance(error, LongPrompt):
+                    raise RequestRefused(400, str(error)) from error
+                raise RequestRefused(
+                    410, f"the trajectory has ended at a limit ({error.stop}) and may have no further turn"
+                ) from error
+            self.failed = None
+
+    async def _sample(self, token_ids: TokenIds, max_tokens: int | None) -> Completion:
+        """What follows the tokens, of one token at least and at most what limits leave and the client asks for.
+
+        A turn that was cut is the last, but where the client asked for fewer tokens than it may have.
+        """
         if self.stop is not None:
             raise LimitReached(self.stop)
-        asked = self.conversation.prompt_for(messages, tools)
-        length = len(asked.token_ids)
+        length = len(token_ids)
         if self._longest is None:
             self._check_first(length)
             self._longest = length + self._setting.section.max_tokens
         room = min(self._setting.params.max_new_tokens, self._longest - length)
         self._check_limits(room)
-        request = self._request(tuple(asked.token_ids.tolist()), room)
+        most = room if max_tokens is None else min(room, max_tokens)
+        request = self._request(tuple(token_ids.tolist()), most)
         try:
             async with asyncio.timeout(self.seconds_left):
                 (completion,) = await self._setting.engine.generate(request)
@@ -87,20 +188,16 @@ class Episode:
             raise self._ended("seconds") from error
         if not len(completion.token_ids):
             raise self._ended("length")
-        text = self._setting.template.decode(completion.token_ids)
-        message = {"role": "assistant", "content": text}
-        turn = self.conversation.add(asked, completion, message)
-        assert turn is not None
-        self.turns.append(turn)
-        if completion.finish_reason != "stop":
-            self.stop = "length" if completion.finish_reason == "length" else "abandoned"
-        self.replies.append(Reply(text=text, message=message, finish_reason=completion.finish_reason))
-        return self.replies[-1]
+        if completion.finish_reason == "length" and most == room:
+            self.stop = "length"
+        elif completion.finish_reason not in ("stop", "length"):
+            self.stop = "abandoned"
+        return completion
 
     def chains(self, rewards: Sequence[float | None] = ()) -> tuple[Chain, ...]:
         """The rows to train on; ``rewards`` are of the first turns."""
         of = {id(turn): reward for turn, reward in zip(self.turns, rewards, strict=False) if reward is not None}
-        rows = self.conversation.chains()
+        rows = (*self.conversation.chains(), *self._rows.chains())
         if not of:
             return rows
         return tuple(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.environments.protocol import (
@@ -17,17 +16,19 @@ from rl_megatron.environments.protocol import (
     LimitReached,
     Observed,
     OpenAIMessage,
-    Reply,
     Transcript,
 )
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.conversation.messages import MessagesRefused
+from rl_megatron.rollout.endpoint.server import Endpoint
+from rl_megatron.rollout.environments.agent_model import AgentModel
 from rl_megatron.rollout.environments.episode import Episode, LongPrompt
 from rl_megatron.rollout.environments.threads import LoopThread, TooLate, UserCodeFailed
 from rl_megatron.types import Prompt, StopReason
 
 T = TypeVar("T")
+_ANSWERS_LIMIT = 1.0  # seconds that an agent has to return after a turn that its time limit refused
 _MOST_METRICS, _METRIC = 32, re.compile("[a-z][a-z0-9_]{0,60}")
 
 
@@ -56,6 +57,7 @@ class Playing:
     cut: Callable[[OpenAIMessage], OpenAIMessage]  # a message to what ``max_observation_tokens`` leaves of it
     sampled: Callable[[], None]  # called once, when it asks the engine no more
     thread: LoopThread
+    endpoint: Endpoint
     environment: Environment | None = None
     messages: list[OpenAIMessage] = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)
@@ -113,26 +115,27 @@ class Playing:
             self._observe(step.observation, "step")
 
     async def _led(self, agent: Agent) -> TrajectoryEnd:
-        """An agent leads by itself; its calls of the model are served on this loop."""
-        here = asyncio.get_running_loop()
-        leading = self
+        """An agent leads by itself; its calls of the model are served on this loop.
 
-        class Served:
-            async def reply(self, messages: Sequence[OpenAIMessage], tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
-                asking = asyncio.run_coroutine_threadsafe(leading.episode.reply(tuple(messages), tools), here)
-                return await asyncio.wrap_future(asking)
-
+        What it raises because its client was refused a turn is what the turn was refused for.
+        """
+        model = AgentModel(self.episode, self.endpoint)
         seconds, stop, reward = self.section.seconds, "done", 0.0
         try:
-            given = await self.thread.call(lambda: agent.solve(self.task, Served()), seconds)
+            given = await self.thread.call(lambda: agent.solve(self.task, model), seconds + _ANSWERS_LIMIT)
             reward = self._finite("the function", given)
         except TooLate as error:
             raise self._fault("the function", f"did not end within environment.seconds={seconds:g}") from error
         except UserCodeFailed as error:
-            if isinstance(error.__cause__, (EngineError, LongPrompt)):
-                raise error.__cause__ from error
-            if not isinstance(error.__cause__, LimitReached):
+            cause = error.__cause__
+            if not isinstance(cause, (EngineError, LongPrompt, LimitReached)):
+                cause = self.episode.failed
+            if isinstance(cause, (EngineError, LongPrompt)):
+                raise cause from error
+            if cause is None:
                 raise self._fault("the function", str(error)) from error
+        finally:
+            model.close()
         return TrajectoryEnd(stop=self.episode.stop or stop, reward=reward)  # type: ignore[arg-type]
 
     async def _reward(self, stop: StopReason) -> float:

@@ -18,11 +18,13 @@ from rl_megatron.errors import DataError, EnvironmentFailed, PoisonPrompt
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rollout.batch import Answered, Drawn, Reason
 from rl_megatron.rollout.conversation.templates import Template
+from rl_megatron.rollout.endpoint.server import Endpoint
 from rl_megatron.rollout.environments.episode import Episode, LongPrompt, PlaySetting, TrajectoryPlace
 from rl_megatron.rollout.environments.figures import OWN, SECONDS
 from rl_megatron.rollout.environments.playing import EnvironmentFault, Playing, TrajectoryEnd
 from rl_megatron.rollout.environments.threads import Threads
 from rl_megatron.rollout.environments.waves import Waves
+from rl_megatron.rollout.parsers.parsed import Parser
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, Prompt, RolloutGroup, SamplingParams, Scored, Trajectory
 
@@ -58,7 +60,9 @@ class EnvironmentSampler:
     section: EnvironmentSection
     stop_token_ids: tuple[int, ...]
     seed: int
+    parser: Parser | None = None
     threads: Threads = field(default_factory=Threads)
+    endpoint: Endpoint = field(default_factory=Endpoint)
     closing: set[asyncio.Future[None]] = field(default_factory=set)
 
     async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
@@ -133,6 +137,7 @@ class EnvironmentSampler:
             exact_logprobs=exact_logprobs,
             template=self.template,
             max_prompt_tokens=self.rollout.max_prompt_tokens,
+            parser=self.parser,
         )
         places = [self._place(*one) for one in named]
         if isinstance(self.engine, Waves):
@@ -160,6 +165,7 @@ class EnvironmentSampler:
                 cut=self._cut,
                 sampled=asking.close,
                 thread=self.threads.take(),
+                endpoint=self.endpoint,
             )
             try:
                 played = await self._ended(playing, place)

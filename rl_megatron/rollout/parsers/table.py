@@ -10,8 +10,7 @@ from rl_megatron.rollout.parsers.harmony import harmony
 from rl_megatron.rollout.parsers.hermes import hermes
 from rl_megatron.rollout.parsers.llama3 import llama3
 from rl_megatron.rollout.parsers.parsed import Parser
-from rl_megatron.rollout.parsers.plain import plain
 
 PARSERS: MappingProxyType[str, Parser] = MappingProxyType(
-    {"none": plain, "hermes": hermes, "llama3_json": llama3, "deepseek": deepseek, "glm": glm, "harmony": harmony}
+    {"hermes": hermes, "llama3_json": llama3, "deepseek": deepseek, "glm": glm, "harmony": harmony}
 )

@@ -39,8 +39,9 @@ def test_the_environment() -> None:
 
 
 @pytest.mark.usefixtures("written")
-def test_the_function() -> None:
-    ours = sampler(Waves(Scripted(lambda text: "42" if "sure" in text else "41")), function="my_env:solve")
+@pytest.mark.parametrize("name", ["solve", "ask"])
+def test_the_function(name: str) -> None:
+    ours = sampler(Waves(Scripted(lambda text: "42" if "sure" in text else "41")), function=f"my_env:{name}")
     assert {(one.reward, len(one.turns)) for one in trajectories(asyncio.run(ours.groups(drawn([TASK]))))} == {(1.0, 2)}
 
 

@@ -8,21 +8,20 @@ import http.server
 import json
 import threading
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 import openai
 
+from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.conversation.chat import ChatTemplate
-from rl_megatron.rollout.conversation.conversation import Conversation
-from rl_megatron.rollout.conversation.templates import text_of
 from rl_megatron.rollout.endpoint.server import Endpoint
-from rl_megatron.rollout.endpoint.turns import EngineTurns
+from rl_megatron.rollout.environments.episode import Episode, PlaySetting, TrajectoryPlace
 from rl_megatron.rollout.parsers.table import PARSERS
-from rl_megatron.types import Completion, GenerationRequest, SamplingParams, Span
+from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, Span
 from tests.unit.rollout.conversation.families import FAMILIES, tokenizer_of
 
 CALLS = (
@@ -61,19 +60,39 @@ class Saying:
         ]
 
 
+def episode(engine: Any, name: str = "one", **changes: Any) -> Episode:
+    """One of Qwen3's template and Hermes's calls, whose prompts have 1,000 tokens at most, and rows 3,000 more."""
+    params = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 200, "stop_token_ids": (STOP,), "seed": 7}
+    setting = PlaySetting(
+        engine=engine,
+        section=EnvironmentSection(max_turns=99, max_tokens=3000, min_turn_tokens=1),
+        params=SamplingParams(**params),
+        template=ChatTemplate(TOKENIZER, options=FAMILIES["qwen3"].options),
+        parser=PARSERS["hermes"],
+        max_prompt_tokens=1000,
+    )
+    task = Prompt(id=name, text="", token_ids=(1,), answer="")
+    return Episode(replace(setting, **changes), TrajectoryPlace(task=task, name="step 1", number=0, seed=7))
+
+
 class Serving:
     """An endpoint in the event loop of a thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.endpoint = Endpoint(temperature=1.0, top_p=1.0)
-        self.do(self.endpoint.start())
+        self.endpoint = Endpoint()
 
     def do(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
 
-    def open(self, turns: EngineTurns) -> tuple[str, str]:
+    def turns(self, engine: Any, name: str = "one", **changes: Any) -> Episode:
+        async def made() -> Episode:
+            return episode(engine, name, **changes)
+
+        return self.do(made())
+
+    def open(self, turns: Episode) -> tuple[str, str]:
         async def opened() -> tuple[str, str]:
             return self.endpoint.open(turns)
 
@@ -86,24 +105,11 @@ class Serving:
         self.do(closed())
 
 
-def turns_of(engine: Any, name: str = "one", **changes: Any) -> EngineTurns:
-    params = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 200, "stop_token_ids": (STOP,), "seed": 7}
-    return EngineTurns(
-        engine,
-        Conversation(ChatTemplate(TOKENIZER, options=FAMILIES["qwen3"].options)),
-        name=name,
-        parser=PARSERS["hermes"],
-        decode=partial(text_of, TOKENIZER, special=True),
-        params=SamplingParams(**params | changes),
-        max_length=4000,
-    )
-
-
 def client_of(served: tuple[str, str], **options: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=served[0], api_key=served[1], **options)
 
 
-def trained(turns: EngineTurns) -> list[list[int]]:
+def trained(turns: Episode) -> list[list[int]]:
     return [row.token_ids[turn.start : turn.stop].tolist() for row in turns.chains() for turn in row.turns]
 
 

@@ -9,7 +9,6 @@ import http.server
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,11 +22,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
-from rl_megatron.rollout.conversation.conversation import Conversation
 from rl_megatron.rollout.conversation.templates import PlainText, text_of
-from rl_megatron.rollout.endpoint.turns import EngineTurns
 from rl_megatron.rollout.local.engine import LocalEngine
-from rl_megatron.rollout.parsers.table import PARSERS
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
 from tests.unit.rollout.conversation.families import TOOLS
 from tests.unit.rollout.endpoint.serving import (
@@ -40,13 +36,12 @@ from tests.unit.rollout.endpoint.serving import (
     client_of,
     post,
     trained,
-    turns_of,
 )
 
 
 def test_calls_at_once_and_their_results_are_one_row_of_the_sampled_tokens(serving: Serving) -> None:
     engine = Saying(CALLS, "The sum is 23.")
-    turns = turns_of(engine)
+    turns = serving.turns(engine)
     client = client_of(serving.open(turns))
     asked = {"model": "policy", "messages": [*ASK], "tools": TOOLS}
     first = client.chat.completions.create(**asked, max_tokens=180)
@@ -72,7 +67,7 @@ def test_calls_at_once_and_their_results_are_one_row_of_the_sampled_tokens(servi
 
 
 def test_streams_have_the_whole_message_and_its_usage(serving: Serving) -> None:
-    turns = turns_of(Saying(CALLS))
+    turns = serving.turns(Saying(CALLS))
     client = client_of(serving.open(turns))
     with client.chat.completions.stream(
         model="policy", messages=ASK, tools=TOOLS, stream_options={"include_usage": True}
@@ -86,9 +81,7 @@ def test_streams_have_the_whole_message_and_its_usage(serving: Serving) -> None:
 
 
 def test_the_async_client_leads_many_conversations_at_once_that_never_mix(serving: Serving) -> None:
-    many = [
-        turns_of(engine, f"c{place}") for place in range(8) if (engine := Saying(f"I am {place}.", f"Still {place}."))
-    ]
+    many = [serving.turns(Saying(f"I am {place}.", f"Still {place}."), f"c{place}") for place in range(8)]
     served = [serving.open(turns) for turns in many]
 
     async def lead(one: tuple[str, str]) -> list[str]:
@@ -153,7 +146,7 @@ def test_a_dropped_answer_is_asked_for_again_and_is_the_same_turn(
     serving: Serving, dropping: Callable[[str], str]
 ) -> None:
     engine = Saying("first", "second")
-    turns = turns_of(engine)
+    turns = serving.turns(engine)
     base_url, key = serving.open(turns)
     retried = serving.endpoint.calls.retried
     answer = client_of((dropping(base_url), key)).chat.completions.create(model="policy", messages=ASK)
@@ -167,7 +160,7 @@ def test_a_dropped_answer_is_asked_for_again_and_is_the_same_turn(
 
 def test_an_equal_request_while_the_first_is_sampled_waits_for_its_turn(serving: Serving) -> None:
     engine = Saying("one", "two")
-    turns = turns_of(engine)
+    turns = serving.turns(engine)
     served = serving.open(turns)
     body = json.dumps({"messages": ASK}).encode()
     engine.go.clear()
@@ -184,7 +177,7 @@ def test_an_equal_request_while_the_first_is_sampled_waits_for_its_turn(serving:
 
 def test_an_engine_that_fails_is_said_and_not_tried_again(serving: Serving) -> None:
     engine = Saying("fail", "well")
-    client = client_of(serving.open(turns_of(engine)))
+    client = client_of(serving.open(serving.turns(engine)))
     with pytest.raises(openai.InternalServerError, match="no server is left"):
         client.chat.completions.create(model="policy", messages=ASK)
     assert len(engine.asked) == 1
@@ -193,7 +186,7 @@ def test_an_engine_that_fails_is_said_and_not_tried_again(serving: Serving) -> N
 
 def test_tokens_in_are_rows_by_prefix(serving: Serving) -> None:
     engine = Saying("abc", "de", "f")
-    turns = turns_of(engine)
+    turns = serving.turns(engine)
     served = serving.open(turns)
 
     def ask(token_ids: list[int], **params: Any) -> list[int]:
@@ -233,20 +226,18 @@ def test_what_is_trained_on_is_what_the_tiny_model_sampled(
         async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
             return local.generate([request])[0]
 
-    turns = EngineTurns(
-        InProcess(),  # type: ignore[arg-type]
-        Conversation(PlainText(letters)),
-        name="tiny",
-        parser=PARSERS["none"],
-        decode=partial(text_of, letters, special=True),
-        params=SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=9, stop_token_ids=(), seed=1),
-        max_length=120,
+    turns = serving.turns(
+        InProcess(),
+        template=PlainText(letters),
+        parser=None,
+        params=SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=10, stop_token_ids=(), seed=1),
     )
     client = client_of(serving.open(turns))
     messages: list[Any] = [{"role": "user", "content": "hello"}]
     for said in ("abc", "de", "f"):
-        messages.append(client.chat.completions.create(model="policy", messages=messages).choices[0].message)
-        messages.append({"role": "user", "content": said})
+        cut = client.chat.completions.create(model="policy", messages=messages, max_tokens=9).choices[0]
+        assert cut.finish_reason == "length"  # at the client's own limit, so that others may follow
+        messages += [cut.message, {"role": "user", "content": said}]
     (row,) = turns.chains()
     assert [turn.stop - turn.start for turn in row.turns] == [9, 9, 9]
     with torch.no_grad():

@@ -7,21 +7,21 @@ import json
 import openai
 import pytest
 
-from rl_megatron.rollout.endpoint.turns import EngineTurns
+from rl_megatron.rollout.environments.episode import Episode
 from tests.unit.rollout.endpoint.serving import (
     ASK,
     Saying,
     Serving,
     client_of,
+    episode,
     post,
     trained,
-    turns_of,
 )
 
 
 def test_keys_and_bodies_that_are_refused_cost_no_turn(serving: Serving) -> None:
     engine = Saying("fine")
-    turns = turns_of(engine)
+    turns = serving.turns(engine)
     served = url, key = serving.open(turns)
     good = json.dumps({"messages": ASK}).encode()
     for path in ("/health", "/v1/models", "/v1/chat/completions", "/docs"):
@@ -60,10 +60,10 @@ def test_keys_and_bodies_that_are_refused_cost_no_turn(serving: Serving) -> None
 
 
 def test_one_key_for_all_tells_conversations_by_their_session(serving: Serving) -> None:
-    made = dict[str, EngineTurns]()
+    made = dict[str, Episode]()
 
-    def make(session: str) -> EngineTurns:
-        made[session] = turns_of(Saying(f"to {session}"), session)
+    def make(session: str) -> Episode:
+        made[session] = episode(Saying(f"to {session}"), session)
         return made[session]
 
     async def opened() -> tuple[str, str]:

@@ -94,7 +94,6 @@ DEEP = {"x": [1, None]}
         ("deepseek", V31, "", [("add", {"a": 1}), ("weather", {"city": "Bern"})]),
         ("glm", GLM_TWO, "", [("add", {"a": 1}), ("weather", {"city": "123", "deep": DEEP})]),
         ("harmony", HARMONY, "I will look.", [("weather", {"city": "Bern"})]),
-        ("none", HERMES_TWO, HERMES_TWO, []),
     ],
 )
 def test_other_texts(name: str, text: str, content: str, calls: list[tuple[str, Any]]) -> None:

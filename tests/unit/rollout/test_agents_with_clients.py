@@ -1,0 +1,138 @@
+"""Agents that ask the model through the openai client: their trajectories are those of ``model.reply``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from rl_megatron.environments.protocol import Model
+from rl_megatron.errors import DataError, EngineError, EnvironmentFailed
+from rl_megatron.rollout.batch import Answered
+from rl_megatron.rollout.environments.source import EnvironmentSampler
+from rl_megatron.rollout.environments.waves import Waves
+from rl_megatron.types import Completion, GenerationRequest, Prompt, Trajectory
+from tests.completions import drawn
+from tests.scripted_engine import Scripted, sampler, trajectories
+from tests.unit.rollout.endpoint.serving import post
+from tests.unit.rollout.test_environment_source import PROMPTS, calculates
+
+KEYS = list[tuple[str, str]]()
+
+
+async def solves(task: Prompt, model: Model) -> float:
+    """`test_environment_source.solve`, by the asynchronous client."""
+    KEYS.append((model.base_url, model.api_key))
+    messages: list[Any] = [{"role": "user", "content": task.text}]
+    async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
+        first = (await client.chat.completions.create(model="policy", messages=messages)).choices[0].message
+        messages += [first, {"role": "user", "content": f":{eval(str(first.content)[1:])}"}]
+        second = await client.chat.completions.create(model="policy", messages=messages)
+    return float(second.choices[0].message.content == f"!{task.answer}")
+
+
+async def solves_in_a_thread(task: Prompt, model: Model) -> float:
+    """The same by the synchronous client, in a thread."""
+
+    def lead() -> float:
+        messages: list[Any] = [{"role": "user", "content": task.text}]
+        with openai.OpenAI(base_url=model.base_url, api_key=model.api_key) as client:
+            first = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+            messages += [first, {"role": "user", "content": f":{eval(str(first.content)[1:])}"}]
+            second = client.chat.completions.create(model="policy", messages=messages)
+        return float(second.choices[0].message.content == f"!{task.answer}")
+
+    return await asyncio.to_thread(lead)
+
+
+async def asks_on(task: Prompt, model: Model) -> float:
+    async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
+        messages: list[Any] = [{"role": "user", "content": task.text}]
+        while True:
+            said = (await client.chat.completions.create(model="policy", messages=messages)).choices[0].message
+            messages += [said, {"role": "user", "content": "."}]
+
+
+async def stumbles(task: Prompt, model: Model) -> float:
+    async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": task.text}])
+    raise KeyError("gone")
+
+
+def answered(ours: EnvironmentSampler) -> list[Answered]:
+    return asyncio.run(ours.groups(drawn(PROMPTS, 1)))
+
+
+def ours(engine: Any, agent: str, **section: Any) -> EnvironmentSampler:
+    name = agent if ":" in agent else f"{__name__}:{agent}"
+    return sampler(engine, function=name, **section)
+
+
+def described(one: Trajectory) -> list[Any]:
+    """All that is trained on."""
+    turns = [(turn.start, turn.logprobs.tolist(), turn.spans, turn.text) for turn in one.turns]
+    return [one.reward, one.stop, [row.token_ids.tolist() for row in one.chains], turns]
+
+
+@pytest.mark.parametrize("agent", ["solves", "solves_in_a_thread"])
+def test_clients_turns_are_trained_as_those_of_reply(agent: str) -> None:
+    direct, engine = Scripted(calculates), Scripted(calculates)
+    expected = trajectories(answered(ours(Waves(direct), "tests.unit.rollout.test_environment_source:solve")))
+    found = trajectories(answered(ours(Waves(engine), agent)))
+    assert [described(one) for one in found] == [described(one) for one in expected]
+    assert sorted(engine.asked, key=lambda one: one.id) == sorted(direct.asked, key=lambda one: one.id)
+    for one in found:
+        (row,) = one.chains
+        sampled = [row.token_ids[turn.start : turn.stop].tolist() for turn in row.turns]
+        assert all(ids in engine.sampled.values() for ids in sampled)
+
+
+def test_each_trajectory_has_a_key_that_ends_with_it_and_the_server_ends_with_the_loop() -> None:
+    made, mine = ours(Scripted(calculates), "solves"), psutil.Process()
+
+    def ports() -> set[int]:
+        return {one.laddr.port for one in mine.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+
+    async def played() -> None:
+        KEYS.clear()
+        await made.groups(drawn(PROMPTS, 1))
+        (listening,) = ports() - before
+        assert {url for url, _ in KEYS} == {f"http://127.0.0.1:{listening}/v1"}
+        assert len({key for _, key in KEYS}) == len(KEYS) == 6
+        late = [await asyncio.to_thread(post, served, None, "/v1/models", "GET") for served in KEYS]
+        assert {(status, said["error"]["message"]) for status, said in late} == {(410, "this conversation has ended")}
+
+    before = ports()
+    for _ in range(2):
+        asyncio.run(played())
+        assert ports() == before
+
+
+@pytest.mark.parametrize(
+    ("section", "stop", "turns"),
+    [({"max_turns": 2}, "turns", 2), ({"max_turns": 99, "max_tokens": 20}, "tokens", 5)],
+)
+def test_a_limit_ends_an_agent_whose_client_raises_it(section: dict[str, Any], stop: str, turns: int) -> None:
+    one, *_ = trajectories(answered(ours(Scripted(lambda text: "ab"), "asks_on", group_size=1, **section)))
+    assert (one.stop, one.reward, len(one.turns)) == (stop, 0.0, turns)
+
+
+def test_what_the_agent_itself_raises_is_its_fault() -> None:
+    with pytest.raises(EnvironmentFailed, match="turn 1: the function raised KeyError: 'gone'"):
+        answered(ours(Scripted(lambda text: "ab"), "stumbles", group_size=1))
+
+
+def test_an_engine_that_fails_and_a_long_prompt_are_named_through_the_client() -> None:
+    class Fails(Scripted):
+        async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+            raise EngineError("no server is left")
+
+    with pytest.raises(EngineError, match="no server is left"):
+        answered(ours(Fails(lambda text: "a"), "solves", group_size=1))
+    long = [Prompt(id="long", text="1" * 41, token_ids=(1,), answer="")]
+    with pytest.raises(DataError, match="the first prompt has 41 tokens"):
+        asyncio.run(ours(Scripted(calculates), "solves", group_size=1).groups(drawn(long, 1)))
