@@ -141,6 +141,7 @@ LATENT = replace(
     rope=Rope(dim=8),
 )
 SHARED = replace(LATENT, dense_layers=1, dense_width=256, shared_width=64)
+DENSE = replace(SHAPE, family="qwen3", num_experts=0, experts_per_token=0, expert_width=0, dense_width=192)
 LONG = 4096
 
 
@@ -161,6 +162,20 @@ def test_latents_shared_experts_and_dense_layers_send_what_the_closed_form_says(
     assert_formula(over_tp(), SHARED, said)
     (terms,) = [m.terms for m in footprints(RunConfig(learner=over_tp()), SHARED) if m.rank == 0]
     assert said["passes"] == pytest.approx(terms["activations"] + terms["logits"], rel=0.04)
+
+
+def dry_dense_over_tp(_: int, folder: Path) -> None:
+    from rl_megatron.learner.dry_run.rank import dry_run
+
+    learner = over_tp().model_copy(update={"ep": 1})
+    (folder / "dense").write_text(str(dry_run(DENSE, learner, 0, sequence=SEQUENCE).passes))
+
+
+def test_dense_layers_over_tp_hold_the_gathered_gradient_of_their_output(tmp_path: Path) -> None:
+    run_ranks(dry_dense_over_tp, 1, tmp_path)
+    learner = over_tp().model_copy(update={"ep": 1})
+    (terms,) = [m.terms for m in footprints(RunConfig(learner=learner), DENSE) if m.rank == 0]
+    assert int((tmp_path / "dense").read_text()) == pytest.approx(terms["activations"] + terms["logits"], rel=0.03)
 
 
 def dry_latent(_: int, folder: Path) -> None:

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.learner.checkpoint.loading import READS_WITHOUT_COMMON
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import LatentAttention, ModelShape, Rope, Router
 from rl_megatron.options.gradients import Gradients
@@ -86,6 +87,8 @@ ALONE = [
 PLAIN: Sequence[Case] = [("fused experts, sinks", HALF), ("experts", {})]
 """With the attention that a GPU's fused kernels do not take: grouped queries with a mask, or in float32."""
 MICRO_BATCHES = 2
+MORE_OF_AN_EXPERT = 3 if READS_WITHOUT_COMMON else 0
+"""Bytes that megatron-core 0.19 keeps more of each token and expert, not planned: 0.2 % of what DeepSeek-V3 keeps."""
 PLENTY = Elements(dense=10**6, experts=10**7)
 BETWEEN = "between"  # for a half of a layer
 Seen = tuple[ModelShape, LearnerSection, list[Any]]
@@ -235,7 +238,8 @@ def assert_as_planned(shape: ModelShape, learner: LearnerSection, seen: Sequence
     for layer in range(shape.num_layers):
         for half, planned in halves(learner, shape, layer).items():
             held = sum(rank["bytes"][f"{layer} {half}"] for rank in seen)
-            assert held == pytest.approx(len(seen) * TOKENS * planned, rel=0.03), (shape, layer, half)
+            routed = MORE_OF_AN_EXPERT * shape.num_experts if half == "moe" else 0
+            assert held == pytest.approx(len(seen) * TOKENS * (planned + routed), rel=0.03), (shape, layer, half)
 
 
 def test_layers_keep_what_the_plan_says(alone: Sequence[Seen], tmp_path: Path) -> None:

@@ -57,7 +57,6 @@ def _one(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> 
     mlp = (_experts if layer in shape.moe_layers else _dense)(learner, shape, rank, layer)
     gradients = sum(_attention(shape)) * BYTES[learner.dtype] / learner.tp
     scores = probabilities(learner, shape, layer, rank.longest)
-    gradients += _gathered(learner, shape)
     return max(rank.tokens * again + mlp, rank.tokens * (attention + gradients + 2 * scores))
 
 
@@ -77,24 +76,21 @@ def _experts(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int)
 
 
 def _dense(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> float:
-    """Bytes beside what a dense layer keeps: gradients of gate and up, or of their weights, and of the output."""
-    products = 2 * shape.dense_width / learner.tp * rank.tokens * BYTES[learner.dtype]
-    gathered = rank.tokens * _gathered(learner, shape)
-    return max(products, _gradients(learner, shape, layer, matrices=2)) + gathered
-
-
-def _gathered(learner: LearnerSection, shape: ModelShape) -> float:
-    """Bytes a token of the gradient of attention's or an MLP's output, which sequence parallelism gathers."""
-    return shape.hidden_size * BYTES[learner.dtype] if learner.tp > 1 else 0.0
+    """Bytes beside what a dense layer keeps: gradients of gate and up, or of their weights; or before these the
+    output's gradient, which sequence parallelism gathers, with those of down's input and weight."""
+    size = BYTES[learner.dtype]
+    product, one = shape.dense_width / learner.tp * rank.tokens * size, _gradients(learner, shape, layer, matrices=1)
+    gathered = rank.tokens * shape.hidden_size * size + product + one if learner.tp > 1 else 0.0
+    return max(2 * product, 2 * one, gathered)
 
 
 def _gradients(learner: LearnerSection, shape: ModelShape, layer: int, *, matrices: int) -> float:
-    """Bytes of the gradients that are there at once before they are added up: of ``matrices`` of all experts of
-    ``layer``, or of a dense layer's gate and up."""
+    """Bytes of the gradients that are there at once before they are added up: of ``matrices`` of a dense ``layer``, or
+    of all its experts."""
     d, size = learner.dims, BYTES[learner.dtype]
     if layer in shape.moe_layers:
         return matrices * shape.hidden_size * shape.expert_width * shape.num_experts / d.ep / d.etp * size
-    return 2 * shape.hidden_size * shape.dense_width / d.tp * size
+    return matrices * shape.hidden_size * shape.dense_width / d.tp * size
 
 
 def _embedding(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
