@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
-StopReason = Literal["done", "length", "turns", "tokens", "seconds", "environment_error", "abandoned"]
-"""Why a trajectory ended: by itself, with a turn that was cut, at another limit, by a fault, or in the engine."""
+StopReason = Literal["done", "length", "turns", "tokens", "seconds", "bad_call", "environment_error", "abandoned"]
+"""Why a trajectory ended: by itself, by a cut turn, a limit, an unreadable call, a fault, or by the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from rl_megatron.rollout.conversation.probe import probe_template
 from rl_megatron.rollout.conversation.templates import PlainText, Template, tokens_of_text
 from rl_megatron.rollout.environments.source import EnvironmentSampler
 from rl_megatron.rollout.environments.waves import Waves
+from rl_megatron.rollout.parsers.table import PARSERS
 from rl_megatron.seeds import text_seed
 from rl_megatron.training.jobs.sft import Targets
 from rl_megatron.types import Prompt
@@ -43,6 +44,7 @@ def environment_sampler(
         made=made,
         template=template,
         encode=partial(tokens_of_text, tokenizer),
+        parser=None if section.tool_parser is None else PARSERS[section.tool_parser],
         rollout=config.rollout,
         section=section,
         stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,

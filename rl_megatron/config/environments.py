@@ -31,6 +31,16 @@ def problems_of_environments(c: RunConfig) -> Iterator[str]:
         yield f"{given} with {key}: {why}"
     if section.thinking != "template" and section.template == "plain":
         yield f"environment.thinking={section.thinking} with template=plain: no template drops anything; leave it out"
+    if section.tool_parser is not None and section.template == "plain":
+        yield (
+            f"environment.tool_parser={section.tool_parser} with template=plain: plain texts show neither tools nor "
+            "calls; set environment.template=chat, or leave it out"
+        )
+    if section.on_bad_call != "observe" and section.tool_parser is None:
+        yield (
+            f"environment.on_bad_call={section.on_bad_call}: without environment.tool_parser no call is read; set "
+            "that, or leave this out"
+        )
     if c.warm_start.steps and section.template == "chat":
         yield (
             f"{given} with warm_start.steps={c.warm_start.steps}: an environment's demonstrations are plain texts, and "

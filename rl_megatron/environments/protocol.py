@@ -41,8 +41,9 @@ class Reply:
     """What the model said in one turn."""
 
     text: str  # decoded without special tokens
-    message: OpenAIMessage  # the assistant's, as it stands in the history
+    message: OpenAIMessage  # the assistant's, as it stands in the history; with tool_calls by environment.tool_parser
     finish_reason: FinishReason
+    bad_call: str | None = None  # why a call in it cannot be read; then the message has no calls and all of the text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,12 @@ class EnvironmentSection(Section):
     """Whether a row may go on where the chat template drops the thinking of earlier turns. template: a new row begins,
     as the template writes it; keep: it goes on with the thinking in it, which is one row, but no context that the
     template would make."""
+    tool_parser: Literal["hermes", "llama3_json", "deepseek", "glm", "harmony"] | None = None
+    """Format in which the model writes reasoning and calls of tools, which become ``reasoning_content`` and
+    ``tool_calls`` of its messages; null: its text is the content, and a client that sends tools is refused."""
+    on_bad_call: Literal["observe", "end"] = "observe"
+    """What follows a call that cannot be read. observe: an environment's model reads why as the next message, without
+    a step, and an agent gets the text; end: the trajectory ends with that turn."""
     max_turns: Positive = 8
     """Most turns of a trajectory."""
     max_tokens: Positive = 4096

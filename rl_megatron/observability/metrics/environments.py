@@ -10,11 +10,13 @@ ENVIRONMENTS = (
     ("environment/untrained_fraction", "", "these over all tokens after first prompts; they are never trained on"),
     ("environment/seconds_mean", "s", "mean duration of a trajectory, sampling included"),
     ("environment/seconds_p99", "s", "its 99th percentile"),
+    ("environment/bad_calls", "turns", "turns of a trajectory with a call that cannot be read, mean"),
     (
         "environment/stop/<name>",
         "",
         "share of trajectories that ended so: `done` (by themselves), `length` (a cut turn), `turns`, `tokens` or "
-        "`seconds` (its limits), `environment_error` (with the reward of environment.on_error), or `abandoned`",
+        "`seconds` (its limits), `bad_call` (environment.on_bad_call=end), "
+        "`environment_error` (with the reward of environment.on_error), or `abandoned`",
     ),
     ("environment/own/<name>", "", "mean over trajectories of a metric that the environment's steps gave, added up"),
 )

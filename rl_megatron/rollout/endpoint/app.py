@@ -30,6 +30,7 @@ from rl_megatron.types import SamplingParams
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 32 * 2**20
+_BODY_SECONDS = 30.0
 _READ_ON = 4  # times as much is read and dropped, so that its client reads why
 _RETRY = b"x-stainless-retry-count"
 
@@ -91,7 +92,7 @@ class Application:
             return b"application/json", [b'{"status":"ok"}']
         if path == "/v1/models":
             return b"application/json", [msgspec.json.encode(models(line.served.max_length))]
-        asked = _Asked(path=path, headers=headers, body=await _body(headers, receive), line=line)
+        asked = _Asked(path=path, headers=headers, body=await _body_in_time(headers, receive), line=line)
         return await (self._chat(asked) if path == _ASKED[0] else self._tokens(asked))
 
     async def _chat(self, asked: _Asked) -> tuple[bytes, Iterable[bytes]]:
@@ -154,6 +155,14 @@ class Application:
 
 
 _ASKED = ("/v1/chat/completions", "/inference/v1/generate")
+
+
+async def _body_in_time(headers: Mapping[bytes, bytes], receive: _Receive) -> bytes:
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            return await _body(headers, receive)
+    except TimeoutError as error:
+        raise RequestRefused(408, f"the body was not there within {_BODY_SECONDS:g} s") from error
 
 
 async def _body(headers: Mapping[bytes, bytes], receive: _Receive) -> bytes:

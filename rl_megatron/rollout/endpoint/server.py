@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import uvicorn
 from typing_extensions import override
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rl_megatron.rollout.endpoint.app import Application, RequestCounts
 from rl_megatron.rollout.endpoint.keys import Keys
@@ -18,6 +19,7 @@ from rl_megatron.rollout.endpoint.served import Served
 logger = logging.getLogger(__name__)
 
 _CLOSING_SECONDS = 2
+_HEAD_SECONDS = 30.0  # from a connection's beginning until the head of its first request is there
 
 
 class Endpoint:
@@ -71,7 +73,7 @@ class Endpoint:
             self._app,
             lifespan="off",
             ws="none",
-            http="h11",
+            http=_Protocol,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -88,6 +90,19 @@ async def _serve(server: uvicorn.Server, listening: socket.socket) -> None:
             await server.serve(sockets=[listening])
         except Exception:  # its clients find nobody there
             logger.exception("the endpoint ends")
+
+
+class _Protocol(H11Protocol):
+    """Closes connections that ask nothing, which need no key to be there."""
+
+    @override
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(_HEAD_SECONDS, self._close_unasked)
+
+    def _close_unasked(self) -> None:
+        if self.cycle is None:  # uvicorn's, of the request that it answers
+            self.transport.close()
 
 
 class _Server(uvicorn.Server):

@@ -20,7 +20,7 @@ from rl_megatron.rollout.conversation.conversation import Conversation
 from rl_megatron.rollout.conversation.templates import Template
 from rl_megatron.rollout.endpoint.served import RequestRefused, Served, ServedTurn
 from rl_megatron.rollout.endpoint.tokens import TokenRows
-from rl_megatron.rollout.parsers.parsed import Parser
+from rl_megatron.rollout.parsers.parsed import Parsed, Parser
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Chain, Completion, GenerationRequest, Prompt, SamplingParams, StopReason, Turn
 
@@ -121,7 +121,7 @@ class Episode(Served):
         async with self._answering():
             completion = await self._sample(prompt, max_tokens)
             text = self._setting.template.decode(completion.token_ids)
-            self._keep(self._rows.add(prompt, completion, text), {"role": "assistant", "content": text}, text)
+            self._keep(self._rows.add(prompt, completion, text), _unparsed(text), text)
             return completion
 
     async def _reply(
@@ -131,22 +131,25 @@ class Episode(Served):
         asked = self.conversation.prompt_for(messages, tools)
         completion = await self._sample(asked.token_ids, max_tokens)
         text = self._setting.template.decode(completion.token_ids)
-        message = self._message(completion, text, tools)
-        reply = self._keep(self.conversation.add(asked, completion, message), message, text)
+        read = self._read(completion, text, tools)
+        reply = self._keep(self.conversation.add(asked, completion, read.message), read, text)
         return reply, len(asked.token_ids), len(completion.token_ids)
 
-    def _message(self, completion: Completion, text: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    def _read(self, completion: Completion, text: str, tools: Sequence[Mapping[str, Any]]) -> Parsed:
         if self._setting.parser is None:
-            return {"role": "assistant", "content": text}
+            return _unparsed(text)
         ids = completion.token_ids
         if completion.finish_reason == "stop" and int(ids[-1]) in self._setting.params.stop_token_ids:
             ids = ids[:-1]
-        return self._setting.parser(self._setting.template.decode(ids, special=True), tools).message
+        return self._setting.parser(self._setting.template.decode(ids, special=True), tools)
 
-    def _keep(self, turn: Turn | None, message: Mapping[str, Any], text: str) -> Reply:
+    def _keep(self, turn: Turn | None, read: Parsed, text: str) -> Reply:
         assert turn is not None  # no completion is empty
+        bad_call = read.problem if turn.finish_reason == "stop" else None  # else it was cut
+        if bad_call is not None and self._setting.section.on_bad_call == "end":
+            self.stop = "bad_call"
         self.turns.append(turn)
-        self.replies.append(Reply(text=text, message=message, finish_reason=turn.finish_reason))
+        self.replies.append(Reply(text=text, message=read.message, finish_reason=turn.finish_reason, bad_call=bad_call))
         return self.replies[-1]
 
     @asynccontextmanager
@@ -233,3 +236,7 @@ class Episode(Served):
             birth=self._setting.birth,
             exact_logprobs=self._setting.exact_logprobs,
         )
+
+
+def _unparsed(text: str) -> Parsed:
+    return Parsed(message={"role": "assistant", "content": text})

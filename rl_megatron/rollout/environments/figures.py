@@ -9,8 +9,9 @@ import numpy as np
 
 from rl_megatron.types import Trajectory
 
-SECONDS, OWN = "seconds", "own/"
-"""In a trajectory's metrics: its seconds, and the beginning of the names of its environment's own."""
+SECONDS, BAD_CALLS, OWN = "seconds", "bad_calls", "own/"
+"""In a trajectory's metrics: its seconds, its calls that cannot be read, and the
+beginning of the names of its environment's own."""
 
 
 def environment_row(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -32,6 +33,7 @@ def environment_row(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "environment/untrained_fraction": float(read.sum() / (read.sum() + sampled.sum())),
         "environment/seconds_mean": float(seconds.mean()),
         "environment/seconds_p99": float(np.quantile(seconds, 0.99, method="higher")),
+        "environment/bad_calls": sum(one.metrics[BAD_CALLS] for one in led) / len(led),
         **{f"environment/stop/{stop}": count / len(led) for stop, count in Counter(one.stop for one in led).items()},
         **{f"environment/{name}": sum(one.metrics.get(name, 0.0) for one in led) / len(led) for name in own},
     }

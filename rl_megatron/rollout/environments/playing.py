@@ -104,8 +104,12 @@ class Playing:
             except MessagesRefused as error:
                 raise self._fault("step" if self.episode.replies else "start", str(error)) from error
             self.messages.append(reply.message)
-            if self.episode.stop is not None:  # the turn was cut
+            if self.episode.stop is not None:  # the turn was cut, or has a bad call
                 return self.episode.stop
+            if reply.bad_call is not None:
+                self.rewards.append(None)
+                self._observe(Observed(said=f"error: {reply.bad_call}"), "step")
+                continue
             step = await self._call("step", lambda reply=reply: env.step(reply))  # type: ignore[misc]
             if not isinstance(step, EnvironmentStep):
                 raise self._fault("step", f"returned a {type(step).__name__:.80}, which is no EnvironmentStep")

@@ -20,7 +20,7 @@ from rl_megatron.rollout.batch import Answered, Drawn, Reason
 from rl_megatron.rollout.conversation.templates import Template
 from rl_megatron.rollout.endpoint.server import Endpoint
 from rl_megatron.rollout.environments.episode import Episode, LongPrompt, PlaySetting, TrajectoryPlace
-from rl_megatron.rollout.environments.figures import OWN, SECONDS
+from rl_megatron.rollout.environments.figures import BAD_CALLS, OWN, SECONDS
 from rl_megatron.rollout.environments.playing import EnvironmentFault, Playing, TrajectoryEnd
 from rl_megatron.rollout.environments.threads import Threads
 from rl_megatron.rollout.environments.waves import Waves
@@ -203,7 +203,12 @@ class EnvironmentSampler:
         if not any(chain.turns for chain in chains):
             return Played(reason="nothing_sampled", problem=f"{self._said(place)} has no turn")
         seconds = asyncio.get_running_loop().time() - playing.episode.began
-        metrics = {SECONDS: seconds, **{f"{OWN}{name}": value for name, value in ended.metrics.items()}}
+        bad_calls = sum(one.bad_call is not None for one in playing.episode.replies)
+        metrics = {
+            SECONDS: seconds,
+            BAD_CALLS: bad_calls,
+            **{f"{OWN}{name}": value for name, value in ended.metrics.items()},
+        }
         trajectory = Trajectory(chains=chains, reward=ended.reward, stop=ended.stop, metrics=metrics)
         return Played(trajectory=trajectory, problem=fault or "")
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
+from urllib.parse import urlsplit
 
 import openai
 import pytest
 
+from rl_megatron.rollout.endpoint import app, server
 from rl_megatron.rollout.environments.episode import Episode
 from tests.unit.rollout.endpoint.serving import (
     ASK,
@@ -77,3 +80,18 @@ def test_one_key_for_all_tells_conversations_by_their_session(serving: Serving) 
     serving.close(served[1], "a")
     assert [post(served, good, X_Session_ID=session)[0] for session in "ab"] == [410, 200]
     assert [len(trained(made[session])) for session in "ab"] == [1, 2]
+
+
+def test_a_body_or_a_head_that_does_not_arrive_holds_nothing(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_BODY_SECONDS", 0.1)
+    monkeypatch.setattr(server, "_HEAD_SECONDS", 0.1)
+    engine = Saying("fine")
+    served = url, key = serving.open(serving.turns(engine))
+    parts = urlsplit(url)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 99\r\n"
+    for sent, answer in ((f'{head}\r\n{{"mess', b"HTTP/1.1 408 "), (head, b"")):
+        with socket.create_connection((str(parts.hostname), parts.port), timeout=30) as slow:
+            slow.sendall(sent.encode())
+            assert slow.recv(13) == answer
+    assert not engine.asked
+    assert post(served, json.dumps({"messages": ASK}).encode())[0] == 200

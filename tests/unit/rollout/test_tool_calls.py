@@ -1,0 +1,120 @@
+"""Replies whose calls a parser reads, under a chat template with tools, and calls that it cannot read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import openai
+import pytest
+
+from rl_megatron.config.io import load_config
+from rl_megatron.config.sections.rollout import RolloutSection
+from rl_megatron.environments.protocol import EnvironmentStep, Model, Observed, Reply
+from rl_megatron.environments.registry import EnvironmentMaker
+from rl_megatron.errors import ConfigError
+from rl_megatron.rollout.batch import Answered
+from rl_megatron.rollout.conversation.chat import ChatTemplate
+from rl_megatron.rollout.conversation.templates import text_of, tokens_of_text
+from rl_megatron.rollout.environments.figures import environment_row
+from rl_megatron.rollout.environments.source import EnvironmentSampler
+from rl_megatron.rollout.parsers.table import PARSERS
+from rl_megatron.types import Prompt
+from tests.completions import drawn
+from tests.scripted_engine import sampler, trajectories
+from tests.unit.rollout.conversation.families import FAMILIES, TOOLS
+from tests.unit.rollout.endpoint.serving import CALLS, STOP, TOKENIZER, Saying
+from tests.unit.rollout.test_environment_source import Talks
+
+TASK = Prompt(id="p", text="1 + 22?", token_ids=(1,), answer="23")
+BAD = '<tool_call>\n{"name": "add", "arguments": \n</tool_call>'
+
+
+class Adds(Talks):
+    """Answers calls of ``add``; what is no call ends the trajectory, well if it has the sum."""
+
+    async def start(self, task: Prompt, seed: int) -> Observed:
+        return Observed(said=[{"role": "user", "content": task.text}], tools=TOOLS)
+
+    async def step(self, reply: Reply) -> EnvironmentStep:
+        calls = reply.message.get("tool_calls", ())
+        if not calls:
+            return EnvironmentStep(reward=float("23" in reply.message["content"]))
+        total = sum(json.loads(call["function"]["arguments"])["a"] for call in calls)
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": str(total)} for call in calls]
+        return EnvironmentStep(observation=Observed(said=results))
+
+
+async def leaves_to_the_client(task: Prompt, model: Model) -> float:
+    async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
+        asked: dict[str, Any] = {"model": "policy", "tools": TOOLS}
+        answer = await client.chat.completions.create(messages=[{"role": "user", "content": task.text}], **asked)
+    return float(len(answer.choices[0].message.tool_calls or ()))
+
+
+def played(made: Any, *texts: str, parser: str | None = "hermes", **section: Any) -> tuple[Saying, list[Answered]]:
+    engine = Saying(*texts)
+    ours: EnvironmentSampler = replace(
+        sampler(engine, made, **section),
+        template=ChatTemplate(TOKENIZER, options=FAMILIES["qwen3"].options),
+        encode=partial(tokens_of_text, TOKENIZER),
+        parser=None if parser is None else PARSERS[parser],
+        rollout=RolloutSection(group_size=1, max_new_tokens=200, max_prompt_tokens=1000),
+        stop_token_ids=(STOP,),
+    )
+    return engine, asyncio.run(ours.groups(drawn([TASK])))
+
+
+def shown(found: Sequence[Answered]) -> str:
+    """All text of the one row."""
+    ((row,),) = [one.chains for one in trajectories(found)]
+    return text_of(TOKENIZER, row.token_ids, special=True)
+
+
+def test_an_environment_gets_calls_and_its_results_go_on_in_one_row() -> None:
+    engine, found = played(EnvironmentMaker(Adds), CALLS, "The sum is 23.")
+    (one,) = trajectories(found)
+    assert (one.reward, one.stop, len(one.turns)) == (1.0, "done", 2)
+    (row,) = one.chains
+    sampled = [[*TOKENIZER(text)["input_ids"], STOP] for text in engine.texts]
+    assert [row.token_ids[turn.start : turn.stop].tolist() for turn in one.turns] == sampled
+    assert shown(found).count("<tool_response>\n23\n</tool_response>") == 2
+
+
+def test_what_is_wrong_with_a_call_is_observed_without_a_step() -> None:
+    _, found = played(EnvironmentMaker(Adds), BAD, "The sum is 23.")
+    (one,) = trajectories(found)
+    assert (one.reward, one.stop, len(one.turns)) == (1.0, "done", 2)
+    assert "<|im_start|>user\nerror: a call is no JSON (" in shown(found)
+    assert environment_row([one])["environment/bad_calls"] == 1
+    assert [turn.reward for turn in one.turns] == [None, 1.0]
+
+
+def test_a_bad_call_may_end_the_trajectory() -> None:
+    _, found = played(EnvironmentMaker(Adds), BAD, on_bad_call="end")
+    (one,) = trajectories(found)
+    assert (one.stop, len(one.turns)) == ("bad_call", 1)
+
+
+def test_an_agents_client_gets_the_calls_or_is_refused_tools_without_a_parser() -> None:
+    name = f"{__name__}:leaves_to_the_client"
+    _, found = played(None, CALLS, function=name)
+    assert [one.reward for one in trajectories(found)] == [2.0]
+    _, found = played(None, CALLS, parser=None, function=name, on_error="drop")
+    assert "set environment.tool_parser" in found[0].problem
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["environment.tool_parser=hermes"], "plain texts show neither tools nor calls"),
+        (["environment.on_bad_call=end"], "without environment.tool_parser no call is read"),
+    ],
+)
+def test_keys_that_nothing_would_read_are_refused(keys: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config("calculator", keys)
