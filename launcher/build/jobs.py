@@ -11,7 +11,7 @@ from launcher.build.data import Data
 from launcher.build.environment import demonstrations, environment_sampler
 from launcher.build.roles import Parts
 from rl_megatron.config.resume import fixed
-from rl_megatron.config.sections.data import weights_of
+from rl_megatron.config.sections.data import FileKeys, weights_of
 from rl_megatron.data.packing import causal_attention_cost
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.environments.registry import resolve_environment
@@ -95,7 +95,7 @@ def loops_of(
 
 def _on_groups(common: dict[str, Any], sampler: GroupSource, data: Data, folder: Path) -> GroupJob:
     """The job on pairs if the data has rejected answers, else reinforcement."""
-    if data.train[0].rejected:
+    if isinstance(given := common["config"].data, FileKeys) and given.rejected_field is not None:
         return PreferencePairs(**common, tokenizer=data.tokenizer, eos=data.stop_token_ids[0])
     ledger = Ledger(folder / "ledger.jsonl")
     return Reinforcement(**common, stream=stream_of(common["config"], common["prompts"], sampler, ledger))

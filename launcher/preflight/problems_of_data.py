@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config.sections.data import FileKeys, data_sources
-from rl_megatron.data.problems.files import local_files, read_records
+from rl_megatron.data.problems.files import files_in, local_files, read_records
 from rl_megatron.data.problems.prompts import check_template, fields_of
 from rl_megatron.errors import ConfigError, RLMegatronError
 
@@ -37,11 +37,12 @@ def _of(section: str, data: FileKeys, names: Sequence[str]) -> Iterator[Found]:
     for name, path in files.items():
         key = f"{section}.{name}"
         try:
-            rows = read_records(path, fields_of(data, path), key=key, limit=ROWS)
+            first, *others = files_in(path, key)
+            rows = read_records(first, fields_of(data, path), key=key, limit=ROWS)
         except RLMegatronError as error:
             yield problem(str(error))
         else:
-            longer += [str(path)] if len(rows) == ROWS else []
+            longer += [str(path)] if others or len(rows) == ROWS else []
     if longer:
         yield unchecked(f"rows of {' and '.join(longer)} after the first {ROWS}")
     try:

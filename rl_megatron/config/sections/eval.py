@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rl_megatron.config.sections.data import ArithmeticData, FileData, OneSource
+from rl_megatron.config.sections.data import ArithmeticData, FileData, FileKeys, HubData, OneSource
 from rl_megatron.section import Finite, Fraction, NonNegative, NonNegativeFloat, Positive, Section
 
 SetName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
@@ -29,7 +29,7 @@ class RunData(Section):
 class EvalSetSection(Section):
     """One set of problems, under a name of yours; its metrics are ``eval/<name>/...`` (docs/evaluation.md)."""
 
-    data: Annotated[RunData | ArithmeticData | FileData, Field(discriminator="type")] = RunData()
+    data: Annotated[RunData | ArithmeticData | FileData | HubData, Field(discriminator="type")] = RunData()
     limit: Positive | None = None
     """Number of problems to use, the first ones; null uses all."""
     samples: Positive = 1
@@ -102,7 +102,7 @@ class EvalSection(Section):
                 yield f"{key}: every={one.every} and at_steps={list(one.at_steps)} both say when; leave one of them out"
             if most := [k for k in one.pass_at if k > one.samples]:
                 yield f"{key}.pass_at={most[0]} needs as many samples, but samples={one.samples}; raise the second"
-            if isinstance(one.data, FileData) and one.data.rejected_field is not None:
+            if isinstance(one.data, FileKeys) and one.data.rejected_field is not None:
                 yield f"{key}.data.rejected_field={one.data.rejected_field}: a set is not trained on; leave it out"
             yield from self._greedy_problems(key, name, one)
 

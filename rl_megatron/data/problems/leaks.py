@@ -1,14 +1,19 @@
-"""Finds problems that are there twice: in what is trained on, or there and in what is held out."""
+"""Finds problems that are there twice: in what is trained on, or there and in what is held out.
+
+Texts are equal if they differ in white space alone. Rows whose 64-bit hash is equal are compared again by 128 bits of
+BLAKE2b, which are computed of these rows alone; so two different texts of one hash are both kept.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from rl_megatron.errors import DataError
 
@@ -17,65 +22,167 @@ logger = logging.getLogger(__name__)
 OnLeak = Literal["fail", "drop", "keep"]
 
 _MOST_SHOWN = 20
+_AT_ONCE = 1 << 20  # rows that are looked up in one call
 
 
-def problem_hash(*texts: str) -> int:
-    """64 bits of a problem, whose texts are equal if they differ in white space alone; of 10 million problems two
-    different ones have the same in one of 400,000 data sets."""
-    data = "\0".join(" ".join(text.split()) for text in texts).encode()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+class ProblemTexts(Protocol):
+    """Texts of problems by their row, without a difference of white space."""
+
+    def __len__(self) -> int: ...
+
+    def place(self, row: int) -> str:
+        """Where the problem is, for errors."""
+        ...
+
+    def hashes(self) -> NDArray[np.int64]:
+        """64 bits of each text, which are others in another process."""
+        ...
+
+    def digests(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """128 bits of the texts of these ascending rows: [R, 2]."""
+        ...
 
 
-def hashes_of(hashes: Iterable[int]) -> NDArray[np.uint64]:
-    """As an array."""
-    return np.fromiter(hashes, np.uint64)
+def spaced(*texts: str) -> str:
+    """The texts of a problem as one, in which all white space is one blank."""
+    return "\0".join(" ".join(text.split()) for text in texts)
 
 
-def repeated(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rows whose hash an earlier row has, ascending, and the first row that has it."""
-    _, first, of = np.unique(hashes, return_index=True, return_inverse=True)
-    first_of = first[of]
-    rows = np.flatnonzero(first_of != np.arange(len(hashes)))
-    return rows, first_of[rows]
+def hashes_of(texts: Sequence[str]) -> NDArray[np.int64]:
+    """64 bits of each text."""
+    return np.fromiter(map(hash, texts), np.int64, len(texts))
 
 
-def leaked(hashes: NDArray[np.uint64], held_out: Mapping[int, str]) -> NDArray[np.int64]:
-    """The rows whose hash is held out, ascending."""
-    return np.flatnonzero(np.isin(hashes, hashes_of(held_out)))
+def digests_of(texts: Iterable[str]) -> NDArray[np.uint64]:
+    """128 bits of each text: [R, 2]."""
+    data = b"".join(hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
+    return np.frombuffer(data, np.uint64).reshape(-1, 2)
+
+
+def repeated(texts: ProblemTexts, hashes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The rows whose text an earlier row has, ascending, and the first row that has it."""
+    suspects = _of_equal_hash(hashes)
+    digests = texts.digests(suspects)
+    order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: equal ones stay ascending
+    ordered = digests[order]
+    is_first = np.ones(len(order), np.bool_)
+    is_first[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    starts = np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
+    rows, firsts = suspects[order[~is_first]], suspects[order[starts[~is_first]]]
+    ascending = np.argsort(rows)
+    return rows[ascending], firsts[ascending]
+
+
+def _of_equal_hash(hashes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The rows whose hash another row has too, ascending."""
+    order = np.argsort(hashes)
+    ordered = hashes[order]
+    same = ordered[1:] == ordered[:-1]
+    shared = np.zeros(len(hashes), np.bool_)
+    shared[1:] |= same
+    shared[:-1] |= same
+    return np.sort(order[shared])
+
+
+def leaked(
+    texts: ProblemTexts, hashes: NDArray[np.int64], held_out: Mapping[str, ProblemTexts]
+) -> tuple[NDArray[np.int64], list[str]]:
+    """The rows whose text is held out, ascending, and where each is."""
+    there: dict[bytes, str] = {}
+    for key, theirs in held_out.items():
+        for row, digest in enumerate(theirs.digests(np.arange(len(theirs)))):
+            there[digest.tobytes()] = f"{theirs.place(row)} ({key})"
+    wanted = np.unique(np.concatenate([np.zeros(0, np.int64), *(theirs.hashes() for theirs in held_out.values())]))
+    found = list[NDArray[np.int64]]()
+    for start in range(0, len(hashes) if len(wanted) else 0, _AT_ONCE):
+        part = hashes[start : start + _AT_ONCE]
+        nearest = wanted[np.minimum(np.searchsorted(wanted, part), len(wanted) - 1)]
+        found.append(start + np.flatnonzero(nearest == part))
+    suspects = np.concatenate([np.zeros(0, np.int64), *found])
+    places = [there.get(digest.tobytes()) for digest in texts.digests(suspects)]
+    rows = [row for row, place in zip(suspects.tolist(), places, strict=True) if place is not None]
+    return np.array(rows, np.int64), [place for place in places if place is not None]
 
 
 def rows_to_keep(
-    places: Sequence[str],
-    hashes: NDArray[np.uint64],
-    wholes: NDArray[np.uint64],
-    held_out: Mapping[int, str],
-    on_leak: OnLeak,
-) -> NDArray[np.int64]:
-    """The rows to train on: of those with an equal hash in ``wholes`` the first, and as ``on_leak`` says of those whose
-    hash in ``hashes`` is held out (its place by its hash).
+    texts: ProblemTexts, wholes: ProblemTexts, held_out: Mapping[str, ProblemTexts], on_leak: OnLeak
+) -> NDArray[np.bool_]:
+    """Which rows to train on: of those with equal ``wholes`` the first, and as ``on_leak`` says of those whose text is
+    held out (by the key of its section).
 
     Warns with counts of what is dropped or kept. Raises DataError that names each leak by file and line.
     """
-    kept = np.ones(len(places), np.bool_)
-    rows, firsts = repeated(wholes)
+    kept = np.ones(len(texts), np.bool_)
+    hashes = texts.hashes()
+    rows, firsts = repeated(wholes, hashes if wholes is texts else wholes.hashes())
     if len(rows):
         kept[rows] = False
         logger.warning(
             "dropped %d of %d training problems that are there twice; the first is %s, which is %s again",
-            *(len(rows), len(places), places[rows[0]], places[firsts[0]]),
+            *(len(rows), len(texts), texts.place(int(rows[0])), texts.place(int(firsts[0]))),
         )
-    if not len(found := leaked(hashes, held_out)):
-        return np.flatnonzero(kept)
-    lines = [f"{places[row]}: trained on, but held out in {held_out[int(hashes[row])]}" for row in found[:_MOST_SHOWN]]
+    found, places = leaked(texts, hashes, held_out)
+    if not len(found):
+        return kept
+    shown = zip(found[:_MOST_SHOWN].tolist(), places[:_MOST_SHOWN], strict=True)
+    lines = [f"{texts.place(row)}: trained on, but held out in {place}" for row, place in shown]
     if on_leak == "fail":
         more = len(found) - len(lines)
         raise DataError(
             "\n".join([*lines, *([f"... and {more} more"] if more > 0 else [])])
-            + f"\n{len(found)} of {len(places)} training problems are held out too, so evaluations would measure what "
+            + f"\n{len(found)} of {len(texts)} training problems are held out too, so evaluations would measure what "
             "was learned by heart; set data.on_leak=drop not to train on them, or keep"
         )
     if on_leak == "drop":
         kept[found] = False
     done = "dropped" if on_leak == "drop" else "kept, by data.on_leak=keep,"
-    logger.warning("%s %d of %d training problems that are held out too; %s", done, len(found), len(places), lines[0])
-    return np.flatnonzero(kept)
+    logger.warning("%s %d of %d training problems that are held out too; %s", done, len(found), len(texts), lines[0])
+    return kept
+
+
+class ListedTexts(ProblemTexts):
+    """Texts that are in memory."""
+
+    def __init__(self, places: Sequence[str], texts: Iterable[str]) -> None:
+        self._places, self._texts = places, list(texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    @override
+    def place(self, row: int) -> str:
+        return self._places[row]
+
+    @override
+    def hashes(self) -> NDArray[np.int64]:
+        return hashes_of(self._texts)
+
+    @override
+    def digests(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+        return digests_of(self._texts[row] for row in rows.tolist())
+
+
+class JoinedTexts(ProblemTexts):
+    """Texts of several sources, one after the other."""
+
+    def __init__(self, parts: Sequence[ProblemTexts]) -> None:
+        self._parts = parts
+        self.starts = np.cumsum([0, *map(len, parts)])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    @override
+    def place(self, row: int) -> str:
+        part = int(np.searchsorted(self.starts, row, "right")) - 1
+        return self._parts[part].place(row - int(self.starts[part]))
+
+    @override
+    def hashes(self) -> NDArray[np.int64]:
+        return self._parts[0].hashes() if len(self._parts) == 1 else np.concatenate([p.hashes() for p in self._parts])
+
+    @override
+    def digests(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+        cuts = np.searchsorted(rows, self.starts)
+        own = zip(self._parts, self.starts.tolist(), cuts, cuts[1:], strict=False)
+        return np.concatenate([part.digests(rows[low:high] - start) for part, start, low, high in own])

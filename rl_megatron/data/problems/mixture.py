@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rl_megatron.types import Prompt
 
@@ -58,10 +59,10 @@ class Proportions:
 class Epochs:
     """Endless epochs over ``rows``, each shuffled by (seed, epoch), so that a position determines the order."""
 
-    def __init__(self, rows: Sequence[int], *, seed: int) -> None:
+    def __init__(self, rows: NDArray[np.integer], *, seed: int) -> None:
         self.rows, self.epoch, self.position = rows, 0, 0
         self._seed = seed
-        self._order: list[int] | None = None
+        self._order: NDArray[np.uint32] | None = None
 
     @property
     def passed(self) -> float:
@@ -74,9 +75,15 @@ class Epochs:
             self.move(self.epoch + 1, 0)
         if self._order is None:
             chance = np.random.default_rng([self._seed, self.epoch])
-            self._order = chance.permutation(len(self.rows)).tolist()
+            self._order = chance.permutation(np.arange(len(self.rows), dtype=np.uint32))
         self.position += 1
-        return self.rows[self._order[self.position - 1]]
+        return int(self.rows[self._order[self.position - 1]])
+
+    def upcoming(self, start: int, stop: int) -> NDArray[np.integer]:
+        """Of the row that was drawn last and those that follow in its epoch, these."""
+        assert self._order is not None  # one was drawn
+        first = self.position - 1
+        return self.rows[self._order[first + start : first + stop]]
 
     def move(self, epoch: int, position: int) -> None:
         """Continue there."""

@@ -6,8 +6,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+import numpy as np
+
 from rl_megatron.config.sections.data import CurriculumSection
-from rl_megatron.data.problems.mixture import Epochs, MixtureState, Proportions, SourceState, digest_of_prompts
+from rl_megatron.data.problems.mixture import Epochs, MixtureState, Proportions, SourceState
+from rl_megatron.data.problems.pool import Listed, Pool
 from rl_megatron.data.problems.prompt_table import PromptTable
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.types import Prompt
@@ -31,29 +34,27 @@ class PromptStream:
         weights: Mapping[str, float] | None = None,
         curriculum: CurriculumSection | None = None,
     ) -> None:
-        if not prompts:
+        if not len(prompts):
             raise DataError("no prompts to train on")
-        self._prompts, self._weights = prompts, dict(weights or {})
+        self._pool, self._weights = prompts if isinstance(prompts, Pool) else Listed(prompts), dict(weights or {})
         self.left_out = frozenset[int]()
-        rows: dict[str, list[int]] = {name: [] for name in self._weights or ("",)}
-        for row, prompt in enumerate(prompts):
-            rows[prompt.source if self._weights else ""].append(row)
+        rows = self._pool.sources(list(self._weights)) if weights else {"": np.arange(len(prompts), dtype=np.uint32)}
         self._epochs = {name: Epochs(own, seed=seed) for name, own in rows.items()}
         self.table: PromptTable | None = None
         if curriculum is not None and curriculum.is_on:
-            self.table = PromptTable(prompts, rows, curriculum, seed=seed)
+            self.table = PromptTable(self._pool, rows, curriculum, seed=seed)
         self._shares = Proportions(self._weights or {"": 1.0})
 
     def take(self, n: int) -> list[Prompt]:
         """The next ``n`` prompts, across the end of an epoch if need be."""
-        return [self._prompts[self._next(self._shares.next())] for _ in range(n)]
+        return [self._next(self._shares.next()) for _ in range(n)]
 
     def leave_out(self, prompt: Prompt) -> None:
         """Draw ``prompt`` no more. Raises DataError if no other of its source is left."""
-        self.left_out |= {row for row, one in enumerate(self._prompts) if one.id == prompt.id}
+        self.left_out |= {self._pool.row_of(prompt.id)}
         name = prompt.source if self._weights else ""
         rows = self._epochs[name].rows
-        if self.left_out.issuperset(rows):
+        if self.left_out.issuperset(rows.tolist()):
             of = f" of source {name!r}" if name else ""
             raise DataError(f"no prompts{of} are left to train on: none of {len(rows)} can be sampled")
         if self.table is not None:
@@ -67,7 +68,8 @@ class PromptStream:
         """The position in the stream; ``restore`` of it and ``left_out`` continues with the same prompts."""
         if not self._weights:
             (only,) = self._epochs.values()
-            return {"epoch": only.epoch, "position": only.position, "num_prompts": len(self._prompts)}
+            size, digest = len(self._pool), self._short_digest
+            return {"epoch": only.epoch, "position": only.position, "num_prompts": size, "digest": digest}
         taken = self._shares.taken
         sources = {
             name: SourceState(
@@ -91,25 +93,42 @@ class PromptStream:
             self._restore_sources(state)
         elif self._weights:
             raise CheckpointError("the checkpoint was made with one source of prompts, and data.sources has several")
-        elif state["num_prompts"] != len(self._prompts):
+        elif state["num_prompts"] != len(self._pool):
             raise CheckpointError(
                 f"the checkpoint was made with {state['num_prompts']} training prompts, but the data has "
-                f"{len(self._prompts)}; resume with the same data and limits"
+                f"{len(self._pool)}; resume with the same data and limits"
+            )
+        elif state.get("digest", self._short_digest) != self._short_digest:
+            raise CheckpointError(
+                f"the checkpoint was made with as many training prompts ({state['num_prompts']}), but with others, by "
+                "their digest; resume with the same files"
             )
         else:
             self._epochs[""].move(state["epoch"], state["position"])
         self.left_out = frozenset(left_out)
 
-    def _next(self, name: str) -> int:
-        """The next row of this source that is not left out, and that the curriculum draws."""
-        epochs, table = self._epochs[name], self.table
-        while (row := epochs.next()) in self.left_out or (table is not None and not table.draws(row, epochs.epoch)):
-            pass
-        return row
+    def _next(self, name: str) -> Prompt:
+        """The next prompt of this source that is not left out or too long, and that the curriculum draws."""
+        epochs, table, too_long = self._epochs[name], self.table, 0
+        while True:
+            row = epochs.next()
+            if row in self.left_out or (table is not None and not table.draws(row, epochs.epoch)):
+                continue
+            prompt = self._pool.at(row, epochs.upcoming)
+            if prompt is not None:
+                return prompt
+            too_long += 1
+            if too_long == 2 * len(epochs.rows):
+                raise DataError("every prompt is longer than rollout.max_prompt_tokens; raise it")
+
+    @property
+    def _short_digest(self) -> int:
+        """60 bits of the digest of the only source."""
+        return int(self._digests[""][:15], 16)
 
     @cached_property
     def _digests(self) -> dict[str, str]:
-        return {name: digest_of_prompts([self._prompts[row] for row in one.rows]) for name, one in self._epochs.items()}
+        return {name: self._pool.digest(one.rows) for name, one in self._epochs.items()}
 
     def _restore_sources(self, state: MixtureState) -> None:
         if list(state.sources) != list(self._weights):

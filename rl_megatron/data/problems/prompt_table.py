@@ -6,15 +6,16 @@ It is updated at the end of a step, in the order in which prompts were drawn, so
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rl_megatron.columns import Rates, Retired, Visits
 from rl_megatron.config.sections.data import CurriculumSection
+from rl_megatron.data.problems.pool import Pool
 from rl_megatron.errors import CheckpointError, DataError
-from rl_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -33,18 +34,17 @@ class PromptTable:
     """``prompts`` with their pass rates; ``sources`` has the rows of each source."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], sources: Mapping[str, Sequence[int]], section: CurriculumSection, *, seed: int
+        self, prompts: Pool, sources: Mapping[str, NDArray[np.integer]], section: CurriculumSection, *, seed: int
     ) -> None:
         """Raises DataError that names a prompt without the field ``data.curriculum.initial``."""
         self._section, self._seed = section, seed
-        self._sources = {name: np.array(rows, np.int64) for name, rows in sources.items()}
-        self._rows = {prompt.id: row for row, prompt in enumerate(prompts)}
+        self._sources, self._prompts = sources, prompts
         self.visits = np.zeros(len(prompts), np.int32)
         self.rates = np.full(len(prompts), np.nan)
         self.retired = np.full(len(prompts), -1, np.int32)
         self.skipped = 0
         if section.initial is not None:
-            self.rates[:] = [_initial(prompt, section.initial) for prompt in prompts]
+            self.rates = _initial(prompts, section.initial)
 
     def draws(self, row: int, epoch: int) -> bool:
         """Whether this epoch draws the prompt; counts one that it does not."""
@@ -63,7 +63,7 @@ class PromptTable:
         """
         s = self._section
         for name, share in seen:
-            row = self._rows[name]
+            row = self._prompts.row_of(name)
             before = share if np.isnan(self.rates[row]) else self.rates[row]
             self.rates[row] = s.decay * before + (1 - s.decay) * share
             self.visits[row] += 1
@@ -113,12 +113,14 @@ class PromptTable:
         self.skipped = state.skipped
 
 
-def _initial(prompt: Prompt, name: str) -> float:
-    """The pass rate that the data gives for a prompt."""
-    given = prompt.meta.get(name)
-    if not isinstance(given, int | float) or isinstance(given, bool) or not 0 <= given <= 1:
+def _initial(prompts: Pool, name: str) -> NDArray[np.float64]:
+    """The pass rates that the data gives."""
+    rates = prompts.numbers(name)
+    bad = np.flatnonzero(~((rates >= 0) & (rates <= 1)))
+    if len(bad):
+        given = "no number" if np.isnan(rates[bad[0]]) else f"{rates[bad[0]]:g}"
         raise DataError(
-            f"prompt {prompt.id!r}: data.curriculum.initial={name!r} must be a field with its pass rate, from 0 to 1, "
-            f"but it is {given!r:.60}"
+            f"prompt {prompts.name_of(int(bad[0]))!r}: data.curriculum.initial={name!r} must be a field with its pass "
+            f"rate, from 0 to 1, but it is {given}"
         )
-    return float(given)
+    return rates

@@ -13,6 +13,7 @@ from rl_megatron.errors import ConfigError
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 KEYS = ["data.type=hub", "data.repo=org/sums", "data.train=data/train.jsonl", "data.eval=data/test.jsonl"]
+IN_A_SET = ("repo=org/sums", "eval=a.jsonl", "revision=main")
 READ = """
 import sys
 from rl_megatron.config.io import load_config
@@ -21,8 +22,11 @@ from tests.unit.data.test_prompts import byte_tokenizer
 
 config = load_config("tiny_cpu", sys.argv[1:])
 given = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "seed": 0, "on_leak": "fail"}
-train, held_out = load_prompts(config.data, byte_tokenizer(), **given)
+sets = config.eval.data_of_sets
+train, held_out = load_prompts(config.data, byte_tokenizer(), **given, sets=sets)
 print([one.text for one in train], [one.text for one in held_out], first_problem(config.data, "data")[1])
+for one in sets.values():
+    print([one.text for one in load_prompts(one, byte_tokenizer(), **(given | {"on_leak": None}))[1]])
 """
 
 
@@ -43,6 +47,13 @@ def test_files_are_those_of_the_commit_in_the_cache_and_others_are_named(tmp_pat
         (folder / "test.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
     found = read(tmp_path, f"data.revision={COMMIT}")
     assert found.stdout == "['2+2='] ['1+1='] 4\n", found.stderr[-2000:]
+    keys = {"type": "hub", "repo": "org/sums", "revision": COMMIT[::-1], "eval": "data/test.jsonl"}
+    set_keys = [f"eval.sets.more.data.{name}={value}" for name, value in keys.items()]
+    found = read(tmp_path, f"data.revision={COMMIT}", *set_keys)
+    assert found.stdout.splitlines()[1:] == ["['1+1=']"], found.stderr[-2000:]
+    leak = read(tmp_path, f"data.revision={COMMIT}", *set_keys[:3], "eval.sets.more.data.eval=data/train.jsonl")
+    assert "train.jsonl:1: trained on, but held out in " in leak.stderr
+    assert "train.jsonl:1 (eval.sets.more.data)" in leak.stderr
     missing = read(tmp_path, f"data.revision={COMMIT}", "data.train=data/other.jsonl")
     assert missing.returncode
     assert (
@@ -59,6 +70,10 @@ def test_files_are_those_of_the_commit_in_the_cache_and_others_are_named(tmp_pat
         ([f"data.revision={COMMIT}", "data.repo=sums"], "data.repo='sums': must be text that matches"),
         (["data.digits=2"], "data.digits=2: data.type=hub reads files of data.repo"),
         ([], "data.revision: required, but not given"),
+        (
+            [f"data.revision={COMMIT}", *(f"eval.sets.x.data.{key}" for key in ("type=hub", *IN_A_SET))],
+            "revision='main': a branch or a tag can move",
+        ),
     ],
 )
 def test_what_is_no_pinned_data_set_is_refused(keys: list[str], said: str) -> None:

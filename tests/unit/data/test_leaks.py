@@ -14,7 +14,7 @@ import pytest
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import ArithmeticData, FileData, FileRunData, MixtureData, OneSource
-from rl_megatron.data.problems.leaks import hashes_of, leaked, problem_hash, repeated
+from rl_megatron.data.problems.leaks import ListedTexts, leaked, repeated, rows_to_keep, spaced
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt
@@ -29,12 +29,12 @@ def written(path: Path, questions: Sequence[str], answer: str = "4", **more: str
 
 def loaded(
     folder: Path, train: Sequence[str], held_out: Sequence[str], leak: str = "fail", **keys: object
-) -> list[Prompt]:
+) -> Sequence[Prompt]:
     data = {"type": "files", "train": written(folder / "t.jsonl", train), "eval": written(folder / "e.jsonl", held_out)}
     return load(RunConfig.model_validate({"data": {**data, **keys, "on_leak": leak}}))
 
 
-def load(config: RunConfig, sets: dict[str, OneSource] | None = None) -> list[Prompt]:
+def load(config: RunConfig, sets: dict[str, OneSource] | None = None) -> Sequence[Prompt]:
     given = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "seed": 0, "on_leak": config.data.on_leak, "sets": sets}
     return load_prompts(config.data, byte_tokenizer(), **given)[0]  # type: ignore[arg-type]
 
@@ -114,16 +114,22 @@ def test_a_set_of_other_sums_may_leak_and_the_runs_own_never() -> None:
         load(RunConfig(), {"eval.sets.more.data": ArithmeticData(num_eval=512)})
 
 
-def test_rows_are_those_of_a_loop_over_texts() -> None:
+@pytest.mark.parametrize("bits", [64, 3])
+def test_rows_are_those_of_a_loop_over_texts(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where most texts have the hash of another."""
+    monkeypatch.setattr("rl_megatron.data.problems.leaks.hash", lambda text: hash(text) % 2**bits >> 1, raising=False)
     draw = random.Random(1)
     texts = [f"{draw.randrange(40)}{' ' * draw.randrange(3)}x" for _ in range(200)]
-    held_out = [f"{n}  x" for n in range(0, 40, 7)]
+    held_out = [f"{n}  x" for n in range(0, 80, 7)]
     first: dict[str, int] = {}
     wanted = [(row, first[key]) for row, text in enumerate(texts) if first.setdefault(key := norm(text), row) != row]
-    hashes = hashes_of(map(problem_hash, texts))
-    assert list(zip(*map(np.ndarray.tolist, repeated(hashes)), strict=True)) == wanted
-    found = leaked(hashes, {problem_hash(one): one for one in held_out}).tolist()
-    assert found == [row for row, text in enumerate(texts) if norm(text) in set(map(norm, held_out))]
+    ours, theirs = (ListedTexts([str(i) for i in range(len(one))], map(spaced, one)) for one in (texts, held_out))
+    assert list(zip(*map(np.ndarray.tolist, repeated(ours, ours.hashes())), strict=True)) == wanted
+    rows, places = leaked(ours, ours.hashes(), {"eval": theirs})
+    held = set(map(norm, held_out))
+    assert rows.tolist() == [row for row, text in enumerate(texts) if norm(text) in held]
+    assert places == [f"{[norm(one) for one in held_out].index(norm(texts[row]))} (eval)" for row in rows.tolist()]
+    assert rows_to_keep(ours, ours, {}, "fail").sum() == len(first)
 
 
 def norm(text: str) -> str:

@@ -1,0 +1,266 @@
+"""Parquet files by row groups: every row's text once as a stream, and whole rows by their numbers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_megatron.data.problems.leaks import digests_of, hashes_of
+from rl_megatron.data.problems.records import (
+    Record,
+    decoded_row,
+    listed,
+    missing_field,
+    record_of,
+    shortened,
+    values_of,
+)
+from rl_megatron.errors import DataError
+
+_BATCH_BYTES = 16 << 20  # of decoded rows
+_BUFFER_BYTES = 1 << 20  # of a column's file that are read at once
+_MOST_ROWS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A row group: its file and its number there, and its rows' numbers: of its file and of all files."""
+
+    path: Path
+    index: int
+    first: int
+    start: int
+    size: int
+
+
+class ParquetRows:
+    """The rows of ``paths``, numbered from 0 through all of them. In memory are their footers alone.
+
+    Of ``fields`` the first must be a column of text. Raises DataError that names file, row group and row.
+    """
+
+    def __init__(self, paths: Sequence[Path], fields: tuple[str, ...], key: str) -> None:
+        self._fields, self._paths = fields, paths
+        self._metadata: dict[Path, Any] = {}
+        self._stamps = {}
+        groups: list[_Group] = []
+        self._size = total_bytes = 0
+        for path in paths:
+            with _told(path):
+                if not path.is_file():
+                    raise DataError(f"{key}={shortened(str(path))}: no such file")
+                self._stamps[path] = _stamp(path)
+                self._metadata[path] = footer = self._open(path).metadata
+                _check_columns(path, footer.schema.to_arrow_schema(), fields)
+                first = 0
+                for index in range(footer.num_row_groups):
+                    group = footer.row_group(index)
+                    groups.append(_Group(path, index, first, self._size, group.num_rows))
+                    first, self._size = first + group.num_rows, self._size + group.num_rows
+                    total_bytes += group.total_byte_size
+        if not self._size:
+            raise DataError(f"{key}={paths[0]}: the file is empty; give at least one row")
+        self._groups, self._starts = groups, np.array([group.start for group in groups])
+        self.row_bytes = max(1, total_bytes // self._size)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def line(self, row: int) -> tuple[Path, int]:
+        """The row's file, and its number there from 1."""
+        group = self._groups[int(np.searchsorted(self._starts, row, "right")) - 1]
+        return group.path, group.first + row - group.start + 1
+
+    def row(self, stem: str, line: int) -> int:
+        """The row of this number, from 1, in the file of this name."""
+        group = next(group for group in self._groups if group.path.stem == stem)
+        return group.start - group.first + line - 1
+
+    def place(self, row: int) -> str:
+        """For errors."""
+        path, line = self.line(row)
+        return f"{path}:{line}"
+
+    def checksum(self) -> str:
+        """Of all bytes of the files, and of their names."""
+        digest = hashlib.blake2b(digest_size=16)
+        for path in self._paths:
+            digest.update(f"{path.stem}\0{path.stat().st_size}\0".encode())
+            with _told(path), path.open("rb") as file:
+                while data := file.read(_BUFFER_BYTES):
+                    digest.update(data)
+        return digest.hexdigest()
+
+    def hashes(self) -> NDArray[np.int64]:
+        """64 bits of each row's text without a difference of white space, as `leaks` has them.
+
+        Raises DataError that names all bad rows: those whose fields are null, empty or no text.
+        """
+        hashes, problems = np.zeros(len(self), np.int64), list[str]()
+        for group in self._groups:
+            for start, batch in self._batches(group, list(self._fields)):
+                if found := self._problems(group, start, batch):
+                    problems += found
+                else:
+                    hashes[start : start + len(batch)] = hashes_of(_spaced(batch.column(self._fields[0])).to_pylist())
+        if problems:
+            raise DataError(listed(problems))
+        return hashes
+
+    def digests(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """128 bits of these ascending rows' texts: [R, 2]."""
+        found = [
+            digests_of(_spaced(batch.column(0)).to_pylist()) for batch in self.selected(rows, list(self._fields[:1]))
+        ]
+        return np.concatenate([np.zeros((0, 2), np.uint64), *found])
+
+    def numbers(self, name: str) -> NDArray[np.float64]:
+        """A column of numbers; NaN where it has none."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        numbers = np.full(len(self), np.nan)
+        for group in self._groups:
+            column = self._metadata[group.path].schema.to_arrow_schema()
+            kind = column.field(name).type if name in column.names else pa.null()
+            if not (pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_decimal(kind)):
+                continue
+            for start, batch in self._batches(group, [name]):
+                values = pc.cast(batch.column(0), pa.float64(), safe=False)
+                numbers[start : start + len(batch)] = values.to_numpy(zero_copy_only=False)
+        return numbers
+
+    def selected(self, rows: NDArray[np.int64], columns: list[str] | None) -> Iterator[Any]:
+        """Record batches of these ascending rows; only row groups that have one are read."""
+        import pyarrow as pa
+
+        for group in self._groups:
+            low, high = np.searchsorted(rows, [group.start, group.start + group.size])
+            left = rows[low:high]
+            for start, batch in self._batches(group, columns) if len(left) else ():
+                count = int(np.searchsorted(left, start + len(batch)))
+                if count:
+                    yield batch.take(pa.array(left[:count] - start))
+                left = left[count:]
+                if not len(left):
+                    break
+
+    def record(self, row: int, batch: Any) -> Record:
+        """The row, which ``batch`` has alone. Raises DataError that says what is wrong with it."""
+        names = batch.schema.names
+        whole = decoded_row({name: values_of(batch.column(i))[0] for i, name in enumerate(names)})
+        record = whole if isinstance(whole, str) else record_of(whole, self._fields)
+        if isinstance(record, str):
+            raise DataError(f"{self.place(row)}: {record}")
+        return record
+
+    def _open(self, path: Path) -> Any:
+        import pyarrow.parquet as pq  # heavy, and only parquet needs it
+
+        return pq.ParquetFile(path, metadata=self._metadata.get(path), buffer_size=_BUFFER_BYTES)
+
+    def _batches(self, group: _Group, columns: list[str] | None) -> Iterator[tuple[int, Any]]:
+        """Record batches of a row group, each with the number of its first row."""
+        count = max(64, min(_MOST_ROWS, _BATCH_BYTES // self.row_bytes))
+        rows = f"row group {group.index + 1} (rows {group.first + 1} to {group.first + group.size})"
+        with _told(group.path, rows):
+            if _stamp(group.path) != self._stamps[group.path]:
+                raise DataError(f"{group.path}: the file has changed since the run began to read it; start it again")
+            start = group.start
+            with self._open(group.path) as file:
+                for batch in file.iter_batches(count, row_groups=[group.index], columns=columns, use_threads=False):
+                    yield start, batch
+                    start += len(batch)
+            if start != group.start + group.size:
+                raise DataError(f"{group.path}: {rows} has {start - group.start} rows; the file is damaged")
+
+    def _problems(self, group: _Group, start: int, batch: Any) -> list[str]:
+        """What is wrong with rows of a batch, whose columns are looked at as a whole first."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        bad = np.zeros(len(batch), np.bool_)
+        try:
+            batch.validate(full=True)
+            for name in self._fields:
+                column = batch.column(name)
+                if not _is_text(column.type):
+                    nan = pa.types.is_floating(column.type)
+                    empty = pc.invert(pc.is_finite(column)) if nan else pc.is_null(column)
+                else:
+                    empty = pc.equal(pc.utf8_trim_whitespace(_plain(column)), "")
+                bad |= pc.fill_null(empty, True).to_numpy(zero_copy_only=False)
+        except pa.ArrowInvalid:  # bad UTF-8, of which each row is asked
+            bad[:] = True
+        problems = []
+        for row in np.flatnonzero(bad).tolist():
+            try:
+                self.record(start + row, batch.slice(row, 1))
+            except DataError as error:
+                problems.append(f"{error} (row group {group.index + 1})")
+        return problems
+
+
+def _check_columns(path: Path, schema: Any, fields: tuple[str, ...]) -> None:
+    import pyarrow as pa
+
+    if len(set(schema.names)) < len(schema.names):
+        name, count = Counter(schema.names).most_common(1)[0]
+        raise DataError(f"{path}: {count} columns are called {shortened(repr(name))}; keep one of them")
+    if missing := [name for name in fields if name not in schema.names]:
+        raise DataError(f"{path}: {missing_field(missing[0], schema.names)}")
+    kind = schema.field(fields[0]).type
+    if not (_is_text(kind) or pa.types.is_null(kind)):
+        raise DataError(
+            f"{path}: column {fields[0]!r} is of {shortened(str(kind))}; it must be text, so write it as string"
+        )
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _plain(column: Any) -> Any:
+    """A column of text, not as a dictionary or as views, for which not all of pyarrow's functions are there."""
+    import pyarrow as pa
+
+    return column.cast(pa.large_string())
+
+
+def _spaced(column: Any) -> Any:
+    """As `leaks.spaced`: pyarrow and Python have the same white space."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    words = pc.utf8_split_whitespace(pc.utf8_trim_whitespace(_plain(column)))
+    return pc.binary_join(words, pa.scalar(" ", pa.large_string()))
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+@contextmanager
+def _told(path: Path, part: str = "") -> Iterator[None]:
+    """Turns what pyarrow and the system raise into a DataError that names file and row group."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except DataError:
+        raise
+    except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError) as error:
+        what = f"{part}: cannot be read" if part else "not a readable parquet file"
+        raise DataError(f"{shortened(str(path))}: {what}: {shortened(str(error))}") from error

@@ -1,0 +1,280 @@
+"""What prompts are drawn from: a list in memory, or rows of files that are read and rendered when they are drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from rl_megatron.config.sections.data import FileKeys
+from rl_megatron.data.problems.mixture import digest_of_prompts
+from rl_megatron.data.problems.parquet import ParquetRows
+from rl_megatron.data.problems.rendering import OnLongPrompt, rendered, tokenized_one
+from rl_megatron.errors import DataError
+from rl_megatron.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_WINDOW_BYTES = 64 << 20  # of rows that are read at once, by the footers
+_MOST_ROWS = 1 << 17  # the same
+
+Upcoming = Callable[[int, int], NDArray[np.integer]]
+
+
+class Pool(Sequence[Prompt]):
+    """Prompts by row."""
+
+    @abstractmethod
+    def at(self, row: int, upcoming: Upcoming) -> Prompt | None:
+        """The prompt that is drawn; None if it is too long. ``upcoming(start, stop)`` are rows that will be drawn:
+        number 0 is this one."""
+
+    @abstractmethod
+    def row_of(self, name: str) -> int:
+        """The row of the prompt with this id."""
+
+    @abstractmethod
+    def name_of(self, row: int) -> str:
+        """The prompt's id."""
+
+    @abstractmethod
+    def sources(self, names: Sequence[str]) -> Mapping[str, NDArray[np.integer]]:
+        """The rows of each of these sources."""
+
+    @abstractmethod
+    def digest(self, rows: NDArray[np.integer]) -> str:
+        """A checksum of all prompts of one source."""
+
+    @abstractmethod
+    def numbers(self, field: str) -> NDArray[np.float64]:
+        """A field of the data; NaN where it is no number."""
+
+    @overload
+    def __getitem__(self, row: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> list[Prompt]: ...
+
+    def __getitem__(self, row: int | slice) -> Prompt | list[Prompt]:
+        """Raises DataError if it is too long."""
+        if isinstance(row, slice):
+            return [self[one] for one in range(*row.indices(len(self)))]
+        at = range(len(self))[row]  # IndexError, and rows from the end
+        rows = np.arange(at, len(self), dtype=np.uint32)
+        prompt = self.at(at, lambda start, stop: rows[start:stop])
+        if prompt is None:
+            raise DataError(f"prompt {self.name_of(at)!r} is longer than rollout.max_prompt_tokens; raise it")
+        return prompt
+
+
+class Listed(Pool):
+    """Prompts that are in memory."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @override
+    def at(self, row: int, upcoming: Upcoming) -> Prompt | None:
+        return self._prompts[row]
+
+    @override
+    def row_of(self, name: str) -> int:
+        return self._rows[name]
+
+    @override
+    def name_of(self, row: int) -> str:
+        return self._prompts[row].id
+
+    @override
+    def sources(self, names: Sequence[str]) -> Mapping[str, NDArray[np.integer]]:
+        rows: dict[str, list[int]] = {name: [] for name in names}
+        for row, prompt in enumerate(self._prompts):
+            rows[prompt.source].append(row)
+        return {name: np.array(own, np.uint32) for name, own in rows.items()}
+
+    @override
+    def digest(self, rows: NDArray[np.integer]) -> str:
+        return digest_of_prompts([self._prompts[row] for row in rows.tolist()])
+
+    @override
+    def numbers(self, field: str) -> NDArray[np.float64]:
+        found = (prompt.meta.get(field) for prompt in self._prompts)
+        return np.array([x if isinstance(x, int | float) and not isinstance(x, bool) else np.nan for x in found], float)
+
+    @cached_property
+    def _rows(self) -> dict[str, int]:
+        return {prompt.id: row for row, prompt in enumerate(self._prompts)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowForm:
+    """How a row becomes a prompt."""
+
+    data: FileKeys
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    on_long: OnLongPrompt
+
+
+class RowsOfPrompts(Pool):
+    """Rows of files, of which those that are drawn next are held: once a window of them is in use, a thread reads the
+    following one. The order of draws does not depend on windows."""
+
+    def __init__(self, rows: ParquetRows, kept: NDArray[np.bool_] | None, form: RowForm, *, source: str) -> None:
+        """``kept``: the rows of ``rows`` that are in the pool; None: all."""
+        self._rows, self._form, self._source = rows, form, source
+        whole = np.arange(len(rows), dtype=np.uint32)
+        self._kept = whole if kept is None or kept.all() else whole[kept]
+        self._window = max(1, min(_MOST_ROWS, _WINDOW_BYTES // rows.row_bytes))
+        self._held = _Held(np.zeros(0, np.int64), ())
+        self._following: Future[_Held] | None = None
+        self._reader = ThreadPoolExecutor(1, "parquet")
+        self._too_long = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @override
+    def at(self, row: int, upcoming: Upcoming) -> Prompt | None:
+        number = int(self._kept[row])
+        batch = self._held.batch(number)
+        if batch is None:
+            self._move(upcoming, number)
+            batch = self._held.batch(number)
+        form = self._form
+        path, line = self._rows.line(number)
+        problem = rendered(self._rows.record(number, batch), path, line, form.data, form.tokenizer)
+        prompt = tokenized_one(problem, form.tokenizer, not form.data.chat_template, form.max_tokens)
+        if isinstance(prompt, str):
+            self._is_long(problem.place, prompt)
+            return None
+        name = f"{self._source}/{prompt.id}" if self._source else prompt.id
+        return replace(prompt, id=name, source=self._source)
+
+    @override
+    def row_of(self, name: str) -> int:
+        stem, line = name.removeprefix(f"{self._source}/").rsplit(":", 1)
+        return int(np.searchsorted(self._kept, self._rows.row(stem, int(line))))
+
+    @override
+    def name_of(self, row: int) -> str:
+        path, line = self._rows.line(int(self._kept[row]))
+        return f"{self._source}/{path.stem}:{line}" if self._source else f"{path.stem}:{line}"
+
+    @override
+    def sources(self, names: Sequence[str]) -> Mapping[str, NDArray[np.integer]]:
+        return {self._source: np.arange(len(self), dtype=np.uint32)}
+
+    @override
+    def digest(self, rows: NDArray[np.integer]) -> str:
+        """Of the files' bytes, and of which rows are in the pool."""
+        return hashlib.blake2b(self._rows.checksum().encode() + self._kept.tobytes(), digest_size=16).hexdigest()
+
+    @override
+    def numbers(self, field: str) -> NDArray[np.float64]:
+        return self._rows.numbers(field)[self._kept]
+
+    def _move(self, upcoming: Upcoming, number: int) -> None:
+        """Hold the window that begins with the row that is drawn."""
+        following, self._following = self._following, None
+        held = following.result() if following is not None else None
+        if held is None or held.batch(number) is None:
+            held = self._read(upcoming(0, self._window))
+        self._held = held
+        then = upcoming(self._window, 2 * self._window)
+        if len(then):
+            self._following = self._reader.submit(self._read, then)
+
+    def _read(self, rows: NDArray[np.integer]) -> _Held:
+        numbers = np.sort(self._kept[rows]).astype(np.int64)
+        return _Held(numbers, tuple(self._rows.selected(numbers, None)))
+
+    def _is_long(self, place: str, length: str) -> None:
+        most = f"rollout.max_prompt_tokens={self._form.max_tokens}"
+        if self._form.on_long == "fail":
+            raise DataError(f"{place}: the prompt has {length}, {most}; raise it or set rollout.on_long_prompt=drop")
+        self._too_long += 1
+        if not self._too_long & (self._too_long - 1):
+            logger.warning(
+                "dropped %d prompts so far that have more tokens than %s when they were drawn; the last is %s with %s",
+                *(self._too_long, most, place, length),
+            )
+
+
+class _Held:
+    """Rows in memory: their ascending ``numbers``, and record batches of them, one after the other."""
+
+    def __init__(self, numbers: NDArray[np.int64], batches: Sequence[Any]) -> None:
+        self._numbers, self._batches = numbers, batches
+        self._starts = np.cumsum([0, *map(len, batches)])
+
+    def batch(self, number: int) -> Any:
+        """The row alone; None if it is not held."""
+        at = int(np.searchsorted(self._numbers, number))
+        if at == len(self._numbers) or self._numbers[at] != number:
+            return None
+        part = int(np.searchsorted(self._starts, at, "right")) - 1
+        return self._batches[part].slice(at - int(self._starts[part]), 1)
+
+
+class Joined(Pool):
+    """Pools of several sources, one after the other; each has one source."""
+
+    def __init__(self, parts: Sequence[Pool]) -> None:
+        self._parts = parts
+        self._starts = np.cumsum([0, *map(len, parts)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @override
+    def at(self, row: int, upcoming: Upcoming) -> Prompt | None:
+        part, start = self._part(row)
+        return part.at(row - start, lambda first, stop: upcoming(first, stop) - np.uint32(start))
+
+    @override
+    def row_of(self, name: str) -> int:
+        source = name.split("/", 1)[0]
+        at = next(i for i, part in enumerate(self._parts) if part.name_of(0).startswith(f"{source}/"))
+        return int(self._starts[at]) + self._parts[at].row_of(name)
+
+    @override
+    def name_of(self, row: int) -> str:
+        part, start = self._part(row)
+        return part.name_of(row - start)
+
+    @override
+    def sources(self, names: Sequence[str]) -> Mapping[str, NDArray[np.integer]]:
+        found = {}
+        for part, start in zip(self._parts, self._starts.tolist(), strict=False):
+            (name,) = {part.name_of(0).split("/", 1)[0]}
+            found[name] = np.arange(start, start + len(part), dtype=np.uint32)
+        return {name: found[name] for name in names}
+
+    @override
+    def digest(self, rows: NDArray[np.integer]) -> str:
+        part, start = self._part(int(rows[0]))
+        return part.digest(rows - np.uint32(start))
+
+    @override
+    def numbers(self, field: str) -> NDArray[np.float64]:
+        return np.concatenate([part.numbers(field) for part in self._parts])
+
+    def _part(self, row: int) -> tuple[Pool, int]:
+        at = int(np.searchsorted(self._starts, row, "right")) - 1
+        return self._parts[at], int(self._starts[at])

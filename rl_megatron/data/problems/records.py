@@ -1,0 +1,100 @@
+"""A row of a file: its requested fields as text, its others as JSON values, or what is wrong with it."""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_MAX_SHOWN = 500  # characters of a file's or a library's text in an error
+_MAX_PROBLEMS_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A row's requested fields as text, and all other fields as JSON values."""
+
+    texts: tuple[str, ...]
+    others: Mapping[str, Any]
+
+
+def listed(problems: Sequence[str]) -> str:
+    """Bad rows as lines, of which the first are shown."""
+    more = len(problems) - _MAX_PROBLEMS_SHOWN
+    return "\n".join([*problems[:_MAX_PROBLEMS_SHOWN], *([f"... and {more} more bad rows"] if more > 0 else [])])
+
+
+def record_of(row: Mapping[str, object], fields: tuple[str, ...]) -> Record | str:
+    """The fields of a row, or what is wrong with it."""
+    texts = []
+    others = {name: value for name, value in row.items() if name not in fields}
+    for name in fields:
+        if name not in row:
+            return missing_field(name, row)
+        value = row[name]
+        if not isinstance(value, str):
+            if value is None or name == fields[0]:
+                return f"field {name!r} is {value!r:.40} ({type(value).__name__}); it must be text, so quote it"
+            others[name] = value
+            value = json.dumps(value, ensure_ascii=False)
+        if not value.strip():
+            return f"field {name!r} is empty"
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return f"field {name!r} holds a lone surrogate, which is not valid text"
+        texts.append(value)
+    return Record(tuple(texts), others)
+
+
+def values_of(column: Any) -> list[Any]:
+    """The values of one column; text stays bytes, so that bad UTF-8 is found row by row."""
+    import pyarrow as pa
+
+    is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+    values: list[Any] = (column.cast(pa.large_binary()) if is_text else column).to_pylist()
+    return values if is_text else [as_json(value) for value in values]
+
+
+def decoded_row(row: dict[str, Any]) -> Mapping[str, object] | str:
+    """The row with its texts decoded_row, or what is wrong with one."""
+    for name, value in row.items():
+        if isinstance(value, bytes):
+            try:
+                row[name] = value.decode()
+            except UnicodeDecodeError as error:
+                return f"field {name!r} is not UTF-8 at byte {error.start + 1}"
+    return row
+
+
+def as_json(value: object) -> object:
+    """Convert a value of a parquet column to JSON: bytes to base64, dates and decimals to text, NaN to null."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case bytes():
+            return base64.b64encode(value).decode()
+        case dict():
+            return {str(key): as_json(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [as_json(inner) for inner in value]
+    return str(value)
+
+
+def missing_field(name: str, present: Iterable[str]) -> str:
+    """Say which field a row lacks, those ``present``, and the one of a similar name."""
+    names = sorted(present)
+    near = difflib.get_close_matches(name, names, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"no field {name!r}; it has {shortened(', '.join(names)) or 'none'}{hint}"
+
+
+def shortened(text: str) -> str:
+    """Its first 500 characters."""
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

@@ -1,0 +1,120 @@
+"""Renders problems by their templates and tokenizes them, with a bound on their length."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rl_megatron.config.sections.data import FileKeys
+from rl_megatron.data.problems.records import Record
+from rl_megatron.errors import DataError
+from rl_megatron.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 1000  # prompts that a tokenizer gets in one call
+_MOST_CHARACTERS = 100  # per token, on average over a prompt
+
+OnLongPrompt = Literal["fail", "drop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A prompt before tokenization. ``place`` says in errors where it comes from."""
+
+    id: str
+    place: str
+    text: str
+    answer: str
+    raw: str  # as the data has it, without templates
+    rejected: Sequence[str] = ()  # a worse answer, in data of pairs
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+def rendered(record: Record, path: Path, line: int, data: FileKeys, tokenizer: PreTrainedTokenizerBase) -> Problem:
+    """The problem in a row of a file, with its templates."""
+    question, answer, *rejected = record.texts
+    text = data.prompt_template.replace("{prompt}", question)
+    if data.chat_template:
+        chat = [{"role": "user", "content": text}]
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    return Problem(
+        id=f"{path.stem}:{line}",
+        place=f"{path}:{line}",
+        text=text,
+        raw=question,
+        answer=answer,
+        rejected=rejected,
+        meta=record.others,
+    )
+
+
+def tokenized(
+    problems: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    add_special_tokens: bool,
+    max_prompt_tokens: int,
+    on_long_prompt: OnLongPrompt,
+) -> list[Prompt]:
+    """The prompts in their order. One that is too long raises DataError, or is dropped with a warning."""
+    prompts: list[Prompt] = []
+    long: list[tuple[Problem, str]] = []
+    for problem, ids in _encoded(problems, tokenizer, add_special_tokens, max_prompt_tokens * _MOST_CHARACTERS):
+        prompt = _prompt(problem, ids, max_prompt_tokens)
+        if isinstance(prompt, str):
+            long.append((problem, prompt))
+        else:
+            prompts.append(prompt)
+    if long and (on_long_prompt == "fail" or not prompts):
+        problem, length = long[0]
+        raise DataError(
+            f"{problem.place}: the prompt has {length}, rollout.max_prompt_tokens={max_prompt_tokens} "
+            f"({len(long)} of {len(problems)} prompts are too long); raise it"
+            + (" or set rollout.on_long_prompt=drop" if prompts else "")
+        )
+    if long:
+        logger.warning(
+            "dropped %d of %d prompts with more than rollout.max_prompt_tokens=%d tokens; the first is %s with %s",
+            *(len(long), len(problems), max_prompt_tokens, long[0][0].place, long[0][1]),
+        )
+    return prompts
+
+
+def tokenized_one(
+    problem: Problem, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool, max_prompt_tokens: int
+) -> Prompt | str:
+    """The prompt, or its length if that is too much."""
+    ((_, ids),) = _encoded([problem], tokenizer, add_special_tokens, max_prompt_tokens * _MOST_CHARACTERS)
+    return _prompt(problem, ids, max_prompt_tokens)
+
+
+def _prompt(problem: Problem, ids: Sequence[int] | None, max_prompt_tokens: int) -> Prompt | str:
+    if ids is None or len(ids) > max_prompt_tokens:
+        return f"{len(problem.text)} characters" if ids is None else f"{len(ids)} tokens"
+    return Prompt(
+        id=problem.id,
+        text=problem.text,
+        token_ids=tuple(ids),
+        answer=problem.answer,
+        rejected=tuple(problem.rejected),
+        meta=problem.meta,
+    )
+
+
+def _encoded(
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool, most_characters: int
+) -> Iterator[tuple[Problem, list[int] | None]]:
+    """Each problem with its tokens, or with None if it has too many characters to fit. Encodes few at a time, because
+    a tokenizer's own records take 100 bytes a token while they exist."""
+    for start in range(0, len(problems), _AT_ONCE):
+        part = problems[start : start + _AT_ONCE]
+        texts = [p.text for p in part if len(p.text) <= most_characters]
+        encoded = iter(tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"] if texts else [])
+        for problem in part:
+            yield problem, next(encoded) if len(problem.text) <= most_characters else None

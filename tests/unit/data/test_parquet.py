@@ -1,0 +1,216 @@
+"""Parquet by row groups: the prompts, draws and verdicts of the same rows in jsonl; what cannot be read is named."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.data import CurriculumSection, MixtureData, RunKeys
+from rl_megatron.data.problems import pool
+from rl_megatron.data.problems.pool import Pool
+from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.prompts import load_prompts
+from rl_megatron.errors import CheckpointError, DataError
+from rl_megatron.models.tiny import byte_tokenizer
+
+SPACES = (" ", "  ", "\t", "\n", "\u3000", "\x1c", "\xa0")
+
+
+def made(count: int, seed: int = 0, values: int = 60) -> list[dict[str, Any]]:
+    """Rows of which some differ in white space alone."""
+    draw = random.Random(seed)
+    return [
+        {
+            "question": f"{draw.choice(('', ' '))}{draw.randrange(values)}{draw.choice(SPACES)}+ é?",
+            "answer": draw.choice((draw.randrange(9), draw.randrange(9))),
+            "level": row / count,
+        }
+        for row in range(count)
+    ]
+
+
+def written(path: Path, rows: Sequence[Mapping[str, Any]], group: int = 7) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=group)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def loaded(train: Path, held_out: Path, leak: str = "drop", **more: Any) -> Pool:
+    keys = {"type": "files", "train": train, "eval": held_out, "on_leak": leak}
+    return load(RunConfig.model_validate({"data": keys}).data, **more)
+
+
+def load(data: Any, limit: int = 99, long: Any = "fail") -> Pool:
+    assert isinstance(data, RunKeys)
+    given = {"max_prompt_tokens": limit, "on_long_prompt": long, "seed": 0, "on_leak": data.on_leak}
+    return load_prompts(data, byte_tokenizer(), **given)[0]
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_MOST_ROWS", 5)
+
+
+@pytest.mark.parametrize("leak", ["drop", "keep", "fail"])
+def test_prompts_draws_and_verdicts_are_those_of_jsonl_and_of_sets(leak: str, tmp_path: Path) -> None:
+    rows, held = made(100), made(8, seed=1, values=90)
+    held_out = written(tmp_path / "e.jsonl", held)
+    files = [written(tmp_path / f"t.{kind}", rows) for kind in ("jsonl", "parquet")]
+    if leak == "fail":
+        said = []
+        for path in files:
+            with pytest.raises(DataError) as error:
+                loaded(path, held_out, leak)
+            said.append(str(error.value).replace(path.name, "t"))
+        assert said[0] == said[1]
+        return
+    seen = {" ".join(row["question"].split()) for row in held} if leak == "drop" else set[str]()
+    kept = []
+    for number, row in enumerate(rows, 1):
+        if (text := " ".join(row["question"].split())) not in seen:
+            kept.append(f"t:{number}")
+            seen.add(text)
+    ours, theirs = (loaded(path, held_out, leak) for path in files)
+    assert [one.id for one in ours] == kept
+    assert list(ours) == list(theirs)
+    count = 3 * len(kept) + 4
+    drawn = PromptStream(theirs, seed=3).take(count)
+    assert drawn == PromptStream(ours, seed=3).take(count)
+    assert [theirs.row_of(one.id) for one in drawn] == [kept.index(one.id) for one in drawn]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 6, 37, 60])
+def test_a_resume_draws_what_an_uninterrupted_run_draws(taken: int, tmp_path: Path) -> None:
+    path, held_out = written(tmp_path / "t.parquet", made(40)), written(tmp_path / "e.jsonl", made(1, 5, 10**6))
+    curriculum = CurriculumSection(retire_above=0.9, initial="level")
+    whole = PromptStream(loaded(path, held_out), seed=3, curriculum=curriculum).take(taken + 50)
+    first = PromptStream(loaded(path, held_out), seed=3, curriculum=curriculum)
+    first.take(taken)
+    assert first.table is not None
+    again = PromptStream(loaded(path, held_out), seed=3, curriculum=curriculum)
+    again.restore(first.state())
+    assert again.table is not None
+    again.table.restore(first.table.state())
+    assert again.take(50) == whole[taken:]
+
+
+def test_another_file_of_as_many_rows_is_refused_on_a_resume(tmp_path: Path) -> None:
+    rows, held_out = made(20, values=10**6), written(tmp_path / "e.jsonl", made(1, 5, 10**6))
+    for name in ("t.parquet", "t.jsonl"):
+        state = PromptStream(loaded(written(tmp_path / name, rows), held_out), seed=0).state()
+        other = loaded(written(tmp_path / name, [*rows[:-1], rows[-1] | {"answer": 77}]), held_out)
+        with pytest.raises(CheckpointError, match="as many training prompts"):
+            PromptStream(other, seed=0).restore(state)
+
+
+def test_a_file_that_changes_while_it_is_read_ends_the_run(tmp_path: Path) -> None:
+    path, held_out = written(tmp_path / "t.parquet", made(40)), written(tmp_path / "e.jsonl", made(1, 5, 10**6))
+    train = loaded(path, held_out)
+    written(path, made(41))
+    with pytest.raises(DataError, match="has changed since the run began to read it"):
+        PromptStream(train, seed=0).take(1)
+
+
+def test_a_folder_has_the_rows_of_its_files_by_name(tmp_path: Path) -> None:
+    rows, held_out = made(30, values=10**6), written(tmp_path / "e.jsonl", made(1, 5, 10**6))
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for name, start in (("b", 10), ("a", 0), ("c", 25)):
+        written(folder / f"{name}.parquet", rows[start : {"a": 10, "b": 25, "c": 30}[name]])
+    train = loaded(folder, held_out)
+    assert [one.text for one in train] == [row["question"] for row in rows]
+    assert [train[row].id for row in (0, 10, 29)] == ["a:1", "b:1", "c:5"]
+    assert [train.row_of(one.id) for one in train] == list(range(30))
+    with pytest.raises(DataError, match=r"data.train=.*: the folder has no .parquet file"):
+        loaded(tmp_path, held_out)
+
+
+def test_it_is_a_source_of_a_mixture(tmp_path: Path) -> None:
+    def mixed(kind: str) -> Pool:
+        folder = tmp_path / kind
+        folder.mkdir()
+        source = {"type": "files", "eval": written(folder / "e.jsonl", made(1, 5, 10**6))}
+        sources = {
+            "one": {**source, "train": written(folder / f"one.{kind}", made(20))},
+            "sums": {"type": "arithmetic", "digits": 1, "num_eval": 5},
+            "two": {**source, "train": written(folder / f"two.{kind}", made(30, seed=2)), "weight": 2},
+        }
+        return load(MixtureData.model_validate({"type": "mixture", "sources": sources, "on_leak": "drop"}))
+
+    weights = {"one": 1.0, "sums": 1.0, "two": 2.0}
+    ours, theirs = (PromptStream(mixed(kind), seed=1, weights=weights) for kind in ("jsonl", "parquet"))
+    assert theirs.take(90) == ours.take(90)
+    state = theirs.state()
+    after = theirs.take(30)
+    (tmp_path / "more").mkdir()
+    again = PromptStream(mixed_again(tmp_path), seed=1, weights=weights)
+    again.restore(state)
+    assert again.take(30) == after
+
+
+def mixed_again(folder: Path) -> Pool:
+    """The parquet mixture of the test above, loaded again."""
+    source = {"type": "files", "eval": folder / "parquet/e.jsonl"}
+    sources = {
+        "one": {**source, "train": folder / "parquet/one.parquet"},
+        "sums": {"type": "arithmetic", "digits": 1, "num_eval": 5},
+        "two": {**source, "train": folder / "parquet/two.parquet", "weight": 2},
+    }
+    return load(MixtureData.model_validate({"type": "mixture", "sources": sources, "on_leak": "drop"}))
+
+
+def test_long_prompts_are_dropped_when_they_are_drawn_or_end_the_run(tmp_path: Path) -> None:
+    rows = [{"question": "x" * size, "answer": "1"} for size in range(1, 21)]
+    path, held_out = written(tmp_path / "t.parquet", rows), written(tmp_path / "e.jsonl", made(1))
+    stream = PromptStream(loaded(path, held_out, limit=15, long="drop"), seed=0)
+    assert sorted(len(one.text) for one in stream.take(15)) == list(range(1, 16))
+    with pytest.raises(DataError, match=r"t\.parquet:\d+: the prompt has \d+ tokens, rollout.max_prompt_tokens=15"):
+        PromptStream(loaded(path, held_out, limit=15), seed=0).take(20)
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "said"),
+    [
+        (None, "1", "t.parquet:9: field 'question' is None"),
+        (" \n", "1", "t.parquet:9: field 'question' is empty"),
+        ("a", None, "t.parquet:9: field 'answer' is None"),
+        ("a", "\u3000", "t.parquet:9: field 'answer' is empty"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_row_group(question: Any, answer: Any, said: str, tmp_path: Path) -> None:
+    rows = [{"question": f"{i}", "answer": "1"} for i in range(20)]
+    rows[8] = {"question": question, "answer": answer}
+    path, held_out = written(tmp_path / "t.parquet", rows), written(tmp_path / "e.jsonl", made(1))
+    with pytest.raises(DataError) as error:
+        loaded(path, held_out)
+    assert said in str(error.value)
+    assert str(error.value).endswith("(row group 2)")
+
+
+def test_a_row_group_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path, held_out = written(tmp_path / "t.parquet", made(40)), written(tmp_path / "e.jsonl", made(1, 5, 10**6))
+    data = bytearray(path.read_bytes())
+    column = pq.ParquetFile(path).metadata.row_group(2).column(0)
+    start = column.dictionary_page_offset or column.data_page_offset
+    data[start : start + column.total_compressed_size] = b"\xff" * column.total_compressed_size
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"t\.parquet: row group 3 \(rows 15 to 21\): cannot be read"):
+        loaded(path, held_out)
+
+
+def test_columns_that_are_missing_or_no_text_are_told(tmp_path: Path) -> None:
+    held_out = written(tmp_path / "e.jsonl", made(1))
+    with pytest.raises(DataError, match=r"t\.parquet: no field 'question'; it has answer, questoin; did you mean"):
+        loaded(written(tmp_path / "t.parquet", [{"questoin": "a", "answer": "b"}]), held_out)
+    with pytest.raises(DataError, match=r"column 'question' is of int64; it must be text"):
+        loaded(written(tmp_path / "t.parquet", [{"question": 1, "answer": "b"}]), held_out)
