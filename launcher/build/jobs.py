@@ -14,7 +14,7 @@ from rl_megatron.config.resume import fixed
 from rl_megatron.config.sections.data import FileKeys, weights_of
 from rl_megatron.data.packing import causal_attention_cost
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.environments.registry import resolve_environment
+from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_environment
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.recorder import Recorder
@@ -39,7 +39,7 @@ def loops_of(
 ) -> tuple[Loop, Loop]:
     """The loop of the warm start, which may have no step, and the loop that follows it. The processes must be up."""
     config = parts.config
-    made = resolve_environment(config.environment, config.sandbox) if config.environment.function is not None else None
+    made = _environment(parts)
     sampler = _sampler(parts, roles, data) if made is None else environment_sampler(config, made, roles.engine, data)
     evaluation = Evaluation(sampler=sampler, sets=data.sets, section=config.eval, last_step=config.train.steps)
     attention_cost = causal_attention_cost(
@@ -99,6 +99,13 @@ def _on_groups(common: dict[str, Any], sampler: GroupSource, data: Data, folder:
         return PreferencePairs(**common, tokenizer=data.tokenizer, eos=data.stop_token_ids[0])
     ledger = Ledger(folder / "ledger.jsonl")
     return Reinforcement(**common, stream=stream_of(common["config"], common["prompts"], sampler, ledger))
+
+
+def _environment(parts: Parts) -> EnvironmentMaker | Agent | None:
+    config = parts.config
+    if config.environment.function is None:
+        return None
+    return resolve_environment(config.environment, config.sandbox, parts.services)
 
 
 def _sampler(parts: Parts, roles: Roles, data: Data) -> RolloutSampler:
