@@ -10,7 +10,7 @@ from typing import cast
 from launcher.build.data import Data
 from rl_megatron.config.run import RunConfig
 from rl_megatron.environments.protocol import Demonstrating
-from rl_megatron.environments.registry import Agent, EnvironmentMaker
+from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_environment
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.conversation.probe import probe_template
@@ -23,6 +23,13 @@ from rl_megatron.training.jobs.sft import Targets
 from rl_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
+
+
+def made_environment(config: RunConfig) -> EnvironmentMaker | Agent | None:
+    """The configuration's environment or agent, if it has one. Raises as `resolve_environment`."""
+    if config.environment.function is None:
+        return None
+    return resolve_environment(config.environment, config.sandbox)
 
 
 def environment_sampler(

@@ -8,19 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from launcher.build.data import Data
-from launcher.build.environment import demonstrations, environment_sampler
+from launcher.build.environment import demonstrations, made_environment
 from launcher.build.roles import Parts
+from launcher.build.sampler import sampler_of
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.sections.data import FileKeys, weights_of
 from rl_megatron.data.packing import causal_attention_cost
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_environment
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.rollout.batch import GroupSource
 from rl_megatron.rollout.ledger import Ledger
-from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.scaling.flops import seconds_at_peak, training_flops
 from rl_megatron.scaling.routes import route_of
 from rl_megatron.training.checkpoints import CheckpointStore
@@ -39,8 +38,8 @@ def loops_of(
 ) -> tuple[Loop, Loop]:
     """The loop of the warm start, which may have no step, and the loop that follows it. The processes must be up."""
     config = parts.config
-    made = _environment(parts)
-    sampler = _sampler(parts, roles, data) if made is None else environment_sampler(config, made, roles.engine, data)
+    made = made_environment(config)
+    sampler = sampler_of(config, made, roles.engine, parts.reward, data)
     evaluation = Evaluation(sampler=sampler, sets=data.sets, section=config.eval, last_step=config.train.steps)
     attention_cost = causal_attention_cost(
         linear_parameters=shape.active_parameters,
@@ -99,27 +98,3 @@ def _on_groups(common: dict[str, Any], sampler: GroupSource, data: Data, folder:
         return PreferencePairs(**common, tokenizer=data.tokenizer, eos=data.stop_token_ids[0])
     ledger = Ledger(folder / "ledger.jsonl")
     return Reinforcement(**common, stream=stream_of(common["config"], common["prompts"], sampler, ledger))
-
-
-def _environment(parts: Parts) -> EnvironmentMaker | Agent | None:
-    config = parts.config
-    if config.environment.function is None:
-        return None
-    return resolve_environment(config.environment, config.sandbox, parts.services)
-
-
-def _sampler(parts: Parts, roles: Roles, data: Data) -> RolloutSampler:
-    config = parts.config
-    return RolloutSampler(
-        engine=roles.engine,
-        reward_function=parts.reward,
-        decode=partial(data.tokenizer.decode, skip_special_tokens=True),
-        rollout=config.rollout,
-        reward=config.reward,
-        source_rewards=config.source_rewards,
-        stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
-        seed=config.seed,
-        greedy_baseline=config.algorithm.advantage_mean == "greedy",
-        routes=config.asks_for_routes is not None,
-        apart=config.one_by_one,
-    )

@@ -27,7 +27,6 @@ def train(
     """
     from launcher.preflight.checks import preflight
     from rl_megatron.rewards.registry import resolve_rewards
-    from rl_megatron.services import Services
 
     loaded = load_config(config, overrides or [])
     named = choose(loaded, Path(config).stem, resume=resume)
@@ -36,8 +35,7 @@ def train(
     if check:
         print(findings.describe())
         return
-    services = Services(named.services)
-    reward = resolve_rewards(named.reward, named.source_rewards, named.sandbox, services)
+    reward = resolve_rewards(named.reward, named.source_rewards, named.sandbox)
     for line in findings.notes():
         print(line, flush=True)
     print(f"rl-megatron: run {named.run.dir / str(named.run.name)}", flush=True)  # the imports below take seconds
@@ -46,7 +44,7 @@ def train(
         from launcher.programs import train as program
 
         with asyncio.Runner(loop_factory=TimedLoop) as runner:
-            runner.run(program.train(named, reward, services, resume=resume))
+            runner.run(program.train(named, reward, resume=resume))
     except KeyboardInterrupt:
         print("interrupted; the last checkpoint stands, and --resume continues from it", file=sys.stderr)
         raise typer.Exit(130) from None

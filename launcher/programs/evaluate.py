@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,27 +15,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from launcher.build.alone import engine_alone
-from launcher.build.data import Data, load_data
-from launcher.build.environment import environment_sampler
+from launcher.build.data import load_data
+from launcher.build.environment import made_environment
 from launcher.build.model import starting_folder
+from launcher.build.sampler import sampler_of
 from launcher.preflight import engine, problems_of_data, reward
 from launcher.preflight.subject import Subject
 from launcher.processes.scratch import scratch
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import digest_of
-from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.errors import ConfigError
 from rl_megatron.evaluation.results import WHOLE, Results, paired_figures, read_results, result_of
 from rl_megatron.evaluation.sets import ProblemSet, measure
-from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.observability.intervals import Interval
 from rl_megatron.observability.log import run_log
 from rl_megatron.rewards.registry import resolve_rewards
-from rl_megatron.rollout.environments.source import EnvironmentSampler
-from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.training import checkpoints
-from rl_megatron.types import Completion, Prompt, Scored
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.checkpoints.convert import megatron_to_hf
 from rl_megatron.weights.checkpoints.kind import is_megatron
@@ -90,12 +86,12 @@ async def measure_model(target: ToEvaluate, name: str | None) -> Path:
         print(f"{target.source}: {_described(data.sets)}, by {config.rollout.engine}", flush=True)
         async with engine_alone(config, folder, shape, target.out) as sampling:
             sets = {}
+            sampler = sampler_of(config, made_environment(config), sampling, judge, data)
             with _display() as bar:
                 for one in data.sets:
-                    task = bar.add_task(one.name or WHOLE, total=len(one.prompts))
-                    counted = _Counted(judge, partial(bar.advance, task))
-                    sampler = _sampler(config, sampling, data, counted)
-                    sets[one.name or WHOLE] = result_of(one, await measure(sampler, one, config.eval))
+                    task = bar.add_task(one.name or WHOLE, total=len(one.prompts) * one.section.samples)
+                    measured = await measure(sampler, one, config.eval, partial(bar.advance, task))
+                    sets[one.name or WHOLE] = result_of(one, measured)
         weights = _digest(folder, config, hf_layout(shape).local_shapes(0))
     results = Results(
         model=str(target.source),
@@ -104,7 +100,7 @@ async def measure_model(target: ToEvaluate, name: str | None) -> Path:
         config=target.config.model_dump(mode="json"),
         sets=sets,
     )
-    results.write(path)
+    results.write(path, private=target.config.private)
     _show(results)
     print(f"written: {path}")
     return path
@@ -150,38 +146,6 @@ def _of_folder(config: RunConfig, folder: Path) -> RunConfig:
             "model": config.model.model_copy(update={"path": folder}),
             "rollout": config.rollout.model_copy(update={"server": server}),
         }
-    )
-
-
-class _Counted:
-    """A reward that calls ``tell`` for each problem that it has scored."""
-
-    def __init__(self, reward: RewardFunction, tell: Callable[[], None]) -> None:
-        self._reward, self._tell = reward, tell
-
-    async def __call__(
-        self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
-    ) -> Sequence[Scored]:
-        scored = await self._reward(prompt, completions, texts)
-        self._tell()
-        return scored
-
-
-def _sampler(
-    config: RunConfig, sampling: RolloutEngine, data: Data, judge: RewardFunction
-) -> RolloutSampler | EnvironmentSampler:
-    """One that asks ``judge``, or the environment, which gives the rewards itself."""
-    if config.environment.function is not None:
-        return environment_sampler(config, resolve_environment(config.environment, config.sandbox), sampling, data)
-    return RolloutSampler(
-        engine=sampling,
-        reward_function=judge,
-        decode=partial(data.tokenizer.decode, skip_special_tokens=True),
-        rollout=config.rollout,
-        reward=config.reward,
-        source_rewards=config.source_rewards,
-        stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
-        seed=config.seed,
     )
 
 

@@ -68,7 +68,7 @@ def save_resolved(config: RunConfig, path: Path) -> None:
     Other users cannot read the file if it has environment variables of a job, which may be secrets.
     """
     text = yaml_text.write(config.model_dump(mode="json"))
-    write_atomically(path, text.encode(), private=bool(config.slurm.environment))
+    write_atomically(path, text.encode(), private=config.private)
 
 
 class _Composer:

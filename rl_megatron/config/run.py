@@ -21,12 +21,9 @@ from rl_megatron.config.sections.learner import LearnerSection, RolesSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.sandbox import SandboxSection
-from rl_megatron.config.sections.services import ServiceSection
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.config.sections.weights import TransportKind, WeightsSection
 from rl_megatron.section import Fraction, NonNegative, Positive, PositiveFloat, Section
-
-ServiceName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
 class RunSection(Section):
@@ -184,7 +181,6 @@ class RunConfig(Section):
     reward: RewardSection = RewardSection()
     environment: EnvironmentSection = EnvironmentSection()
     sandbox: SandboxSection = SandboxSection()
-    services: Mapping[ServiceName, ServiceSection] = Field(default_factory=dict)
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
     learner: LearnerSection = LearnerSection()
@@ -240,6 +236,11 @@ class RunConfig(Section):
         """The keys that give ``longest_sequence``, for messages."""
         after = "rollout.max_new_tokens" if self.environment.function is None else "environment.max_tokens"
         return f"rollout.max_prompt_tokens={self.rollout.max_prompt_tokens} + {after}={self.most_sampled}"
+
+    @property
+    def private(self) -> bool:
+        """Whether other users must not read it: environment variables of a job may be secrets."""
+        return bool(self.slurm.environment)
 
     @property
     def asks_for_routes(self) -> str | None:

@@ -42,10 +42,10 @@ class Results:
     config: Mapping[str, Any]
     sets: Mapping[str, SetResult]
 
-    def write(self, path: Path) -> None:
-        """Write the file, atomically."""
+    def write(self, path: Path, *, private: bool) -> None:
+        """Write the file, atomically; other users cannot read a ``private`` one."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(asdict(self), indent=1).encode() + b"\n")
+        write_atomically(path, json.dumps(asdict(self), indent=1).encode() + b"\n", private=private)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,7 @@ from rl_megatron.evaluation.bounds import share_interval
 from rl_megatron.evaluation.figures import all_at, majority, pass_at
 from rl_megatron.observability.intervals import Interval
 from rl_megatron.rollout.batch import Answered
-from rl_megatron.rollout.environments.source import EnvironmentSampler
-from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.rollout.policy_sampler import PolicySampler, Tell
 from rl_megatron.types import Prompt
 
 
@@ -64,9 +63,9 @@ class MeasuredSet:
 
 
 async def measure(
-    sampler: RolloutSampler | EnvironmentSampler, problems: ProblemSet, section: EvalSection
+    sampler: PolicySampler, problems: ProblemSet, section: EvalSection, tell: Tell | None = None
 ) -> MeasuredSet:
-    """Sample and score a set. Raises EngineError and RewardError, as `RolloutSampler.held_out`."""
+    """Sample and score a set. Raises as `PolicySampler.held_out`."""
     one, began = problems.section, time.perf_counter()
     params = sampler.params(
         temperature=problems.temperature,
@@ -75,7 +74,9 @@ async def measure(
         min_p=one.min_p,
         max_new_tokens=one.max_new_tokens,
     )
-    answered = await sampler.held_out(problems.prompts, params, purpose=problems.purpose, samples=one.samples)
+    answered = await sampler.held_out(
+        problems.prompts, params, purpose=problems.purpose, samples=one.samples, tell=tell
+    )
     judged = [_judged(answer, one.samples, section.success_reward) for answer in answered]
     turns = [turn for a in answered if a.group is not None for t in a.group.trajectories for turn in t.turns]
     return MeasuredSet(

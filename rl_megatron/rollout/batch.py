@@ -26,6 +26,11 @@ class Drawn:
     time: int = 1  # counts how often its ``batch`` drew the prompt, as it does where an epoch ends
     begun: tuple[Completion | None, ...] = ()  # what was sampled of each completion before a resume
 
+    def name(self, kind: str = "") -> str:
+        """The name in requests, of ``kind`` where it has several; with the prompt's id seeds depend on it."""
+        again = f", time {self.time}" if self.time > 1 else ""
+        return f"step {self.batch}{kind}{again}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:

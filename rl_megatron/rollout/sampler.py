@@ -11,14 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from typing_extensions import override
+
 from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import EngineError, PoisonPrompt, RewardError
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.observability.timeline.spans import FreeLanes
 from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.rollout.batch import POISON_SHARE, Answered, Drawn
+from rl_megatron.rollout.policy_sampler import PolicySampler, Tell
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams
 
@@ -28,17 +30,14 @@ _IN_FLIGHT, _SCORING = FreeLanes("sampling", "request"), FreeLanes("sampling", "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutSampler:
-    """A GroupSource over an engine. Seeds are functions of the run's seed and of what `Drawn` names, so that a group
+class RolloutSampler(PolicySampler):
+    """A source over an engine. Seeds are functions of the run's seed and of what `Drawn` names, so that a group
     repeats exactly."""
 
     engine: RolloutEngine
     reward_function: RewardFunction
     decode: Callable[[Sequence[int]], str]
-    rollout: RolloutSection
     reward: RewardSection
-    stop_token_ids: tuple[int, ...]
-    seed: int
     source_rewards: Mapping[str, RewardSection] = field(default_factory=dict)  # of sources that have their own
     greedy_baseline: bool = False  # whether each group also gets a greedy completion
     routes: bool = False  # whether to request routes of the completions that are trained on
@@ -46,6 +45,7 @@ class RolloutSampler:
     sampled: dict[str, Completion] = field(default_factory=dict)  # of groups that are not scored yet, by their requests
     poison: dict[str, str] = field(default_factory=dict)  # the problem of each held-out prompt that was, by set and id
 
+    @override
     async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
         """``group_size`` completions of each prompt, scored, and after them the greedy ones.
 
@@ -53,55 +53,42 @@ class RolloutSampler:
         """
         section = self.rollout
         params = self.params(temperature=section.temperature, top_p=section.top_p, router_noise=section.router_noise)
-        named = [(one.prompt, _named("", one)) for one in drawn]
+        named = [(one.prompt, one.name()) for one in drawn]
         begun = {f"{name}: {one.prompt.id}": one.begun for one, (_, name) in zip(drawn, named, strict=True)}
         limit = section.max_seconds
         answered = await self._run(named, section.group_size, params, begun, routes=self.routes, max_seconds=limit)
         if self.greedy_baseline:
             asked = [i for i, one in enumerate(answered) if one.reason != "poison"]
-            named = [(drawn[i].prompt, _named(", greedy", drawn[i])) for i in asked]
+            named = [(drawn[i].prompt, drawn[i].name(", greedy")) for i in asked]
             params = self.params(temperature=0.0)
             for i, greedy in zip(asked, await self._run(named, 1, params, max_seconds=limit), strict=True):
                 answered[i] = _with_greedy(answered[i], greedy)
         return answered
 
+    @override
     async def interrupt(self) -> None:
         """Have the engine tell what its running requests have sampled."""
         await self.engine.interrupt()
 
+    @override
     def so_far(self, drawn: Drawn) -> tuple[Completion | None, ...]:
         """What is known of each completion; empty if nothing is, as where a group is one request."""
-        names = [_part(f"{_named('', drawn)}: {drawn.prompt.id}", i) for i in range(self.rollout.group_size)]
+        names = [_part(f"{drawn.name()}: {drawn.prompt.id}", i) for i in range(self.rollout.group_size)]
         before = drawn.begun or (None,) * len(names)
         known = [
             self.sampled.get(name) or self.engine.so_far(name) or one for name, one in zip(names, before, strict=True)
         ]
         return tuple(known) if any(one is not None for one in known) else ()
 
-    def params(
-        self,
-        *,
-        temperature: float,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        max_new_tokens: int | None = None,
-        router_noise: float = 0.0,
-    ) -> SamplingParams:
-        """How to sample, with the run's stop tokens; without ``max_new_tokens`` as many as rollout.max_new_tokens."""
-        return SamplingParams(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            max_new_tokens=max_new_tokens or self.rollout.max_new_tokens,
-            stop_token_ids=self.stop_token_ids,
-            seed=self.seed,
-            router_noise=router_noise,
-        )
-
+    @override
     async def held_out(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, purpose: str = "evaluation", samples: int = 1
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        purpose: str = "evaluation",
+        samples: int = 1,
+        tell: Tell | None = None,
     ) -> list[Answered]:
         """``samples`` completions of each prompt, scored, not to train on: log-probs may be of another distribution.
 
@@ -110,7 +97,7 @@ class RolloutSampler:
         """
         named = list(zip(prompts, _told_apart(purpose, prompts), strict=True))
         asked = [(prompt, name) for prompt, name in named if f"{purpose}: {prompt.id}" not in self.poison]
-        answered = await self._run(asked, samples, params, birth=0, exact_logprobs=False)
+        answered = await self._run(asked, samples, params, birth=0, exact_logprobs=False, tell=tell)
         found = {f"{name}: {prompt.id}": one for (prompt, name), one in zip(asked, answered, strict=True)}
         for (prompt, _), one in zip(asked, answered, strict=True):
             if one.reason == "poison":
@@ -135,6 +122,7 @@ class RolloutSampler:
         exact_logprobs: bool = True,
         birth: int | None = None,
         max_seconds: float | None = None,
+        tell: Tell | None = None,
     ) -> list[Answered]:
         """A group of each prompt, whose request has the name beside it; ``begun``: by the requests' ids, if they may be
         apart."""
@@ -150,6 +138,8 @@ class RolloutSampler:
                         max_seconds=max_seconds,
                     )
                     running.append(tasks.create_task(self._group(prompt, request, begun)))
+                    if tell is not None:
+                        running[-1].add_done_callback(lambda _: tell(count))
         except ExceptionGroup as failed:  # the first is the cause; callers catch its type
             raise failed.exceptions[0] from failed
         return [task.result() for task in running]
@@ -226,11 +216,6 @@ def _said(completions: Sequence[Completion]) -> dict[str, int]:
     versions = [span.version for one in completions for span in one.spans]
     tokens = sum(len(one.token_ids) for one in completions)
     return {"tokens": tokens} | ({"oldest": min(versions), "newest": max(versions)} if versions else {})
-
-
-def _named(kind: str, drawn: Drawn) -> str:
-    again = f", time {drawn.time}" if drawn.time > 1 else ""
-    return f"step {drawn.batch}{kind}{again}"
 
 
 def _part(name: str, place: int) -> str:

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from rl_megatron.config.sections.eval import EvalSection
 from rl_megatron.evaluation.sets import ProblemSet, measure, row_of
 from rl_megatron.observability.recorder import Row
-from rl_megatron.rollout.environments.source import EnvironmentSampler
-from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.rollout.policy_sampler import PolicySampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """Measures ``sets`` with the weights that were pushed last, one after the other. The first gives eval/accuracy."""
 
-    sampler: RolloutSampler | EnvironmentSampler
+    sampler: PolicySampler
     sets: Sequence[ProblemSet]
     section: EvalSection
     last_step: int  # after which all sets are due that have no steps of their own

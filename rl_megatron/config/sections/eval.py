@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from rl_megatron.config.sections.data import ArithmeticData, FileData, FileKeys, HubData, OneSource
+from rl_megatron.limits import limits_of
 from rl_megatron.section import Finite, Fraction, NonNegative, NonNegativeFloat, Positive, Section
 
 SetName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
@@ -109,8 +110,7 @@ class EvalSection(Section):
     def _greedy_problems(self, key: str, name: str, one: EvalSetSection) -> Iterator[str]:
         if self.temperature_of(name):
             return
-        limits = {"top_p": (one.top_p, 1.0), "top_k": (one.top_k, 0), "min_p": (one.min_p, 0.0)}
-        set_ones = [f"{limit}={value:g}" for limit, (value, default) in limits.items() if value != default]
+        set_ones = [f"{limit}={value:g}" for limit, value in limits_of(one).items()]
         if one.samples > 1:
             set_ones.insert(0, f"samples={one.samples}")
         if set_ones:

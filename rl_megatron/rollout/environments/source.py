@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from typing_extensions import override
+
 from rl_megatron.columns import TokenIds
 from rl_megatron.config.sections.environment import EnvironmentSection
-from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.environments.protocol import OpenAIMessage
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.errors import DataError, EnvironmentFailed, PoisonPrompt
@@ -25,6 +26,7 @@ from rl_megatron.rollout.environments.playing import EnvironmentFault, Playing, 
 from rl_megatron.rollout.environments.threads import Threads
 from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.rollout.parsers.parsed import Parser
+from rl_megatron.rollout.policy_sampler import PolicySampler, Tell
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, Prompt, RolloutGroup, SamplingParams, Scored, Trajectory
 
@@ -48,23 +50,21 @@ class Played:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentSampler:
-    """A GroupSource over an engine. Seeds are functions of the run's seed and of what `Drawn` names, so that a group
-    repeats exactly as far as its environment does."""
+class EnvironmentSampler(PolicySampler):
+    """A source over an engine, whose turns have a seed each. Seeds are functions of the run's seed and of what `Drawn`
+    names, so that a group repeats exactly as far as its environment does."""
 
     engine: RolloutEngine
     made: EnvironmentMaker | Agent
     template: Template
     encode: Callable[[str], TokenIds]  # a text by itself
-    rollout: RolloutSection
     section: EnvironmentSection
-    stop_token_ids: tuple[int, ...]
-    seed: int
     parser: Parser | None = None
     threads: Threads = field(default_factory=Threads)
     endpoint: Endpoint = field(default_factory=Endpoint)
     closing: set[asyncio.Future[None]] = field(default_factory=set)
 
+    @override
     async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
         """``group_size`` trajectories of each prompt.
 
@@ -72,44 +72,30 @@ class EnvironmentSampler:
         ``fail``.
         """
         count, section = self.rollout.group_size, self.rollout
-        named = [(one.prompt, _named(one), number) for one in drawn for number in range(count)]
+        named = [(one.prompt, one.name(), number) for one in drawn for number in range(count)]
         params = self.params(temperature=section.temperature, top_p=section.top_p, router_noise=section.router_noise)
         played = await self._play(named, params)
         parts = (played[first : first + count] for first in range(0, len(played), count))
         return [_answered(one.prompt, part) for one, part in zip(drawn, parts, strict=True)]
 
+    @override
     async def interrupt(self) -> None:
         """Trajectories under way are not kept: a resume starts them over."""
 
+    @override
     def so_far(self, drawn: Drawn) -> tuple[Completion | None, ...]:
         """Nothing: a trajectory starts over, with the same seed."""
         return ()
 
-    def params(
-        self,
-        *,
-        temperature: float,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        max_new_tokens: int | None = None,
-        router_noise: float = 0.0,
-    ) -> SamplingParams:
-        """How to sample a turn, with the run's stop tokens; of at most rollout.max_new_tokens without another number.
-        Each turn has a seed of its own."""
-        return SamplingParams(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            max_new_tokens=max_new_tokens or self.rollout.max_new_tokens,
-            stop_token_ids=self.stop_token_ids,
-            seed=self.seed,
-            router_noise=router_noise,
-        )
-
+    @override
     async def held_out(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, purpose: str = "evaluation", samples: int = 1
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        purpose: str = "evaluation",
+        samples: int = 1,
+        tell: Tell | None = None,
     ) -> list[Answered]:
         """``samples`` trajectories of each prompt, not to train on: log-probs may be of another distribution.
 
@@ -117,7 +103,7 @@ class EnvironmentSampler:
         """
         count = len(prompts) * samples
         named = [(prompts[place // samples], purpose, place) for place in range(count)]
-        played = await self._play(named, params, birth=0, exact_logprobs=False)
+        played = await self._play(named, params, birth=0, exact_logprobs=False, tell=tell)
         parts = (played[first : first + samples] for first in range(0, count, samples))
         return [_answered(prompt, part) for prompt, part in zip(prompts, parts, strict=True)]
 
@@ -128,6 +114,7 @@ class EnvironmentSampler:
         birth: int | None = None,
         *,
         exact_logprobs: bool = True,
+        tell: Tell | None = None,
     ) -> list[Played]:
         setting = PlaySetting(
             engine=self.engine,
@@ -145,6 +132,9 @@ class EnvironmentSampler:
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._one(setting, place)) for place in places]
+                if tell is not None:
+                    for task in running:
+                        task.add_done_callback(lambda _: tell(1))
         except ExceptionGroup as failed:  # the first is the cause; callers catch its type
             raise failed.exceptions[0] from failed
         return [task.result() for task in running]
@@ -247,8 +237,3 @@ def _answered(prompt: Prompt, played: Sequence[Played]) -> Answered:
         return Answered(group=None, reason=left.reason, problem=left.problem, scored=scored)
     group = RolloutGroup(prompt=prompt, trajectories=tuple(one.trajectory for one in played if one.trajectory))
     return Answered(group=group, rewards=group.rewards, scored=scored)
-
-
-def _named(drawn: Drawn) -> str:
-    again = f", time {drawn.time}" if drawn.time > 1 else ""
-    return f"step {drawn.batch}{again}"

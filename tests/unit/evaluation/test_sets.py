@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.evaluation.sets import ProblemSet, measure
 from rl_megatron.interfaces import RolloutEngine
+from rl_megatron.limits import limits_of
 from rl_megatron.observability.metrics.table import documented
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rollout.sampler import RolloutSampler
@@ -111,6 +112,20 @@ def test_what_is_asked_is_what_the_set_says() -> None:
     assert second.num_completions == 2
     assert not any(one.exact_logprobs for one in engine.asked)
     assert len({one.params.seed for one in engine.asked}) == len(engine.asked) == 8
+
+
+def test_each_sample_that_is_scored_is_told() -> None:
+    told = list[int]()
+    asyncio.run(measure(sampler(Written()), held_out("math", samples=4, temperature=0.6), EvalSection(), told.append))
+    assert told == [4] * len(PROMPTS)
+
+
+def test_limits_are_those_that_leave_tokens_out() -> None:
+    every = {"top_p": 0.9, "top_k": 20, "min_p": 0.05}
+    assert limits_of(EvalSetSection(temperature=1.0, **every)) == every
+    params = sampler(Written()).params(temperature=1.0)
+    assert limits_of(params) == {}
+    assert limits_of(replace(params, top_k=1)) == {"top_k": 1}
 
 
 def test_without_sets_the_row_and_the_requests_are_what_they_were() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from launcher.__main__ import main
 from launcher.build.data import load_data
 from launcher.build.model import starting_folder
-from rl_megatron.config.io import load_config
+from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.errors import DataError
 from rl_megatron.evaluation.bounds import difference_interval, share_interval
 from rl_megatron.evaluation.results import paired_figures, read_results
@@ -71,8 +71,13 @@ def of_transformers(folder: Path) -> list[int]:
 def test_figures_are_those_of_transformers_answers_by_both_kinds_of_engine(
     folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, text = said(capsys, str(folder), *KEYS, "--name", "inside")
+    secret = "slurm.environment.TOKEN=abc"
+    status, text = said(capsys, str(folder), *KEYS, secret, "--name", "inside")
     assert status == 0, text
+    save_resolved(load_config("tiny_cpu", [*KEYS, secret]), here / "config.yaml")
+    private = (here / "eval" / "inside.json").stat().st_mode
+    assert private == (here / "config.yaml").stat().st_mode
+    assert not private & 0o077
     found = read_results(here / "eval" / "inside.json")
     right = of_transformers(folder)
     assert 0 < sum(right) < 12
@@ -90,6 +95,7 @@ def test_figures_are_those_of_transformers_answers_by_both_kinds_of_engine(
     status, text = said(capsys, str(folder), *KEYS, "rollout.server.replicas=1", "--name", "server")
     assert status == 0, text
     served = read_results(here / "eval" / "server.json")
+    assert (here / "eval" / "server.json").stat().st_mode == (here / "even_rewards.py").stat().st_mode
     assert served.weights == found.weights
     for name in ("greedy", "likeliest", "wide"):
         assert served.sets[name].measured.right == found.sets[name].measured.right

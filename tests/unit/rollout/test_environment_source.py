@@ -192,3 +192,10 @@ def test_what_fails_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     assert "prompt '3*4', trajectory 0 of step 1, turn 1: step raised KeyError: 'gone'" in caplog.text
     scored = answered(sampler(Scripted(lambda text: "a"), EnvironmentMaker(Fails), on_error=-1.0))
     assert {(one.stop, one.reward, len(one.turns)) for one in trajectories(scored)} == {("environment_error", -1.0, 1)}
+
+
+def test_each_trajectory_of_a_held_out_problem_is_told() -> None:
+    told, ours = list[int](), sampler(Scripted(calculates))
+    found = asyncio.run(ours.held_out(PROMPTS, ours.params(temperature=0.0), samples=2, tell=told.append))
+    assert [len(one.rewards) for one in found] == [2, 2]
+    assert told == [1] * 4

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import ConfigError, CorruptionError, EngineError
+from rl_megatron.limits import limits_of
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import (
     Adapter,
@@ -61,7 +62,6 @@ _INVARIANT = (*_INVARIANT_LATENTS, "flashinfer")
 _LOADER = "rl_megatron.rollout.servers.sglang.worker.load"
 _OTHERS = 8  # behind the ports of the ranks' store and of dp attention
 _BLACKWELL = 10.0  # compute capability
-_UNLIMITED = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 _MARGIN = 8  # tokens of its context that a request may not use
 
 
@@ -178,8 +178,7 @@ class SGLangAdapter(Adapter):
     @override
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
         p = request.params
-        limits = {"top_p": p.top_p, "top_k": p.top_k, "min_p": p.min_p}
-        limits = {name: value for name, value in limits.items() if value != _UNLIMITED[name]}
+        limits = limits_of(p)
         if limits and request.exact_logprobs:
             raise EngineError(f"SGLang computes log-probs before {', '.join(limits)} is applied; set rollout.top_p=1")
         sampling = {

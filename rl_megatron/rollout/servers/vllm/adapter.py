@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.limits import limits_of
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import (
     Adapter,
@@ -159,8 +160,7 @@ class VLLMAdapter(Adapter):
             "n": request.num_completions if p.temperature else 1,  # greedy completions are all equal
             "temperature": p.temperature,
             "top_p": p.top_p,
-            **({"top_k": p.top_k} if p.top_k else {}),
-            **({"min_p": p.min_p} if p.min_p else {}),
+            **limits_of(p),
             "max_tokens": p.max_new_tokens,
             "stop_token_ids": list(p.stop_token_ids),
             "ignore_eos": True,  # the line above says what ends a completion

@@ -1,0 +1,38 @@
+"""Chooses what samples groups and held-out problems: a reward judges single turns, or an environment leads them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from launcher.build.data import Data
+from launcher.build.environment import environment_sampler
+from rl_megatron.config.run import RunConfig
+from rl_megatron.environments.registry import Agent, EnvironmentMaker
+from rl_megatron.interfaces import RewardFunction, RolloutEngine
+from rl_megatron.rollout.policy_sampler import PolicySampler
+from rl_megatron.rollout.sampler import RolloutSampler
+
+
+def sampler_of(
+    config: RunConfig,
+    made: EnvironmentMaker | Agent | None,
+    engine: RolloutEngine,
+    reward: RewardFunction,
+    data: Data,
+) -> PolicySampler:
+    """The sampler over ``engine``; of ``made`` where there is one, which gives rewards itself."""
+    if made is not None:
+        return environment_sampler(config, made, engine, data)
+    return RolloutSampler(
+        engine=engine,
+        reward_function=reward,
+        decode=partial(data.tokenizer.decode, skip_special_tokens=True),
+        rollout=config.rollout,
+        reward=config.reward,
+        source_rewards=config.source_rewards,
+        stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
+        seed=config.seed,
+        greedy_baseline=config.algorithm.advantage_mean == "greedy",
+        routes=config.asks_for_routes is not None,
+        apart=config.one_by_one,
+    )
