@@ -19,17 +19,18 @@ from rl_megatron.rollout.environments.source import EnvironmentSampler
 from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.rollout.parsers.table import PARSERS
 from rl_megatron.seeds import text_seed
+from rl_megatron.services import Services
 from rl_megatron.training.jobs.sft import Targets
 from rl_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
 
 
-def made_environment(config: RunConfig) -> EnvironmentMaker | Agent | None:
+def made_environment(config: RunConfig, services: Services | None = None) -> EnvironmentMaker | Agent | None:
     """The configuration's environment or agent, if it has one. Raises as `resolve_environment`."""
     if config.environment.function is None:
         return None
-    return resolve_environment(config.environment, config.sandbox)
+    return resolve_environment(config.environment, config.sandbox, services)
 
 
 def environment_sampler(

@@ -38,7 +38,7 @@ def loops_of(
 ) -> tuple[Loop, Loop]:
     """The loop of the warm start, which may have no step, and the loop that follows it. The processes must be up."""
     config = parts.config
-    made = made_environment(config)
+    made = made_environment(config, parts.services)
     sampler = sampler_of(config, made, roles.engine, parts.reward, data)
     evaluation = Evaluation(sampler=sampler, sets=data.sets, section=config.eval, last_step=config.train.steps)
     attention_cost = causal_attention_cost(

@@ -26,6 +26,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import Launcher, RewardFunction, Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.progress import Progress
+from rl_megatron.services import Services
 from rl_megatron.training.stopping import unless_stopped
 from rl_megatron.weights.layouts.families import read_shape
 
@@ -40,6 +41,7 @@ class Parts:
     folder: Path
     reward: RewardFunction
     allocation: Allocation | None  # None: the run uses no Slurm allocation
+    services: Services = field(default_factory=Services)  # which the run starts
     control: Control = field(default_factory=Control)  # what the run answers while it trains
 
 

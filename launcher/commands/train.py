@@ -27,6 +27,7 @@ def train(
     """
     from launcher.preflight.checks import preflight
     from rl_megatron.rewards.registry import resolve_rewards
+    from rl_megatron.services import Services
 
     loaded = load_config(config, overrides or [])
     named = choose(loaded, Path(config).stem, resume=resume)
@@ -35,7 +36,8 @@ def train(
     if check:
         print(findings.describe())
         return
-    reward = resolve_rewards(named.reward, named.source_rewards, named.sandbox)
+    services = Services(named.services)
+    reward = resolve_rewards(named.reward, named.source_rewards, named.sandbox, services)
     for line in findings.notes():
         print(line, flush=True)
     print(f"rl-megatron: run {named.run.dir / str(named.run.name)}", flush=True)  # the imports below take seconds
@@ -44,7 +46,7 @@ def train(
         from launcher.programs import train as program
 
         with asyncio.Runner(loop_factory=TimedLoop) as runner:
-            runner.run(program.train(named, reward, resume=resume))
+            runner.run(program.train(named, reward, services, resume=resume))
     except KeyboardInterrupt:
         print("interrupted; the last checkpoint stands, and --resume continues from it", file=sys.stderr)
         raise typer.Exit(130) from None

@@ -15,6 +15,7 @@ from launcher.hosts.slurm.allocation import Allocation
 from launcher.servers.site import HERE, Site, Sites, StartAt
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import EngineError
+from rl_megatron.placement.nodes import service_nodes
 from rl_megatron.placement.seats import Seat, seats_here, seats_of
 
 
@@ -53,6 +54,31 @@ def site_at(seat: Seat, config: RunConfig, allocation: Allocation, *, number: in
     each = _each(seats_of(config, allocation.nodes, allocation.engine_nodes), allocation)
     found = _by_srun(site, seat, config, allocation, each)
     return replace(found, number=number, count=count, node=seat.node, gpus=seat.gpus)
+
+
+def service_sites(config: RunConfig, allocation: Allocation | None) -> dict[str, list[Site]]:
+    """A site for each replica of each service: the services' nodes in turn, or beside this process.
+
+    Raises EngineError if a node has no address.
+    """
+    nodes = () if allocation is None else allocation.service_nodes
+    count = sum(one.replicas for one in config.services.values())
+    numbers = iter(range(count))
+    if not nodes:
+        here = {name: range(one.replicas) for name, one in config.services.items()}
+        return {name: [Site(number=next(numbers), count=count) for _ in of_name] for name, of_name in here.items()}
+    assert allocation is not None
+    slurm, each = config.slurm, -(-count // len(nodes))
+    node_cpus = slurm.tasks_per_node(config.learner.dims.world_size) * (slurm.cpus_per_task or 1)
+    cpus = (slurm.cpus_per_task or 1) if allocation.heterogeneous else max(1, node_cpus // each)
+
+    def at(node: str) -> Site:
+        host = _host(Seat(node=node, gpus=()), allocation, alone=False)
+        before = tuple(allocation.server_command([node], cpus))
+        return Site(host=host, before=before, number=next(numbers), count=count, node=node)
+
+    placed = service_nodes(config, allocation.by_role)
+    return {name: [at(node) for node in of_name] for name, of_name in placed.items()}
 
 
 def _by_srun(site: Site, seat: Seat, config: RunConfig, allocation: Allocation, each: int) -> Site:

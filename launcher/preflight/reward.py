@@ -13,6 +13,7 @@ from launcher.preflight.subject import Found, Subject, fact, note, problem, unch
 from rl_megatron.config.sections.data import data_sources, name_of
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.data.problems.prompts import first_problem
 from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_environment
 from rl_megatron.errors import RLMegatronError
@@ -93,7 +94,7 @@ def _of(subject: Subject, section: RewardSection, key: str) -> Iterator[Found]:
             return
     own = key if section is not subject.config.reward else ""
     function = resolve_reward(section, f"{own}.reward".lstrip("."), Sandbox(subject.config.sandbox))
-    servers = [name for name in functions if name.startswith(("http://", "https://"))]
+    servers = [name for name in functions if name.startswith(("http://", "https://", SERVICE))]
     if servers:
         yield unchecked(f"the reward server {', '.join(servers)}")
         return

@@ -9,7 +9,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import remove_folder, write_atomically
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER, called
-from rl_megatron.placement.nodes import made_up_nodes
+from rl_megatron.placement.nodes import made_up_nodes, service_nodes
 from rl_megatron.placement.ranks import Placement, placement_of
 from rl_megatron.placement.seats import Seat, describe_seats, seats_of
 from rl_megatron.scaling.memory import GB, Footprint, check_memory
@@ -41,11 +41,13 @@ class Checked:
     seats: tuple[Seat, ...]
     roles: str  # the models that the learner's ranks hold beside the policy
     footprint: Footprint | None
+    services: Mapping[str, Sequence[str]]  # the node of each replica
 
     def describe(self) -> str:
         """Lines to show."""
         others = (other.describe() for other in self.separate)
         lines = list(filter(None, (self.placement.describe(), self.roles, *others, describe_seats(self.seats))))
+        lines += [f"service {name}: {', '.join(nodes)}" for name, nodes in self.services.items()]
         if self.footprint is not None:
             held, most = self.footprint.total / GB, self.footprint.largest
             rank = called(self.footprint.role, self.footprint.rank)
@@ -70,7 +72,14 @@ def checked(config: RunConfig) -> Checked:
     seats = seats_of(config, nodes[LEARNER], nodes.get("engines", ()))
     fullest = None if config.model.path is None else check_memory(config, starting_shape(config))
     placement, *separate = placements
-    return Checked(placement=placement, separate=tuple(separate), footprint=fullest, seats=seats, roles=_roles(config))
+    return Checked(
+        placement=placement,
+        separate=tuple(separate),
+        footprint=fullest,
+        seats=seats,
+        roles=_roles(config),
+        services=service_nodes(config, nodes),
+    )
 
 
 def _roles(config: RunConfig) -> str:

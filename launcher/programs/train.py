@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -13,10 +14,12 @@ from launcher.build.model import starting_shape
 from launcher.build.roles import Parts, allocation_of, started
 from launcher.control.listener import Control
 from launcher.controller.loop_watch import LoopWatch
+from launcher.hosts.sites import service_sites
 from launcher.rehearsal.spent import lines_of_spent, planned_metrics
 from launcher.runs.name import claim
 from launcher.runs.resume import find
 from launcher.runs.stop import Stop, stop_signals
+from launcher.servers.services import RunningServices
 from rl_megatron.config.io import save_resolved
 from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import remove_folder, write_atomically
@@ -28,6 +31,7 @@ from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.report import write_report
 from rl_megatron.scaling.estimates import estimate
+from rl_megatron.services import Services
 from rl_megatron.training.checkpoints import Checkpoint
 from rl_megatron.training.loop import Loop
 from rl_megatron.training.stopping import unless_stopped
@@ -35,7 +39,7 @@ from rl_megatron.training.stopping import unless_stopped
 logger = logging.getLogger(__name__)
 
 
-async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> Path:
+async def train(config: RunConfig, reward: RewardFunction, services: Services, *, resume: bool) -> Path:
     """Run to the end, or to a signal and then save a checkpoint. Returns the run's folder. Raises RLMegatronError."""
     assert config.run.name is not None
     folder = config.run.dir / config.run.name
@@ -44,6 +48,7 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
             config=config,
             folder=folder,
             reward=reward,
+            services=services,
             allocation=allocation_of(config, folder),
             control=Control({"engines": _no_engines(config), **dict.fromkeys(("join", "joined"), _no_cluster(config))}),
         )
@@ -57,7 +62,7 @@ async def train(config: RunConfig, reward: RewardFunction, *, resume: bool) -> P
             finished: bool | None = None  # not begun
             try:
                 async with parts.control.listening(folder):
-                    finished = await _train(parts, progress, stop, start, loop_watch)
+                    finished = await _served(parts, progress, stop, start, loop_watch)
             except Stopped as early:
                 progress.note(f"{early}; nothing is lost, and {goes_on}")
             except (RLMegatronError, OSError) as error:
@@ -123,6 +128,29 @@ def _spent(config: RunConfig, folder: Path) -> list[str]:
     except Exception as error:
         logger.warning("the run's hours", exc_info=True)
         return [f"the run's hours are not counted: {type(error).__name__}: {error}"]
+
+
+async def _served(
+    parts: Parts, progress: Progress, stop: Stop, start: Checkpoint | None, loop_watch: LoopWatch
+) -> bool:
+    """Train beside the run's services. Raises ServiceError once one of them is given up."""
+    if not parts.config.services:
+        return await _train(parts, progress, stop, start, loop_watch)
+    sites = service_sites(parts.config, parts.allocation)
+    progress.note(f"starting services: {', '.join(parts.config.services)}")
+    async with contextlib.AsyncExitStack() as stack:
+        running = RunningServices(parts.config, parts.folder, sites, parts.services).running()
+        watching = await unless_stopped(stop, stack.enter_async_context(running))
+        training = asyncio.create_task(_train(parts, progress, stop, start, loop_watch))
+        try:
+            await asyncio.wait({training, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not training.done():
+                watching.result()  # raises: a watch ends by an error alone
+            return training.result()
+        finally:
+            if not training.done():
+                training.cancel()
+                await asyncio.wait([training])
 
 
 async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint | None, loop_watch: LoopWatch) -> bool:

@@ -12,6 +12,7 @@ from rl_megatron.config.modes import problems_of_modes
 from rl_megatron.config.reads import problems_of_unread_keys
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.weights import NODE_MEMORY, TRANSPORT_KINDS
+from rl_megatron.config.services import problems_of_services
 from rl_megatron.config.waves import problems_of_waves
 from rl_megatron.options.table import problems as option_problems
 
@@ -37,6 +38,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *problems_of_modes(config),
         *problems_of_waves(config),
         *problems_of_environments(config),
+        *problems_of_services(config),
         *problems_of_keeping(config),
         *problems_of_evaluating(config),
         *problems_of_unread_keys(config),
@@ -308,13 +310,10 @@ def _role_problems(c: RunConfig) -> list[str]:
         out.append(f"{given}, but rollout.engine={c.rollout.engine} samples in the learner's processes; set it to 0")
     if engines.nodes and c.rollout.server.addresses:
         out.append(f"{given}, but rollout.server.addresses are running servers; leave one of them out")
-    if c.slurm.heterogeneous and not engines.nodes and not c.roles.separate:
+    if c.slurm.heterogeneous and not (engines.nodes or c.slurm.services.nodes or c.roles.separate):
         out.append(f"slurm.heterogeneous=true, but {given}; set the number of the engines' nodes")
     if engines.shaped and not c.slurm.heterogeneous:
-        out.append(
-            "slurm.engines requests nodes unlike the learner's; set slurm.heterogeneous=true, or only "
-            "slurm.engines.nodes"
-        )
+        out.append("slurm.engines requests nodes unlike the learner's; set slurm.heterogeneous=true, or only its nodes")
     if c.slurm.heterogeneous and c.slurm.array:
         out.append(f"slurm.array={c.slurm.array}: Slurm has no arrays of heterogeneous jobs; leave one of them out")
     if c.slurm.exclude_slow and c.run.slow_factor is None:

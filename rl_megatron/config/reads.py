@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel
 
 from rl_megatron.config.sections.data import MixtureData
+from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.config.sections.weights import TRANSPORT_KINDS
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def _reward_options(reward: RewardSection) -> dict[str, bool]:
         "format": "format" in names,
         "length": "length" in names,
         "tests": "tests" in names,
-        "http": any(name.startswith(("http://", "https://")) for name in names),
+        "http": any(name.startswith(("http://", "https://", SERVICE)) for name in names),
         "model": any(name.startswith("hf:") for name in names),
     }
 

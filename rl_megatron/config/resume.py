@@ -26,6 +26,7 @@ FREE: Mapping[str, bool] = {
     "environment.step_seconds": True,
     "environment.close_seconds": True,
     "sandbox": True,
+    "services": True,
     "algorithm": False,
     "rollout": False,
     "rollout.python": True,

@@ -21,9 +21,12 @@ from rl_megatron.config.sections.learner import LearnerSection, RolesSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.config.sections.services import ServiceSection
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.config.sections.weights import TransportKind, WeightsSection
 from rl_megatron.section import Fraction, NonNegative, Positive, PositiveFloat, Section
+
+ServiceName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
 class RunSection(Section):
@@ -181,6 +184,7 @@ class RunConfig(Section):
     reward: RewardSection = RewardSection()
     environment: EnvironmentSection = EnvironmentSection()
     sandbox: SandboxSection = SandboxSection()
+    services: Mapping[ServiceName, ServiceSection] = Field(default_factory=dict)
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
     learner: LearnerSection = LearnerSection()

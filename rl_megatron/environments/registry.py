@@ -15,6 +15,7 @@ from rl_megatron.environments.calculator import Calculator
 from rl_megatron.environments.protocol import Environment, Model
 from rl_megatron.errors import ConfigError
 from rl_megatron.sandbox.table import Sandbox
+from rl_megatron.services import Services
 from rl_megatron.types import Prompt
 from rl_megatron.user_code import load_named
 
@@ -51,10 +52,13 @@ class Agent:
     takes_sandbox: bool = False
 
 
-def resolve_environment(section: EnvironmentSection, sandbox: SandboxSection | None = None) -> EnvironmentMaker | Agent:
+def resolve_environment(
+    section: EnvironmentSection, sandbox: SandboxSection | None = None, services: Services | None = None
+) -> EnvironmentMaker | Agent:
     """What ``environment.function`` names; an async function is an agent, anything else makes environments.
 
-    One that takes an argument ``sandbox`` gets a `rl_megatron.sandbox.table.Sandbox`, which all trajectories share.
+    One that takes an argument ``sandbox`` gets a `rl_megatron.sandbox.table.Sandbox`, one that takes ``services`` the
+    run's `rl_megatron.services.Services`; all trajectories share them.
 
     Raises ConfigError that names an unknown function and the nearest known one, what importing it raised, or options
     that it does not take.
@@ -70,8 +74,11 @@ def resolve_environment(section: EnvironmentSection, sandbox: SandboxSection | N
         )
     function = ENVIRONMENTS.get(name) or load_named(name, "environment.function", "class or function", callable)
     options: dict[str, Any] = dict(section.options)
-    if "sandbox" in inspect.signature(function).parameters and "sandbox" not in options:
+    taken = inspect.signature(function).parameters.keys() - options.keys()
+    if "sandbox" in taken:
         options["sandbox"] = Sandbox(sandbox or SandboxSection())
+    if "services" in taken:
+        options["services"] = services or Services()
     _check(name, function, options, section.options)
     if inspect.iscoroutinefunction(function):
         return Agent(partial(function, **options), "sandbox" in options)

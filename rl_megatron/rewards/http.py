@@ -14,7 +14,9 @@ from urllib.parse import urlsplit
 import httpx2
 
 from rl_megatron.config.sections.reward import HttpSection
-from rl_megatron.errors import ConfigError, RewardError
+from rl_megatron.config.sections.services import SERVICE
+from rl_megatron.errors import ConfigError, RewardError, ServiceError
+from rl_megatron.services import Services
 from rl_megatron.types import Completion, Prompt, Scored
 
 logger = logging.getLogger(__name__)
@@ -28,16 +30,19 @@ class _TryAgain(Exception):
 
 
 class HttpReward:
-    """POSTs the completions of a prompt to ``url``; at most ``concurrency`` requests are in flight.
+    """POSTs the completions of a prompt to ``url``, or to the replica of a service of the run whose turn it is.
+
+    At most ``concurrency`` requests are in flight.
 
     It retries, after a wait that doubles, without a connection, without an answer in time, and on status 408, 429 and
     5xx. Any other status but 200 and an answer of another form is an error at once. It follows no redirects and uses
     no proxies. Raises ConfigError for a URL that it cannot use.
     """
 
-    def __init__(self, url: str, section: HttpSection, *, key: str) -> None:
-        self._url, self._section = url, section
-        _check(url, key)
+    def __init__(self, url: str, section: HttpSection, *, key: str, services: Services) -> None:
+        self._url, self._section, self._services = url, section, services
+        if not url.startswith(SERVICE):
+            _check(url, key)
         self._trusted = ssl.create_default_context()
         self._slots = asyncio.Semaphore(section.concurrency)
 
@@ -67,6 +72,8 @@ class HttpReward:
                 status, answer = await self._post(body)
         except TimeoutError as error:
             raise _TryAgain(f"no answer within reward.http.timeout_seconds={limit}") from error
+        except ServiceError as error:  # it may be restarting
+            raise _TryAgain(str(error)) from error
         except httpx2.TransportError as error:
             raise _TryAgain(f"{type(error).__name__}: {error!s:.500}") from error
         if status == 200:
@@ -80,7 +87,12 @@ class HttpReward:
         """Status and body of one request on its own connection, which a cancellation closes."""
         client = httpx2.AsyncClient(timeout=None, trust_env=False, verify=self._trusted)
         headers = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
-        async with client, client.stream("POST", self._url, content=body, headers=headers) as response:
+        url = self._url
+        if url.startswith(SERVICE):
+            name, slash, path = url.removeprefix(SERVICE).partition("/")
+            address = self._services.address(name)
+            url, headers["Authorization"] = f"{address.url}{slash}{path}", f"Bearer {address.key}"
+        async with client, client.stream("POST", url, content=body, headers=headers) as response:
             answer = bytearray()
             async for chunk in response.aiter_raw():
                 answer += chunk

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.by_source import BySource
@@ -23,6 +24,7 @@ from rl_megatron.rewards.own import Async, Plain
 from rl_megatron.rewards.tests import PassedTests
 from rl_megatron.rewards.weighted_sum import WeightedSum
 from rl_megatron.sandbox.table import Sandbox
+from rl_megatron.services import Services
 from rl_megatron.user_code import load_named
 
 REWARDS: dict[str, RewardFunction] = {
@@ -37,15 +39,26 @@ CONFIGURED: dict[str, Callable[[RewardSection], RewardFunction]] = {
 
 
 def resolve_rewards(
-    reward: RewardSection, of_sources: Mapping[str, RewardSection], sandbox: SandboxSection | None = None
+    reward: RewardSection,
+    of_sources: Mapping[str, RewardSection],
+    sandbox: SandboxSection | None = None,
+    services: Services | None = None,
 ) -> RewardFunction:
     """The run's reward, and those of sources that have their own, by the source's name. Raises as `resolve_reward`."""
     shared = Sandbox(sandbox or SandboxSection())
-    own = {name: resolve_reward(one, f"data.sources.{name}.reward", shared) for name, one in of_sources.items()}
-    return BySource(resolve_reward(reward, sandbox=shared), own) if own else resolve_reward(reward, sandbox=shared)
+    own = {
+        name: resolve_reward(one, f"data.sources.{name}.reward", shared, services) for name, one in of_sources.items()
+    }
+    run = resolve_reward(reward, "reward", shared, services)
+    return BySource(run, own) if own else run
 
 
-def resolve_reward(reward: RewardSection | str, key: str = "reward", sandbox: Sandbox | None = None) -> RewardFunction:
+def resolve_reward(
+    reward: RewardSection | str,
+    key: str = "reward",
+    sandbox: Sandbox | None = None,
+    services: Services | None = None,
+) -> RewardFunction:
     """The reward function of a section, or of a ``reward.function`` with default options.
 
     A function is a registered name, an http:// or https:// URL, ``hf:<folder>`` of a sequence classifier (loaded here),
@@ -54,22 +67,25 @@ def resolve_reward(reward: RewardSection | str, key: str = "reward", sandbox: Sa
     Raises ConfigError that names the unknown function, after the section's ``key``, and the nearest known one.
     """
     section = RewardSection(function=reward) if isinstance(reward, str) else reward
-    sandbox = sandbox or Sandbox(SandboxSection())
+    sandbox, services = sandbox or Sandbox(SandboxSection()), services or Services()
     if not section.parts:
-        return _function(section.function, section, f"{key}.function", sandbox)
+        return _function(section.function, section, f"{key}.function", sandbox, services)
     return WeightedSum(
         {
-            name: (part.weight, _function(part.function or name, section, f"{key}.parts.{name}.function", sandbox))
+            name: (
+                part.weight,
+                _function(part.function or name, section, f"{key}.parts.{name}.function", sandbox, services),
+            )
             for name, part in section.parts.items()
         }
     )
 
 
-def _function(name: str, section: RewardSection, key: str, sandbox: Sandbox) -> RewardFunction:
+def _function(name: str, section: RewardSection, key: str, sandbox: Sandbox, services: Services) -> RewardFunction:
     if name == "tests":
         return PassedTests(section.tests, sandbox)
-    if name.startswith(("http://", "https://")):
-        return HttpReward(name, section.http, key=key)
+    if name.startswith(("http://", "https://", SERVICE)):
+        return HttpReward(name, section.http, key=key, services=services)
     if name.startswith("hf:"):
         return ClassifierReward(Path(name.removeprefix("hf:")).expanduser(), section.model, key=key)
     if ":" in name:
@@ -82,7 +98,7 @@ def _function(name: str, section: RewardSection, key: str, sandbox: Sandbox) -> 
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
             f"{key}={name!r:.200} is unknown; {hint}allowed: {', '.join(known)}, your own package.module:function, "
-            "an http:// or https:// URL, or hf:<folder of a sequence classifier>"
+            "an http:// or https:// URL, service:<name>/<path>, or hf:<folder of a sequence classifier>"
         )
     return REWARDS[name]
 

@@ -36,6 +36,7 @@ class Allocation:
     engine_nodes: tuple[str, ...]  # only for engine servers
     heterogeneous: bool  # whether each role with nodes has a component
     folder: Path  # this attempt's, in the run's folder
+    service_nodes: tuple[str, ...] = ()  # only for services
     separate: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # nodes only for critic and reference
 
     @classmethod
@@ -60,6 +61,7 @@ class Allocation:
             here=this_node(),
             nodes=found[LEARNER],
             engine_nodes=found.get("engines", ()),
+            service_nodes=found.get("services", ()),
             heterogeneous=heterogeneous,
             folder=folder,
             separate={role: found[role] for role in separate},
@@ -74,7 +76,7 @@ class Allocation:
 
         Where Slurm has taken a node of these ranks from the job, that is it: ranks on all nodes die of its loss.
         """
-        ranks = {one for role, nodes in self.by_role.items() if role != "engines" for one in nodes}
+        ranks = {one for role, nodes in self.by_role.items() if role not in {"engines", "services"} for one in nodes}
         lost = sorted(ranks - self.nodes_left()) if self.engine_nodes else []
         (self.folder / "failed_node").write_text(f"{lost[0] if lost else node}\n")
 
@@ -108,8 +110,8 @@ class Allocation:
     @property
     def by_role(self) -> dict[str, tuple[str, ...]]:
         """Nodes by role, in the order of a heterogeneous job's components."""
-        engines = {"engines": self.engine_nodes} if self.engine_nodes else {}
-        return {LEARNER: self.nodes, **self.separate, **engines}
+        others = {"services": self.service_nodes, "engines": self.engine_nodes}
+        return {LEARNER: self.nodes, **self.separate, **{role: nodes for role, nodes in others.items() if nodes}}
 
     def learner_options(self) -> list[str]:
         """Options of srun that keep a step on the learner's nodes, if the job has others."""
@@ -120,6 +122,11 @@ class Allocation:
         if self.heterogeneous:
             return [f"--het-group={list(by_role).index(role)}"]
         return [f"--nodelist={','.join(by_role[role])}"] if len(by_role) > 1 else []
+
+    def _group_of(self, node: str) -> list[str]:
+        """Of a heterogeneous job: the option for the node's component; none for the learner's, which is srun's own."""
+        role = next(role for role, nodes in self.by_role.items() if node in nodes)
+        return [] if role == LEARNER else self._on(role)
 
     def everywhere(self, command: Sequence[str], cpus: int) -> list[list[str]]:
         """For each role an srun command that runs ``command`` once on each of its nodes, beside other steps, with all
@@ -150,7 +157,7 @@ class Allocation:
         return [
             *_OWN,
             "srun",
-            *(self._on("engines") if self.heterogeneous and nodes[0] in self.engine_nodes else []),
+            *(self._group_of(nodes[0]) if self.heterogeneous else []),
             *("--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", f"--nodelist={','.join(nodes)}"),
             *(f"--cpus-per-task={cpus}", "--mem=0"),
         ]

@@ -108,7 +108,8 @@ class RewardSection(Section):
     """Scores completions (docs/rewards.md) by one ``function``, or by the weighted sum of ``parts``."""
 
     function: str = _DEFAULT
-    """exact_match, final_number, math_verify, format, length, tests, an http(s) URL, hf:<folder> or module:function."""
+    """exact_match, final_number, math_verify, format, length, tests, an http(s) URL, service:<name>/<path>,
+    hf:<folder> or module:function."""
     parts: Mapping[PartName, RewardPart] = Field(default_factory=dict)
     on_error: Literal["fail", "drop"] | Finite = "fail"
     """What to do if a reward raises, times out or is not finite: end the run (fail), drop the group, or score the

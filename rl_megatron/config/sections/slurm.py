@@ -75,6 +75,13 @@ class ReferenceNodesSection(RoleNodesSection):
     ``slurm.heterogeneous``."""
 
 
+class ServiceNodesSection(RoleNodesSection):
+    """Nodes for services alone (docs/services.md). All keys but ``nodes`` require ``slurm.heterogeneous``."""
+
+    nodes: NonNegative = 0
+    """Number of the services' nodes, in addition to ``slurm.nodes``; 0: services run beside the controller."""
+
+
 class SlurmSection(Section):
     """A job of ``rl-megatron submit`` (slurm/README.md). A key that is null leaves the cluster's default."""
 
@@ -91,11 +98,12 @@ class SlurmSection(Section):
     them."""
     speeds: SpeedsSection = SpeedsSection()
     engines: EngineNodesSection = EngineNodesSection()
+    services: ServiceNodesSection = ServiceNodesSection()
     critic: CriticNodesSection = CriticNodesSection()
     reference: ReferenceNodesSection = ReferenceNodesSection()
     heterogeneous: bool = False
     """Whether each role with nodes of its own is a component of a heterogeneous job; if not, all nodes are alike, and
-    the learner, the critic, the reference and the engine servers take theirs in this order."""
+    the learner, the critic, the reference, the services and the engine servers take theirs in this order."""
     cpus_per_task: Positive | None = None
     """CPU cores of each rank."""
     memory_per_node: Word | None = None

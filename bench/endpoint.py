@@ -1,0 +1,202 @@
+"""Measure what the HTTP endpoint of agents adds to a turn, and to sampling.
+
+    python -m bench.endpoint [--turns 500] [--conversations 64] [--json FILE]
+
+*Own time*: a client in a process of its own sends turns over one connection to an engine that answers at once. A
+history has 8,000 tokens of Qwen3's template, and each turn adds a user's message. A conversation's first turn, which
+encodes all of its history, does not count, but for the mean CPU time of the serving process. *Share*: conversations of
+the openai client, all in one process of its own, beside the same turns asked of the engine directly, which sleeps 10 ms
+for each token: sampled tokens a second of both, each from before its first request to its last answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import http.client
+import json
+import multiprocessing
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import openai
+
+from bench.results import parse, write
+from rl_megatron.config.sections.environment import EnvironmentSection
+from rl_megatron.rollout.conversation.chat import ChatTemplate
+from rl_megatron.rollout.endpoint.server import Endpoint
+from rl_megatron.rollout.environments.episode import Episode, PlaySetting, TrajectoryPlace
+from rl_megatron.rollout.parsers.table import PARSERS
+from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, Span
+from tests.unit.rollout.conversation.families import FAMILIES, tokenizer_of
+
+HISTORY, PER_CONVERSATION = 8000, 51  # tokens before the turns that count; turns of one, the first left out
+PROMPT, TOKENS, TOKEN_SECONDS, TURNS = 500, 128, 0.01, 6  # of the share: read first, sampled a turn, each takes, turns
+P50, P99, SHARE = 2.0, 10.0, 0.95  # bars: milliseconds, milliseconds, of the engine's tokens a second
+
+
+class Timed:
+    """An engine that answers ``tokens`` tokens a turn, and sleeps ``seconds`` for each."""
+
+    def __init__(self, tokens: int, seconds: float) -> None:
+        tokenizer = tokenizer_of("qwen3")
+        self.stop: int = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        text = tokenizer("It is as I said before, and there is more to say. " * 40)["input_ids"]
+        self._ids, self._seconds = np.array([*text[: tokens - 1], self.stop], np.int32), seconds
+        self._logprobs = np.full(len(self._ids), -1.0, np.float32)
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        """The same tokens for all."""
+        if self._seconds:
+            await asyncio.sleep(self._seconds * len(self._ids))
+        spans = (Span(0, 1),)
+        return [Completion(token_ids=self._ids, logprobs=self._logprobs, finish_reason="stop", spans=spans)]
+
+
+def episode(engine: Timed, number: int) -> Episode:
+    """A conversation of Qwen3's template with the parser of its calls."""
+    setting = PlaySetting(
+        engine=engine,  # type: ignore[arg-type]  # it is asked to generate alone
+        section=EnvironmentSection(max_turns=1000, max_tokens=100_000),
+        params=SamplingParams(
+            temperature=1.0, top_p=1.0, max_new_tokens=1024, stop_token_ids=(engine.stop,), seed=number
+        ),
+        template=ChatTemplate(tokenizer_of("qwen3"), options=FAMILIES["qwen3"].options),
+        parser=PARSERS["hermes"],
+        max_prompt_tokens=100_000,
+    )
+    task = Prompt(id=str(number), text="", token_ids=(1,), answer="")
+    return Episode(setting, TrajectoryPlace(task=task, name="bench", number=number, seed=number))
+
+
+@functools.cache
+def said(tokens: int) -> str:
+    """A text of so many tokens."""
+    ids = tokenizer_of("qwen3")("The quick brown fox adds 12 and 30; " * tokens)["input_ids"]
+    return str(tokenizer_of("qwen3").decode(ids[:tokens]))
+
+
+def ask_in_turns(pipe: Connection, served: Sequence[tuple[str, str]]) -> None:
+    """A client's process: seconds of each turn that counts."""
+    seconds = []
+    for base_url, key in served:
+        parts, messages = urlsplit(base_url), [{"role": "user", "content": said(HISTORY)}]
+        connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=60)
+        connection.connect()
+        headers = {"Authorization": f"Bearer {key}"}
+        for turn in range(PER_CONVERSATION):
+            body = json.dumps({"model": "policy", "messages": messages})
+            start = time.perf_counter()
+            connection.request("POST", f"{parts.path}/chat/completions", body, headers)
+            answer = connection.getresponse().read()
+            if turn:
+                seconds.append(time.perf_counter() - start)
+            message = json.loads(answer)["choices"][0]["message"]
+            messages += [message, {"role": "user", "content": "And then?"}]
+        connection.close()
+    pipe.send(seconds)
+
+
+def ask_at_once(pipe: Connection, served: Sequence[tuple[str, str]]) -> None:
+    """A client's process: conversations of the openai client, once the pipe says so."""
+
+    said(PROMPT)
+
+    async def all_of() -> None:
+        async with openai.AsyncOpenAI(base_url=served[0][0], api_key="none", timeout=120) as shared:
+            clients = [shared.with_options(api_key=key) for _, key in served]
+            pipe.send("ready")
+            await asyncio.to_thread(pipe.recv)
+            await asyncio.gather(*map(lead, clients))
+
+    asyncio.run(all_of())
+    pipe.send("done")
+
+
+async def lead(client: openai.AsyncOpenAI) -> None:
+    """One conversation of the share."""
+    messages: list[Any] = [{"role": "user", "content": said(PROMPT)}]
+    for _ in range(TURNS):
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        messages += [answer.choices[0].message, {"role": "user", "content": "And then?"}]
+
+
+async def own_times(turns: int) -> tuple[list[float], float]:
+    """Seconds of turns whose engine takes none, and the mean CPU seconds of a turn in this process."""
+    endpoint, engine = Endpoint(), Timed(20, 0.0)
+    served = [endpoint.open(episode(engine, one)) for one in range(-(-turns // (PER_CONVERSATION - 1)))]
+    pipe, process = started(ask_in_turns, served)
+    used = time.process_time()
+    seconds: list[float] = await asyncio.to_thread(pipe.recv)
+    used = (time.process_time() - used) / (len(served) * PER_CONVERSATION)
+    process.join()
+    await endpoint.stop()
+    return seconds, used
+
+
+async def shares(conversations: int) -> tuple[float, float]:
+    """Tokens a second of the engine asked directly, and through the endpoint."""
+    engine, sampled = Timed(TOKENS, TOKEN_SECONDS), conversations * TURNS * TOKENS
+
+    params = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=1024, stop_token_ids=(engine.stop,), seed=1)
+    asked = GenerationRequest(id="0", token_ids=(1,) * PROMPT, num_completions=1, params=params, group="0")
+
+    async def directly() -> None:
+        for _ in range(TURNS):
+            await engine.generate(asked)
+
+    start = time.perf_counter()
+    await asyncio.gather(*(directly() for _ in range(conversations)))
+    direct = sampled / (time.perf_counter() - start)
+    endpoint = Endpoint()
+    served = [endpoint.open(episode(engine, one)) for one in range(conversations)]
+    pipe, process = started(ask_at_once, served)
+    await asyncio.to_thread(pipe.recv)
+    start = time.perf_counter()
+    pipe.send("begin")
+    await asyncio.to_thread(pipe.recv)
+    through = sampled / (time.perf_counter() - start)
+    process.join()
+    await endpoint.stop()
+    return direct, through
+
+
+def started(target: Any, served: Sequence[tuple[str, str]]) -> tuple[Connection, Any]:
+    """A process of its own, and the pipe to it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, served))
+    process.start()
+    theirs.close()
+    return ours, process
+
+
+def main() -> None:
+    """Measure both and print a row each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=500)
+    parser.add_argument("--conversations", type=int, default=64)
+    args = parse(parser)
+    seconds, used = asyncio.run(own_times(args.turns))
+    milliseconds = np.array(seconds) * 1000
+    p50, p99 = (float(np.quantile(milliseconds, at)) for at in (0.5, 0.99))
+    print(
+        f"own time of {len(milliseconds)} turns: p50 {p50:.2f} ms (bar {P50:g}), p99 {p99:.2f} ms (bar {P99:g}), "
+        f"mean CPU {used * 1000:.2f} ms"
+    )
+    direct, through = asyncio.run(shares(args.conversations))
+    print(
+        f"{args.conversations} conversations: {through:,.0f} tokens/s of the engine's {direct:,.0f}: "
+        f"{through / direct:.3f} (bar {SHARE:g})"
+    )
+    row = {"p50_ms": p50, "p99_ms": p99, "cpu_ms": used * 1000}
+    write(args, [{**row, "direct": direct, "through": through, "share": through / direct}])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Starts the servers of rewards and environments under guards, watches them, and ends them with the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shlex
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher.processes.guards import Guard, Order
+from launcher.processes.last_words import end_of
+from launcher.servers.site import Site
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.services import ServiceSection
+from rl_megatron.errors import EngineError, ServiceError
+from rl_megatron.rollout.servers.http import AttemptFailed, Server
+from rl_megatron.services import ServiceAddress, Services
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.1
+_ANSWER_SECONDS = 10.0  # of one look at health
+_BACKOFF_SECONDS = 1.0  # before a restart; it doubles
+
+
+@dataclass(slots=True, kw_only=True)
+class _Replica:
+    name: str
+    number: int
+    section: ServiceSection
+    site: Site
+    log: Path
+    guard: Guard | None = None
+    restarts: int = 0
+    ports: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    async def end(self) -> None:
+        """End it, if it runs."""
+        if self.guard is not None:
+            await self.guard.end()
+        self.ports.close()
+
+
+class RunningServices:
+    """The services of one run at their ``sites``: for each service one for each replica."""
+
+    def __init__(
+        self, config: RunConfig, folder: Path, sites: Mapping[str, Sequence[Site]], services: Services
+    ) -> None:
+        self._services = services
+        self._replicas = [
+            _Replica(
+                name=name,
+                number=number,
+                section=config.services[name],
+                site=site,
+                log=folder.resolve() / f"service_{name}_{number}.log",
+            )
+            for name, of_name in sites.items()
+            for number, site in enumerate(of_name)
+        ]
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.Task[None]]:
+        """Start all, and wait until they serve; leaving the context ends them.
+
+        Yields a task that never returns, and raises ServiceError once a service is given up.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            for one in self._replicas:
+                stack.push_async_callback(one.end)
+            try:
+                async with asyncio.TaskGroup() as starting:
+                    for one in self._replicas:
+                        starting.create_task(self._start(one))
+            except ExceptionGroup as failed:  # the first is the cause; callers catch it by its type
+                raise failed.exceptions[0] from failed
+            watching = asyncio.create_task(self._watch())
+            try:
+                yield watching
+            finally:
+                watching.cancel()
+                await asyncio.wait([watching])
+
+    async def _watch(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for one in self._replicas:
+                    group.create_task(self._keep(one))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+        await asyncio.Event().wait()  # a run without services
+
+    async def _keep(self, one: _Replica) -> None:
+        """Restart a replica each time that it ends. Raises ServiceError after ``restarts``."""
+        while True:
+            assert one.guard is not None
+            said = _ended(one, await one.guard.wait())
+            self._services.stopped(one.name, one.number)
+            while True:
+                one.ports.close()
+                if one.restarts >= one.section.restarts:
+                    raise ServiceError(f"{said}\nservices.{one.name}.restarts={one.section.restarts} are used up")
+                wait = _BACKOFF_SECONDS * 2**one.restarts
+                one.restarts += 1
+                logger.warning("%s\nrestart %d of %d in %g s", said, one.restarts, one.section.restarts, wait)
+                await asyncio.sleep(wait)
+                try:
+                    await self._start(one)
+                    break
+                except ServiceError as error:
+                    said = str(error)
+
+    async def _start(self, one: _Replica) -> None:
+        """Start a replica and wait until it serves. Raises ServiceError with the last lines that it printed."""
+        key, site = secrets.token_hex(24), one.site
+        port = one.ports.enter_context(site.ports())
+        words = [word.format(host=site.host, port=port) for word in shlex.split(one.section.command)]
+        own = {"SERVICE_HOST": site.host, "SERVICE_PORT": str(port), "SERVICE_KEY": key}
+        one.guard = await site.start(
+            Order(
+                before=site.before,
+                python=site.python,
+                host=site.host,
+                command=words,
+                environment={**os.environ, **own},
+                folder=Path.cwd(),
+                log=one.log,
+            )
+        )
+        address = ServiceAddress(url=f"http://{site.host}:{port}", key=key)
+        await self._healthy(one, one.guard, address)
+        self._services.serves(one.name, one.number, address)
+        logger.info("service %s, replica %d: serves at %s (%s)", one.name, one.number, address.url, site.node)
+
+    async def _healthy(self, one: _Replica, guard: Guard, address: ServiceAddress) -> None:
+        server = Server(address.url, token=address.key, timeout_seconds=_ANSWER_SECONDS)
+        ended, limit = asyncio.ensure_future(guard.wait()), one.section.start_seconds
+        status: int | None = None
+        try:
+            async with asyncio.timeout(limit):
+                while not ended.done():
+                    with contextlib.suppress(AttemptFailed, EngineError):
+                        status = await server.status(one.section.health, seconds=_ANSWER_SECONDS)
+                        if status == 200:
+                            return
+                    await asyncio.wait([ended], timeout=_LOOK_SECONDS)
+        except TimeoutError as error:
+            await guard.end()
+            heard = "nothing" if status is None else f"status {status}"
+            raise ServiceError(
+                f"service {one.name}, replica {one.number}: {address.url}{one.section.health} answered {heard} within "
+                f"services.{one.name}.start_seconds={limit:g}; {one.log} ends with:{end_of(one.log)}"
+            ) from error
+        finally:
+            ended.cancel()
+            await server.close()
+        raise ServiceError(_ended(one, ended.result()))
+
+
+def _ended(one: _Replica, how: str) -> str:
+    return f"service {one.name}, replica {one.number} ({one.site.node}) {how}; {one.log} ends with:{end_of(one.log)}"

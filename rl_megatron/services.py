@@ -1,0 +1,51 @@
+"""Where the services of a run are: filled in as they start, asked by rewards and environments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rl_megatron.config.sections.services import ServiceSection
+from rl_megatron.errors import ServiceError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceAddress:
+    """One replica that serves."""
+
+    url: str  # http://host:port
+    key: str  # requests carry it as Authorization: Bearer
+
+
+class Services:
+    """The services of one run by their names. Replicas take turns."""
+
+    def __init__(self, sections: Mapping[str, ServiceSection] | None = None) -> None:
+        self._serving: dict[str, dict[int, ServiceAddress]] = {name: {} for name in sections or {}}
+        self._turns = dict.fromkeys(self._serving, 0)
+
+    @property
+    def names(self) -> Iterable[str]:
+        """All of them, also those that do not serve now."""
+        return self._serving
+
+    def address(self, name: str) -> ServiceAddress:
+        """The replica whose turn it is. Raises ServiceError if none serves now, or none has that name."""
+        if name not in self._serving:
+            known = ", ".join(self._serving) or "none"
+            raise ServiceError(f"no service is called {name!r:.80}; services has {known}")
+        serving = list(self._serving[name].values())
+        if not serving:
+            raise ServiceError(
+                f"service {name}: no replica of it serves now; rl-megatron train starts services, other commands do not"
+            )
+        self._turns[name] += 1
+        return serving[self._turns[name] % len(serving)]
+
+    def serves(self, name: str, replica: int, address: ServiceAddress) -> None:
+        """A replica has started."""
+        self._serving[name][replica] = address
+
+    def stopped(self, name: str, replica: int) -> None:
+        """A replica has ended."""
+        self._serving[name].pop(replica, None)

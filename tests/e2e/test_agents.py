@@ -1,0 +1,69 @@
+"""A run whose trajectories an agent leads by the openai client, asynchronous and in a thread."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+
+import psutil
+import pytest
+
+from tests.e2e.processes import Place
+from tests.exposure import check_secrets, check_sockets, family, ports_of
+
+AGENT = '''
+import asyncio
+from pathlib import Path
+
+import openai
+
+
+async def talks(task, model):
+    """Two turns of four tokens at most; half of what a random model samples gets 1. A test may hold it."""
+    served = {"base_url": model.base_url, "api_key": model.api_key}
+    asked = {"model": "policy", "max_tokens": 4}
+    messages = [{"role": "user", "content": task.text}]
+    async with openai.AsyncOpenAI(**served) as client:
+        first = await client.chat.completions.create(messages=messages, **asked)
+    messages += [first.choices[0].message, {"role": "user", "content": "?"}]
+    while Path("hold").exists():
+        Path("holding").touch()
+        await asyncio.sleep(0.01)
+
+    def second():
+        with openai.OpenAI(**served) as client:
+            return client.chat.completions.create(messages=messages, **asked)
+
+    text = (await asyncio.to_thread(second)).choices[0].message.content
+    return float(sum(text.encode()) % 2)
+'''
+KEYS = (
+    "environment.template=plain",
+    "environment.min_turn_tokens=1",
+    "rollout.max_new_tokens=8",
+    "environment.max_tokens=64",
+    "learner.ep=1",
+)
+
+
+def test_an_agent_with_a_client_trains_on_what_was_sampled(place: Place) -> None:
+    """The learner's log-probs of the trained tokens are the engine's of those that it sampled."""
+    (place.folder / "my_agent.py").write_text(AGENT)
+    (place.folder / "hold").touch()
+    function = "environment.function=my_agent:talks"
+    run = place.fork("agent", function, *KEYS, "warm_start.steps=0", "train.steps=2", "eval.every=0")
+    run.until((place.folder / "holding").exists, "a second turn")
+    processes = family(run.process.pid)
+    check_sockets(processes)
+    (port,) = ports_of(psutil.Process(run.process.pid))
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=120)
+    check_secrets(processes, run.folder)
+    (place.folder / "hold").unlink()
+    run.finish()
+    rows = [row for row in run.rows() if row["step"]]
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert (row["environment/turns_mean"], row["environment/rows_mean"]) == (2.0, 1.0), row
+        assert row["mismatch/logprob_abs_max"] < 1e-5, row  # of tokens sampled and trained on
+        assert row["grad_norm"] > 0, row
