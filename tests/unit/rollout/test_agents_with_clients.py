@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +56,13 @@ async def asks_on(task: Prompt, model: Model) -> float:
         while True:
             said = (await client.chat.completions.create(model="policy", messages=messages)).choices[0].message
             messages += [said, {"role": "user", "content": "."}]
+
+
+async def goes_on_and_stumbles(task: Prompt, model: Model) -> float:
+    async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
+        with contextlib.suppress(openai.InternalServerError):
+            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": task.text}])
+    return await stumbles(task, model)
 
 
 async def stumbles(task: Prompt, model: Model) -> float:
@@ -124,6 +132,19 @@ def test_a_limit_ends_an_agent_whose_client_raises_it(section: dict[str, Any], s
 def test_what_the_agent_itself_raises_is_its_fault() -> None:
     with pytest.raises(EnvironmentFailed, match="turn 1: the function raised KeyError: 'gone'"):
         answered(ours(Scripted(lambda text: "ab"), "stumbles", group_size=1))
+
+
+def test_a_failure_that_the_agent_went_on_after_is_not_what_it_ends_with() -> None:
+    class FailsOnce(Scripted):
+        async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+            if not self.asked:
+                self.asked.append(request)
+                raise EngineError("no server is left")
+            return await super().generate(request)
+
+    engine = FailsOnce(lambda text: "ab")
+    with pytest.raises(EnvironmentFailed, match="turn 1: the function raised KeyError: 'gone'"):
+        asyncio.run(ours(engine, "goes_on_and_stumbles", group_size=1).groups(drawn(PROMPTS[:1], 1)))
 
 
 def test_an_engine_that_fails_and_a_long_prompt_are_named_through_the_client() -> None:
