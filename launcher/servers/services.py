@@ -105,7 +105,7 @@ class RunningServices:
             while True:
                 one.ports.close()
                 if one.restarts >= one.section.restarts:
-                    raise ServiceError(f"{said}\nservices.{one.name}.restarts={one.section.restarts} are used up")
+                    raise ServiceError(f"services.{one.name}.restarts={one.section.restarts} are used up: {said}")
                 wait = _BACKOFF_SECONDS * 2**one.restarts
                 one.restarts += 1
                 logger.warning("%s\nrestart %d of %d in %g s", said, one.restarts, one.section.restarts, wait)

@@ -52,5 +52,5 @@ def test_given_up_it_ends_the_run_by_its_name(cluster: Cluster) -> None:
     job.until_step(1)
     judge(job).kill()
     assert job.end() == "FAILED", job.said()
-    assert "services.judge.restarts=0 are used up" in job.log()
+    assert "services.judge.restarts=0 are used up" in job.log(), job.log()[-3000:]
     assert not job.processes()
