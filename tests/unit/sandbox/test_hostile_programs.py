@@ -213,6 +213,7 @@ shutil.rmtree("/box", ignore_errors=True)
 print(os.listdir("/box"))
 """
     lines = ran(code).stdout.splitlines()
+    assert lines[0] == "30", "the root is read-only, whoever owns it"
     assert set(lines[:5]) <= {"30", "13"}, "read-only, or not permitted"
     assert lines[5:8] == ["1 1", "1 1", "1 1 1"]
     assert lines[8] == "[]"
