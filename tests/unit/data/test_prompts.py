@@ -8,6 +8,7 @@ import logging
 import math
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -279,6 +280,13 @@ def test_prompts_are_tokenized_few_at_a_time_and_stay_in_order(tmp_path: Path) -
 
 def prompts(n: int) -> list[Prompt]:
     return [Prompt(id=str(i), text="", token_ids=(i,), answer="") for i in range(n)]
+
+
+def test_an_epoch_is_numpys_permutation_of_its_number() -> None:
+    """A resume of an older checkpoint goes on in the same order."""
+    held = prompts(50)
+    wanted = [held[row] for epoch in (0, 1) for row in np.random.default_rng([5, epoch]).permutation(50).tolist()]
+    assert PromptStream(held, seed=5).take(100) == wanted
 
 
 def test_an_epoch_holds_every_prompt_once_and_epochs_differ() -> None:
