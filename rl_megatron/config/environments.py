@@ -1,4 +1,4 @@
-"""Rules of the ``environment`` section and others: what no environment is combined with, and keys without one."""
+"""Rules of the ``environment`` section and others: what no environment is combined with, and credit without one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ def problems_of_environments(c: RunConfig) -> Iterator[str]:
     """A line for each rule that the configuration breaks."""
     section = c.environment
     if section.function is None:
-        if set_keys := [key for key in type(section).model_fields if getattr(section, key) != _default(section, key)]:
-            named = ", ".join(f"environment.{key}" for key in set_keys)
-            yield f"{named}: without environment.function nothing reads it; set that, or leave this out"
         for key, same in (("credit", "completion"), ("ratio_level", "sequence")):
             if getattr(c.algorithm, key) == "turn":
                 yield (
@@ -91,7 +88,3 @@ def _combined(c: RunConfig) -> Iterator[tuple[str, str]]:
             "reward",
             "the environment gives the reward; leave the keys of reward out, or have its score call what they name",
         )
-
-
-def _default(section: object, key: str) -> object:
-    return type(section).model_fields[key].get_default(call_default_factory=True)  # type: ignore[attr-defined]

@@ -133,7 +133,10 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
     tested = any("tests" in its.functions.values() for _, its in _rewards(config))
     if not tested and config.environment.function is None:
         out |= dict.fromkeys(_set(sandbox, "sandbox"), "only reward.function=tests and environments run programs")
-    every = algorithm | rollout | reward | weights | sandbox
+    environment = dict(_leaves("environment", config.environment))
+    if config.environment.function is None:
+        out |= dict.fromkeys(_set(environment, "environment"), "without environment.function there is no environment")
+    every = algorithm | rollout | reward | weights | sandbox | environment
     return [
         f"{leaf}={_text(value)} does nothing: {out[leaf]}; leave it out, or set it to its default, {_text(default)}"
         for leaf, (value, default) in every.items()

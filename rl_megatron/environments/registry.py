@@ -20,6 +20,8 @@ from rl_megatron.types import Prompt
 from rl_megatron.user_code import load_named
 
 METHODS = ("start", "step", "score", "close")
+OF_METHODS = ("step_seconds", "close_seconds", "max_observation_tokens")
+"""Keys of limits of an environment's methods and messages, which a function of one's own has not."""
 ENVIRONMENTS: Mapping[str, Callable[..., Environment]] = {"calculator": Calculator}
 
 
@@ -81,8 +83,20 @@ def resolve_environment(
         options["services"] = services or Services()
     _check(name, function, options, section.options)
     if inspect.iscoroutinefunction(function):
+        _check_agent(section)
         return Agent(partial(function, **options), "sandbox" in options)
     return EnvironmentMaker(function, options)
+
+
+def _check_agent(section: EnvironmentSection) -> None:
+    """Raises ConfigError for set keys that a function which leads its trajectory does not read."""
+    usual = EnvironmentSection()
+    if unread := [key for key in OF_METHODS if getattr(section, key) != getattr(usual, key)]:
+        raise ConfigError(
+            f"{', '.join(f'environment.{key}={getattr(section, key)}' for key in unread)}: environment.function="
+            f"{section.function!r:.200} is a function that leads its trajectory, and has neither methods nor messages; "
+            "leave this out (environment.seconds bounds it)"
+        )
 
 
 def _check(name: str, function: Callable[..., Any], options: Mapping[str, Any], named: Mapping[str, Any]) -> None:

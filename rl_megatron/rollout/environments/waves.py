@@ -48,11 +48,11 @@ class Waves(RolloutEngine):
 
     @override
     def so_far(self, request_id: str) -> Completion | None:
-        return None
+        return self._engine.so_far(request_id)
 
     @override
     async def interrupt(self) -> None:
-        pass
+        await self._engine.interrupt()
 
     def _consider(self) -> None:
         if self._timer is not None:

@@ -56,6 +56,10 @@ def test_the_function(name: str) -> None:
         ({"function": "my_env:Gues"}, "'Gues' of my_env is not there; did you mean 'Guess'"),
         ({"function": "my_env:EnvironmentStep"}, "is a class without start, step, score, close; give it"),
         (
+            {"function": "my_env:solve", "close_seconds": 3, "max_observation_tokens": 9},
+            "environment.close_seconds=3.0, environment.max_observation_tokens=9: .* and has neither",
+        ),
+        (
             {"function": "my_env:Guess", "options": {"lots": 3}},
             "environment.options.lots: got an unexpected",
         ),
