@@ -187,7 +187,7 @@ REFUSED = {
     "eval.sets.a.every=5": "eval.sets.a.every=5: the first set gives eval/accuracy, which eval.every=10 times",
     "eval.sets.a.at_steps=3": r"eval.sets.a.at_steps=\[3\]: the first set",
     "eval.sets.A.samples=1": r"must be text that matches \^\[a-z\]",
-    "eval.sets.a.data.type=hub": "no such choice; one of: run, arithmetic, files",
+    "eval.sets.a.data.type=mixture": "no such choice; one of: run, arithmetic, files, hub",
     "eval.sets.a.pass_at=1,x": "eval.sets.a.pass_at='x': must be a valid integer",
     "eval.sets.a.min_p=2": "eval.sets.a.min_p=2",
 }
