@@ -106,13 +106,13 @@ def test_a_replica_that_dies_is_restarted_and_at_last_given_up(tmp_path: Path, m
         ("no-such-program-here", "No such file"),
         (
             f'{sys.executable} -c "import time; print(1234, flush=True); time.sleep(600)"',
-            "answered nothing within services.judge.start_seconds=1; .* ends with:\n  1234",
+            "answered nothing within services.judge.start_seconds=4; .* ends with:\n  1234",
         ),
-        (f"{JUDGE} --no-such-path", "answered status 404 within services.judge.start_seconds=1"),
+        (f"{JUDGE} --no-such-path", "answered status 404 within services.judge.start_seconds=4"),
     ],
 )
 def test_one_that_does_not_start_is_named_with_its_last_lines(tmp_path: Path, command: str, said: str) -> None:
-    keys = ["services.judge.start_seconds=1"] + (["services.judge.health=/other"] if "no-such-path" in command else [])
+    keys = ["services.judge.start_seconds=4"] + (["services.judge.health=/other"] if "no-such-path" in command else [])
     here, services = running(configured(command.replace("'", '"'), *keys), tmp_path)
 
     async def run() -> None:
