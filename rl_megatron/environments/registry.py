@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.environments.adapters.reasoning_gym import ReasoningGym
 from rl_megatron.environments.calculator import Calculator
 from rl_megatron.environments.protocol import Environment, Model
 from rl_megatron.errors import ConfigError
@@ -22,7 +23,7 @@ from rl_megatron.user_code import load_named
 METHODS = ("start", "step", "score", "close")
 OF_METHODS = ("step_seconds", "close_seconds", "max_observation_tokens")
 """Keys of limits of an environment's methods and messages, which a function of one's own has not."""
-ENVIRONMENTS: Mapping[str, Callable[..., Environment]] = {"calculator": Calculator}
+ENVIRONMENTS: Mapping[str, Callable[..., Environment]] = {"calculator": Calculator, "reasoning_gym": ReasoningGym}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Environments of other libraries, a file each."""

@@ -1,0 +1,65 @@
+"""Write the problems of another library as train.jsonl and eval.jsonl, which data.type=files reads.
+
+    python -m tools.write_tasks FOLDER SOURCE [KEY=VALUE ...]
+
+SOURCE is reasoning_gym, or package.module:name of a function of yours that takes the keys and gives (rows to train on,
+held-out rows): mappings with ``question``, ``answer`` and fields of your own. Values are YAML.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from rl_megatron.environments.adapters import reasoning_gym
+from rl_megatron.errors import ConfigError
+from rl_megatron.user_code import load_named
+from tools import conversion
+
+Rows = Iterable[Mapping[str, Any]]
+SOURCES: Mapping[str, Callable[..., tuple[Rows, Rows]]] = {"reasoning_gym": reasoning_gym.tasks}
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="where the two files are written", show_default=False)],
+    source: Annotated[str, typer.Argument(help=", ".join((*SOURCES, "package.module:name")), show_default=False)],
+    keys: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE of the source", show_default=False)] = None,
+) -> None:
+    """Write the problems of a source."""
+    conversion.say(lambda: run(folder, source, keys or ()))
+
+
+def run(folder: Path, source: str, keys: Iterable[str] = ()) -> None:
+    """Write both files. Raises ConfigError for an unknown source, keys that it does not take, and files that exist."""
+    function = SOURCES.get(source) or load_named(source, "SOURCE", "function", callable)
+    paths = folder / "train.jsonl", folder / "eval.jsonl"
+    if there := [str(path) for path in paths if path.exists()]:
+        raise ConfigError(f"{', '.join(there)}: is there already; remove it, or name another folder")
+    try:
+        splits = function(**dict(_pair(one) for one in keys))
+    except TypeError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    texts = ["".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) for rows in splits]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text, encoding="utf-8")
+        print(f"{path}: {text.count(chr(10))} problems")
+
+
+def _pair(given: str) -> tuple[str, Any]:
+    key, equals, value = given.partition("=")
+    if not equals or not key.isidentifier():
+        raise ConfigError(f"{given!r:.200}: write it as KEY=VALUE")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{given!r:.200}: its value is no YAML") from error
+
+
+if __name__ == "__main__":
+    typer.run(main)
