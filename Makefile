@@ -2,6 +2,7 @@
 # make test                                    linters, then every test
 # make test-engines                            the tests that want vLLM and SGLang, which it installs under .engines/
 # make test-dry-run [ARGS="-k 30b"]            the recipes of large models at their real size, without their memory
+# make test-environments                       the tests that want environments of verifiers, which it installs under .environments/
 # make try-newest-engines                      a part of them with the newest vLLM and SGLang, beside the tested ones
 # make test-312 [PYTHON312=PATH]               the learner's tests on Python 3.12, with the newest megatron-core tried
 # make test-cluster                            jobs on a real Slurm of twenty-eight nodes on this machine (root, Debian)
@@ -27,7 +28,7 @@ FILES ?=
 HALF ?=
 GPU_PYTHON ?=
 
-.PHONY: train test test-dry-run test-engines try-newest-engines test-312 test-cluster test-series test-pretended-gpu test-gpu \
+.PHONY: train test test-dry-run test-engines try-newest-engines test-environments test-312 test-cluster test-series test-pretended-gpu test-gpu \
 	test-kills test-images mutants lint clean
 .DELETE_ON_ERROR:
 
@@ -55,6 +56,14 @@ test-series: $(ENVIRONMENT)
 test-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 		$(addprefix tests/engines/test_, models.py restarts.py faults.py nodes.py) tests/engines
+
+test-environments: $(ENVIRONMENT) .environments/verifiers/.installed .environments/verifiers-0.1/.installed
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs tests/unit/environments
+
+.environments/%/.installed: Makefile
+	$(PYTHON) -m venv .environments/$*
+	.environments/$*/bin/pip install -q $(if $(filter verifiers-0.1,$*),verifiers==0.1.14,verifiers==0.4.0)
+	touch $@
 
 test-pretended-gpu: $(ENVIRONMENT)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/pretended_gpu

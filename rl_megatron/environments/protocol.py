@@ -95,7 +95,8 @@ class Demonstrating(Protocol):
 
 
 class Model(Protocol):
-    """What a function of your own is given: ``async def solve(task, model, **options) -> float``.
+    """What a function of your own is given: ``async def solve(task, model, **options) -> float``, or
+    an EnvironmentStep with a reward and metrics.
 
     Turns that clients ask for at ``base_url``, which is on loopback, are the trajectory's as those of `reply` are.
     """

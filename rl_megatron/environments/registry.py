@@ -12,8 +12,9 @@ from typing import Any
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.environments.adapters.reasoning_gym import ReasoningGym
+from rl_megatron.environments.adapters.verifiers import verifiers
 from rl_megatron.environments.calculator import Calculator
-from rl_megatron.environments.protocol import Environment, Model
+from rl_megatron.environments.protocol import Environment, EnvironmentStep, Model
 from rl_megatron.errors import ConfigError
 from rl_megatron.sandbox.table import Sandbox
 from rl_megatron.services import Services
@@ -23,7 +24,11 @@ from rl_megatron.user_code import load_named
 METHODS = ("start", "step", "score", "close")
 OF_METHODS = ("step_seconds", "close_seconds", "max_observation_tokens")
 """Keys of limits of an environment's methods and messages, which a function of one's own has not."""
-ENVIRONMENTS: Mapping[str, Callable[..., Environment]] = {"calculator": Calculator, "reasoning_gym": ReasoningGym}
+ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {
+    "calculator": Calculator,
+    "reasoning_gym": ReasoningGym,
+    "verifiers": verifiers,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class EnvironmentMaker:
 class Agent:
     """A function of the user's own that leads a trajectory itself, and returns its reward."""
 
-    solve: Callable[[Prompt, Model], Awaitable[float]]
+    solve: Callable[[Prompt, Model], Awaitable[float | EnvironmentStep]]
     takes_sandbox: bool = False
 
 

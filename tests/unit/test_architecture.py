@@ -44,6 +44,7 @@ COLLECTIVE = (
     *("launcher/rehearsal/links.py", "launcher/calibration/messages.py"),
 )
 IN_ENGINES = (  # which read the environment of an engine's process
+    "rl_megatron/environments/adapters/verifiers_worker.py",  # another interpreter, whose clients read keys there
     "rl_megatron/rollout/servers/engine_token.py",
     "rl_megatron/rollout/servers/sglang/server.py",
     "rl_megatron/weights/checks/libraries.py",

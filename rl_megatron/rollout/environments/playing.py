@@ -127,7 +127,9 @@ class Playing:
         seconds, stop, reward = self.section.seconds, "done", 0.0
         try:
             given = await self.thread.call(lambda: agent.solve(self.task, model), seconds + _ANSWERS_LIMIT)
-            reward = self._finite("the function", given)
+            step = given if isinstance(given, EnvironmentStep) else EnvironmentStep(reward=given)
+            reward = self._finite("the function", step.reward)
+            self._count(step)
         except TooLate as error:
             raise self._fault("the function", f"did not end within environment.seconds={seconds:g}") from error
         except UserCodeFailed as error:
@@ -140,7 +142,7 @@ class Playing:
                 raise self._fault("the function", str(error)) from error
         finally:
             model.close()
-        return TrajectoryEnd(stop=self.episode.stop or stop, reward=reward)  # type: ignore[arg-type]
+        return TrajectoryEnd(stop=self.episode.stop or stop, reward=reward, metrics=self.metrics)  # type: ignore[arg-type]
 
     async def _reward(self, stop: StopReason) -> float:
         given = [reward for reward in self.rewards if reward is not None]

@@ -1,0 +1,115 @@
+"""Environments of both generations of the verifiers package, in interpreters of their own, and processes that fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_megatron.environments.adapters import verifiers as adapter
+from rl_megatron.environments.registry import Agent
+from rl_megatron.errors import ConfigError, EnvironmentFailed
+from rl_megatron.rollout.environments.source import EnvironmentSampler
+from rl_megatron.rollout.environments.waves import Waves
+from rl_megatron.types import Prompt, Trajectory
+from tests.completions import drawn
+from tests.scripted_engine import Scripted, sampler, trajectories
+
+INTERPRETERS = Path(__file__).parents[4] / ".environments"
+LOCAL = {"agent": {"runtime": {"type": "subprocess"}}}
+GENERATIONS = [("verifiers-0.1", "twice_first", {"problems": 5}), ("verifiers", "twice_second", LOCAL)]
+
+
+@pytest.fixture(autouse=True)
+def packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "packages"))
+
+
+def interpreter(name: str) -> str:
+    python = INTERPRETERS / name / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"no {python}; make test-environments installs it")
+    return str(python)
+
+
+def prompt(which: dict[str, Any]) -> Prompt:
+    return Prompt(id="p", text="0+1=", token_ids=(1,), answer="1", meta={"verifiers": which})
+
+
+def source(engine: Any, python: str, **section: Any) -> EnvironmentSampler:
+    agent = Agent(partial(adapter.verifiers, python=python))
+    return sampler(engine, agent, function="verifiers", group_size=2, **section)
+
+
+def played(ours: EnvironmentSampler, prompts: Sequence[Prompt]) -> list[Trajectory]:
+    return trajectories(asyncio.run(ours.groups(drawn(prompts))))
+
+
+def fake(folder: Path, script: str) -> str:
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(("name", "id", "args"), GENERATIONS)
+def test_an_environments_turns_and_rewards_are_the_trajectorys(name: str, id: str, args: dict[str, Any]) -> None:
+    python, engine = interpreter(name), Scripted(lambda text: "2" if "sure?" in text else "7")
+    train, held_out = map(list, adapter.tasks(python=python, id=id, size=2, held_out=1, args=args))
+    assert [row["question"] for row in (*train, *held_out)] == ["0+1=", "1+1=", "2+1="]
+    found = played(source(Waves(engine), python), [prompt(row["verifiers"]) for row in train])
+    assert [one.reward for one in found] == [0.0, 0.0, 1.0, 1.0]  # it answers 2 in the end
+    for one in found:
+        (row,) = one.chains
+        assert [turn.text for turn in one.turns] == ["7", "2"]
+        sampled = [row.token_ids[turn.start : turn.stop].tolist() for turn in row.turns]
+        assert all(ids in engine.sampled.values() for ids in sampled)
+    if name == "verifiers-0.1":
+        assert {(one.metrics["own/right"], one.metrics["own/num_turns"]) for one in found} == {(0, 2), (1, 2)}
+
+
+def test_what_the_package_raises_is_named_and_a_limit_ends_a_trajectory() -> None:
+    python = interpreter("verifiers-0.1")
+    with pytest.raises(ConfigError, match=r"verifiers in .*no_such_thing"):
+        adapter.tasks(python=python, id="no_such_thing", size=2, held_out=1)
+    with pytest.raises(ConfigError, match="twice_first has 4 tasks, fewer than size=4 and held_out=1"):
+        adapter.tasks(python=python, id="twice_first", size=4, held_out=1)
+    ours = source(Waves(Scripted(lambda text: "1")), python, max_turns=1)
+    one, _ = played(ours, [prompt({"id": "twice_first", "args": {}, "index": 0})])
+    assert (one.stop, one.reward, len(one.turns)) == ("turns", 0.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo broken >&2; exit 3", "ended with status 3; it said last: broken"),
+        ("read line; echo no JSON; exec sleep 60", "ended with status -9"),
+        ("read line; echo '{\"call\": 99}'; exec sleep 60", "ended with status -9"),
+        ("read line; echo '{\"call\": 0}'; exec sleep 60", "returned None, which is no finite number"),
+        ('read line; echo \'{"call": 0, "reward": NaN}\'; exec sleep 60', "returned nan, which is no finite number"),
+    ],
+)
+def test_a_process_that_dies_or_lies_is_named(script: str, said: str, tmp_path: Path) -> None:
+    ours = source(Scripted(lambda text: "1"), fake(tmp_path, script))
+    single = sampler(Scripted(lambda text: "1"), ours.made, function="verifiers", group_size=1)
+    with pytest.raises(EnvironmentFailed, match=f"'verifiers': prompt 'p'.*{said}"):
+        played(single, [prompt({"id": "any", "args": {}, "index": 0})])
+
+
+def test_an_interpreter_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"/no/python did not start; it said last: .*No such file"):
+        adapter.tasks(python="/no/python", id="any", size=1, held_out=1)
+
+
+def test_a_process_that_hangs_is_given_up_and_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "_CANCEL_LIMIT", 0.01)
+    python = fake(tmp_path, "exec sleep 60")
+    with pytest.raises(EnvironmentFailed, match=r"did not end within environment.seconds=0\.2"):
+        played(source(Scripted(lambda text: "1"), python, seconds=0.2), [prompt({"id": "a", "args": {}, "index": 0})])
+    hung = adapter._running[python]
+    assert hung.ended.wait(10)
+    assert adapter.interpreter_of(python) is not hung
