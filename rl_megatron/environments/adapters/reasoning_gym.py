@@ -14,6 +14,19 @@ from rl_megatron.types import Prompt
 
 FIELD = "reasoning_gym"  # of a row: which problem it is
 _NO_ANSWER = "(several are right)"
+EXECUTING = frozenset(  # their scorers pass the reply to eval, or to sympy's parser, which does
+    {
+        "binary_matrix",
+        "countdown",
+        "intermediate_integration",
+        "n_queens",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+        "spiral_matrix",
+        "string_insertion",
+    }
+)
 
 
 class ReasoningGym:
@@ -85,6 +98,11 @@ def _made(task: Prompt) -> tuple[Any, Mapping[str, Any]]:
 
 @lru_cache(maxsize=64)
 def _dataset(name: str, seed: int, size: int, config: str) -> Any:
+    if name in EXECUTING:
+        raise ConfigError(
+            f"reasoning-gym's scorer of name={name!r} executes replies as Python, in the run's own process; "
+            "take another data set"
+        )
     try:
         return _package().create_dataset(name, seed=seed, size=size, **json.loads(config))
     except Exception as error:  # its configurations assert

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rl_megatron.environments.adapters.reasoning_gym import ReasoningGym
+from rl_megatron.environments.adapters.reasoning_gym import EXECUTING, ReasoningGym
 from rl_megatron.environments.protocol import EnvironmentStep, Reply
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.rollout.environments.waves import Waves
@@ -21,7 +23,7 @@ from tests.scripted_engine import Scripted, sampler, trajectories
 from tools.write_tasks import run
 
 package = pytest.importorskip("reasoning_gym", reason="pip install -e .[test] has reasoning-gym")
-NAMES = ("countdown", "family_relationships", "time_intervals")
+NAMES = ("leg_counting", "family_relationships", "time_intervals")
 CHAIN = ("name=chain_sum", "size=6", "held_out=4", "seed=5", "min_terms=2", "max_terms=3")
 
 
@@ -92,6 +94,7 @@ def test_rows_of_another_version_and_of_another_source_are_refused(tmp_path: Pat
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
+        (("name=countdown",), "scorer of name='countdown' executes replies as Python"),
         (("name=chain_sums",), "refuses name='chain_sums'"),
         (("name=chain_sum", "min_terms=9", "max_terms=2"), "refuses name='chain_sum'.*AssertionError"),
         ((), "missing 1 required keyword-only argument: 'name'"),
@@ -109,3 +112,18 @@ def test_files_that_exist_stay(tmp_path: Path) -> None:
     written(tmp_path, *CHAIN)
     with pytest.raises(ConfigError, match=r"train.jsonl, .*eval.jsonl: is there already"):
         written(tmp_path, *CHAIN)
+
+
+def test_the_data_sets_whose_scorers_execute_replies_are_those_that_are_refused() -> None:
+    found = set()
+    for name, (made, _) in package.factory.DATASETS.items():
+        methods, text = ["score_answer"], ""
+        for method in methods:
+            source = inspect.getsource(getattr(made, method))
+            text += source
+            methods += [
+                one for one in re.findall(r"self\.(\w+)\(", source) if one not in methods and hasattr(made, one)
+            ]
+        if re.search(r"(?<![\w.])(eval|exec)\((?!entry)|parse_expr\(", text):
+            found.add(name)
+    assert found == EXECUTING
