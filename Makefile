@@ -10,6 +10,7 @@
 # make test-pretended-gpu                      the learner's tests again, on pretended GPUs: ten minutes on two cores
 # make test-gpu [HALF=1|2] [GPU_PYTHON=python3]  the kit for one GPU, ten minutes a half; prints a table of figures
 # make test-kills [ARGS="--points 20"]         a run with servers, killed at 100 points: is a prompt lost or trained twice?
+# make test-learns                             the calculator's recipe with three seeds: does it learn? a minute each
 # make test-images                             the learner's steps of an image, in a new environment: minutes, and the index
 # make mutants [ARGS="--sample 40 --seed 1"]   are 400 faults put into the arithmetic seen by a test? up to an hour
 # make lint                                    linters alone (what pre-commit runs)
@@ -29,7 +30,7 @@ HALF ?=
 GPU_PYTHON ?=
 
 .PHONY: train test test-dry-run test-engines try-newest-engines test-environments test-312 test-cluster test-series test-pretended-gpu test-gpu \
-	test-kills test-images mutants lint clean
+	test-kills test-learns test-images mutants lint clean
 .DELETE_ON_ERROR:
 
 train: $(ENVIRONMENT)
@@ -79,6 +80,9 @@ test-gpu: $(if $(GPU_PYTHON),,$(ENVIRONMENT))
 # An hour at most; what was ended goes on with the same command.
 test-kills: $(ENVIRONMENT)
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.kills.run $(ARGS)
+
+test-learns: $(ENVIRONMENT)
+	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.learns.run $(ARGS)
 
 test-images: $(ENVIRONMENT)
 	$(BIN)/pytest -q tests/images

@@ -1,0 +1,90 @@
+"""``make test-learns``: does the calculator's recipe learn, with each of three seeds, within its bars?
+
+Each run is ``rl-megatron train --config calculator`` in a process of its own, one after the other. The command
+ends with 1 where a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.e2e.processes import Place
+
+MOST_BEFORE, LEAST_AFTER, LIMIT_SECONDS = 0.35, 0.95, 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """Held-out accuracy of greedy trajectories before the first step of reinforcement learning, and the best behind it;
+    ``step`` has that. ``seconds`` of the whole run, its start and warm start included."""
+
+    seed: int
+    before: float
+    after: float
+    step: int
+    seconds: float
+
+    @property
+    def within_bars(self) -> bool:
+        """Whether it learned enough, from little enough, soon enough."""
+        return self.before <= MOST_BEFORE and self.after >= LEAST_AFTER and self.seconds <= LIMIT_SECONDS
+
+
+def learned(place: Place, *, seed: int, steps: int) -> Learned:
+    """Train the recipe for ``steps`` steps in ``place``. Fails if the run does."""
+    start = time.monotonic()
+    keys = (f"seed={seed}", f"train.steps={steps}", f"run.name=seed-{seed}", f"model.cache_dir={place.cache}")
+    run = place.call("train", "--config", "calculator", *keys, "learner.threads=1", "log.tensorboard=false")
+    run.folder = place.folder / "runs" / f"seed-{seed}"
+    run.finish()
+    held_out = {
+        row["step"]: row["eval/accuracy"] for row in run.rows() if row["phase"] == "rl" and "eval/accuracy" in row
+    }
+    before = held_out.pop(0)
+    step = max(held_out, key=lambda one: held_out[one])
+    return Learned(
+        seed=seed, before=before, after=held_out[step], step=step, seconds=round(time.monotonic() - start, 1)
+    )
+
+
+def main() -> int:
+    """Trains with each seed and prints what it learned beside the bars."""
+    parser = argparse.ArgumentParser(prog="make test-learns", description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=60, help="of reinforcement learning")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("build/learns"), help="of the runs, which must not be there"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    options = parser.parse_args()
+    folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    place, rows = Place(folder=folder, cache=folder / "models"), []
+    print(
+        f"bars: held out at most {MOST_BEFORE} before, at least {LEAST_AFTER} behind it, {LIMIT_SECONDS:g} s",
+        flush=True,
+    )
+    try:
+        for seed in options.seeds:
+            load = os.getloadavg()[0]
+            rows.append(found := learned(place, seed=seed, steps=options.steps))
+            print(
+                f"seed {found.seed}: {found.before:.3f} before, {found.after:.3f} after step {found.step}, "
+                f"{found.seconds:.0f} s (load {load:.1f}){'' if found.within_bars else ': MISSED'}",
+                flush=True,
+            )
+    finally:
+        place.clear()
+    if options.json:
+        options.json.write_text(json.dumps([asdict(found) for found in rows], indent=1))
+    return int(not all(found.within_bars for found in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
