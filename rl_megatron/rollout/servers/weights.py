@@ -124,7 +124,7 @@ class ReplicaWeights:
 
         ``only``: the replica at that URL alone; the others still serve. ``straight``: the replicas at these URLs, which
         have joined a group, receive it there. Reports leave out ``private`` kinds, by URL. Raises SyncError;
-        ReplicasLost if all died.
+        ReplicasLost if all died: requests wait until another ``load`` is committed, or `refuse`.
         """
         if only is None:
             self._turn.set()
@@ -158,8 +158,8 @@ class ReplicaWeights:
             wanted = {only} if only else straight or {replica.server.url for replica in present}
             holding = {replica: replica.server for replica in present if replica.server.url in wanted}
             reports = await self._on_each(holding, f"version {version}", lambda replica: one(replica.server))
-        except BaseException:
-            if only is None:
+        except BaseException as error:
+            if only is None and not isinstance(error, ReplicasLost):  # else it is loaded again, and requests wait
                 self._settled.set()
             raise
         self._holding = holding if only is None else self._holding | holding

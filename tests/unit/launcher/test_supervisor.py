@@ -168,7 +168,7 @@ def test_requests_of_a_server_that_dies_are_answered_once_by_what_was_refitted(
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_server_that_dies_of_a_push_gets_the_new_version(fakes: list[Fake], replicas: int) -> None:
-    """The push goes on with the others; where there is none, with the new server."""
+    """The push goes on with the others; where there is none, with the new server, for which requests wait."""
 
     async def test() -> None:
         async with bed(fakes[:replicas], fakes[2:], timeout_seconds=1000.0) as it:
@@ -176,8 +176,10 @@ def test_a_server_that_dies_of_a_push_gets_the_new_version(fakes: list[Fake], re
             go = stuck(fakes[0], "/load")
             pushing = asyncio.create_task(self_healing(it, 5))
             await until(lambda: fakes[0].asked.count("/load") == 2)
+            waiting = asyncio.create_task(it.engine.generate(REQUEST))
             it.places[0].why.set_result("killed")
             await pushing
+            assert (await waiting)[0].spans == ((0, 5),)
             await it.reach(0, Health.HEALTHY)
             assert fakes[2].label == "5"
             assert (await it.engine.generate(REQUEST))[0].spans == ((0, 5),)
