@@ -74,7 +74,7 @@ def service_sites(config: RunConfig, allocation: Allocation | None) -> dict[str,
 
     def at(node: str) -> Site:
         host = _host(Seat(node=node, gpus=()), allocation, alone=False)
-        before = tuple(allocation.server_command([node], cpus))
+        before = tuple(allocation.server_command([node], cpus, "services"))
         return Site(host=host, before=before, number=next(numbers), count=count, node=node)
 
     placed = service_nodes(config, allocation.by_role)

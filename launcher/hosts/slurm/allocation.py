@@ -123,11 +123,6 @@ class Allocation:
             return [f"--het-group={list(by_role).index(role)}"]
         return [f"--nodelist={','.join(by_role[role])}"] if len(by_role) > 1 else []
 
-    def _group_of(self, node: str) -> list[str]:
-        """Of a heterogeneous job: the option for the node's component; none for the learner's, which is srun's own."""
-        role = next(role for role, nodes in self.by_role.items() if node in nodes)
-        return [] if role == LEARNER else self._on(role)
-
     def everywhere(self, command: Sequence[str], cpus: int) -> list[list[str]]:
         """For each role an srun command that runs ``command`` once on each of its nodes, beside other steps, with all
         their memory and GPUs."""
@@ -152,12 +147,15 @@ class Allocation:
         """An srun command for a role with its own nodes, with all their memory and GPUs."""
         return [*_OWN, command[0], *self._on(role), "--mem=0", *command[1:]]
 
-    def server_command(self, nodes: Sequence[str], cpus: int) -> list[str]:
-        """The srun command that runs a command on each node with all its memory and GPUs, beside other steps."""
+    def server_command(self, nodes: Sequence[str], cpus: int, role: str = "engines") -> list[str]:
+        """The srun command that runs a command on each node with all its memory and GPUs, beside other steps.
+
+        Nodes are those of ``role``, or else the learner's, whose component is srun's own.
+        """
         return [
             *_OWN,
             "srun",
-            *(self._group_of(nodes[0]) if self.heterogeneous else []),
+            *(self._on(role) if self.heterogeneous and nodes[0] in self.by_role.get(role, ()) else []),
             *("--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", f"--nodelist={','.join(nodes)}"),
             *(f"--cpus-per-task={cpus}", "--mem=0"),
         ]
