@@ -60,6 +60,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Share of tokens that were read", metric="environment/untrained_fraction"),
             Curve(title="Seconds of a trajectory", metric="environment/seconds_mean", peak="environment/seconds_p99"),
             Curve(title="Trajectories that ended: <name>", metric="environment/stop/<name>"),
+            Curve(title="Calls that cannot be read", metric="environment/bad_calls"),
             Curve(title="Of the environment: <name>", metric="environment/own/<name>"),
             Curve(title="Prompts that have retired", metric="curriculum/retired", hide_constant=True),
             Curve(title="Pass rate of the prompts", metric="curriculum/mean_pass_rate"),

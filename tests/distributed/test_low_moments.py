@@ -70,9 +70,10 @@ def test_a_resume_continues_and_may_change_the_dtype(seen: Any) -> None:
     assert from_float8[1] == pytest.approx(seen["float8"]["next"][1], rel=1e-2)
     assert same == seen["bfloat16"]["next"]
     assert to_float32[0] == seen["bfloat16"]["next"][0]
-    assert to_float32[1] == pytest.approx(seen["bfloat16"]["next"][1], rel=1e-3)
+    rounded = 2**-8  # bfloat16 rounds both moments by at most 2^-9, which moves a step by less than that together
+    assert to_float32[1] == pytest.approx(seen["bfloat16"]["next"][1], rel=rounded)
     assert to_bfloat16[0] == seen["float32"]["next"][0]
-    assert to_bfloat16[1] == pytest.approx(seen["float32"]["next"][1], rel=1e-3)
+    assert to_bfloat16[1] == pytest.approx(seen["float32"]["next"][1], rel=rounded)
 
 
 def test_a_resumed_run_has_its_own_settings_and_only_matrices_decay(seen: Any) -> None:

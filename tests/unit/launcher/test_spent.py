@@ -22,6 +22,7 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.observability.progress import Progress
 from rl_megatron.scaling.estimates import estimate
 from rl_megatron.scaling.memory import fullest
+from rl_megatron.services import Services
 
 ROWS = [
     {"phase": "warm_start", "step": 0, "seconds/step": 360.0},
@@ -154,7 +155,7 @@ def test_a_job_asks_to_come_back_before_what_can_fail_after_its_run(
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGINT)}
     try:
         with pytest.raises(DataError), asyncio.Runner(loop_factory=TimedLoop) as runner:
-            runner.run(train.train(config, lambda *_: 0.0, resume=False))
+            runner.run(train.train(config, lambda *_: 0.0, Services(), resume=False))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
