@@ -1,7 +1,8 @@
 """A server of the in-process engine that dies by SIGKILL: when it has one prompt, and once in the middle of a push.
 
 ``DEADLY`` in its environment is a folder: its file ``prompt`` has the prompt's tokens, and whoever finds ``push`` in
-the middle of a load takes it and dies. Each death is a line of ``deaths.jsonl``, with what was being sampled beside.
+the middle of a load beside which something is sampled takes it and dies. Each death is a line of ``deaths.jsonl``, with
+the number of completions beside it.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ def main() -> None:
 
     def half_loaded(engine: LocalEngine, version: int) -> None:
         """Its tensors are the new ones, but none of it is served."""
+        beside = sum(batch.unfinished for batch in RUNNING)
         with contextlib.suppress(FileNotFoundError):
-            os.rename(FOLDER / "push", FOLDER / "taken")
-            die("push", sum(batch.unfinished for batch in RUNNING))
+            if beside:
+                os.rename(FOLDER / "push", FOLDER / "taken")
+                die("push", beside)
         serve(engine, version)
 
     def remembered(batch: RunningBatch, *given: Any, **named: Any) -> None:
