@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.environments.adapters.openenv import OpenEnv
 from rl_megatron.environments.adapters.reasoning_gym import ReasoningGym
 from rl_megatron.environments.adapters.verifiers import verifiers
 from rl_megatron.environments.calculator import Calculator
@@ -26,6 +27,7 @@ OF_METHODS = ("step_seconds", "close_seconds", "max_observation_tokens")
 """Keys of limits of an environment's methods and messages, which a function of one's own has not."""
 ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {
     "calculator": Calculator,
+    "openenv": OpenEnv,
     "reasoning_gym": ReasoningGym,
     "verifiers": verifiers,
 }
@@ -88,10 +90,20 @@ def resolve_environment(
     if "services" in taken:
         options["services"] = services or Services()
     _check(name, function, options, section.options)
+    if name in ENVIRONMENTS and inspect.isclass(function):
+        _try(name, function, options)
     if inspect.iscoroutinefunction(function):
         _check_agent(section)
         return Agent(partial(function, **options), "sandbox" in options)
     return EnvironmentMaker(function, options)
+
+
+def _try(name: str, made: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Make one of a shipped environment. Raises ConfigError with what it refuses, and what it lacks."""
+    try:
+        made(**options)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"environment.function={name!r}: {error}") from error
 
 
 def _check_agent(section: EnvironmentSection) -> None:

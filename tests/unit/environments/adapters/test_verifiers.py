@@ -18,22 +18,15 @@ from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.types import Prompt, Trajectory
 from tests.completions import drawn
 from tests.scripted_engine import Scripted, sampler, trajectories
+from tests.unit.environments.adapters.served import PACKAGES, interpreter
 
-INTERPRETERS = Path(__file__).parents[4] / ".environments"
 LOCAL = {"agent": {"runtime": {"type": "subprocess"}}}
 GENERATIONS = [("verifiers-0.1", "twice_first", {"problems": 5}), ("verifiers", "twice_second", LOCAL)]
 
 
 @pytest.fixture(autouse=True)
 def packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "packages"))
-
-
-def interpreter(name: str) -> str:
-    python = INTERPRETERS / name / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"no {python}; make test-environments installs it")
-    return str(python)
+    monkeypatch.setenv("PYTHONPATH", str(PACKAGES))
 
 
 def prompt(which: dict[str, Any]) -> Prompt:

@@ -1,0 +1,107 @@
+"""Servers of environments: where one may be, and requests of JSON to it."""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import json
+import re
+import ssl
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from rl_megatron.config.sections.services import SERVICE
+from rl_megatron.errors import ConfigError
+from rl_megatron.services import ServiceAddress, Services
+
+MOST_BYTES = 1 << 22  # of one answer
+_KEY = "environment.options.url"
+
+
+class ServerFailed(Exception):
+    """A server did not answer, or what it answered is no answer; the text names both."""
+
+
+def check_url(url: str) -> None:
+    """Raises ConfigError for a URL that cannot be used, and for one whose answers others could write: rewards come
+    from there, so it is on loopback, behind TLS, or a service of the run."""
+    given = f"{_KEY}={url!r:.200}"
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018  # raises for an invalid port
+    except ValueError as error:
+        raise ConfigError(f"{given}: {error}; write it as http://127.0.0.1:port") from error
+    if re.search(r"[^!-~]", url):
+        raise ConfigError(f"{given}: it holds white space or non-ASCII characters; write these as %XX")
+    if f"{parts.scheme}:" == SERVICE and parts.path:
+        return
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ConfigError(f"{given}: write it as http://127.0.0.1:port, https://host, or service:<name>")
+    if parts.username is not None:
+        raise ConfigError(f"{_KEY}: remove user name and password from the URL; it is written to logs")
+    if parts.scheme == "http" and not _is_loopback(parts.hostname):
+        raise ConfigError(
+            f"{given}: {parts.hostname} is not on loopback, and without TLS others on the network could write its "
+            "rewards; have the run start the server (service:<name>), give an https:// URL, or a port of 127.0.0.1 "
+            "that is forwarded"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def server_address(url: str, services: Services) -> ServiceAddress:
+    """Where ``url``, which is checked, is now; a service's replica whose turn it is. Raises ServiceError."""
+    if not url.startswith(SERVICE):
+        return ServiceAddress(url=url.rstrip("/"), key="")
+    name, slash, path = url.removeprefix(SERVICE).partition("/")
+    address = services.address(name)
+    return ServiceAddress(url=f"{address.url}{slash}{path}".rstrip("/"), key=address.key)
+
+
+def headers_of(address: ServiceAddress) -> Mapping[str, str]:
+    """What every request to it carries."""
+    return {"Authorization": f"Bearer {address.key}"} if address.key else {}
+
+
+class JsonServer:
+    """Requests of one trajectory, whose cookies it keeps. It follows no redirects and uses no proxies; its
+    user's limits bound the waits."""
+
+    def __init__(self, address: ServiceAddress) -> None:
+        self._url = address.url
+        headers = {"Accept-Encoding": "identity", **headers_of(address)}
+        self._client = httpx2.AsyncClient(timeout=None, trust_env=False, verify=_trusted(), headers=headers)
+
+    async def ask(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
+        """Status and value of the answer. Raises ServerFailed for one that is no JSON or too long, and without one."""
+        where, answer = f"{method} {self._url}{path}", bytearray()
+        try:
+            async with self._client.stream(method, self._url + path, json=body) as response:
+                async for chunk in response.aiter_raw():
+                    answer += chunk
+                    if len(answer) > MOST_BYTES:
+                        raise ServerFailed(f"{where}: the answer is longer than {MOST_BYTES} bytes")
+        except httpx2.TransportError as error:
+            raise ServerFailed(f"{where}: {type(error).__name__}: {error!s:.500}") from error
+        try:
+            return response.status_code, json.loads(answer)
+        except (ValueError, RecursionError) as error:
+            said = bytes(answer[:80]).decode(errors="replace")
+            raise ServerFailed(f"{where}: status {response.status_code}, and no JSON: {said!r}") from error
+
+    async def close(self) -> None:
+        """Close its connection."""
+        await self._client.aclose()
+
+
+@functools.cache
+def _trusted() -> ssl.SSLContext:
+    return ssl.create_default_context()
