@@ -1,21 +1,33 @@
-"""Checks that the model's folder holds complete weights, a tokenizer and, if needed, a chat template."""
+"""Checks that the model's folder holds complete weights, a tokenizer and, if needed, a chat template, and that a
+reference of one's own scores the policy's tokens."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config.sections.data import FileKeys, data_sources
-from rl_megatron.errors import RLMegatronError
+from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.learner.model.refusals import refuse
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
+from rl_megatron.weights.layouts.learner import learner_layout, role_shape
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Yields a problem for each file that ``model.path`` lacks. A tiny model, which the run makes, has none."""
+    """Yields a problem for each file that ``model.path`` lacks, and each reason why ``algorithm.kl.reference`` cannot
+    score for it. A tiny model, which the run makes, has none."""
+    yield from _policy(subject)
+    if subject.config.algorithm.kl.reference is not None and subject.config.algorithm.needs_reference:
+        yield from _reference(subject, subject.config.algorithm.kl.reference)
+
+
+def _policy(subject: Subject) -> Iterator[Found]:
     folder, sources = subject.model_folder, data_sources(subject.config.data)
     if folder is None or not (folder / "config.json").is_file():  # the check of sizes reports it
         return
@@ -36,21 +48,84 @@ def check(subject: Subject) -> Iterator[Found]:
     if is_megatron(folder):
         yield unchecked("the weights, a megatron checkpoint: rl-megatron verify reads them all")
         return
-    yield from _weights(folder)
+    yield from _weights(folder, "model.path")
 
 
-def _weights(folder: Path) -> Iterator[Found]:
+def _reference(subject: Subject, folder: Path) -> Iterator[Found]:
+    """Yields why a reference cannot score the policy's tokens: its sizes, its files, its vocabulary."""
+    config, own = subject.config, subject.shape
+    shape, given = role_shape(config, own, "reference"), f"algorithm.kl.reference={folder}"
+    if "reference" not in config.roles.separate and _sizes(shape) != _sizes(own):
+        apart = {name for name, size in _sizes(shape).items() if size != _sizes(own)[name]}
+        yield problem(
+            f"{given}: its {', '.join(sorted(apart))} differ from the policy's, whose ranks hold its weights in the "
+            "policy's place; set roles.reference=separate, which gives it ranks of its own"
+        )
+    elif shape.vocab_size < own.vocab_size:
+        yield problem(
+            f"{given} has {shape.vocab_size} tokens, fewer than the policy's {own.vocab_size}: it has no log-prob of "
+            "the others; give a model of the same tokenizer"
+        )
+    elif shape.max_positions < config.longest_sequence:
+        yield problem(
+            f"{config.named_longest} = {config.longest_sequence} is more than max_position_embeddings="
+            f"{shape.max_positions} of {given}; lower them"
+        )
+    else:
+        try:
+            learner_layout(config, shape)
+            refuse(shape, config.learner)
+        except ConfigError as error:
+            yield problem("\n".join(f"{given}: {line}" for line in str(error).splitlines()))
+    yield from _weights(folder, "algorithm.kl.reference")
+    yield from _same_tokens(subject.model_folder, folder)
+
+
+def _sizes(shape: ModelShape) -> dict[str, object]:
+    """What decides where a model's weights lie, by name."""
+    named = {each.name: getattr(shape, each.name) for each in fields(shape)}
+    return {name: size for name, size in named.items() if name not in {"family_at", "max_positions", "draft_layers"}}
+
+
+def _same_tokens(policy: Path | None, reference: Path) -> Iterator[Found]:
+    """Yields a problem if the two tokenizers give another id to some token."""
+    read = [_token_ids(folder) for folder in (policy, reference)]
+    mine, theirs = read
+    if mine is None or theirs is None:
+        yield unchecked("that algorithm.kl.reference has the policy's tokens: not both have a tokenizer.json")
+    elif apart := sorted(token for token, number in mine.items() if theirs.get(token) != number):
+        token = apart[0]
+        yield problem(
+            f"algorithm.kl.reference={reference}: {len(apart)} of the policy's {len(mine)} tokens have other ids, as "
+            f"{token!r:.40}, {mine[token]} and {theirs.get(token, 'none')}; give a model of the same tokenizer"
+        )
+
+
+def _token_ids(folder: Path | None) -> dict[str, int] | None:
+    """The id of each token of a folder's tokenizer.json; None if there is none that can be read."""
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return None
+    try:
+        read = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        vocab = read["model"]["vocab"]
+        pairs = vocab.items() if isinstance(vocab, dict) else ((token, at) for at, (token, _) in enumerate(vocab))
+        return dict(pairs) | {one["content"]: one["id"] for one in read.get("added_tokens", [])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _weights(folder: Path, key: str) -> Iterator[Found]:
     """Yields each safetensors file that is missing, or shorter or longer than its header says."""
     try:
         files, _ = weight_files(folder)
     except RLMegatronError as error:
-        yield problem(f"model.path: {error}")
+        yield problem(f"{key}: {error}")
         return
     for name in files:
         try:
             read_header(MappedFile(folder / name))
         except (RLMegatronError, ValueError, OSError) as error:  # ValueError: nothing to map in an empty file
-            yield problem(f"model.path: {folder / name}: {error}")
+            yield problem(f"{key}: {folder / name}: {error}")
 
 
 def _has_chat_template(folder: Path) -> bool:

@@ -46,12 +46,13 @@ class RankModels:
         from rl_megatron.observability import speed
         from rl_megatron.weights.bytes.parked import Parked
         from rl_megatron.weights.layouts.families import hf_layout, read_shape
-        from rl_megatron.weights.layouts.learner import learner_layout
+        from rl_megatron.weights.layouts.learner import learner_layout, role_shape
 
         config = setup.config
         self._rank, self._model_folder, self._leave = rank, setup.model_folder, world.leave
         self._made_up = config.seed if config.model.random_weights else None
-        self._shape = read_shape(setup.model_folder, config.learner.model)
+        policy = read_shape(setup.model_folder, config.learner.model)
+        self._shape = role_shape(config, policy, setup.role, setup.code)
         self._device = world.join(
             config.learner,
             rank=rank,

@@ -1,5 +1,5 @@
-"""Rules of several sections: modes in which equal work gives equal numbers, fused routers, sampling ahead of training,
-and caches that outlive weights."""
+"""Rules of several sections: modes in which equal work gives equal numbers, fused routers, rewards that are KL alone,
+sampling ahead of training, and caches that outlive weights."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
             "learner.deterministic=true with weights.transport=process_group into servers: the learner's ranks choose "
             f"NCCL's algorithm by NCCL_ALGO, {_ONE_GROUP}"
         )
+    if not (c.algorithm.kl.coefficient > 0 and c.algorithm.kl.placement != "loss"):
+        yield from _of_no_reward(c)
     if c.rollout.server.batch_invariant:
         yield from _of_servers(c)
     if c.rollout.server.running_requests == "keep_cache":
@@ -50,6 +52,16 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
         yield from _of_a_limit(c.rollout, c.rollout.max_in_flight)
     if c.rollout.embedded and c.rollout.served:
         yield from _of_own_servers(c)
+
+
+def _of_no_reward(c: RunConfig) -> Iterator[str]:
+    keys = {"reward": c.reward} | {f"data.sources.{name}.reward": one for name, one in c.source_rewards.items()}
+    for key, section in keys.items():
+        if section.only_records:
+            yield (
+                f"{key}.parts: the weights of {', '.join(section.parts)} are all 0, and no KL is part of the reward; "
+                "give one a weight, or set algorithm.kl (algorithm=distill does)"
+            )
 
 
 def _of_staleness(c: RunConfig) -> Iterator[str]:

@@ -32,7 +32,7 @@ from rl_megatron.scaling.parameters import elements, ranks_of
 from rl_megatron.weights.formats.scaled import BLOCKS, ScaledLayout, with_scales
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.learner import learner_layout
+from rl_megatron.weights.layouts.learner import learner_layout, role_shape
 
 GB = 1e9
 Phase = Literal["", "training", "sampling"]
@@ -105,21 +105,22 @@ def footprints(config: RunConfig, shape: ModelShape) -> list[Footprint]:
 
 def _footprints(config: RunConfig, shape: ModelShape, *, every: bool) -> list[Footprint]:
     """`footprints`; if not ``every`` one, of ranks beside servers the first of each stage: the others are like it."""
-    learner, layout = config.learner, learner_layout(config, shape)
-    inner = learner.dims.world_size // learner.dims.pp
-    beside, stages = _beside_servers(config), ranks_of(config, layout)
+    dims, roles = config.learner.dims, (LEARNER, *config.roles.separate)
+    layouts = {role: learner_layout(config, role_shape(config, shape, role)) for role in roles}
+    inner, beside = dims.world_size // dims.pp, _beside_servers(config)
+    stages = {role: ranks_of(config, layout) for role, layout in layouts.items()}
     if not every:
         beside = {min(same) for _, same in groupby(sorted(beside), key=lambda rank: rank // inner)}
-    firsts = {rank.stage * inner for rank in stages}
+    firsts = {stage * inner for stage in range(dims.pp)}
 
     @cache
     def phases(role: str, stage: int, served: bool) -> Sequence[tuple[Phase, Terms]]:
-        return list(_phases(config, role, *gpu_terms(config, layout, stages[stage], role, served=served)))
+        return list(_phases(config, role, *gpu_terms(config, layouts[role], stages[role][stage], role, served=served)))
 
     return [
         Footprint(rank=r, stage=r // inner, terms=terms, role=role, phase=phase)
-        for role, ranks in ((LEARNER, {*beside, *firsts}), *((role, firsts) for role in config.roles.separate))
-        for r in sorted(ranks)
+        for role in roles
+        for r in sorted({*beside, *firsts} if role == LEARNER else firsts)
         for phase, terms in phases(role, r // inner, r in beside)
     ]
 

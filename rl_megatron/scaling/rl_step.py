@@ -25,6 +25,7 @@ from rl_megatron.scaling.hardware import Gpu
 from rl_megatron.scaling.memory import server_weights, weights_on_gpu, weights_served
 from rl_megatron.scaling.rollouts import Sampled, ServerShape, sampled
 from rl_megatron.scaling.time import PCIE, LearnerWork, step_terms
+from rl_megatron.weights.layouts.learner import role_shape
 
 GB = 1e9
 Lengths = Sequence[float]
@@ -193,7 +194,10 @@ def rl_step(
     parts = {"training": sum(training.values())}
     if config.algorithm.old_logprobs == "learner":
         parts["log-probs"] = forward_seconds(work, batches, constants)
-    parts |= _others(config, forward_seconds(work, batches, constants), parts)
+    forward = forward_seconds(work, batches, constants)
+    teacher = role_shape(config, shape, "reference")
+    of_teacher = forward_seconds(learner_work(config, teacher, gpu, mean), batches, constants)
+    parts |= _others(config, forward, of_teacher, parts)
     section = config.rollout.server
     server = server_shape(config, section, weights_served(config, shape), shape, gpu)
     apart = config.slurm.engines.nodes > 0
@@ -229,13 +233,13 @@ def rl_step(
     )
 
 
-def _others(config: RunConfig, forward: float, parts: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a reference and a critic, whose passes take ``forward``: on ranks of their own they compute beside the
-    policy, and the step waits for what is longer."""
+def _others(config: RunConfig, forward: float, of_reference: float, parts: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of a reference and a critic, whose passes take ``of_reference`` and ``forward``: on ranks of their own
+    they compute beside the policy, and the step waits for what is longer."""
     out, beside = {}, parts.get("log-probs", 0.0)
     if config.algorithm.needs_reference:
         apart = "reference" in config.roles.separate
-        out["reference"] = max(0.0, forward - beside) if apart else forward
+        out["reference"] = max(0.0, of_reference - beside) if apart else of_reference
         beside += out["reference"]
     if config.algorithm.needs_critic:
         apart = "critic" in config.roles.separate

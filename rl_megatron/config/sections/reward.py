@@ -129,9 +129,12 @@ class RewardSection(Section):
                 f"reward.function={self.function!r} and reward.parts ({', '.join(self.parts)}) are both given; "
                 "make the function one of the parts, or leave one of the two out"
             )
-        if self.parts and all(part.weight == 0 for part in self.parts.values()):
-            raise ValueError(f"reward.parts: the weights of {', '.join(self.parts)} are all 0; give one a weight")
         return self
+
+    @property
+    def only_records(self) -> bool:
+        """Whether every part has weight 0, so that all rewards are 0."""
+        return bool(self.parts) and all(part.weight == 0 for part in self.parts.values())
 
     @property
     def functions(self) -> Mapping[str, str]:

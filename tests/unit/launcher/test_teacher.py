@@ -1,0 +1,91 @@
+"""A reference of one's own: which a preflight refuses, and what one of another size needs on ranks of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.build.model import starting_shape
+from launcher.preflight.model_files import check
+from launcher.preflight.subject import Subject
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.scaling.memory import footprints
+
+KL = ("algorithm=grpo", "algorithm.kl.coefficient=0.1", "learner.ep=1")
+OWN_RANKS = "roles.reference=separate"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A policy, one of its sizes, a wider and deeper teacher, and one with a token more."""
+    cache, wide = tmp_path_factory.mktemp("models"), TinyModelSection(hidden_size=96, num_layers=3, num_experts=4)
+    return {
+        "policy": make_tiny_model(TinyModelSection(), cache, 0),
+        "like it": make_tiny_model(TinyModelSection(), cache, 1),
+        "wide": make_tiny_model(wide, cache, 0),
+        "long": make_tiny_model(TinyModelSection(max_position_embeddings=16), cache, 0),
+        "large vocabulary": make_tiny_model(TinyModelSection(), cache, 0, vocab_size=300),
+    }
+
+
+def config_of(folders: dict[str, Path], reference: str, *more: str, policy: str = "policy") -> RunConfig:
+    own = f"algorithm.kl.reference={folders[reference]}"
+    return load_config("tiny_cpu", ["run.name=x", *KL, f"model.path={folders[policy]}", own, *more])
+
+
+def problems(config: RunConfig) -> list[str]:
+    return [found.text for found in check(Subject(config, for_job=False)) if found.kind == "problem"]
+
+
+@pytest.mark.parametrize(("reference", "more"), [("like it", ()), ("like it", (OWN_RANKS,)), ("wide", (OWN_RANKS,))])
+def test_a_reference_that_can_score_is_taken(folders: dict[str, Path], reference: str, more: tuple[str, ...]) -> None:
+    assert problems(config_of(folders, reference, *more)) == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "reference", "more", "said"),
+    [
+        ("policy", "wide", (), "hidden_size, num_experts, num_layers differ from the policy's, whose ranks hold"),
+        ("policy", "wide", (OWN_RANKS, "learner.ep=8"), "learner: ep = 8 does not divide 4 experts"),
+        ("policy", "long", (OWN_RANKS,), "= 22 is more than max_position_embeddings=16 of algorithm.kl.reference="),
+        ("large vocabulary", "wide", (OWN_RANKS,), "has 259 tokens, fewer than the policy's 300"),
+    ],
+)
+def test_a_reference_that_cannot_score_is_refused(
+    folders: dict[str, Path], policy: str, reference: str, more: tuple[str, ...], said: str
+) -> None:
+    (problem,) = problems(config_of(folders, reference, *more, policy=policy))
+    assert said in problem
+    assert str(folders[reference]) in problem
+
+
+def test_a_reference_with_other_tokens_or_without_weights_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    for file in folders["like it"].iterdir():
+        if file.suffix == ".json":
+            (folder / file.name).write_bytes(file.read_bytes())
+    tokens = json.loads((folder / "tokenizer.json").read_text())
+    vocab = tokens["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    weights, others = problems(config_of({**folders, "other": folder}, "other"))
+    assert weights.startswith("algorithm.kl.reference: ")
+    assert others.endswith(
+        "2 of the policy's 259 tokens have other ids, as 'a', 97 and 98; give a model of the same tokenizer"
+    )
+    with pytest.raises(ConfigError, match=f"algorithm.kl.reference={tmp_path}/none: it has no config.json"):
+        problems(config_of({**folders, "none": tmp_path / "none"}, "none"))
+
+
+def test_ranks_of_a_teacher_hold_its_weights_and_not_the_policys(folders: dict[str, Path]) -> None:
+    config = config_of(folders, "wide", OWN_RANKS)
+    own = {m.role: m.terms for m in footprints(config, starting_shape(config))}
+    alone = load_config("tiny_cpu", ["run.name=x", "learner.ep=1", f"model.path={folders['wide']}"])
+    (teacher,) = footprints(alone, starting_shape(alone))
+    assert own["reference"]["parameters"] == teacher.terms["parameters"] > own["learner"]["parameters"]
