@@ -58,15 +58,17 @@ test-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 		$(addprefix tests/engines/test_, models.py restarts.py faults.py nodes.py) tests/engines
 
-test-environments: $(ENVIRONMENT) $(patsubst %,.environments/%/.installed,verifiers verifiers-0.1 openenv)
+test-environments: $(ENVIRONMENT) $(patsubst %,.environments/%/.installed,verifiers verifiers-0.1 openenv \
+		$(if $(shell command -v $(PYTHON312)),nemo-gym))
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs tests/unit/environments
 
 OF_verifiers := verifiers==0.4.0
 OF_verifiers-0.1 := verifiers==0.1.14
 OF_openenv := openenv-core==0.3.0
+OF_nemo-gym := nemo-gym==0.4.0
 
 .environments/%/.installed: Makefile
-	$(PYTHON) -m venv .environments/$*
+	$(if $(filter nemo-gym,$*),$(PYTHON312),$(PYTHON)) -m venv .environments/$*
 	.environments/$*/bin/pip install -q $(OF_$*)
 	touch $@
 

@@ -2,8 +2,9 @@
 
     python -m tools.write_tasks FOLDER SOURCE [KEY=VALUE ...]
 
-SOURCE is reasoning_gym, verifiers, openenv, or package.module:name of a function of yours that takes the keys and gives
-(rows to train on, held-out rows): mappings with ``question``, ``answer`` and fields of your own. Values are YAML.
+SOURCE is reasoning_gym, verifiers, openenv, nemo_gym, or package.module:name of a function of yours that takes the keys
+and gives (rows to train on, held-out rows): mappings with ``question``, ``answer`` and fields of your own. Values are
+YAML.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from rl_megatron.environments.adapters import openenv, reasoning_gym, verifiers
+from rl_megatron.environments.adapters import nemo_gym, openenv, reasoning_gym, verifiers
 from rl_megatron.errors import ConfigError
 from rl_megatron.user_code import load_named
 from tools import conversion
 
 Rows = Iterable[Mapping[str, Any]]
 SOURCES: Mapping[str, Callable[..., tuple[Rows, Rows]]] = {
+    "nemo_gym": nemo_gym.tasks,
     "openenv": openenv.tasks,
     "reasoning_gym": reasoning_gym.tasks,
     "verifiers": verifiers.tasks,

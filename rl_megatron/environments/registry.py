@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.environments.adapters.nemo_gym import NemoGym
 from rl_megatron.environments.adapters.openenv import OpenEnv
 from rl_megatron.environments.adapters.reasoning_gym import ReasoningGym
 from rl_megatron.environments.adapters.verifiers import verifiers
@@ -27,6 +28,7 @@ OF_METHODS = ("step_seconds", "close_seconds", "max_observation_tokens")
 """Keys of limits of an environment's methods and messages, which a function of one's own has not."""
 ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {
     "calculator": Calculator,
+    "nemo_gym": NemoGym,
     "openenv": OpenEnv,
     "reasoning_gym": ReasoningGym,
     "verifiers": verifiers,

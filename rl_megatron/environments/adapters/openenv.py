@@ -157,13 +157,11 @@ class Session:
         address = server_address(self._url, self._services)
         asked = JsonServer(address)
         try:
-            status, schemas = await asked.ask("GET", "/schema")
+            schemas = await asked.ask_object("GET", "/schema")
         finally:
             await asked.close()
-        if status != 200 or not isinstance(schemas, dict) or not isinstance(schemas.get("action"), dict):
-            raise ServerFailed(
-                f"{self._url}: GET /schema gives no schema of actions: status {status}, {schemas!r:.200}"
-            )
+        if not isinstance(schemas.get("action"), dict):
+            raise ServerFailed(f"{self._url}: GET /schema gives no schema of actions: {schemas!r:.200}")
         self.actions = ActionForm(schemas["action"])
         parts = urlsplit(address.url)
         try:

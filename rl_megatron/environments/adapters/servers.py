@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import ipaddress
 import json
@@ -80,8 +81,8 @@ class JsonServer:
         headers = {"Accept-Encoding": "identity", **headers_of(address)}
         self._client = httpx2.AsyncClient(timeout=None, trust_env=False, verify=_trusted(), headers=headers)
 
-    async def ask(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        """Status and value of the answer. Raises ServerFailed for one that is no JSON or too long, and without one."""
+    async def ask(self, method: str, path: str, body: object = None) -> tuple[int, str]:
+        """Status and text of the answer. Raises ServerFailed without one, and for one that is too long."""
         where, answer = f"{method} {self._url}{path}", bytearray()
         try:
             async with self._client.stream(method, self._url + path, json=body) as response:
@@ -91,11 +92,18 @@ class JsonServer:
                         raise ServerFailed(f"{where}: the answer is longer than {MOST_BYTES} bytes")
         except httpx2.TransportError as error:
             raise ServerFailed(f"{where}: {type(error).__name__}: {error!s:.500}") from error
-        try:
-            return response.status_code, json.loads(answer)
-        except (ValueError, RecursionError) as error:
-            said = bytes(answer[:80]).decode(errors="replace")
-            raise ServerFailed(f"{where}: status {response.status_code}, and no JSON: {said!r}") from error
+        return response.status_code, bytes(answer).decode(errors="replace")
+
+    async def ask_object(self, method: str, path: str, body: object = None) -> Mapping[str, Any]:
+        """The object of an answer of status 200. Raises ServerFailed for any other answer."""
+        status, answer = await self.ask(method, path, body)
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(answer)
+            if status == 200 and isinstance(value, dict):
+                return value
+        raise ServerFailed(
+            f"{method} {self._url}{path}: status {status}, and not the object that is due: {answer!r:.300}"
+        )
 
     async def close(self) -> None:
         """Close its connection."""

@@ -290,7 +290,10 @@ def test_a_server_that_hangs_lies_or_leaves_is_named(answers: Any, said: str) ->
     [
         (lambda connection, request: connection.respond(HTTPStatus.OK, "{}"), "gives no schema of actions"),
         (lambda connection, request: connection.respond(HTTPStatus.OK, "x" * (adapter.MOST_BYTES + 1)), "longer than"),
-        (lambda connection, request: connection.respond(HTTPStatus.NOT_FOUND, ""), "status 404, and no JSON: ''"),
+        (
+            lambda connection, request: connection.respond(HTTPStatus.NOT_FOUND, ""),
+            "status 404, and not the object that is due: ''",
+        ),
         (redirects, "ServerFailed: .*/ws: .*(cross-origin redirect|Location|302)"),
     ],
 )
