@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,6 +78,8 @@ def problem_sets(
         except (ConfigError, DataError) as error:
             raise type(error)(f"eval.sets.{name}: {error}") from error
         chosen = prompts[: one.limit]
+        if one.reward is not None:
+            chosen = [replace(prompt, source=f"eval.sets.{name}") for prompt in chosen]
         sets.append(ProblemSet(name=name, prompts=chosen, section=one, temperature=section.temperature_of(name)))
     return sets
 

@@ -29,7 +29,7 @@ def sampler_of(
         decode=partial(data.tokenizer.decode, skip_special_tokens=True),
         rollout=config.rollout,
         reward=config.reward,
-        source_rewards=config.source_rewards,
+        own_rewards=config.own_rewards,
         stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
         seed=config.seed,
         greedy_baseline=config.algorithm.advantage_mean == "greedy",

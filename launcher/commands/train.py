@@ -37,7 +37,7 @@ def train(
         print(findings.describe())
         return
     services = Services(named.services)
-    reward = resolve_rewards(named.reward, named.source_rewards, named.sandbox, services)
+    reward = resolve_rewards(named.reward, named.own_rewards, named.sandbox, services)
     for line in findings.notes():
         print(line, flush=True)
     print(f"rl-megatron: run {named.run.dir / str(named.run.name)}", flush=True)  # the imports below take seconds

@@ -12,7 +12,8 @@ import numpy as np
 from launcher.preflight.subject import Found, Subject, fact, note, problem, unchecked
 from rl_megatron.config.sections.data import data_sources, name_of
 from rl_megatron.config.sections.environment import EnvironmentSection
-from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.eval import RunData
+from rl_megatron.config.sections.reward import RewardSection, reward_key
 from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.data.problems.prompts import first_problem
 from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_environment
@@ -29,7 +30,7 @@ MADE_UP = "a made-up completion"
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Finds the environment; without one, calls the reward function of each source once.
+    """Finds the environment; without one, calls the reward function of each source and set once.
 
     Does not call servers, which may not be up yet, or models, which are large.
     """
@@ -45,7 +46,11 @@ def check(subject: Subject) -> Iterator[Found]:
         section = config.source_rewards.get(name_of(key), config.reward)
         if section not in seen:  # of those without their own, the first source's problem is asked about
             seen.append(section)
-            yield from _of(subject, section, key)
+            yield from _of(subject, section, name_of(key))
+    for name, one in config.eval.sets.items():
+        if one.reward is not None and one.reward not in seen:
+            seen.append(one.reward)
+            yield from _of(subject, one.reward, f"eval.sets.{name}")
 
 
 def _sandbox(subject: Subject) -> Iterator[Found]:
@@ -74,8 +79,8 @@ def _environment(subject: Subject, section: EnvironmentSection, *, warm_start: b
     yield fact(f"environment {section.function!r} {kind}")
 
 
-def _of(subject: Subject, section: RewardSection, key: str) -> Iterator[Found]:
-    """``key``: of the source whose problem is asked about."""
+def _of(subject: Subject, section: RewardSection, source: str) -> Iterator[Found]:
+    """``source``: of the problem that is asked about."""
     other = subject.other_python
     functions = section.functions.values()
     models = [name for name in functions if name.startswith("hf:")]
@@ -92,13 +97,13 @@ def _of(subject: Subject, section: RewardSection, key: str) -> Iterator[Found]:
         yield from _sandbox(subject)
         if subject.for_job:
             return
-    own = key if section is not subject.config.reward else ""
-    function = resolve_reward(section, f"{own}.reward".lstrip("."), Sandbox(subject.config.sandbox))
+    key = "reward" if section is subject.config.reward else reward_key(source)
+    function = resolve_reward(section, key, Sandbox(subject.config.sandbox))
     servers = [name for name in functions if name.startswith(("http://", "https://", SERVICE))]
     if servers:
         yield unchecked(f"the reward server {', '.join(servers)}")
         return
-    yield from _asked(function, section, _prompt(subject, key))
+    yield from _asked(function, section, _prompt(subject, source))
 
 
 def _asked(function: RewardFunction, section: RewardSection, prompt: Prompt) -> Iterator[Found]:
@@ -141,10 +146,15 @@ def _ask(function: RewardFunction, prompt: Prompt, limit: float) -> tuple[Scored
     return answers[0] if answers else None
 
 
-def _prompt(subject: Subject, key: str) -> Prompt:
-    """The first problem that the source of this section trains on; its token ids are made up."""
+def _prompt(subject: Subject, source: str) -> Prompt:
+    """The first problem of a source or a set; its token ids are made up."""
+    config, own = subject.config, subject.config.eval.sets.get(source.removeprefix("eval.sets."))
+    sources = {name_of(key): (key, one) for key, one in data_sources(config.data).items()}
+    key, data = sources.get(source) or next(iter(sources.values()))
+    if own is not None and source not in sources and not isinstance(own.data, RunData):
+        key, data = f"{source}.data", own.data
     try:
-        text, answer, meta = first_problem(data_sources(subject.config.data)[key], key)
+        text, answer, meta = first_problem(data, key)
     except RLMegatronError:  # the check of the data reports it
         text, answer, meta = "1+1=", "2", {}
-    return Prompt(id="made-up", text=text, token_ids=(0, 1), answer=answer, meta=meta, source=name_of(key))
+    return Prompt(id="made-up", text=text, token_ids=(0, 1), answer=answer, meta=meta, source=source)

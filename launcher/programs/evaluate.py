@@ -82,7 +82,7 @@ async def measure_model(target: ToEvaluate, name: str | None) -> Path:
         folder = _hugging_face(target, spare)
         config = _of_folder(target.config, folder)
         shape = read_shape(folder, config.learner.model)
-        data, judge = load_data(config, folder), resolve_rewards(config.reward, config.source_rewards, config.sandbox)
+        data, judge = load_data(config, folder), resolve_rewards(config.reward, config.own_rewards, config.sandbox)
         print(f"{target.source}: {_described(data.sets)}, by {config.rollout.engine}", flush=True)
         async with engine_alone(config, folder, shape, target.out) as sampling:
             sets = {}

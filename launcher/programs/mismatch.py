@@ -82,7 +82,7 @@ async def diagnose(target: Target, *, num_prompts: int, num_completions: int) ->
     parts = Parts(
         config=config,
         folder=folder,
-        reward=resolve_rewards(config.reward, config.source_rewards, config.sandbox),
+        reward=resolve_rewards(config.reward, config.own_rewards, config.sandbox),
         allocation=allocation_of(config, folder),
     )
     progress = Progress(1, "plain", "doctor mismatch", run_folder=folder)

@@ -83,7 +83,7 @@ def _combined(c: RunConfig) -> Iterator[tuple[str, str]]:
             f"rollout.max_seconds={c.rollout.max_seconds:g}",
             "environment.seconds bounds a trajectory, sampling included; leave it out",
         )
-    if c.reward != RewardSection() or c.source_rewards:
+    if c.reward != RewardSection() or c.own_rewards:
         yield (
             "reward",
             "the environment gives the reward; leave the keys of reward out, or have its score call what they name",

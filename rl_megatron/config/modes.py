@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from rl_megatron.config.sections.reward import reward_key
+
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
     from rl_megatron.config.sections.rollout import RolloutSection
@@ -55,7 +57,7 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
 
 
 def _of_no_reward(c: RunConfig) -> Iterator[str]:
-    keys = {"reward": c.reward} | {f"data.sources.{name}.reward": one for name, one in c.source_rewards.items()}
+    keys = {"reward": c.reward} | {reward_key(name): one for name, one in c.source_rewards.items()}
     for key, section in keys.items():
         if section.only_records:
             yield (

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel
 
 from rl_megatron.config.sections.data import MixtureData
+from rl_megatron.config.sections.reward import reward_key
 from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.config.sections.weights import TRANSPORT_KINDS
 
@@ -145,9 +146,8 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
 
 
 def _rewards(config: RunConfig) -> list[tuple[str, RewardSection]]:
-    """The run's reward and the sources' own, each with the key of its section."""
-    own = [(f"data.sources.{name}.reward", reward) for name, reward in config.source_rewards.items()]
-    return [("reward", config.reward), *own]
+    """The run's reward and those of sources and sets, each with the key of its section."""
+    return [("reward", config.reward), *((reward_key(name), reward) for name, reward in config.own_rewards.items())]
 
 
 def _reward_options(reward: RewardSection) -> dict[str, bool]:

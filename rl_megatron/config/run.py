@@ -221,6 +221,13 @@ class RunConfig(Section):
         return {name: source.reward for name, source in sources.items() if source.reward is not None}
 
     @property
+    def own_rewards(self) -> Mapping[str, RewardSection]:
+        """The rewards besides ``reward``, by the ``source`` of the prompts that they judge: those of sources, and of
+        sets of problems, which are named by their section, ``eval.sets.<name>``."""
+        of_sets = {f"eval.sets.{name}": one.reward for name, one in self.eval.sets.items()}
+        return {**self.source_rewards, **{name: own for name, own in of_sets.items() if own is not None}}
+
+    @property
     def longest_completion(self) -> int:
         """Most tokens behind a prompt: of what is trained on, or of a set of ``eval.sets``."""
         return max(self.most_sampled, *(one.max_new_tokens or 0 for one in self.eval.sets.values()), 0)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def problems_of_services(c: RunConfig) -> Iterator[str]:
     """A line for each rule that the configuration breaks."""
-    rewards = [name for one in (c.reward, *c.source_rewards.values()) for name in one.functions.values()]
+    rewards = [name for one in (c.reward, *c.own_rewards.values()) for name in one.functions.values()]
     asked = {name.removeprefix(SERVICE).partition("/")[0] for name in rewards if name.startswith(SERVICE)}
     for name in sorted(asked - set(c.services)):
         known = ", ".join(c.services) or "none"

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.reward import RewardSection, reward_key
 from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.errors import ConfigError
@@ -44,11 +44,9 @@ def resolve_rewards(
     sandbox: SandboxSection | None = None,
     services: Services | None = None,
 ) -> RewardFunction:
-    """The run's reward, and those of sources that have their own, by the source's name. Raises as `resolve_reward`."""
+    """The run's reward, and those ``of_sources`` and sets that have their own. Raises as `resolve_reward`."""
     shared = Sandbox(sandbox or SandboxSection())
-    own = {
-        name: resolve_reward(one, f"data.sources.{name}.reward", shared, services) for name, one in of_sources.items()
-    }
+    own = {name: resolve_reward(one, reward_key(name), shared, services) for name, one in of_sources.items()}
     run = resolve_reward(reward, "reward", shared, services)
     return BySource(run, own) if own else run
 

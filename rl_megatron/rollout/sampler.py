@@ -38,7 +38,9 @@ class RolloutSampler(PolicySampler):
     reward_function: RewardFunction
     decode: Callable[[Sequence[int]], str]
     reward: RewardSection
-    source_rewards: Mapping[str, RewardSection] = field(default_factory=dict)  # of sources that have their own
+    own_rewards: Mapping[str, RewardSection] = field(
+        default_factory=dict
+    )  # by source, of prompts not judged by ``reward``
     greedy_baseline: bool = False  # whether each group also gets a greedy completion
     routes: bool = False  # whether to request routes of the completions that are trained on
     apart: bool = False  # whether each completion of a group is requested by itself
@@ -193,7 +195,7 @@ class RolloutSampler(PolicySampler):
         return completions
 
     async def _scored(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Answered:
-        section = self.source_rewards.get(prompt.source, self.reward)
+        section = self.own_rewards.get(prompt.source, self.reward)
         texts = await asyncio.to_thread(self._texts, completions)  # decoding long ones would block the event loop
         with _SCORING.during("reward", prompt=prompt.id):
             scored = await score(self.reward_function, prompt, completions, texts, limit=section.timeout_seconds)

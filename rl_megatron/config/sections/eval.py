@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from rl_megatron.config.sections.data import ArithmeticData, FileData, FileKeys, HubData, OneSource
+from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.limits import limits_of
 from rl_megatron.section import Finite, Fraction, NonNegative, NonNegativeFloat, Positive, Section
 
@@ -31,6 +32,8 @@ class EvalSetSection(Section):
     """One set of problems, under a name of yours; its metrics are ``eval/<name>/...`` (docs/evaluation.md)."""
 
     data: Annotated[RunData | ArithmeticData | FileData | HubData, Field(discriminator="type")] = RunData()
+    reward: RewardSection | None = None
+    """Reward of its completions, with the keys of reward; null: the reward of training."""
     limit: Positive | None = None
     """Number of problems to use, the first ones; null uses all."""
     samples: Positive = 1
@@ -105,6 +108,9 @@ class EvalSection(Section):
                 yield f"{key}.pass_at={most[0]} needs as many samples, but samples={one.samples}; raise the second"
             if isinstance(one.data, FileKeys) and one.data.rejected_field is not None:
                 yield f"{key}.data.rejected_field={one.data.rejected_field}: a set is not trained on; leave it out"
+            if one.reward is not None and one.reward.only_records:
+                parts = ", ".join(one.reward.parts)
+                yield f"{key}.reward.parts: the weights of {parts} are all 0, so nothing is right; give one a weight"
             yield from self._greedy_problems(key, name, one)
 
     def _greedy_problems(self, key: str, name: str, one: EvalSetSection) -> Iterator[str]:

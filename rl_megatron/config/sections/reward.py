@@ -104,6 +104,11 @@ class TestsSection(Section):
     """all: 1 if every test passes, else 0; fraction: the share of tests that pass."""
 
 
+def reward_key(source: str) -> str:
+    """The key of the reward of prompts of a ``source``: of data.sources, or a set's section."""
+    return f"{source}.reward" if source.startswith("eval.sets.") else f"data.sources.{source}.reward"
+
+
 class RewardSection(Section):
     """Scores completions (docs/rewards.md) by one ``function``, or by the weighted sum of ``parts``."""
 

@@ -4,7 +4,7 @@ every figure by hand, when each set is due, and what a configuration may not say
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -39,11 +39,12 @@ PROMPTS = tuple(Prompt(id=name, text="", token_ids=(1,), answer="7") for name in
 class Written(RolloutEngine):
     """Answers what is written; a sample without text was cut."""
 
+    answers: Mapping[str, Sequence[str]] = field(default_factory=lambda: ANSWERS)
     asked: list[GenerationRequest] = field(default_factory=list)
 
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
         self.asked.append(request)
-        texts = ANSWERS[request.id.rpartition(": ")[2]][: request.num_completions]
+        texts = self.answers[request.id.rpartition(": ")[2]][: request.num_completions]
         return [
             Completion(
                 token_ids=np.array([ord(letter) for letter in text] or [32], np.int32),
