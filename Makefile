@@ -2,7 +2,7 @@
 # make test                                    linters, then every test
 # make test-engines                            the tests that want vLLM and SGLang, which it installs under .engines/
 # make test-dry-run [ARGS="-k 30b"]            the recipes of large models at their real size, without their memory
-# make test-environments                       the tests that want environments of other packages, which it installs under .environments/
+# make test-environments [PYTHON312=PATH]      the tests that want environments of other packages, which it installs under .environments/
 # make try-newest-engines                      a part of them with the newest vLLM and SGLang, beside the tested ones
 # make test-312 [PYTHON312=PATH]               the learner's tests on Python 3.12, with the newest megatron-core tried
 # make test-cluster                            jobs on a real Slurm of twenty-eight nodes on this machine (root, Debian)
@@ -59,8 +59,8 @@ test-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.installed
 		$(addprefix tests/engines/test_, models.py restarts.py faults.py nodes.py) tests/engines
 
 test-environments: $(ENVIRONMENT) $(patsubst %,.environments/%/.installed,verifiers verifiers-0.1 openenv \
-		$(if $(shell command -v $(PYTHON312)),nemo-gym))
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs tests/unit/environments
+		$(if $(shell $(PYTHON312) --version 2>/dev/null),nemo-gym))
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs tests/unit/environments tests/environments
 
 OF_verifiers := verifiers==0.4.0
 OF_verifiers-0.1 := verifiers==0.1.14

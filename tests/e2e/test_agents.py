@@ -1,4 +1,5 @@
-"""A run whose trajectories an agent leads by the openai client, asynchronous and in a thread."""
+"""Runs of an agent with the openai client, asynchronous and in a thread, and of an environment: one file
+each, beside the run."""
 
 from __future__ import annotations
 
@@ -37,6 +38,28 @@ async def talks(task, model):
     text = (await asyncio.to_thread(second)).choices[0].message.content
     return float(sum(text.encode()) % 2)
 '''
+ENVIRONMENT = '''
+from rl_megatron.environments.protocol import EnvironmentStep, Observed
+
+
+class Odd:
+    """Half of what a random model samples gets 1, whether it is cut or not."""
+
+    def __init__(self, question):
+        self.question = question
+
+    async def start(self, task, seed):
+        return Observed(said=task.text)
+
+    async def step(self, reply):
+        return EnvironmentStep(observation=Observed(said=self.question))
+
+    async def score(self, transcript):
+        return float(sum(transcript.replies[0].text.encode()) % 2)
+
+    async def close(self):
+        pass
+'''
 KEYS = (
     "environment.template=plain",
     "environment.min_turn_tokens=1",
@@ -67,3 +90,13 @@ def test_an_agent_with_a_client_trains_on_what_was_sampled(place: Place) -> None
         assert (row["environment/turns_mean"], row["environment/rows_mean"]) == (2.0, 1.0), row
         assert row["mismatch/logprob_abs_max"] < 1e-5, row  # of tokens sampled and trained on
         assert row["grad_norm"] > 0, row
+
+
+def test_an_environment_is_one_file_of_the_user(place: Place) -> None:
+    (place.folder / "my_env.py").write_text(ENVIRONMENT)
+    given = ("environment.function=my_env:Odd", "environment.options.question=?", "environment.max_turns=2")
+    run = place.fork("environment", *given, *KEYS, "warm_start.steps=0", "train.steps=1", "eval.every=0")
+    run.finish()
+    (row,) = [row for row in run.rows() if row["step"]]
+    assert 0 < row["reward/mean"] < 1, row
+    assert row["grad_norm"] > 0, row
