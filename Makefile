@@ -32,6 +32,7 @@ GPU_PYTHON ?=
 .PHONY: train test test-dry-run test-engines try-newest-engines test-environments test-312 test-cluster test-series test-pretended-gpu test-gpu \
 	test-kills test-learns test-images mutants lint clean
 .DELETE_ON_ERROR:
+unexport PYTHONDONTWRITEBYTECODE # each process of pytest would rewrite the assertions of all test files at each start
 
 train: $(ENVIRONMENT)
 	$(BIN)/rl-megatron train $(ARGS)

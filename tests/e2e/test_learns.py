@@ -7,6 +7,6 @@ from tests.learns.run import MOST_BEFORE, learned
 
 
 def test_a_model_that_answers_at_once_learns_to_use_the_calculator(place: Place) -> None:
-    found = learned(place, seed=0, steps=30)
+    found = learned(place.call_in_fork, place, seed=0, steps=30)
     assert found.before <= MOST_BEFORE
     assert found.after >= 0.9

@@ -11,10 +11,11 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.e2e.processes import Place
+from tests.e2e.processes import Place, Run
 
 MOST_BEFORE, LEAST_AFTER, LIMIT_SECONDS = 0.35, 0.95, 300.0
 
@@ -36,11 +37,11 @@ class Learned:
         return self.before <= MOST_BEFORE and self.after >= LEAST_AFTER and self.seconds <= LIMIT_SECONDS
 
 
-def learned(place: Place, *, seed: int, steps: int) -> Learned:
-    """Train the recipe for ``steps`` steps in ``place``. Fails if the run does."""
+def learned(call: Callable[..., Run], place: Place, *, seed: int, steps: int) -> Learned:
+    """Train the recipe for ``steps`` steps in ``place``, whose command line is run by ``call``. Fails if the run does."""
     start = time.monotonic()
     keys = (f"seed={seed}", f"train.steps={steps}", f"run.name=seed-{seed}", f"model.cache_dir={place.cache}")
-    run = place.call("train", "--config", "calculator", *keys, "learner.threads=1", "log.tensorboard=false")
+    run = call("train", "--config", "calculator", *keys, "learner.threads=1", "log.tensorboard=false")
     run.folder = place.folder / "runs" / f"seed-{seed}"
     run.finish()
     held_out = {
@@ -73,7 +74,7 @@ def main() -> int:
     try:
         for seed in options.seeds:
             load = os.getloadavg()[0]
-            rows.append(found := learned(place, seed=seed, steps=options.steps))
+            rows.append(found := learned(place.call, place, seed=seed, steps=options.steps))
             print(
                 f"seed {found.seed}: {found.before:.3f} before, {found.after:.3f} after step {found.step}, "
                 f"{found.seconds:.0f} s (load {load:.1f}){'' if found.within_bars else ': MISSED'}",
