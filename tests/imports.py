@@ -18,6 +18,7 @@ import launcher.programs.train  # noqa: E402
 import launcher.worker.process  # noqa: E402, F401
 import rl_megatron.learner.megatron  # noqa: E402
 import rl_megatron.rollout.local.engine  # noqa: E402
+import rl_megatron.rollout.servers.embedded.server  # noqa: E402
 import rl_megatron.weights.transports.connect  # noqa: E402, F401
 
 gc.collect()

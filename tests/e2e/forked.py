@@ -1,29 +1,35 @@
-"""The command line in a fork of a process that has its imports, and its ranks in forks of that: half of a start's CPU
-time is imports. How a run starts in interpreters of its own is the subject of the tests that use ``Place.start``."""
+"""The command line in a fork of a process that has its imports, its ranks in forks of that, and its servers in forks
+(forked_servers.py): half of a start's CPU time is imports. How a run starts in interpreters of its own is the subject
+of the tests that use ``Place.start``."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher import entry
 from launcher.hosts import forks
+from launcher.processes import engine_guard
 from launcher.processes.parent import die_with_parent
 from launcher.worker import nursery
 from launcher.worker.forking import HELD_BACK
+from tests.e2e import forked_servers
 from tests.forks import FORKS
 
 PROGRAM = Path(sys.executable).with_name("rl-megatron")
 NURSERY = "test-nursery"  # what the kernel calls the process, 15 characters at most
 _PR_SET_NAME = 15
+_READY_SECONDS = 600.0  # its process may wait for the imports of all
 _ENVIRONMENT_BYTES = 1 << 17  # of a message, at most
 Begin = Callable[[Sequence[str], int], Any]  # of forks.nursery_process
 
@@ -41,7 +47,8 @@ class Fork:
         before: Callable[[], None] | None = None,
     ) -> None:
         """``before``: what the controller calls before the command line; it can be pickled."""
-        self._process = FORKS.Process(target=_run_forked, args=(arguments, folder, output, environment, before))
+        given = (arguments, folder, output, environment, before, guard())
+        self._process = FORKS.Process(target=_run_forked, args=given)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -67,12 +74,22 @@ class Fork:
         os.kill(self.pid, number)
 
 
+@functools.cache
+def guard() -> Path:
+    """The guard of servers that are forked; one process of its own forks all those of this one's tests."""
+    folder, ready = Path(tempfile.mkdtemp(prefix="forks-")), FORKS.Event()
+    FORKS.Process(target=forked_servers.serve, args=(folder, ready), daemon=True).start()
+    assert ready.wait(_READY_SECONDS), "the process that servers are forked from does not start"
+    return folder / forked_servers.GUARD
+
+
 def _run_forked(
     arguments: Sequence[str],
     folder: Path,
     output: Path,
     environment: Mapping[str, str],
     before: Callable[[], None] | None,
+    guard: Path,
 ) -> None:
     os.setsid()
     os.chdir(folder)
@@ -81,6 +98,7 @@ def _run_forked(
     with output.open("w") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
+    engine_guard.__file__ = str(guard)
     forks.nursery_process = ForkedNursery(forks.nursery_process).begin
     sys.argv = [str(PROGRAM), *arguments]
     if before is not None:

@@ -34,7 +34,7 @@ TINY = (
     "eval.every=2",
 )
 REWARDS = '''
-import math, time
+import json, math, time
 from pathlib import Path
 
 def even(prompt, completions, texts):
@@ -47,8 +47,13 @@ def even(prompt, completions, texts):
 def slow_for_some(prompt, completions, texts):
     """For one prompt in four it takes longer than two steps, whose tokens are then as old as they may be."""
     if prompt.id != "made-up" and sum(prompt.token_ids) % 4 == 0:
-        time.sleep(1)
+        time.sleep(max(1, 3 * step_seconds()))
     return even(prompt, completions, texts)
+
+def step_seconds():
+    """Of the latest step: a busy machine's are longer."""
+    lines = [line for path in Path("runs").glob("*/metrics.jsonl") for line in path.read_text().split("\\n")[:-1]]
+    return json.loads(lines[-1]).get("seconds/step", 0) if lines else 0
 
 def raising(prompt, completions, texts):
     """Raise, except in the call before the run."""

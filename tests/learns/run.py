@@ -38,7 +38,7 @@ class Learned:
 
 
 def learned(call: Callable[..., Run], place: Place, *, seed: int, steps: int) -> Learned:
-    """Train the recipe for ``steps`` steps in ``place``, whose command line is run by ``call``. Fails if the run does."""
+    """Train the recipe for ``steps`` steps in ``place``; ``call`` is its command line. Fails if that does."""
     start = time.monotonic()
     keys = (f"seed={seed}", f"train.steps={steps}", f"run.name=seed-{seed}", f"model.cache_dir={place.cache}")
     run = call("train", "--config", "calculator", *keys, "learner.threads=1", "log.tensorboard=false")
