@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args
@@ -126,7 +127,7 @@ def _near_key(place: _Place) -> str:
     """Suggestions for an unknown key: its name in other sections, else near names in its own section, else in any."""
     section, dot, name = place.key.rpartition(".")
     everywhere: dict[str, list[str]] = {}  # last part -> whole keys
-    for key in _dotted(RunConfig):
+    for key in _every_key():
         if key != place.key:  # as where another variant of the section has it
             everywhere.setdefault(key.rpartition(".")[2], []).append(key)
     if name not in everywhere and place.section:
@@ -146,6 +147,11 @@ def _keys_of(place: _Place, name: str) -> str:
         return f"; keys: {', '.join(names)}"
     near = difflib.get_close_matches(name, names, n=5, cutoff=0.4) if name else []
     return f"; near: {', '.join(near)}" if near else f"; all {len(names)} keys are in docs/configuration.md"
+
+
+@functools.cache
+def _every_key() -> Sequence[str]:
+    return tuple(_dotted(RunConfig))
 
 
 def _dotted(section: type[Section], above: str = "") -> Iterator[str]:
