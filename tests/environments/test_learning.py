@@ -69,7 +69,7 @@ LETTERS = ("name=letter_counting", "size=256", "held_out=32", "seed=1", "min_wor
 
 
 def test_verifiers(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The share of characters with an even code, without any warm start."""
+    """The share of characters with an even code, without any warm start: 0.3 at first, 0.9 behind 7 steps."""
     monkeypatch.setenv("PYTHONPATH", str(PACKAGES))
     python = interpreter("verifiers")
     args = "{agent: {runtime: {type: subprocess}}}"
@@ -80,6 +80,6 @@ def test_verifiers(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         *("environment.function=verifiers", f"environment.options.python={python}"),
         *("rollout.prompts_per_step=8", "rollout.group_size=8"),
         *("rollout.max_prompt_tokens=16", "rollout.max_new_tokens=6"),
-        *("warm_start.steps=0", "train.steps=12", "train.learning_rate=5e-3"),
+        *("warm_start.steps=0", "train.steps=7", "train.learning_rate=2e-2"),
     )
-    assert risen(found) > 0.15, found
+    assert risen(found) > 0.3, found

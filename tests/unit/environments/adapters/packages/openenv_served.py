@@ -77,7 +77,7 @@ class Echo(Environment[Word, Echoed, State]):
 
 app = Starlette(
     routes=[
-        Mount("/guess", create_app(Guess, Number, Hint, max_concurrent_envs=6)),
+        Mount("/guess", create_app(Guess, Number, Hint, max_concurrent_envs=64)),
         Mount("/echo", create_app(Echo, Word, Echoed, max_concurrent_envs=1)),
     ]
 )
