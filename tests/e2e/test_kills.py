@@ -45,7 +45,7 @@ def read(finished: Run) -> Found:
 
 @pytest.mark.slow
 def test_every_kill_found_work_under_way(finished: Run, place: Place) -> None:
-    """The fixture's nine starts of controller, rank and two servers take 72 s of CPU."""
+    """The fixture's nine starts of controller, rank and two servers take 20 s of CPU."""
     kills = lines_of(place.folder / KILLED)
     assert [kill["point"] for kill in kills] == [point.name for point in POINTS]
     assert sum(kill["ledger/in_flight"] + kill["ledger/queued"] > 0 for kill in kills) >= 4
