@@ -26,6 +26,7 @@ from launcher.processes import engine_guard
 from launcher.processes.parent import die_with_parent
 
 REPOSITORY = Path(__file__).parents[2]
+MODULE = "rl_megatron.rollout.servers.embedded.server"
 SOCKET, GUARD = "socket", "guard.py"
 _MESSAGE_BYTES = 1 << 17  # a command and an environment
 _SCRIPT = f"""import sys
@@ -87,10 +88,8 @@ def _fork(guard: socket.socket) -> int:
             for number, descriptor in enumerate(descriptors):
                 os.dup2(descriptor, number)
             die_with_parent()
-            _, option, module, *arguments = command
-            assert option == "-m", command
-            sys.argv = [module, *arguments]
-            importlib.import_module(module).main()
+            sys.argv = command[2:]
+            importlib.import_module(MODULE).main()
         except BaseException:  # noqa: BLE001  its guard reports the status
             traceback.print_exc()
             os._exit(1)
@@ -125,6 +124,7 @@ class ForkedServer:
 
 
 def be_guard(host: str, command: list[str]) -> int:
-    """engine_guard.py, whose server is a fork."""
-    setattr(subprocess, "Popen", ForkedServer)  # noqa: B010  an assignment is none of mypy's
+    """engine_guard.py, whose server is a fork if it is `MODULE`; others have imports of their own."""
+    if command[1:3] == ["-m", MODULE]:
+        setattr(subprocess, "Popen", ForkedServer)  # noqa: B010  an assignment is none of mypy's
     return engine_guard.main(host, command)
