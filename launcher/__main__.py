@@ -22,6 +22,7 @@ from launcher.commands import (
     rehearse,
     report,
     scale,
+    serve,
     submit,
     train,
     verify,
@@ -38,6 +39,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_
 for command in _COMMANDS:
     app.command()(command)
 app.command("eval")(evaluate.evaluate)
+app.command("serve")(serve.serve_to_tools)
 app.add_typer(doctor.app, name="doctor")
 app.add_typer(experiment.app, name="experiment")
 

@@ -54,7 +54,7 @@ def load_data(config: RunConfig, model_folder: Path) -> Data:
     train, held_out = load(config.data, on_leak=config.data.on_leak, sets=config.eval.data_of_sets)
     return Data(
         tokenizer=tokenizer,
-        stop_token_ids=_stop_token_ids(model_folder, tokenizer),
+        stop_token_ids=stop_token_ids(model_folder, tokenizer),
         train=train,
         held_out=held_out,
         sets=problem_sets(config, held_out, load),
@@ -84,7 +84,7 @@ def problem_sets(
     return sets
 
 
-def _stop_token_ids(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def stop_token_ids(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Tokens that end a completion: the generation config's ``eos_token_id`` (one or several), else the tokenizer's."""
     path = model_folder / "generation_config.json"
     given = read_json(path, GenerationFields).eos_token_id if path.is_file() else None

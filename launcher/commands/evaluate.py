@@ -31,6 +31,7 @@ def evaluate(
 
     Results go to eval/<name>.json, in the run's folder or here. No learner is started (docs/evaluation.md).
     """
+    from launcher.build.trained import trained_model
     from launcher.programs import evaluate as program
 
     if compare is not None:
@@ -40,4 +41,4 @@ def evaluate(
         return
     if model is None:
         raise ConfigError("give a MODEL: a Hugging Face folder, a run's folder or checkpoints/step_N; or --compare A B")
-    asyncio.run(program.measure_model(program.to_evaluate(model, config, overrides or []), name))
+    asyncio.run(program.measure_model(trained_model(model, config, overrides or []), name))

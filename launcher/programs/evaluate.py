@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,12 +15,11 @@ from rich.table import Table
 from launcher.build.alone import engine_alone
 from launcher.build.data import load_data
 from launcher.build.environment import made_environment
-from launcher.build.model import starting_folder
 from launcher.build.sampler import sampler_of
+from launcher.build.trained import TrainedModel, hugging_face, of_folder
 from launcher.preflight import engine, problems_of_data, reward
 from launcher.preflight.subject import Subject
 from launcher.processes.scratch import scratch
-from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import digest_of
 from rl_megatron.errors import ConfigError
@@ -31,56 +28,20 @@ from rl_megatron.evaluation.sets import ProblemSet, measure
 from rl_megatron.observability.intervals import Interval
 from rl_megatron.observability.log import run_log
 from rl_megatron.rewards.registry import resolve_rewards
-from rl_megatron.training import checkpoints
 from rl_megatron.weights.boxes import Shape
-from rl_megatron.weights.checkpoints.convert import megatron_to_hf
-from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 
-_STEP = re.compile(r"(step|warm_start)_\d{6,}")
-_DEFAULT = "tiny_cpu"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToEvaluate:
-    """What to evaluate: ``source`` is a Hugging Face folder, or the learner's shards of a checkpoint."""
-
-    config: RunConfig
-    source: Path
-    out: Path  # the folder of results
-    name: str
-
-
-def to_evaluate(model: Path, config: str | None, overrides: Sequence[str]) -> ToEvaluate:
-    """The target of a Hugging Face folder, a run's folder (its newest checkpoint) or one of its checkpoints.
-
-    Raises ConfigError, and CheckpointError that names torn files.
-    """
-    run = model.parent.parent if _STEP.fullmatch(model.name) else model
-    if (run / "config.yaml").is_file() and (run / "checkpoints").is_dir():
-        checkpoint = checkpoints.latest(run / "checkpoints") if model == run else model
-        if checkpoint is None:
-            raise ConfigError(f"{run}: no checkpoint is complete; train on, or give a Hugging Face folder")
-        loaded = load_config(config or str(run / "config.yaml"), overrides)
-        source = checkpoints.read(checkpoint).folder / "learner"
-        return ToEvaluate(config=loaded, source=source, out=run / "eval", name=checkpoint.name)
-    if not model.is_dir():
-        raise ConfigError(f"{model}: no such folder; give a Hugging Face folder, a run's folder or checkpoints/step_N")
-    is_megatron(model)  # raises for neither kind
-    loaded = load_config(config or _DEFAULT, overrides)
-    return ToEvaluate(config=loaded, source=model, out=Path("eval"), name=model.resolve().name)
-
-
-async def measure_model(target: ToEvaluate, name: str | None) -> Path:
+async def measure_model(target: TrainedModel, name: str | None) -> Path:
     """Measure all sets, print the table and write the results. Returns their file. Raises RLMegatronError."""
     path = target.out / f"{name or target.name}.json"
     if path.exists():
         raise ConfigError(f"{path} exists; remove it, or give another name with --name")
     _check(target.config)
     with scratch() as spare, run_log(target.out, role="eval"):
-        folder = _hugging_face(target, spare)
-        config = _of_folder(target.config, folder)
+        folder = hugging_face(target, spare)
+        config = of_folder(target.config, folder)
         shape = read_shape(folder, config.learner.model)
         data, judge = load_data(config, folder), resolve_rewards(config.reward, config.own_rewards, config.sandbox)
         print(f"{target.source}: {_described(data.sets)}, by {config.rollout.engine}", flush=True)
@@ -126,27 +87,6 @@ def _check(config: RunConfig) -> None:
     problems = [found.text for check in checks for found in check(subject) if found.kind == "problem"]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-
-
-def _hugging_face(target: ToEvaluate, spare: Path) -> Path:
-    """The Hugging Face folder of the target, converted into ``spare`` where it is not one."""
-    if not is_megatron(target.source):
-        return target.source
-    out, of_run = spare / target.name, not (target.source / "config.json").is_file()
-    known = starting_folder(target.config) if of_run else None
-    megatron_to_hf(target.source, out, config=known, family=target.config.learner.model)
-    return out
-
-
-def _of_folder(config: RunConfig, folder: Path) -> RunConfig:
-    """The configuration with that folder's model, and servers that keep their memory: no learner takes turns."""
-    server = config.rollout.server.model_copy(update={"colocated": False})
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"path": folder}),
-            "rollout": config.rollout.model_copy(update={"server": server}),
-        }
-    )
 
 
 def _digest(folder: Path, config: RunConfig, shapes: Mapping[str, Shape]) -> str:

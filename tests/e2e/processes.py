@@ -189,9 +189,13 @@ class Place:
         """The same in a fork, for tests whose subject is not how a run starts; see `Fork`."""
         return self._fork(name, self._training(name, arguments, resume), before)
 
+    def begin(self, *arguments: str) -> Run:
+        """Start the given command line."""
+        return self._start("none", list(arguments))
+
     def call(self, *arguments: str) -> Run:
         """Run the given command line to its end."""
-        run = self._start("none", list(arguments))
+        run = self.begin(*arguments)
         run.end()
         return run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import msgspec
 
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.conversation.messages import MessagesRefused
+from rl_megatron.rollout.endpoint.bodies import ReceivePart, SendPart, method_of, read_body, read_request, respond
 from rl_megatron.rollout.endpoint.keys import Keys, OpenConversation
 from rl_megatron.rollout.endpoint.served import RequestRefused
 from rl_megatron.rollout.endpoint.shapes import (
@@ -21,7 +22,6 @@ from rl_megatron.rollout.endpoint.shapes import (
     chat_answer,
     chat_stream,
     models,
-    read_request,
     refused_body,
     token_answer,
 )
@@ -29,15 +29,9 @@ from rl_megatron.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 32 * 2**20
-_BODY_SECONDS = 30.0
-_READ_ON = 4  # times as much is read and dropped, so that its client reads why
 _RETRY = b"x-stainless-retry-count"
 
 T = TypeVar("T")
-_Event = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[_Event]]
-_Send = Callable[[_Event], Awaitable[None]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,7 +59,7 @@ class Application:
         self.calls = RequestCounts()
         self._keys = keys
 
-    async def __call__(self, scope: Mapping[str, Any], receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: Mapping[str, Any], receive: ReceivePart, send: SendPart) -> None:
         """Answer, or refuse with a status and OpenAI's form of an error."""
         status, headers = 200, dict[bytes, bytes]()
         try:
@@ -79,20 +73,17 @@ class Application:
             said = refused_body(status, f"the engine failed: {error}")
             kind, parts = b"application/json", [msgspec.json.encode(said)]
             headers[b"x-should-retry"] = b"false"  # the run retries by itself
-        await _send(send, status, {b"content-type": kind, **headers}, parts)
+        await respond(send, status, {b"content-type": kind, **headers}, parts)
 
-    async def _answer(self, scope: Mapping[str, Any], receive: _Receive) -> tuple[bytes, Iterable[bytes]]:
-        path, headers = scope["path"], dict(scope["headers"])
+    async def _answer(self, scope: Mapping[str, Any], receive: ReceivePart) -> tuple[bytes, Iterable[bytes]]:
+        headers = dict(scope["headers"])
         line = self._keys.line(headers)
-        if (methods := {"/v1/models": "GET", "/health": "GET"} | dict.fromkeys(_ASKED, "POST")).get(path) is None:
-            raise RequestRefused(404, f"there is no {path!r:.100}; there are {', '.join(sorted(methods))}")
-        if scope["method"] != methods[path]:
-            raise RequestRefused(405, f"{path} takes {methods[path]}, not {scope['method']}")
+        path = method_of(scope, {"/v1/models": "GET", "/health": "GET"} | dict.fromkeys(_ASKED, "POST"))
         if path == "/health":
             return b"application/json", [b'{"status":"ok"}']
         if path == "/v1/models":
             return b"application/json", [msgspec.json.encode(models(line.served.max_length))]
-        asked = _Asked(path=path, headers=headers, body=await _body_in_time(headers, receive), line=line)
+        asked = _Asked(path=path, headers=headers, body=await read_body(headers, receive), line=line)
         return await (self._chat(asked) if path == _ASKED[0] else self._tokens(asked))
 
     async def _chat(self, asked: _Asked) -> tuple[bytes, Iterable[bytes]]:
@@ -155,38 +146,3 @@ class Application:
 
 
 _ASKED = ("/v1/chat/completions", "/inference/v1/generate")
-
-
-async def _body_in_time(headers: Mapping[bytes, bytes], receive: _Receive) -> bytes:
-    try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            return await _body(headers, receive)
-    except TimeoutError as error:
-        raise RequestRefused(408, f"the body was not there within {_BODY_SECONDS:g} s") from error
-
-
-async def _body(headers: Mapping[bytes, bytes], receive: _Receive) -> bytes:
-    parts, have, more = list[bytes](), 0, True
-    said = headers.get(b"content-length", b"0")
-    too_long = not said.isdigit() or int(said) > MAX_BODY_BYTES
-    while more and have <= _READ_ON * MAX_BODY_BYTES:
-        event = await receive()
-        if event["type"] == "http.disconnect":
-            raise RequestRefused(400, "the body ended early")
-        part, more = event.get("body", b""), event.get("more_body", False)
-        have += len(part)
-        too_long = too_long or have > MAX_BODY_BYTES
-        if too_long:
-            parts.clear()
-        else:
-            parts.append(part)
-    if too_long:
-        raise RequestRefused(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
-    return b"".join(parts)
-
-
-async def _send(send: _Send, status: int, headers: Mapping[bytes, bytes], parts: Iterable[bytes]) -> None:
-    body = b"".join(parts)
-    length = {b"content-length": str(len(body)).encode()}
-    await send({"type": "http.response.start", "status": status, "headers": [*{**headers, **length}.items()]})
-    await send({"type": "http.response.body", "body": body})

@@ -1,4 +1,4 @@
-"""The endpoint: an HTTP server on loopback, in the controller's event loop."""
+"""HTTP servers on loopback, in the event loop: the endpoint of a run's conversations, and any other application."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from typing_extensions import override
@@ -22,52 +23,30 @@ _CLOSING_SECONDS = 2
 _HEAD_SECONDS = 30.0  # from a connection's beginning until the head of its first request is there
 
 
-class Endpoint:
-    """Serves conversations under a key each, from the first one on until its event loop ends, or `stop`.
+class HttpServer:
+    """Serves an application on 127.0.0.1, in the event loop in which it is started."""
 
-    Its methods are called in that event loop.
-    """
-
-    def __init__(self) -> None:
-        self._keys = Keys()
-        self._app = Application(self._keys)
+    def __init__(self, app: Callable[..., Any]) -> None:
+        self._app = app
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._base_url = ""
 
-    @property
-    def calls(self) -> RequestCounts:
-        """What clients asked for since the start."""
-        return self._app.calls
+    def listen(self, port: int = 0) -> str:
+        """Listen at ``port``, 0 for a free one, if it does not yet. Returns the base URL.
 
-    def open(self, conversation: Served) -> tuple[str, str]:
-        """``(base_url, api_key)``, at which the conversation is until `close`."""
-        self._listen()
-        return self._base_url, self._keys.open(conversation)
-
-    def open_all(self, make: Callable[[str], Served]) -> tuple[str, str]:
-        """``(base_url, api_key)`` for clients that name a conversation by ``X-Session-ID``: ``make`` begins each."""
-        self._listen()
-        return self._base_url, self._keys.open_all(make)
-
-    def close(self, api_key: str, session: str | None = None) -> None:
-        """End a key's conversation, or the ``session`` of a key for all. What is being sampled for it is given up."""
-        self._keys.close(api_key, session)
-
-    async def stop(self) -> None:
-        """Stop listening; requests under way have 2 seconds."""
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            await self._serving
-
-    def _listen(self) -> None:
-        """Listen at a free port of 127.0.0.1, if it does not yet; the kernel keeps clients until it is served."""
+        The kernel keeps clients until they are served. Raises OSError for a port that is taken.
+        """
         if self._serving is not None and not self._serving.done():
-            return
+            return self._base_url
         # With the protocol named, asyncio sets TCP_NODELAY; without it an answer's second packet waits 40 ms.
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listening.bind(("127.0.0.1", 0))
-        listening.listen(1024)
+        try:
+            listening.bind(("127.0.0.1", port))
+            listening.listen(1024)
+        except OSError:
+            listening.close()
+            raise
         self._base_url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
         config = uvicorn.Config(
             self._app,
@@ -82,6 +61,46 @@ class Endpoint:
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(_serve(self._server, listening), name="endpoint")
+        return self._base_url
+
+    async def stop(self) -> None:
+        """Stop listening; requests under way have 2 seconds."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+
+
+class Endpoint:
+    """Serves conversations under a key each, from the first one on until its event loop ends, or `stop`.
+
+    Its methods are called in that event loop.
+    """
+
+    def __init__(self) -> None:
+        self._keys = Keys()
+        self._app = Application(self._keys)
+        self._server = HttpServer(self._app)
+
+    @property
+    def calls(self) -> RequestCounts:
+        """What clients asked for since the start."""
+        return self._app.calls
+
+    def open(self, conversation: Served) -> tuple[str, str]:
+        """``(base_url, api_key)``, at which the conversation is until `close`."""
+        return self._server.listen(), self._keys.open(conversation)
+
+    def open_all(self, make: Callable[[str], Served]) -> tuple[str, str]:
+        """``(base_url, api_key)`` for clients that name a conversation by ``X-Session-ID``: ``make`` begins each."""
+        return self._server.listen(), self._keys.open_all(make)
+
+    def close(self, api_key: str, session: str | None = None) -> None:
+        """End a key's conversation, or the ``session`` of a key for all. What is being sampled for it is given up."""
+        self._keys.close(api_key, session)
+
+    async def stop(self) -> None:
+        """Stop listening; requests under way have 2 seconds."""
+        await self._server.stop()
 
 
 async def _serve(server: uvicorn.Server, listening: socket.socket) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 
@@ -92,17 +92,6 @@ class TokenRequest(msgspec.Struct):
             raise RequestRefused(
                 400, f"stop_token_ids has {other}; the run's turns end with {sorted(stop_token_ids)} alone"
             )
-
-
-R = TypeVar("R", ChatRequest, TokenRequest)
-
-
-def read_request(body: bytes, kind: type[R]) -> R:
-    """The request. Raises RequestRefused."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestRefused(400, f"the body is no request of this path: {error}") from error
 
 
 def chat_answer(answer: ServedTurn, name: str, model: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from rl_megatron.rollout.endpoint import app, server
+from rl_megatron.rollout.endpoint import bodies, server
 from rl_megatron.rollout.environments.episode import Episode
 from tests.unit.rollout.endpoint.serving import (
     ASK,
@@ -83,7 +83,7 @@ def test_one_key_for_all_tells_conversations_by_their_session(serving: Serving) 
 
 
 def test_a_body_or_a_head_that_does_not_arrive_holds_nothing(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_BODY_SECONDS", 0.1)
+    monkeypatch.setattr(bodies, "_BODY_SECONDS", 0.1)
     monkeypatch.setattr(server, "_HEAD_SECONDS", 0.1)
     engine = Saying("fine")
     served = url, key = serving.open(serving.turns(engine))

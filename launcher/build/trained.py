@@ -1,0 +1,70 @@
+"""Finds a trained model to evaluate or serve: a Hugging Face folder, a run, or a checkpoint of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.build.model import starting_folder
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import ConfigError
+from rl_megatron.training import checkpoints
+from rl_megatron.weights.checkpoints.convert import megatron_to_hf
+from rl_megatron.weights.checkpoints.kind import is_megatron
+
+_STEP = re.compile(r"(step|warm_start)_\d{6,}")
+_DEFAULT = "tiny_cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """``source`` is a Hugging Face folder, or the learner's shards of a checkpoint."""
+
+    config: RunConfig
+    source: Path
+    out: Path  # the folder for what is written about it
+    name: str
+
+
+def trained_model(model: Path, config: str | None, overrides: Sequence[str]) -> TrainedModel:
+    """The target of a Hugging Face folder, a run's folder (its newest checkpoint) or one of its checkpoints.
+
+    Raises ConfigError, and CheckpointError that names torn files.
+    """
+    run = model.parent.parent if _STEP.fullmatch(model.name) else model
+    if (run / "config.yaml").is_file() and (run / "checkpoints").is_dir():
+        checkpoint = checkpoints.latest(run / "checkpoints") if model == run else model
+        if checkpoint is None:
+            raise ConfigError(f"{run}: no checkpoint is complete; train on, or give a Hugging Face folder")
+        loaded = load_config(config or str(run / "config.yaml"), overrides)
+        source = checkpoints.read(checkpoint).folder / "learner"
+        return TrainedModel(config=loaded, source=source, out=run / "eval", name=checkpoint.name)
+    if not model.is_dir():
+        raise ConfigError(f"{model}: no such folder; give a Hugging Face folder, a run's folder or checkpoints/step_N")
+    is_megatron(model)  # raises for neither kind
+    loaded = load_config(config or _DEFAULT, overrides)
+    return TrainedModel(config=loaded, source=model, out=Path("eval"), name=model.resolve().name)
+
+
+def hugging_face(target: TrainedModel, spare: Path) -> Path:
+    """The Hugging Face folder of the target, converted into ``spare`` where it is not one."""
+    if not is_megatron(target.source):
+        return target.source
+    out, of_run = spare / target.name, not (target.source / "config.json").is_file()
+    known = starting_folder(target.config) if of_run else None
+    megatron_to_hf(target.source, out, config=known, family=target.config.learner.model)
+    return out
+
+
+def of_folder(config: RunConfig, folder: Path) -> RunConfig:
+    """The configuration with that folder's model, and servers that keep their memory: no learner takes turns."""
+    server = config.rollout.server.model_copy(update={"colocated": False})
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": folder}),
+            "rollout": config.rollout.model_copy(update={"server": server}),
+        }
+    )

@@ -1,0 +1,91 @@
+"""``rl-megatron serve``: serves a model to evaluation tools over HTTP, on loopback, without a learner."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import stat
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from launcher.build.alone import engine_alone
+from launcher.build.data import stop_token_ids
+from launcher.build.trained import TrainedModel, hugging_face, of_folder
+from launcher.preflight import engine
+from launcher.preflight.subject import Subject
+from launcher.processes.scratch import scratch
+from rl_megatron.durable import write_atomically
+from rl_megatron.errors import ConfigError
+from rl_megatron.observability.log import run_log
+from rl_megatron.rollout.endpoint.open_app import OpenApplication
+from rl_megatron.rollout.endpoint.server import HttpServer
+from rl_megatron.rollout.local.batched import InThisProcess
+from rl_megatron.weights.layouts.families import read_shape
+
+_LEAST_KEY = 16  # characters
+
+
+async def serve_model(target: TrainedModel, port: int, key_file: Path | None) -> None:
+    """Serve until SIGINT or SIGTERM. Raises RLMegatronError if the model or its engine cannot start."""
+    problems = [found.text for found in engine.check(Subject(target.config, for_job=False)) if found.kind == "problem"]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    target.out.mkdir(parents=True, exist_ok=True)
+    file = key_file or target.out / "serve.key"
+    key = _key(file, given=key_file is not None)
+    with scratch() as spare, run_log(target.out, role="serve"):
+        folder = hugging_face(target, spare)
+        config = of_folder(target.config, folder)
+        shape, tokenizer = read_shape(folder, config.learner.model), AutoTokenizer.from_pretrained(folder)
+        async with engine_alone(config, folder, shape, target.out) as sampling:
+            app = OpenApplication(
+                engine=sampling,
+                scorer=sampling if isinstance(sampling, InThisProcess) else None,
+                tokenizer=tokenizer,
+                stop_token_ids=stop_token_ids(folder, tokenizer),
+                max_length=min(shape.max_positions, config.longest_sequence),
+                key=key,
+            )
+            server = HttpServer(app)
+            try:
+                url = server.listen(port)
+            except OSError as error:
+                raise ConfigError(f"--port {port}: {error.strerror}; give another, or 0 for a free one") from error
+            print(f"{target.source}, by {config.rollout.engine}: {url}")
+            print(f"key: {file}; tokenizer: {folder}; most tokens of a prompt and its answer: {app.max_length}")
+            print("Ctrl-C ends it", flush=True)
+            await _signalled()
+            await server.stop()
+
+
+def _key(file: Path, *, given: bool) -> str:
+    """The key in ``file``, which is the user's own if it was ``given``, else a new one. Raises ConfigError."""
+    if not given:
+        key = secrets.token_hex(32)
+        write_atomically(file, f"{key}\n".encode(), private=True)
+        return key
+    try:
+        opened = os.open(file, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"--key-file {file}: {error.strerror}") from error
+    with open(opened, encoding="utf-8") as read:
+        if os.fstat(opened).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ConfigError(f"--key-file {file}: others may read it; chmod 600 it")
+        key = read.read(4096).strip()
+    if len(key) < _LEAST_KEY or not key.isascii() or any(letter.isspace() for letter in key):
+        raise ConfigError(f"--key-file {file}: give one line of at least {_LEAST_KEY} characters of ASCII")
+    return key
+
+
+async def _signalled() -> None:
+    """Return at the first SIGINT or SIGTERM."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, ended.set)
+            stack.callback(loop.remove_signal_handler, number)
+        await ended.wait()

@@ -1,0 +1,64 @@
+"""``rl-megatron serve``: a model is served on loopback to who has the key, until a signal ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import urllib.request
+from pathlib import Path
+
+import psutil
+
+from rl_megatron.config.run import TinyModelSection
+from rl_megatron.models.tiny import make_tiny_model
+from tests.e2e.processes import Place, Run
+
+
+def answer(run: Run, key: str) -> str:
+    """The served model's text after a prompt."""
+    url = next(word for word in run.text().split() if word.startswith("http://"))
+    asked = urllib.request.Request(
+        f"{url}/completions",
+        data=json.dumps({"prompt": "1+1=", "max_tokens": 3, "temperature": 0}).encode(),
+        headers={"Authorization": f"Bearer {key}"},
+    )
+    with urllib.request.urlopen(asked) as said:
+        text: str = json.loads(said.read())["choices"][0]["text"]
+    return text
+
+
+def test_it_serves_who_has_the_key_on_loopback_alone_until_a_signal(place: Place) -> None:
+    model = make_tiny_model(TinyModelSection(), place.cache, 0)
+    run = place.begin("serve", str(model), "--port", "0", "rollout.max_new_tokens=8")
+    run.until(lambda: "Ctrl-C ends it" in run.text(), "the server")
+    file = place.folder / "eval" / "serve.key"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    key = file.read_text().strip()
+    assert len(answer(run, key)) >= 1
+    here = psutil.Process(run.process.pid)
+    found = [c.laddr for c in here.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in found] == ["127.0.0.1"]
+    assert key not in "\n".join([run.text(), (place.folder / "eval" / "log.txt").read_text(), *here.cmdline()])
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.end() == 0, run.text()
+
+
+def test_keys_and_ports_that_cannot_be_are_refused(place: Place, tmp_path: Path) -> None:
+    model = make_tiny_model(TinyModelSection(), place.cache, 0)
+    file = tmp_path / "key"
+    for text, mode, said in (
+        ("0123456789abcdef", 0o644, "others may read it; chmod 600 it"),
+        ("short", 0o600, "one line of at least 16 characters"),
+        ("two words of some length", 0o600, "one line of at least 16 characters"),
+        (None, 0o600, "No such file or directory"),
+    ):
+        file.unlink(missing_ok=True)
+        if text is not None:
+            file.write_text(text)
+            file.chmod(mode)
+        run = place.call_in_fork("serve", str(model), "--key-file", str(file))
+        assert run.process.returncode == 1, run.text()
+        assert f"error: --key-file {file}: " in run.text()
+        assert said in run.text()
