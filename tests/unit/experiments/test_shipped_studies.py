@@ -18,7 +18,7 @@ STUDIES = Path(__file__).parents[3] / "docs" / "studies"
 SIZES = {
     "loss_and_rate": (4, 12),
     "moe_stability": (7, 35),
-    "moe_stability_rates": (28, 28),
+    "moe_stability_rates": (56, 56),
     "moe_stability_smoke": (4, 8),
     "sizes": (12, 24),
     "staleness": (2, 10),
