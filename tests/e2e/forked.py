@@ -4,10 +4,12 @@ of the tests that use ``Place.start``."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -78,6 +80,7 @@ class Fork:
 def guard() -> Path:
     """The guard of servers that are forked; one process of its own forks all those of this one's tests."""
     folder, ready = Path(tempfile.mkdtemp(prefix="forks-")), FORKS.Event()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # its process removes it if this one is killed
     FORKS.Process(target=forked_servers.serve, args=(folder, ready), daemon=True).start()
     assert ready.wait(_READY_SECONDS), "the process that servers are forked from does not start"
     return folder / forked_servers.GUARD
