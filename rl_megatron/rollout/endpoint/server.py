@@ -20,7 +20,7 @@ from rl_megatron.rollout.endpoint.served import Served
 logger = logging.getLogger(__name__)
 
 _CLOSING_SECONDS = 2
-_HEAD_SECONDS = 30.0  # from a connection's beginning until the head of its first request is there
+_HEAD_SECONDS = 30.0  # from a connection's beginning, or a head's, until that head is there
 
 
 class HttpServer:
@@ -112,15 +112,38 @@ async def _serve(server: uvicorn.Server, listening: socket.socket) -> None:
 
 
 class _Protocol(H11Protocol):
-    """Closes connections that ask nothing, which need no key to be there."""
+    """Closes connections that ask nothing, which need no key to be there, and those whose next head never ends."""
 
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.loop.call_later(_HEAD_SECONDS, self._close_unasked)
+        self._late: asyncio.TimerHandle | None = self.loop.call_later(_HEAD_SECONDS, self._close_unasked)
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._is_waiting():
+            self._in_time()
+        elif self._late is None:  # for the rest of this head; between requests uvicorn itself counts
+            self._late = self.loop.call_later(_HEAD_SECONDS, self._close_unasked)
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._in_time()
+        super().connection_lost(exc)
+
+    def _is_waiting(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete  # uvicorn's, of the last request
+
+    def _in_time(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
     def _close_unasked(self) -> None:
-        if self.cycle is None:  # uvicorn's, of the request that it answers
+        self._late = None
+        if self._is_waiting():
             self.transport.close()
 
 

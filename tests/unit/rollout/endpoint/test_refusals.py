@@ -93,5 +93,14 @@ def test_a_body_or_a_head_that_does_not_arrive_holds_nothing(serving: Serving, m
         with socket.create_connection((str(parts.hostname), parts.port), timeout=30) as slow:
             slow.sendall(sent.encode())
             assert slow.recv(13) == answer
+    with socket.create_connection((str(parts.hostname), parts.port), timeout=30) as slow:  # after one that was in time
+        slow.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        with slow.makefile("rb") as said:
+            assert said.readline().startswith(b"HTTP/1.1 401 ")
+            length = next(int(line.split()[1]) for line in said if line.lower().startswith(b"content-length"))
+            assert said.readline() == b"\r\n"
+            assert len(said.read(length)) == length
+            slow.sendall(b"GET /health HTTP/1.1\r\nHo")
+            assert said.read(1) == b""
     assert not engine.asked
     assert post(served, json.dumps({"messages": ASK}).encode())[0] == 200
