@@ -68,7 +68,7 @@ class ChatTemplate(Template):
         found = self._behind(before, messages, tools)
         if isinstance(found, str):
             return found
-        text, has_calls = found
+        text, has_calls, whole = found
         if ended is not None:
             stop = text_of(self._tokenizer, np.array([ended], np.int32), special=True)
             at = text.find(stop)
@@ -78,8 +78,8 @@ class ChatTemplate(Template):
                 return "closing"  # else the template writes no token there, and the turn keeps its own
         elif has_calls:
             return "closing"
-        now = Rendered(text=self.render(messages, tools), messages=messages, tools=tools)
-        return tokens_of_text(self._tokenizer, text), now
+        shown = self.render(messages, tools) if whole is None else whole
+        return tokens_of_text(self._tokenizer, text), Rendered(text=shown, messages=messages, tools=tools)
 
     @override
     def decode(self, token_ids: TokenIds, *, special: bool = False) -> str:
@@ -112,8 +112,14 @@ class ChatTemplate(Template):
             shown["content"] = None
         return shown
 
-    def _behind(self, before: Rendered, messages: Sequence[ChatMessage], tools: Tools) -> tuple[str, bool] | Rewritten:
-        """The text behind the turn's last mark, and whether it has the turn's calls."""
+    def _behind(
+        self, before: Rendered, messages: Sequence[ChatMessage], tools: Tools
+    ) -> tuple[str, bool, str | None] | Rewritten:
+        """The text behind the turn's last mark, whether it has the turn's calls, and the whole text without marks.
+
+        The whole is None where it lacks the calls' arguments, or thinking. Where a template trims a content that has no
+        mark at its end, the whole differs from `render`'s, which `_extends` then compares.
+        """
         place = len(before.messages)
         turn = messages[place]
         for has_calls in (False, True) if "tool_calls" in turn else (False,):
@@ -126,13 +132,14 @@ class ChatTemplate(Template):
         else:
             return "refused"
         if _follows(now, marked) and self._extends(now, before):
-            return _last_part(now), has_calls
+            whole = None if "tool_calls" in turn else now.replace(_FRONT, "").replace(_BACK, "")
+            return _last_part(now), has_calls, whole
         bare = [_bare(message) for message in messages]
         marked = bare[place] = _marked(bare[place], has_calls)
         now, then = self.render(bare, tools), self.render(bare[:place], before.tools, opened=False)
         if not (_follows(now, marked) and now.startswith(then)):
             return "context"
-        return (_last_part(now), has_calls) if self._thinking == "keep" else "thinking"
+        return (_last_part(now), has_calls, None) if self._thinking == "keep" else "thinking"
 
     def _extends(self, now: str, before: Rendered) -> bool:
         """Whether the text begins with the prompt before, whose opening of a turn need not be what a history shows."""

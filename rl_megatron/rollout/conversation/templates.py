@@ -27,7 +27,7 @@ than before; it writes another ``closing`` token than was sampled; or it ``refus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
-    """A prompt as its template wrote it. The next one is compared with it."""
+    """A prompt as its template shows it. The next one is compared with it."""
 
     text: str  # with the generation prompt
     messages: Sequence[ChatMessage]

@@ -200,6 +200,21 @@ def test_other_tools_and_moving_texts_begin_a_row() -> None:
     assert conversation.prompt_for(messages[:1]).branch == "again"
 
 
+def test_a_text_that_moves_late_begins_a_row_and_one_that_is_trimmed_does_not() -> None:
+    rng, late = random.Random(4), copy.deepcopy(tokenizer_of("chatml"))
+    late.chat_template = "{% if messages | length > 4 %}late{% endif %}" + str(late.chat_template)
+    conversation = Conversation(ChatTemplate(late))
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "1+1?"}]
+    branches = []
+    for _ in range(4):
+        asked = conversation.prompt_for(messages)
+        branches.append(asked.branch)
+        answered(conversation, asked, " 2 ", rng)
+        messages += [{"role": "assistant", "content": " 2 "}, {"role": "user", "content": "sure?"}]
+    assert branches == [None, None, "context", None]
+    assert played("llama3", [Reply(content=" so \n")] * 4) == ([None] * 4, 1)  # its template trims contents
+
+
 def test_a_turn_that_was_cut_is_closed_by_the_template() -> None:
     rng, conversation, tokenizer = random.Random(4), opened("chatml"), tokenizer_of("chatml")
     messages: list[dict[str, Any]] = [{"role": "user", "content": "1+1?"}]
