@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from launcher.preflight.subject import Found, Subject, fact, note, problem, unchecked
+from launcher.processes import limits
 from rl_megatron.config.sections.data import data_sources, name_of
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.eval import RunData
@@ -67,6 +68,8 @@ def _sandbox(subject: Subject) -> Iterator[Found]:
 
 def _environment(subject: Subject, section: EnvironmentSection, *, warm_start: bool) -> Iterator[Found]:
     """Finds the environment, and calls none of its methods."""
+    if not subject.for_job and (said := limits.problem_of_trajectories(section.concurrency)):
+        yield problem(said)
     made = resolve_environment(section, subject.config.sandbox)
     if made.takes_sandbox:
         yield from _sandbox(subject)

@@ -7,10 +7,11 @@ import resource
 _MOST_FILES = 1 << 20  # a hard limit may be infinite, and some programs visit every number below the soft one
 _FILES_OF_A_RANK, _FILES_OF_A_PEER = 85, 11  # on CPUs, measured with worlds of 2 and 4 whose ranks share all groups
 _FILES_OF_CONTROLLER = 256  # without the streams of ranks
+_FILES_OF_A_TRAJECTORY = 3  # of its event loop
 _THREADS = "no thread could be started: raise the limit of processes (ulimit -u) or of memory (ulimit -v)"
 _SIGNS = {
     "Too many open files": "the limit of open files is reached; raise the hard one (ulimit -Hn), or have fewer ranks a "
-    "machine",
+    "machine or a lower environment.concurrency",
     "can't start new thread": _THREADS,
     "unable to start watchdog thread": _THREADS,
     "File too large": "the limit of a file's size is reached; raise it (ulimit -f)",
@@ -44,6 +45,17 @@ def problem_of_files(ranks: int, *, here: bool) -> str:
     return (
         f"{ranks} ranks: {who} opens about {needed} files, but the limit here is {limit}; raise the hard limit of open "
         "files (ulimit -Hn), or have fewer ranks"
+    )
+
+
+def problem_of_trajectories(concurrency: int) -> str:
+    """Why a run cannot have so many environments at once under this machine's limit of open files; empty if it can."""
+    limit, needed = raise_open_files(), _FILES_OF_A_TRAJECTORY * concurrency + _FILES_OF_CONTROLLER
+    if needed <= limit:
+        return ""
+    return (
+        f"environment.concurrency={concurrency}: so many trajectories open about {needed} files in the controller, but "
+        f"the limit here is {limit}; lower it, or raise the hard limit of open files (ulimit -Hn)"
     )
 
 

@@ -22,6 +22,7 @@ FREE: Mapping[str, bool] = {
     "reward.timeout_seconds": True,
     "reward.http": True,
     "environment": False,
+    "environment.concurrency": True,
     "environment.seconds": True,
     "environment.step_seconds": True,
     "environment.close_seconds": True,

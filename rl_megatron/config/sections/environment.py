@@ -33,6 +33,9 @@ class EnvironmentSection(Section):
     on_bad_call: Literal["observe", "end"] = "observe"
     """What follows a call that cannot be read. observe: an environment's model reads why as the next message, without
     a step, and an agent gets the text; end: the trajectory ends with that turn."""
+    concurrency: Positive = 1024
+    """Most trajectories under way at once, of training or of an evaluation; others wait for one to end. Each has a
+    thread and three open files, and more if it opens some."""
     max_turns: Positive = 8
     """Most turns of a trajectory."""
     max_tokens: Positive = 4096

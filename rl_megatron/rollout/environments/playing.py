@@ -58,6 +58,7 @@ class Playing:
     sampled: Callable[[], None]  # called once, when it asks the engine no more
     thread: LoopThread
     endpoint: Endpoint
+    started: bool = False  # its environment may be there
     environment: Environment | None = None
     messages: list[OpenAIMessage] = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)
@@ -77,10 +78,15 @@ class Playing:
 
     async def close(self) -> str | None:
         """Close the environment. Returns what went wrong, if anything did."""
-        if self.environment is None:
+        if not self.started:
             return None
+
+        async def close() -> None:  # behind `start` in its thread, which may have made it only now
+            if self.environment is not None:
+                await self.environment.close()
+
         try:
-            await self.thread.call(self.environment.close, self.section.close_seconds)
+            await self.thread.call(close, self.section.close_seconds)
         except TooLate:
             return f"close did not end within environment.close_seconds={self.section.close_seconds:g}"
         except UserCodeFailed as error:
@@ -92,6 +98,7 @@ class Playing:
             self.environment = made()
             return await self.environment.start(self.task, self.seed)
 
+        self.started = True
         seen = await self._call("start", start)
         env = self.environment
         assert env is not None

@@ -60,9 +60,12 @@ class EnvironmentSampler(PolicySampler):
     encode: Callable[[str], TokenIds]  # a text by itself
     section: EnvironmentSection
     parser: Parser | None = None
-    threads: Threads = field(default_factory=Threads)
+    threads: Threads = field(init=False)
     endpoint: Endpoint = field(default_factory=Endpoint)
     closing: set[asyncio.Future[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "threads", Threads(self.section.concurrency))
 
     @override
     async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
@@ -127,8 +130,6 @@ class EnvironmentSampler(PolicySampler):
             parser=self.parser,
         )
         places = [self._place(*one) for one in named]
-        if isinstance(self.engine, Waves):
-            self.engine.begin(len(places))
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._one(setting, place)) for place in places]
@@ -145,8 +146,7 @@ class EnvironmentSampler(PolicySampler):
 
     async def _one(self, setting: PlaySetting, place: TrajectoryPlace) -> Played:
         with ExitStack() as asking:
-            if isinstance(self.engine, Waves):
-                asking.callback(self.engine.end)
+            thread = await self.threads.take(lambda: self._begin(asking))
             playing = Playing(
                 episode=Episode(setting, place),
                 task=place.task,
@@ -154,7 +154,7 @@ class EnvironmentSampler(PolicySampler):
                 section=self.section,
                 cut=self._cut,
                 sampled=asking.close,
-                thread=self.threads.take(),
+                thread=thread,
                 endpoint=self.endpoint,
             )
             try:
@@ -166,6 +166,12 @@ class EnvironmentSampler(PolicySampler):
             if not played.problem:  # a group waits for no environment that failed
                 await asyncio.shield(closing)
             return played
+
+    def _begin(self, asking: ExitStack) -> None:
+        """Count a trajectory among those that will ask, until ``asking`` is closed."""
+        if isinstance(self.engine, Waves):
+            self.engine.begin()
+            asking.callback(self.engine.end)
 
     async def _ended(self, playing: Playing, place: TrajectoryPlace) -> Played:
         on_error, fault = self.section.on_error, None

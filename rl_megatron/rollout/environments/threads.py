@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -21,6 +21,9 @@ from rl_megatron.user_code import describe_error
 
 T = TypeVar("T")
 
+_WAKING = 16  # calls that wake their threads at once
+_WAKING_SECONDS = 0.02
+
 
 class TooLate(Exception):
     """A call was not answered in time."""
@@ -30,10 +33,32 @@ class UserCodeFailed(Exception):
     """A call raised; the text says what."""
 
 
+class Waking:
+    """Lets a few calls wake their threads at once: a thousand threads that want the interpreter's lock together keep
+    the caller's event loop waiting for it. A call holds up others for 20 ms at most."""
+
+    def __init__(self) -> None:
+        self._places = asyncio.Semaphore(_WAKING)
+
+    @contextlib.asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """A place until the call has ended or taken 20 ms."""
+        await self._places.acquire()
+        left = contextlib.ExitStack()
+        left.callback(self._places.release)
+        late = asyncio.get_running_loop().call_later(_WAKING_SECONDS, left.close)
+        try:
+            yield
+        finally:
+            late.cancel()
+            left.close()  # for the first time, or in vain
+
+
 class LoopThread:
     """A daemon thread with an event loop. One caller's event loop uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, waking: Waking) -> None:
+        self._waking = waking
         self._loop = asyncio.new_event_loop()
         self._helpers = _Helpers()
         self._loop.set_default_executor(self._helpers)
@@ -70,14 +95,15 @@ class LoopThread:
             except BaseException as error:  # noqa: BLE001  raised again where it is awaited
                 return None, error
 
-        running = asyncio.run_coroutine_threadsafe(outcome(), self._loop)
-        waiting = asyncio.wrap_future(running)
-        try:
-            done, _ = await asyncio.wait({waiting}, timeout=seconds)
-        finally:
-            if not waiting.done():
-                self._given_up = True
-                waiting.cancel()
+        async with self._waking.place():
+            running = asyncio.run_coroutine_threadsafe(outcome(), self._loop)
+            waiting = asyncio.wrap_future(running)
+            try:
+                done, _ = await asyncio.wait({waiting}, timeout=seconds)
+            finally:
+                if not waiting.done():
+                    self._given_up = True
+                    waiting.cancel()
         if not done:
             raise TooLate
         result, error = waiting.result()
@@ -111,23 +137,37 @@ class LoopThread:
 
 
 class Threads:
-    """The threads of a run, which clean trajectories hand on."""
+    """The threads of a run, ``most`` at once, which clean trajectories hand on. One event loop uses them."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._room, self._waking = asyncio.Semaphore(most), Waking()
         self._free: list[LoopThread] = []
 
-    def take(self) -> LoopThread:
-        """A thread for one trajectory."""
-        return self._free.pop() if self._free else LoopThread()
+    async def take(self, admitted: Callable[[], None]) -> LoopThread:
+        """A thread for one trajectory. First come, first served; ``admitted`` is called once there is room for it."""
+        await self._room.acquire()
+        admitted()
+        if self._free:
+            return self._free.pop()
+        try:
+            async with self._waking.place():  # a start waits for the interpreter's lock, too
+                await asyncio.sleep(0)
+                return LoopThread(self._waking)
+        except BaseException:
+            self._room.release()
+            raise
 
     async def give_back(self, thread: LoopThread) -> list[int]:
         """Kill the processes that a trajectory left, and keep its thread if it is clean; the ids of those killed."""
-        killed = await thread.end_processes()
-        if not killed and thread.is_clean:
-            self._free.append(thread)
-        else:
-            thread.end()
-        return killed
+        try:
+            killed = await thread.end_processes()
+            if not killed and thread.is_clean:
+                self._free.append(thread)
+            else:
+                thread.end()
+            return killed
+        finally:
+            self._room.release()
 
 
 class _Helpers(ThreadPoolExecutor):

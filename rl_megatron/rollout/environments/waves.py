@@ -30,9 +30,9 @@ class Waves(RolloutEngine):
         self._timer: asyncio.TimerHandle | None = None
         self._running: asyncio.Task[None] | None = None
 
-    def begin(self, trajectories: int) -> None:
-        """So many more trajectories will ask."""
-        self._under_way += trajectories
+    def begin(self) -> None:
+        """One more trajectory will ask."""
+        self._under_way += 1
 
     def end(self) -> None:
         """A trajectory asks no more."""

@@ -176,6 +176,8 @@ def test_the_limit_of_open_files_is_raised_to_the_hard_one() -> None:
         assert limits.describe_open_files().endswith(f"so up to {(most - 85) // 11} ranks")
         assert limits.problem_of_files((most - 85) // 11, here=True) == ""
         assert "each of them opens about" in limits.problem_of_files((most - 85) // 11 + 1, here=True)
+        assert limits.problem_of_trajectories((most - 256) // 3) == ""
+        assert "environment.concurrency=" in limits.problem_of_trajectories((most - 256) // 3 + 1)
         assert limits.raise_open_files() == most
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(before[1], 1 << 20), before[1])
     finally:

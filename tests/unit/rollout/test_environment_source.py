@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from rl_megatron.data.samples import to_samples
+from rl_megatron.environments.calculator import Calculator
 from rl_megatron.environments.protocol import EnvironmentStep, LimitReached, Model, Observed, Reply, Transcript
 from rl_megatron.environments.registry import EnvironmentMaker
 from rl_megatron.rollout.batch import Answered, RolloutBatch
 from rl_megatron.rollout.environments.source import EnvironmentSampler
+from rl_megatron.rollout.environments.threads import Threads
 from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.types import Completion, GenerationRequest, Prompt
 from tests.completions import drawn
@@ -47,6 +49,54 @@ def test_a_group_of_calculations() -> None:
         ]
         assert trajectory.stop == "done"
         assert trajectory.metrics["own/calculations"] == 1
+
+
+def test_no_more_trajectories_than_allowed_are_under_way_and_cancelled_ones_leave_their_room() -> None:
+    class Counting(Calculator):
+        under_way, most = 0, 0
+
+        async def start(self, task: Prompt, seed: int) -> Observed:
+            Counting.under_way += 1
+            Counting.most = max(Counting.most, Counting.under_way)
+            return await super().start(task, seed)
+
+        async def close(self) -> None:
+            Counting.under_way -= 1
+
+    class Waiting(Scripted):
+        async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+            if request.group.startswith("step 1"):
+                await asyncio.Event().wait()
+            return await super().generate(request)
+
+    async def both() -> list[Answered]:
+        ours = sampler(Waiting(calculates), EnvironmentMaker(Counting), concurrency=2, group_size=20)
+        first = asyncio.ensure_future(ours.groups(drawn(PROMPTS, 1)))
+        while not Counting.under_way:
+            await asyncio.sleep(0)
+        first.cancel()  # with two under way, and 38 that wait
+        await asyncio.wait({first})
+        return await ours.groups(drawn(PROMPTS, 2))
+
+    found = asyncio.run(asyncio.wait_for(both(), 60))
+    assert [one.rewards for one in found] == [(1.0,) * 20] * 2
+    assert (Counting.most, Counting.under_way) == (2, 0)
+
+
+def test_a_thread_that_was_given_up_before_it_began_leaves_its_room() -> None:
+    async def taken() -> tuple[int, int]:
+        threads = Threads(40)
+        takes = [asyncio.ensure_future(threads.take(lambda: None)) for _ in range(40)]
+        await asyncio.sleep(0)
+        for take in takes:
+            take.cancel()
+        await asyncio.wait(takes)
+        again = await asyncio.wait_for(asyncio.gather(*(threads.take(lambda: None) for _ in takes)), 20)
+        for one in again:
+            one.end()
+        return sum(take.cancelled() for take in takes), len(again)
+
+    assert asyncio.run(taken()) == (40, 40)
 
 
 def test_only_what_was_sampled_is_trained_on() -> None:
