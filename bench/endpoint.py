@@ -69,6 +69,7 @@ def episode(engine: Timed, number: int) -> Episode:
         template=ChatTemplate(tokenizer_of("qwen3"), options=FAMILIES["qwen3"].options),
         parser=PARSERS["hermes"],
         max_prompt_tokens=100_000,
+        vocab_size=len(tokenizer_of("qwen3")),
     )
     task = Prompt(id=str(number), text="", token_ids=(1,), answer="")
     return Episode(setting, TrajectoryPlace(task=task, name="bench", number=number, seed=number))

@@ -53,6 +53,7 @@ def sampler(engine: Any, made: Any = None, *, group_size: int = 3, **section: An
         encode=partial(tokens_of_text, TOKENIZER),
         rollout=RolloutSection(group_size=group_size, max_new_tokens=12, max_prompt_tokens=40),
         section=keys,
+        vocab_size=259,
         stop_token_ids=(EOS,),
         seed=0,
     )

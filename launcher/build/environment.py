@@ -34,9 +34,10 @@ def made_environment(config: RunConfig, services: Services | None = None) -> Env
 
 
 def environment_sampler(
-    config: RunConfig, made: EnvironmentMaker | Agent, engine: RolloutEngine, data: Data
+    config: RunConfig, made: EnvironmentMaker | Agent, engine: RolloutEngine, data: Data, *, vocab_size: int
 ) -> EnvironmentSampler:
-    """The source, over ``engine``, which samples in waves if it is in the learner's processes.
+    """The source, over ``engine`` of a model of ``vocab_size`` tokens, which samples in waves if it
+    is in the learner's processes.
 
     Logs what a chat template does to rows: as a warning where every turn is one, or where it refuses conversations.
     """
@@ -55,6 +56,7 @@ def environment_sampler(
         parser=None if section.tool_parser is None else PARSERS[section.tool_parser],
         rollout=config.rollout,
         section=section,
+        vocab_size=vocab_size,
         stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
         seed=config.seed,
     )

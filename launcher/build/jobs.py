@@ -39,7 +39,7 @@ def loops_of(
     """The loop of the warm start, which may have no step, and the loop that follows it. The processes must be up."""
     config = parts.config
     made = made_environment(config, parts.services)
-    sampler = sampler_of(config, made, roles.engine, parts.reward, data)
+    sampler = sampler_of(config, made, roles.engine, parts.reward, data, vocab_size=shape.vocab_size)
     evaluation = Evaluation(sampler=sampler, sets=data.sets, section=config.eval, last_step=config.train.steps)
     attention_cost = causal_attention_cost(
         linear_parameters=shape.active_parameters,

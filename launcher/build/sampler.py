@@ -19,10 +19,13 @@ def sampler_of(
     engine: RolloutEngine,
     reward: RewardFunction,
     data: Data,
+    *,
+    vocab_size: int,
 ) -> PolicySampler:
-    """The sampler over ``engine``; of ``made`` where there is one, which gives rewards itself."""
+    """The sampler over ``engine`` of a model of ``vocab_size`` tokens; of ``made`` where there is one, which
+    gives rewards itself."""
     if made is not None:
-        return environment_sampler(config, made, engine, data)
+        return environment_sampler(config, made, engine, data, vocab_size=vocab_size)
     return RolloutSampler(
         engine=engine,
         reward_function=reward,

@@ -47,7 +47,7 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
         print(f"{target.source}: {_described(data.sets)}, by {config.rollout.engine}", flush=True)
         async with engine_alone(config, folder, shape, target.out) as sampling:
             sets = {}
-            sampler = sampler_of(config, made_environment(config), sampling, judge, data)
+            sampler = sampler_of(config, made_environment(config), sampling, judge, data, vocab_size=shape.vocab_size)
             with _display() as bar:
                 for one in data.sets:
                     task = bar.add_task(one.name or WHOLE, total=len(one.prompts) * one.section.samples)

@@ -19,4 +19,12 @@ ENVIRONMENTS = (
         "`environment_error` (with the reward of environment.on_error), or `abandoned`",
     ),
     ("environment/own/<name>", "", "mean over trajectories of a metric that the environment's steps gave, added up"),
+    (
+        "endpoint/answered",
+        "turns",
+        "that an agent's clients got over HTTP, mean over trajectories with such clients",
+    ),
+    ("endpoint/retried", "requests", "of a trajectory that got a turn which was sampled for an earlier one, mean"),
+    ("endpoint/refused", "requests", "of a trajectory that were refused, mean"),
+    ("endpoint/overridden", "turns", "of a trajectory whose client asked for another temperature or top_p, mean"),
 )

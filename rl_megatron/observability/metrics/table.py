@@ -32,9 +32,10 @@ class Documented:
 
     @property
     def is_timing(self) -> bool:
-        """Whether it depends on the clock, on when the run saved or on what ranks hold, and not on the data alone."""
+        """Whether it depends on the clock, on when the run saved, on what ranks hold or on connections, and not on the
+        data alone."""
         return self.unit in ("s", "ms", "tokens/s", "rank", "s/s") or self.name.startswith(
-            ("overlap/", "idle/", "checkpoint/", "memory/", "mfu/", "plane/")
+            ("overlap/", "idle/", "checkpoint/", "memory/", "mfu/", "plane/", "endpoint/")
         )
 
 

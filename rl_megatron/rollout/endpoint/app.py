@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import msgspec
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.conversation.messages import MessagesRefused
 from rl_megatron.rollout.endpoint.bodies import ReceivePart, SendPart, method_of, read_body, read_request, respond
-from rl_megatron.rollout.endpoint.keys import Keys, OpenConversation
+from rl_megatron.rollout.endpoint.keys import Keys, OpenConversation, RequestCounts
 from rl_megatron.rollout.endpoint.served import RequestRefused
 from rl_megatron.rollout.endpoint.shapes import (
     ChatRequest,
@@ -34,16 +35,6 @@ _RETRY = b"x-stainless-retry-count"
 T = TypeVar("T")
 
 
-@dataclass(slots=True, kw_only=True)
-class RequestCounts:
-    """What clients asked for since the start."""
-
-    answered: int = 0  # turns that were sampled
-    retried: int = 0  # requests that got a turn that was sampled for an earlier one
-    refused: int = 0
-    overridden: int = 0  # turns whose client asked for another temperature or top_p than the run's
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
     path: str
@@ -56,18 +47,20 @@ class Application:
     """ASGI: one HTTP request a call."""
 
     def __init__(self, keys: Keys) -> None:
-        self.calls = RequestCounts()
-        self._keys = keys
+        self._keys, self._turns, self._warned = keys, itertools.count(1), False
 
     async def __call__(self, scope: Mapping[str, Any], receive: ReceivePart, send: SendPart) -> None:
         """Answer, or refuse with a status and OpenAI's form of an error."""
         status, headers = 200, dict[bytes, bytes]()
+        line: OpenConversation | None = None
         try:
-            kind, parts = await self._answer(scope, receive)
+            line = self._keys.line(dict(scope["headers"]))
+            kind, parts = await self._answer(scope, receive, line)
         except (RequestRefused, MessagesRefused) as error:
             status = error.status if isinstance(error, RequestRefused) else 400
             kind, parts = b"application/json", [msgspec.json.encode(refused_body(status, str(error)))]
-            self.calls.refused += 1
+            if line is not None:
+                line.requests.refused += 1
         except EngineError as error:
             status = 502
             said = refused_body(status, f"the engine failed: {error}")
@@ -75,9 +68,10 @@ class Application:
             headers[b"x-should-retry"] = b"false"  # the run retries by itself
         await respond(send, status, {b"content-type": kind, **headers}, parts)
 
-    async def _answer(self, scope: Mapping[str, Any], receive: ReceivePart) -> tuple[bytes, Iterable[bytes]]:
+    async def _answer(
+        self, scope: Mapping[str, Any], receive: ReceivePart, line: OpenConversation
+    ) -> tuple[bytes, Iterable[bytes]]:
         headers = dict(scope["headers"])
-        line = self._keys.line(headers)
         path = method_of(scope, {"/v1/models": "GET", "/health": "GET"} | dict.fromkeys(_ASKED, "POST"))
         if path == "/health":
             return b"application/json", [b'{"status":"ok"}']
@@ -117,12 +111,11 @@ class Application:
         task, said = asked.line.answers.get(digest), asked.headers.get(_RETRY)
         again = task is not None and (not task.done() if said is None else said.strip() != b"0")
         if task is None or not again:
-            self.calls.answered += 1
-            task = asyncio.create_task(sample(), name=f"turn-{self.calls.answered}")
+            task = asyncio.create_task(_counted(sample(), asked.line.requests), name=f"turn-{next(self._turns)}")
             asked.line.answers[digest] = task
-            self._compare(params, asked.line.served.params)
+            asked.line.requests.overridden += self._is_overridden(params, asked.line.served.params)
         else:
-            self.calls.retried += 1
+            asked.line.requests.retried += 1
         try:
             turn = await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -135,14 +128,22 @@ class Application:
             raise
         return turn, task.get_name()
 
-    def _compare(self, params: Any, used: SamplingParams) -> None:
+    def _is_overridden(self, params: Any, used: SamplingParams) -> bool:
+        """Whether the client asks for another distribution than the run samples. The first time it is logged."""
         for name, own in (("temperature", used.temperature), ("top_p", used.top_p)):
             given = getattr(params, name)
             if given is not None and given != own:
-                if not self.calls.overridden:
+                if not self._warned:
                     logger.warning("a client asks for %s=%g; the run samples with %g, here and later", name, given, own)
-                self.calls.overridden += 1
-                return
+                self._warned = True
+                return True
+        return False
+
+
+async def _counted(sampling: Coroutine[Any, Any, T], requests: RequestCounts) -> T:
+    turn = await sampling
+    requests.answered += 1
+    return turn
 
 
 _ASKED = ("/v1/chat/completions", "/inference/v1/generate")

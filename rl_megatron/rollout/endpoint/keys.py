@@ -15,11 +15,22 @@ from rl_megatron.rollout.endpoint.served import RequestRefused, Served
 _MOST_ENDED = 65_536  # keys that are remembered, to say that their conversation has ended
 
 
+@dataclass(slots=True, kw_only=True)
+class RequestCounts:
+    """What clients asked for in a conversation."""
+
+    answered: int = 0  # turns that were sampled
+    retried: int = 0  # requests that got a turn that was sampled for an earlier one
+    refused: int = 0
+    overridden: int = 0  # turns whose client asked for another temperature or top_p than the run's
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class OpenConversation:
     """One open conversation, and its answers by what was asked."""
 
     served: Served
+    requests: RequestCounts = field(default_factory=RequestCounts)
     answers: dict[bytes, asyncio.Task[Any]] = field(default_factory=dict)
 
     def end(self) -> None:
@@ -59,6 +70,10 @@ class Keys:
         self._ended[digest] = None
         if len(self._ended) > _MOST_ENDED:
             self._ended.popitem(last=False)
+
+    def requests(self, key: str) -> RequestCounts:
+        """Of the key's conversation, which is open."""
+        return self._lines[_digest(key)].requests
 
     def line(self, headers: Mapping[bytes, bytes]) -> OpenConversation:
         """The conversation of a request. Raises RequestRefused: 401 for no key or a foreign one, 410 for an ended."""

@@ -13,8 +13,8 @@ import uvicorn
 from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rl_megatron.rollout.endpoint.app import Application, RequestCounts
-from rl_megatron.rollout.endpoint.keys import Keys
+from rl_megatron.rollout.endpoint.app import Application
+from rl_megatron.rollout.endpoint.keys import Keys, RequestCounts
 from rl_megatron.rollout.endpoint.served import Served
 
 logger = logging.getLogger(__name__)
@@ -78,13 +78,7 @@ class Endpoint:
 
     def __init__(self) -> None:
         self._keys = Keys()
-        self._app = Application(self._keys)
-        self._server = HttpServer(self._app)
-
-    @property
-    def calls(self) -> RequestCounts:
-        """What clients asked for since the start."""
-        return self._app.calls
+        self._server = HttpServer(Application(self._keys))
 
     def open(self, conversation: Served) -> tuple[str, str]:
         """``(base_url, api_key)``, at which the conversation is until `close`."""
@@ -93,6 +87,10 @@ class Endpoint:
     def open_all(self, make: Callable[[str], Served]) -> tuple[str, str]:
         """``(base_url, api_key)`` for clients that name a conversation by ``X-Session-ID``: ``make`` begins each."""
         return self._server.listen(), self._keys.open_all(make)
+
+    def requests(self, api_key: str) -> RequestCounts:
+        """What clients asked for so far in the key's conversation, which is open."""
+        return self._keys.requests(api_key)
 
     def close(self, api_key: str, session: str | None = None) -> None:
         """End a key's conversation, or the ``session`` of a key for all. What is being sampled for it is given up."""

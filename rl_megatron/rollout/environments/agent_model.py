@@ -9,6 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from rl_megatron.environments.protocol import Model, OpenAIMessage, Reply
+from rl_megatron.rollout.endpoint.keys import RequestCounts
 from rl_megatron.rollout.endpoint.server import Endpoint
 from rl_megatron.rollout.environments.episode import Episode
 
@@ -21,6 +22,7 @@ class AgentModel(Model):
         self._loop = asyncio.get_running_loop()
         self._served: tuple[str, str] | None = None  # once it is asked for
         self._closed = False
+        self.requests: RequestCounts | None = None  # what clients asked for, once it is closed
 
     @override
     async def reply(self, messages: Sequence[OpenAIMessage], tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
@@ -41,6 +43,7 @@ class AgentModel(Model):
         """End the key. Called in the event loop that serves it."""
         self._closed = True
         if self._served is not None:
+            self.requests = self._endpoint.requests(self._served[1])
             self._endpoint.close(self._served[1])
 
     def _open(self) -> tuple[str, str]:

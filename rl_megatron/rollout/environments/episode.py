@@ -34,6 +34,7 @@ class PlaySetting:
     params: SamplingParams  # whose seed each turn replaces
     template: Template
     max_prompt_tokens: int
+    vocab_size: int  # the model's
     parser: Parser | None = None  # of replies into reasoning and calls
     birth: int | None = None  # this and the next: of its requests
     exact_logprobs: bool = True
@@ -116,8 +117,10 @@ class Episode(Served):
     @override
     async def complete(self, token_ids: Sequence[int], max_tokens: int | None) -> Completion:
         prompt = np.array(token_ids, np.int32)
-        if not len(prompt):
-            raise RequestRefused(400, "token_ids is empty; at least 1 is needed")
+        if not len(prompt) or int(prompt.max()) >= self._setting.vocab_size:
+            raise RequestRefused(
+                400, f"token_ids: one or more ids in [0, {self._setting.vocab_size}) are needed, got {token_ids[:8]}..."
+            )
         async with self._answering():
             completion = await self._sample(prompt, max_tokens)
             text = self._setting.template.decode(completion.token_ids)

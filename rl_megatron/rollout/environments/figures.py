@@ -9,9 +9,9 @@ import numpy as np
 
 from rl_megatron.types import Trajectory
 
-SECONDS, BAD_CALLS, OWN = "seconds", "bad_calls", "own/"
-"""In a trajectory's metrics: its seconds, its calls that cannot be read, and the
-beginning of the names of its environment's own."""
+SECONDS, BAD_CALLS, OWN, ENDPOINT = "seconds", "bad_calls", "own/", "endpoint/"
+"""In a trajectory's metrics: its seconds, its calls that cannot be read, and the beginnings of the names of its
+environment's own and of what its clients asked for."""
 
 
 def environment_row(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -25,6 +25,8 @@ def environment_row(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     read = np.array([_read(one) for one in led])
     sampled = np.array([one.num_sampled for one in led])
     own = sorted({name for one in led for name in one.metrics if name.startswith(OWN)})
+    served = [one.metrics for one in led if f"{ENDPOINT}answered" in one.metrics]
+    asked = sorted({name for one in served for name in one if name.startswith(ENDPOINT)})
     return {
         "environment/turns_mean": float(turns.mean()),
         "environment/turns_max": int(turns.max()),
@@ -36,6 +38,7 @@ def environment_row(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "environment/bad_calls": sum(one.metrics[BAD_CALLS] for one in led) / len(led),
         **{f"environment/stop/{stop}": count / len(led) for stop, count in Counter(one.stop for one in led).items()},
         **{f"environment/{name}": sum(one.metrics.get(name, 0.0) for one in led) / len(led) for name in own},
+        **{name: sum(one[name] for one in served) / len(served) for name in asked},
     }
 
 

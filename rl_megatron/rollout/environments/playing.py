@@ -21,6 +21,7 @@ from rl_megatron.environments.protocol import (
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.conversation.messages import MessagesRefused
+from rl_megatron.rollout.endpoint.keys import RequestCounts
 from rl_megatron.rollout.endpoint.server import Endpoint
 from rl_megatron.rollout.environments.agent_model import AgentModel
 from rl_megatron.rollout.environments.episode import Episode, LongPrompt
@@ -63,6 +64,7 @@ class Playing:
     messages: list[OpenAIMessage] = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    requests: RequestCounts | None = None  # of an agent's clients, if it has any
 
     async def run(self, made: EnvironmentMaker | Agent) -> TrajectoryEnd:
         """Play to the end, but for `close`. Raises EnvironmentFault, and what `Episode.reply` raises of the engine."""
@@ -149,6 +151,7 @@ class Playing:
                 raise self._fault("the function", str(error)) from error
         finally:
             model.close()
+            self.requests = model.requests
         return TrajectoryEnd(stop=self.episode.stop or stop, reward=reward, metrics=self.metrics)  # type: ignore[arg-type]
 
     async def _reward(self, stop: StopReason) -> float:

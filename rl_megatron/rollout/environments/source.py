@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from typing_extensions import override
 
@@ -21,7 +21,7 @@ from rl_megatron.rollout.batch import Answered, Drawn, Reason
 from rl_megatron.rollout.conversation.templates import Template
 from rl_megatron.rollout.endpoint.server import Endpoint
 from rl_megatron.rollout.environments.episode import Episode, LongPrompt, PlaySetting, TrajectoryPlace
-from rl_megatron.rollout.environments.figures import BAD_CALLS, OWN, SECONDS
+from rl_megatron.rollout.environments.figures import BAD_CALLS, ENDPOINT, OWN, SECONDS
 from rl_megatron.rollout.environments.playing import EnvironmentFault, Playing, TrajectoryEnd
 from rl_megatron.rollout.environments.threads import Threads
 from rl_megatron.rollout.environments.waves import Waves
@@ -59,6 +59,7 @@ class EnvironmentSampler(PolicySampler):
     template: Template
     encode: Callable[[str], TokenIds]  # a text by itself
     section: EnvironmentSection
+    vocab_size: int  # the model's
     parser: Parser | None = None
     threads: Threads = field(init=False)
     endpoint: Endpoint = field(default_factory=Endpoint)
@@ -127,6 +128,7 @@ class EnvironmentSampler(PolicySampler):
             exact_logprobs=exact_logprobs,
             template=self.template,
             max_prompt_tokens=self.rollout.max_prompt_tokens,
+            vocab_size=self.vocab_size,
             parser=self.parser,
         )
         places = [self._place(*one) for one in named]
@@ -205,6 +207,8 @@ class EnvironmentSampler(PolicySampler):
             BAD_CALLS: bad_calls,
             **{f"{OWN}{name}": value for name, value in ended.metrics.items()},
         }
+        if playing.requests is not None:
+            metrics |= {f"{ENDPOINT}{name}": value for name, value in asdict(playing.requests).items()}
         trajectory = Trajectory(chains=chains, reward=ended.reward, stop=ended.stop, metrics=metrics)
         return Played(trajectory=trajectory, problem=fault or "")
 

@@ -40,7 +40,7 @@ def built(config: RunConfig, model: Path) -> tuple[RolloutSampler, Data]:
     data = load_data(config, model)
     answers = {prompt.id: (prompt.answer,) for one in data.sets for prompt in one.prompts}
     reward = resolve_rewards(config.reward, config.own_rewards)
-    sampler = sampler_of(config, None, Written(answers), reward, data)
+    sampler = sampler_of(config, None, Written(answers), reward, data, vocab_size=259)
     assert isinstance(sampler, RolloutSampler)
     return sampler, data
 

@@ -33,7 +33,7 @@ def source_of(engine: Any, template: str) -> EnvironmentSampler:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     data: Any = SimpleNamespace(tokenizer=tokenizer, stop_token_ids=(EOS,))
-    return environment_sampler(config, EnvironmentMaker(Talks), engine, data)
+    return environment_sampler(config, EnvironmentMaker(Talks), engine, data, vocab_size=259)
 
 
 def test_turns_are_in_one_row_of_a_template_that_appends(caplog: pytest.LogCaptureFixture) -> None:

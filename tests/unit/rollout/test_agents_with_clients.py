@@ -14,6 +14,7 @@ import pytest
 from rl_megatron.environments.protocol import Model
 from rl_megatron.errors import DataError, EngineError, EnvironmentFailed
 from rl_megatron.rollout.batch import Answered
+from rl_megatron.rollout.environments.figures import environment_row
 from rl_megatron.rollout.environments.source import EnvironmentSampler
 from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.types import Completion, GenerationRequest, Prompt, Trajectory
@@ -93,6 +94,9 @@ def test_clients_turns_are_trained_as_those_of_reply(agent: str) -> None:
     found = trajectories(answered(ours(Waves(engine), agent)))
     assert [described(one) for one in found] == [described(one) for one in expected]
     assert sorted(engine.asked, key=lambda one: one.id) == sorted(direct.asked, key=lambda one: one.id)
+    figures = {name: value for name, value in environment_row(found).items() if name.startswith("endpoint/")}
+    assert figures == {"endpoint/answered": 2, "endpoint/retried": 0, "endpoint/refused": 0, "endpoint/overridden": 0}
+    assert not any(name.startswith("endpoint/") for name in environment_row(expected))
     for one in found:
         (row,) = one.chains
         sampled = [row.token_ids[turn.start : turn.stop].tolist() for turn in row.turns]

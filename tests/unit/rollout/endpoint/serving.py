@@ -70,6 +70,7 @@ def episode(engine: Any, name: str = "one", **changes: Any) -> Episode:
         template=ChatTemplate(TOKENIZER, options=FAMILIES["qwen3"].options),
         parser=PARSERS["hermes"],
         max_prompt_tokens=1000,
+        vocab_size=len(TOKENIZER),
     )
     task = Prompt(id=name, text="", token_ids=(1,), answer="")
     return Episode(replace(setting, **changes), TrajectoryPlace(task=task, name="step 1", number=0, seed=7))

@@ -9,6 +9,7 @@ import http.server
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -148,11 +149,10 @@ def test_a_dropped_answer_is_asked_for_again_and_is_the_same_turn(
     engine = Saying("first", "second")
     turns = serving.turns(engine)
     base_url, key = serving.open(turns)
-    retried = serving.endpoint.calls.retried
     answer = client_of((dropping(base_url), key)).chat.completions.create(model="policy", messages=ASK)
     assert answer.choices[0].message.content == "first"
     assert (len(engine.asked), len(trained(turns))) == (1, 1)
-    assert serving.endpoint.calls.retried == retried + 1
+    assert serving.endpoint.requests(key).retried == 1
     again = client_of((base_url, key)).chat.completions.create(model="policy", messages=ASK)
     assert again.choices[0].message.content == "second"  # another request, though equal: its count of retries is 0
     assert len(turns.chains()) == 2
@@ -164,10 +164,9 @@ def test_an_equal_request_while_the_first_is_sampled_waits_for_its_turn(serving:
     served = serving.open(turns)
     body = json.dumps({"messages": ASK}).encode()
     engine.go.clear()
-    retried = serving.endpoint.calls.retried
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         both = [threads.submit(post, served, body) for _ in range(2)]
-        while serving.endpoint.calls.retried == retried:
+        while not serving.endpoint.requests(served[1]).retried:
             concurrent.futures.wait(both, timeout=0.01)
         engine.go.set()
         answers = [one.result() for one in both]
@@ -211,6 +210,12 @@ def test_tokens_in_are_rows_by_prefix(serving: Serving) -> None:
     ]
     bad = json.dumps({"token_ids": [1], "sampling_params": {"stop_token_ids": [3]}}).encode()
     assert post(served, bad, "/inference/v1/generate")[0] == 400
+    for foreign in ([5, len(TOKENIZER)], []):  # which an engine would fail on
+        asked = len(engine.asked)
+        status, answer = post(served, json.dumps({"token_ids": foreign}).encode(), "/inference/v1/generate")
+        assert (status, len(engine.asked), turns.failed) == (400, asked, None)
+        assert f"ids in [0, {len(TOKENIZER)}) are needed, got {foreign}" in answer["error"]["message"]
+    assert asdict(serving.endpoint.requests(served[1])) == {"answered": 3, "retried": 0, "refused": 3, "overridden": 0}
 
 
 def test_what_is_trained_on_is_what_the_tiny_model_sampled(
