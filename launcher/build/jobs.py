@@ -22,6 +22,7 @@ from rl_megatron.rollout.batch import GroupSource
 from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.scaling.flops import seconds_at_peak, training_flops
 from rl_megatron.scaling.routes import route_of
+from rl_megatron.training.beside import EvaluationBeside
 from rl_megatron.training.checkpoints import CheckpointStore
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.group_job import GroupJob
@@ -75,6 +76,8 @@ def loops_of(
         "recorder": recorder,
         "route": route_of(config).name,
     }
+    if config.eval.mode == "beside":
+        common["beside"] = EvaluationBeside(evaluation=evaluation, recorder=recorder)
     job = _on_groups(common, sampler, data, parts.folder)
     saves = config.checkpoint
     store = CheckpointStore(

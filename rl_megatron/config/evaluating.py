@@ -10,10 +10,29 @@ if TYPE_CHECKING:
 
 
 def problems_of_evaluating(c: RunConfig) -> Iterator[str]:
-    """A line for each step of a set that never comes."""
+    """A line for each step of a set that never comes, and for each reason why nothing goes on beside evaluations."""
+    if c.eval.mode == "beside":
+        yield from _beside(c)
     for name, one in c.eval.sets.items():
         if late := [step for step in one.at_steps if step > c.train.steps]:
             yield (
                 f"eval.sets.{name}.at_steps={late[0]} is after the last step, train.steps={c.train.steps}; leave it "
                 "out, or raise train.steps"
             )
+
+
+def _beside(c: RunConfig) -> Iterator[str]:
+    given = "eval.mode=beside"
+    if not c.rollout.served:
+        yield (
+            f"{given}: rollout.engine={c.rollout.engine} samples in the learner's processes, which train meanwhile; "
+            "set rollout.server.replicas, or rollout=vllm or sglang, or eval.mode=blocking"
+        )
+    elif c.rollout.server.colocated:
+        yield (
+            f"{given} with rollout.server.colocated=true: servers leave their GPUs while the learner trains; set "
+            "eval.mode=blocking"
+        )
+    own = any(one.every or one.at_steps for one in c.eval.sets.values())
+    if not c.eval.every and not own:
+        yield f"{given} with eval.every=0: nothing is evaluated between the first and the last step; set eval.every"

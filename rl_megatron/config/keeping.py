@@ -25,7 +25,12 @@ def problems_of_keeping(c: RunConfig) -> Iterator[str]:
             f"checkpoint.keep_every={saves.keep_every} is no multiple of checkpoint.every={every}: no checkpoint is "
             f"written at step {saves.keep_every}; set {-(-saves.keep_every // every) * every}"
         )
-    if saves.keep_best and (not c.eval.every or every % c.eval.every):
+    if saves.keep_best and c.eval.mode == "beside":
+        yield (
+            f"checkpoint.keep_best={saves.keep_best} with eval.mode=beside: a checkpoint is written before its step's "
+            "evaluation ends; set eval.mode=blocking, or keep_every"
+        )
+    elif saves.keep_best and (not c.eval.every or every % c.eval.every):
         yield (
             f"checkpoint.keep_best={saves.keep_best} compares eval/accuracy, which is measured every "
             f"eval.every={c.eval.every} steps, but checkpoints are written every checkpoint.every={every}; make this a "

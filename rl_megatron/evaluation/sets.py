@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from rl_megatron.evaluation.figures import all_at, majority, pass_at
 from rl_megatron.observability.intervals import Interval
 from rl_megatron.rollout.batch import Answered
 from rl_megatron.rollout.policy_sampler import PolicySampler, Tell
-from rl_megatron.types import Prompt
+from rl_megatron.types import Prompt, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class MeasuredSet:
     length: float  # mean tokens of a sample
     truncated: float  # share of samples that reached max_new_tokens
     seconds: float
+    versions: Mapping[int, int]  # sampled tokens by the version of the weights
 
     def figures(self, pass_at_k: Sequence[int] = ()) -> dict[str, Interval]:
         """The set's figures by name, as ``pass@8``, over its problems."""
@@ -88,7 +90,17 @@ async def measure(
         length=sum(len(turn.logprobs) for turn in turns) / max(1, len(turns)),
         truncated=sum(turn.finish_reason == "length" for turn in turns) / max(1, len(turns)),
         seconds=time.perf_counter() - began,
+        versions=_versions(turns),
     )
+
+
+def _versions(turns: Sequence[Turn]) -> Mapping[int, int]:
+    counts = Counter[int]()
+    for turn in turns:
+        ends = (*(span.start for span in turn.spans[1:]), len(turn.logprobs))
+        for span, end in zip(turn.spans, ends, strict=False):
+            counts[span.version] += end - span.start
+    return counts
 
 
 def _judged(answer: Answered, samples: int, success_reward: float) -> list[bool]:

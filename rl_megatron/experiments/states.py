@@ -139,7 +139,7 @@ def last_step(cell: Cell) -> int:
     """The last step of RL that is recorded, from the file's end, however long that is; 0 if there is none."""
     path = cell.folder / "metrics.jsonl"
     try:
-        row = next(from_the_end(path), None)
+        row = next((row for row in from_the_end(path) if row.get("phase") != "eval"), None)
     except (FileNotFoundError, DataError):  # `find_states` says what is wrong
         return 0
     return _step(row) if row is not None and row.get("phase") == "rl" else 0
@@ -226,10 +226,10 @@ def _found(study: Study, cell: Cell, queue: Mapping[str, Queued] | None) -> Cell
 
 
 def _rows(cell: Cell) -> Iterator[JsonRow]:
-    """The rows of RL, the last one first; before them there are those of a warm start."""
+    """The rows of RL and of evaluations beside it, the last one first; before them there are those of a warm start."""
     path = cell.folder / "metrics.jsonl"
     if path.is_file():
-        yield from itertools.takewhile(lambda row: row.get("phase") == "rl", from_the_end(path))
+        yield from itertools.takewhile(lambda row: row.get("phase") != "warm_start", from_the_end(path))
 
 
 def _step(row: JsonRow) -> int:

@@ -48,6 +48,8 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Set <name>: truncated samples", metric="eval/<name>/truncated", hide_constant=True),
             Curve(title="Set <name>: samples without a reward", metric="eval/<name>/errors", hide_constant=True),
             Curve(title="Set <name>: seconds", metric="eval/<name>/seconds"),
+            Curve(title="Evaluated by the step's own weights", metric="eval/own_version_fraction", hide_constant=True),
+            Curve(title="Evaluations left out", metric="eval/skipped", hide_constant=True),
         ),
     ),
     (

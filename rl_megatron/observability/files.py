@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -42,8 +42,11 @@ class JsonlFile:
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def truncate_after(self, last: int, field: str = "step") -> int:
-        """Remove rows whose ``field`` is above ``last`` or missing, and a torn last line. Returns the rows removed.
+    def truncate_after(
+        self, last: int, field: str = "step", *, also: Callable[[JsonRow], bool] = lambda row: False
+    ) -> int:
+        """Remove rows whose ``field`` is above ``last`` or missing, those that are ``also`` removed, and a torn last
+        line. Returns the rows removed.
 
         Atomic. ``last=-1`` removes every row. Raises DataError for an invalid line other than a torn last one.
         """
@@ -52,7 +55,11 @@ class JsonlFile:
             return 0
         lines = _whole_lines(self.path)
         rows = [_parse(self.path, number, line) for number, line in enumerate(lines, 1)]
-        kept = [line for line, row in zip(lines, rows, strict=True) if int(row.get(field, last + 1) or 0) <= last]
+        kept = [
+            line
+            for line, row in zip(lines, rows, strict=True)
+            if int(row.get(field, last + 1) or 0) <= last and not also(row)
+        ]
         write_atomically(self.path, b"".join(line + b"\n" for line in kept))
         return len(lines) - len(kept)
 

@@ -113,12 +113,22 @@ def _load(folder: Path, label: str, left_out: Callable[[str], None] | None) -> R
     return Run(
         label=label,
         warm_start=[row for row in rows if row.get("phase") == "warm_start"],
-        rl=[row for row in rows if row.get("phase") == "rl"],
+        rl=_with_evaluations(rows),
         config=_config(folder / "config.yaml"),
         samples=read_samples(samples) if samples.is_file() else [],  # log.samples_per_step=0 writes none
         plan=unless_damaged(_plan, folder / "plan.json", left_out) or {},
         staleness=_staleness(folder / "ledger.jsonl"),
     )
+
+
+def _with_evaluations(rows: Sequence[JsonRow]) -> list[JsonRow]:
+    """The rows of RL, each with the figures of its step's row of phase ``eval``, written when that evaluation ended."""
+    evaluated = {
+        row["step"]: {name: value for name, value in row.items() if name.startswith("eval/")}
+        for row in rows
+        if row.get("phase") == "eval"
+    }
+    return [{**row, **evaluated.get(row["step"], {})} for row in rows if row.get("phase") == "rl"]
 
 
 def _staleness(path: Path) -> list[int]:

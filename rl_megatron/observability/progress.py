@@ -85,7 +85,10 @@ class Progress:
         self._print(text)
 
     def step(self, row: Mapping[str, JsonValue]) -> None:
-        """Show a row of metrics.jsonl, from the warm start or from RL."""
+        """Show a row of metrics.jsonl, from the warm start, from RL, or of an evaluation beside it."""
+        if row.get("phase") == "eval":
+            self._evaluated(row)
+            return
         self._row = row
         if (seconds := _number(row, "seconds/step")) is not None and row.get("phase") == "rl":
             self._seconds.append(seconds)
@@ -97,6 +100,16 @@ class Progress:
             self._checkpoint = int(saved)
         if self._live is None:
             self._print(self._line())
+
+    def _evaluated(self, row: Mapping[str, JsonValue]) -> None:
+        at = f"step {row['step']}"
+        if (accuracy := _number(row, "eval/accuracy")) is not None:
+            self._accuracy = accuracy, at
+        if self._live is None:
+            fields = [
+                f"{label}={_show(row[name])}" for label, name in (*_LINE, ("seconds", "seconds/eval")) if name in row
+            ]
+            self._print(" ".join([at, "evaluated", *fields]))
 
     def _print(self, text: str) -> None:
         if self._live is None:

@@ -24,15 +24,21 @@ class Evaluation:
         """Whether a set is evaluated after ``step``."""
         return bool(self._due(step))
 
-    async def row(self, step: int | None = None) -> Row:
-        """Metrics of the sets that are due after ``step``; without one, of the first set."""
+    async def row(self, step: int | None = None, *, pushed: int | None = None) -> Row:
+        """Metrics of the sets that are due after ``step``; without one, of the first set. With the version ``pushed``
+        for it also the share of sampled tokens that are of that version."""
         row: Row = {}
+        own = sampled = 0
         for one in self.sets[:1] if step is None else self._due(step):
             measured = await measure(self.sampler, one, self.section)
+            own += measured.versions.get(pushed, 0) if pushed is not None else 0
+            sampled += sum(measured.versions.values())
             if one is self.sets[0]:
                 row["eval/accuracy"] = sum(measured.right) / (len(one.prompts) * one.section.samples)
             if one.name is not None:
                 row |= row_of(one.name, measured, one.section.pass_at)
+        if pushed is not None and sampled:
+            row["eval/own_version_fraction"] = own / sampled
         return row
 
     def _due(self, step: int) -> list[ProblemSet]:

@@ -20,6 +20,7 @@ from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.rollout.batch import RolloutBatch, Waiting
 from rl_megatron.rollout.environments.figures import environment_row
 from rl_megatron.rollout.stream import Stream
+from rl_megatron.training.beside import EvaluationBeside
 from rl_megatron.training.checkpoints import TrainerState, files_of
 from rl_megatron.training.credit import groups_that_differ
 from rl_megatron.training.evaluation import Evaluation
@@ -45,6 +46,7 @@ class GroupJob(ABC):
     recorder: Recorder
     route: str  # of pushes, in rows of metrics
     name: str = "reinforcement"
+    beside: EvaluationBeside | None = None  # evaluates while later steps train, with eval.mode=beside
     number: int = 0  # of the last step
     stream: Stream | None = None  # of groups that are sampled ahead
     places: tuple[Waiting, ...] = ()  # of the last batch
@@ -95,6 +97,8 @@ class GroupJob(ABC):
     async def step(self, number: int, watch: Stopwatch) -> Row:
         """Take a batch, train on it and push the weights. Returns the metrics row."""
         self.number = number
+        if self.beside is not None:
+            self.beside.check()
         row = await self._train(watch)
         if not row["tokens/train"]:
             logger.warning("step %d has no token to train on and is skipped: the weights do not change", number)
@@ -223,8 +227,16 @@ class GroupJob(ABC):
         }
 
     async def evaluate(self, watch: Stopwatch) -> Row:
-        """Figures of the sets that are due, of the weights that were pushed last, timed as ``eval``."""
+        """Figures of the sets that are due, of the weights that were pushed last, timed as ``eval``.
+
+        With eval.mode=beside nothing but after the last step, for the others are under way.
+        """
+        if self.beside is not None and self.number < self.config.train.steps:
+            self.beside.begin(self.number)
+            return {}
         with watch("eval"):
+            if self.beside is not None:
+                await self.beside.finish(self.number)
             return await self.evaluation.row(self.number)
 
     def enough(self, row: Row) -> bool:
@@ -236,7 +248,10 @@ class GroupJob(ABC):
         return {_FOLDERS.get(role, role): learner for role, learner in self.roles.learners.items()}
 
     async def before_save(self) -> None:
-        """Have ``state`` know the tokens of groups that are being sampled."""
+        """Have ``state`` know the tokens of groups that are being sampled. Waits for an evaluation of an earlier step,
+        whose weights are not in this checkpoint."""
+        if self.beside is not None:
+            await self.beside.finish(self.number)
         if self.stream is not None:
             await self.stream.interrupt()
 
@@ -252,7 +267,9 @@ class GroupJob(ABC):
         )
 
     async def close(self) -> None:
-        """End the sampling of groups."""
+        """End the sampling of groups, and an evaluation under way."""
+        if self.beside is not None:
+            await self.beside.close()
         if self.stream is not None:
             await self.stream.close()
 
@@ -267,6 +284,8 @@ class GroupJob(ABC):
         if state.memory is not None:
             self.update.state = state.memory
         await self.roles.weights.push(self.number)
+        if self.beside is not None and 0 < self.number < self.config.train.steps and self.evaluation.due(self.number):
+            self.beside.begin(self.number)  # its row, if there was one, is gone: `Recorder.truncate_after`
 
 
 def carried_row(turns: Sequence[Turn], section: RolloutSection) -> Row:

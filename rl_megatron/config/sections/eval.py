@@ -71,6 +71,9 @@ class EvalSection(Section):
 
     every: NonNegative = 10
     """Steps between evaluations; 0: only before the first step and after the last."""
+    mode: Literal["blocking", "beside"] = "blocking"
+    """blocking: training waits for an evaluation. beside: it goes on, and pushes meet the evaluation's requests, whose
+    later tokens are then of later weights; needs servers (docs/evaluation.md)."""
     temperature: NonNegativeFloat = 0.0
     """Temperature of evaluation; 0 is greedy."""
     success_reward: Finite = 1.0

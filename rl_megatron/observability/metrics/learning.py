@@ -4,7 +4,7 @@ from __future__ import annotations
 
 LEARNING = (
     ("step", "", "RL step, 1 to train.steps; 0 for rows of the warm start and for an evaluation before the first step"),
-    ("phase", "", "`warm_start` (supervised steps) or `rl`"),
+    ("phase", "", "`warm_start` (supervised steps), `rl`, or `eval`: an evaluation of that step beside later ones"),
     ("warm_start/step", "", "supervised step, 1 to warm_start.steps; 0 for the evaluation before the first"),
     ("warm_start/loss", "nats", "mean cross-entropy per supervised token"),
     ("reward/mean", "", "mean reward of the step's completions"),
@@ -34,6 +34,12 @@ LEARNING = (
         "",
         "share of held-out prompts whose reward is at least eval.success_reward; of eval.sets the first",
     ),
+    (
+        "eval/own_version_fraction",
+        "",
+        "share of an evaluation's tokens by the weights of its step, with eval.mode=beside",
+    ),
+    ("eval/skipped", "evaluations", "due since the row before, and left out because this one was under way"),
     (
         "eval/<name>/mean_at_<k>",
         "",

@@ -50,6 +50,8 @@ _FAMILIES = [
     if "<" in name
 ]
 
+PHASES = ("warm_start", "rl", "eval")
+
 PHASE_SECONDS = ("rollout", "logprobs", "reference", "values", "train", "critic", "weights", "eval", "checkpoint")
 """The parts of ``seconds/step``, in the order in which a step runs them."""
 
@@ -100,8 +102,8 @@ def checked_row(row: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
             out[name] = None
         else:
             out[name] = value
-    if type(out.get("step")) is not int or out.get("phase") not in ("warm_start", "rl"):
-        raise ValueError(f"a metrics row needs an integer step and a phase, 'warm_start' or 'rl'; got {list(row)}")
+    if type(out.get("step")) is not int or out.get("phase") not in PHASES:
+        raise ValueError(f"a metrics row needs an integer step and a phase of {PHASES}; got {list(row)}")
     if bad:
         logger.warning("step %s (%s): not finite: %s", out["step"], out["phase"], ", ".join(bad))
         out["metrics/non_finite"] = len(bad)

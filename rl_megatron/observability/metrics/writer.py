@@ -52,12 +52,13 @@ class MetricsWriter:
     def truncate_after(self, step: int, *, warm_start_step: int | None = None) -> int:
         """Prepare a resume from ``step``: remove later rows and a torn last line. Returns the number of rows removed.
 
-        ``step=-1`` clears the file; ``warm_start_step`` is given for a checkpoint inside the warm start.
+        Of the step itself the row of phase ``eval`` goes too: the resume evaluates its weights again. ``step=-1``
+        clears the file; ``warm_start_step`` is given for a checkpoint inside the warm start.
         TensorBoard itself hides its later points, from the next row on.
         """
         if warm_start_step is not None:
             return self._file.truncate_after(warm_start_step, "warm_start/step")
-        return self._file.truncate_after(step)
+        return self._file.truncate_after(step, also=lambda row: row.get("phase") == "eval" and row["step"] == step)
 
     def close(self) -> None:
         """Flush and close all files; mark the W&B run as finished."""

@@ -1,0 +1,140 @@
+"""An evaluation that goes on while later steps train: its row, and what failures, saves and resumes make of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import LogSection
+from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
+from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.evaluation.sets import ProblemSet
+from rl_megatron.observability.history import load_runs
+from rl_megatron.observability.metrics.writer import MetricsWriter
+from rl_megatron.observability.progress import Progress
+from rl_megatron.observability.recorder import Recorder
+from rl_megatron.rollout.environments.source import EnvironmentSampler
+from rl_megatron.training.beside import EvaluationBeside
+from rl_megatron.training.evaluation import Evaluation
+from rl_megatron.types import Completion, GenerationRequest, Span
+from tests.scripted_engine import Scripted, sampler
+from tests.unit.rollout.test_environment_source import PROMPTS, calculates
+
+
+class Waits(Scripted):
+    """Answers once ``go`` is set; ``fails`` then."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__(calculates)
+        self.go, self.fails = asyncio.Event(), fails
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        await self.go.wait()
+        if self.fails:
+            raise EngineError("no server is left")
+        (one,) = await super().generate(request)
+        spans = (Span(0, 3),) if "turn 0" in request.id else (Span(0, 3), Span(len(one.token_ids) - 1, 4))
+        return [Completion(token_ids=one.token_ids, logprobs=one.logprobs, finish_reason="stop", spans=spans)]
+
+
+def beside(folder: Path, source: EnvironmentSampler) -> EvaluationBeside:
+    problems = ProblemSet(name=None, prompts=PROMPTS, section=EvalSetSection(), temperature=0.0)
+    evaluation = Evaluation(sampler=source, sets=[problems], section=EvalSection(every=3), last_step=99)
+    recorder = Recorder(folder, LogSection(tensorboard=False), Progress(9, mode="plain"))
+    return EvaluationBeside(evaluation=evaluation, recorder=recorder)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_row_is_written_when_it_ends_and_what_is_due_meanwhile_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def evaluated() -> None:
+        engine = Waits()
+        ours = beside(tmp_path, sampler(engine))
+        ours.begin(3)
+        ours.begin(6)  # it would want version 6, and 3 is under way
+        await ours.finish(3)  # nothing of an earlier step
+        assert rows(tmp_path) == []
+        engine.go.set()
+        await ours.finish(4)
+        assert [(row["step"], row["eval/skipped"]) for row in rows(tmp_path)] == [(3, 1)]
+        ours.begin(9)
+        await ours.finish(10)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(evaluated())
+    assert "step 6 is not evaluated: the evaluation of step 3 is under way; raise eval.every" in caplog.text
+    first, second = rows(tmp_path)
+    assert (first["phase"], first["eval/accuracy"], second["step"], second["eval/skipped"]) == ("eval", 1.0, 9, 0)
+    # ?3*4 and !12, ?12*11 and !132, each with its end, whose last token is of version 4 in the second turns
+    assert first["eval/own_version_fraction"] == pytest.approx((5 + 3 + 7 + 4) / (5 + 4 + 7 + 5))
+    assert second["eval/own_version_fraction"] == 0.0
+
+
+def test_what_it_raises_is_raised_in_the_next_step_and_once(tmp_path: Path) -> None:
+    async def evaluated() -> None:
+        engine = Waits(fails=True)
+        ours = beside(tmp_path, sampler(engine))
+        ours.begin(3)
+        engine.go.set()
+        with pytest.raises(EngineError, match="no server is left"):
+            await ours.finish(4)
+        ours.check()
+
+    asyncio.run(asyncio.wait_for(evaluated(), 30))
+    assert rows(tmp_path) == []
+
+
+def test_a_close_leaves_nothing_under_way(tmp_path: Path) -> None:
+    async def evaluated() -> int:
+        ours = beside(tmp_path, sampler(Waits()))
+        ours.begin(3)
+        await asyncio.sleep(0)
+        await ours.close()
+        return len([task for task in asyncio.all_tasks() if task.get_name().startswith("evaluation")])
+
+    assert asyncio.run(asyncio.wait_for(evaluated(), 30)) == 0
+
+
+def test_a_resume_keeps_evaluations_of_earlier_steps_alone(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    for step, phase in ((1, "rl"), (2, "rl"), (1, "eval"), (3, "rl"), (2, "eval"), (3, "eval")):
+        writer.write({"step": step, "phase": phase, "eval/accuracy": step / 10})
+    assert writer.truncate_after(2) == 3
+    assert [(row["step"], row["phase"]) for row in rows(tmp_path)] == [(1, "rl"), (2, "rl"), (1, "eval")]
+
+
+def test_reports_show_it_at_its_step(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    for step in (1, 2, 3):
+        writer.write({"step": step, "phase": "rl", "seconds/step": 2.0})
+    writer.write({"step": 2, "phase": "eval", "eval/accuracy": 0.5, "seconds/eval": 3.0})
+    (tmp_path / "config.yaml").write_text("run: {name: a}\n")
+    (run,) = load_runs([tmp_path])
+    assert [row.get("eval/accuracy") for row in run.rl] == [None, 0.5, None]
+    assert not any("seconds/eval" in row for row in run.rl)  # it is no part of that step's seconds
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ([], "rollout.engine=local samples in the learner's processes, which train meanwhile"),
+        (["rollout.server.replicas=1", "eval.every=0"], "eval.every=0: nothing is evaluated between"),
+        (["rollout.server.replicas=1", "checkpoint.keep_best=1"], "keep_best=1 with eval.mode=beside: a checkpoint is"),
+    ],
+)
+def test_where_it_would_do_nothing_it_is_refused(keys: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config("tiny_cpu", ["eval.mode=beside", *keys])
+    load_config("tiny_cpu", ["eval.mode=beside", "rollout.server.replicas=1"])
