@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -66,6 +67,7 @@ class GroupJob(ABC):
         Where servers take turns with the learner, they have left their GPUs to the models that were loaded, and the
         policy's weights are pushed again.
         """
+        await asyncio.to_thread(self.prompts.read_ahead)
         if fresh and self.stream is not None:
             self.stream.start_over()
         loaded = await self.start_models(fresh=fresh)
@@ -276,6 +278,7 @@ class GroupJob(ABC):
     async def restore(self, state: TrainerState) -> None:
         """Continue from ``state``, and push the weights."""
         self.number = state.step
+        await asyncio.to_thread(self.prompts.digest)
         self.prompts.restore(state.prompts, state.left_out)
         if self.prompts.table is not None:
             self.prompts.table.restore(state.table)

@@ -79,6 +79,16 @@ class Epochs:
         self.position += 1
         return int(self.rows[self._order[self.position - 1]])
 
+    def peek(self) -> int | None:
+        """The row that `next` gives, as if it had been drawn for `upcoming`; None at an epoch's end."""
+        if self.position == len(self.rows):
+            return None
+        return self.next()
+
+    def put_back(self) -> None:
+        """Undo a `peek` that gave a row."""
+        self.position -= 1
+
     def upcoming(self, start: int, stop: int) -> NDArray[np.integer]:
         """Of the row that was drawn last and those that follow in its epoch, these."""
         assert self._order is not None  # one was drawn

@@ -41,6 +41,9 @@ class Pool(Sequence[Prompt]):
         """The prompt that is drawn; None if it is too long. ``upcoming(start, stop)`` are rows that will be drawn:
         number 0 is this one."""
 
+    def read_ahead(self, row: int, upcoming: Upcoming) -> None:
+        """Read what `at` needs for this row and some that follow. May take minutes."""
+
     @abstractmethod
     def row_of(self, name: str) -> int:
         """The row of the prompt with this id."""
@@ -150,12 +153,16 @@ class RowsOfPrompts(Pool):
         return len(self._kept)
 
     @override
+    def read_ahead(self, row: int, upcoming: Upcoming) -> None:
+        number = int(self._kept[row])
+        if self._held.batch(number) is None:
+            self._move(upcoming, number)
+
+    @override
     def at(self, row: int, upcoming: Upcoming) -> Prompt | None:
+        self.read_ahead(row, upcoming)
         number = int(self._kept[row])
         batch = self._held.batch(number)
-        if batch is None:
-            self._move(upcoming, number)
-            batch = self._held.batch(number)
         form = self._form
         path, line = self._rows.line(number)
         problem = rendered(self._rows.record(number, batch), path, line, form.data, form.tokenizer)
@@ -183,6 +190,10 @@ class RowsOfPrompts(Pool):
     @override
     def digest(self, rows: NDArray[np.integer]) -> str:
         """Of the files' bytes, and of which rows are in the pool."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         return hashlib.blake2b(self._rows.checksum().encode() + self._kept.tobytes(), digest_size=16).hexdigest()
 
     @override
@@ -246,6 +257,11 @@ class Joined(Pool):
     def at(self, row: int, upcoming: Upcoming) -> Prompt | None:
         part, start = self._part(row)
         return part.at(row - start, lambda first, stop: upcoming(first, stop) - np.uint32(start))
+
+    @override
+    def read_ahead(self, row: int, upcoming: Upcoming) -> None:
+        part, start = self._part(row)
+        part.read_ahead(row - start, lambda first, stop: upcoming(first, stop) - np.uint32(start))
 
     @override
     def row_of(self, name: str) -> int:

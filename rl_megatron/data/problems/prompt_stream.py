@@ -49,6 +49,20 @@ class PromptStream:
         """The next ``n`` prompts, across the end of an epoch if need be."""
         return [self._next(self._shares.next()) for _ in range(n)]
 
+    def read_ahead(self) -> None:
+        """Read what the next prompts and `state` need: large files, for minutes. In a thread; nobody else uses the
+        stream meanwhile."""
+        self.digest()
+        for epochs in self._epochs.values():
+            row = epochs.peek()
+            if row is not None:
+                self._pool.read_ahead(row, epochs.upcoming)
+                epochs.put_back()
+
+    def digest(self) -> Mapping[str, str]:
+        """A checksum of each source's prompts, which `state` and `restore` compare: read once."""
+        return self._digests
+
     def leave_out(self, prompt: Prompt) -> None:
         """Draw ``prompt`` no more. Raises DataError if no other of its source is left."""
         self.left_out |= {self._pool.row_of(prompt.id)}

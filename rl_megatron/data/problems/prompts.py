@@ -170,13 +170,18 @@ def _file_problems(
         if files[0].suffix == ".parquet" and data.rejected_field is None
         else _all_problems(data.train, f"{key}.train", data, tokenizer)
     )
-    return train, _all_problems(data.eval, f"{key}.eval", data, tokenizer)[: data.max_eval]
+    return train, _all_problems(data.eval, f"{key}.eval", data, tokenizer, data.max_eval)
 
 
-def _all_problems(path: Path, key: str, data: FileKeys, tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
-    fields = fields_of(data, path)
-    return [
-        rendered(record, file, line, data, tokenizer)
-        for file in files_in(path, key)
-        for line, record in enumerate(read_records(file, fields, key=key), 1)
-    ]
+def _all_problems(
+    path: Path, key: str, data: FileKeys, tokenizer: PreTrainedTokenizerBase, most: int | None = None
+) -> list[Problem]:
+    """Of the files' first ``most`` rows: no others are read."""
+    fields, found = fields_of(data, path), list[Problem]()
+    for file in files_in(path, key):
+        left = None if most is None else most - len(found)
+        if left == 0:
+            break
+        records = read_records(file, fields, key=key, limit=left)
+        found += [rendered(record, file, line, data, tokenizer) for line, record in enumerate(records, 1)]
+    return found

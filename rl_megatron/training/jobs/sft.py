@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -49,6 +50,8 @@ class Supervised:
 
     async def start(self, *, fresh: bool) -> Row | None:
         """Push the weights, and evaluate them if a step follows."""
+        if self.config.warm_start.steps:
+            await asyncio.to_thread(self.prompts.read_ahead)
         if not fresh:
             return None
         await self.roles.weights.push(0)
@@ -93,6 +96,7 @@ class Supervised:
     async def restore(self, state: TrainerState) -> None:
         """Continue from ``state``, and push the weights."""
         self.number = state.warm_start_step or 0
+        await asyncio.to_thread(self.prompts.digest)
         self.prompts.restore(state.prompts)
         await self.roles.weights.push(0)
 

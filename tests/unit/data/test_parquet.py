@@ -15,6 +15,7 @@ import pytest
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import CurriculumSection, MixtureData, RunKeys
 from rl_megatron.data.problems import pool
+from rl_megatron.data.problems.parquet import ParquetRows
 from rl_megatron.data.problems.pool import Pool
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
@@ -156,6 +157,39 @@ def test_it_is_a_source_of_a_mixture(tmp_path: Path) -> None:
     again = PromptStream(mixed_again(tmp_path), seed=1, weights=weights)
     again.restore(state)
     assert again.take(30) == after
+
+
+@pytest.mark.parametrize("taken", [0, 7, 40])
+def test_after_reading_ahead_neither_draws_nor_states_read_files(
+    taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reads in the event loop's thread would block it for minutes."""
+    monkeypatch.setattr(pool, "_MOST_ROWS", 50)
+    train = written(tmp_path / "t.parquet", made(40, values=10**6))
+    held_out = written(tmp_path / "e.jsonl", made(1, 5, 10**6))
+    whole = PromptStream(loaded(train, held_out), seed=3)
+    expected, state = whole.take(taken + 5), whole.state()
+    stream = PromptStream(loaded(train, held_out), seed=3)
+    stream.take(taken)
+    before = PromptStream(loaded(train, held_out), seed=3)
+    if taken:
+        before.restore(stream.state())
+    before.read_ahead()
+    if taken < 40:  # at an epoch's end the next one's order is not drawn yet
+        monkeypatch.setattr(ParquetRows, "selected", None)
+    monkeypatch.setattr(ParquetRows, "checksum", None)
+    assert before.take(5) == expected[taken:]
+    assert before.state() == state
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_of_what_is_held_out_no_more_is_read_than_is_used(kind: str, tmp_path: Path) -> None:
+    train = written(tmp_path / "t.parquet", made(3, 5, 10**6))
+    held_out = written(tmp_path / f"e.{kind}", [*made(4, 6, 10**6), {"question": None, "answer": 1, "level": 0.0}])
+    keys = {"type": "files", "train": train, "eval": held_out, "on_leak": "drop"}
+    load(RunConfig.model_validate({"data": {**keys, "max_eval": 4}}).data)
+    with pytest.raises(DataError, match=f"e.{kind}:5"):
+        load(RunConfig.model_validate({"data": {**keys, "max_eval": 5}}).data)
 
 
 def mixed_again(folder: Path) -> Pool:

@@ -194,7 +194,7 @@ def test_the_first_step_waits_for_no_checkpoint_where_a_resume_makes_the_start_a
 
     sampler, recorder = cast(Any, SimpleNamespace()), cast(Any, SimpleNamespace(write=rows.append))
     config = load_config("tiny_cpu", ["train.steps=0", f"warm_start.steps={warm_start_steps}"])
-    prompts = cast(Any, SimpleNamespace(state=dict, left_out=(), table=None))
+    prompts = cast(Any, SimpleNamespace(state=dict, left_out=(), table=None, read_ahead=lambda: None))
     job = Reinforcement(
         config=config,
         roles=cast(Any, SimpleNamespace(learners={"policy": learner}, frozen={})),
