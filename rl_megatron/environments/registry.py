@@ -16,6 +16,7 @@ from rl_megatron.environments.adapters.openenv import OpenEnv
 from rl_megatron.environments.adapters.reasoning_gym import ReasoningGym
 from rl_megatron.environments.adapters.verifiers import verifiers
 from rl_megatron.environments.calculator import Calculator
+from rl_megatron.environments.guess import Guess
 from rl_megatron.environments.protocol import Environment, EnvironmentStep, Model
 from rl_megatron.errors import ConfigError
 from rl_megatron.sandbox.table import Sandbox
@@ -28,6 +29,7 @@ OF_METHODS = ("step_seconds", "close_seconds", "max_observation_tokens")
 """Keys of limits of an environment's methods and messages, which a function of one's own has not."""
 ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {
     "calculator": Calculator,
+    "guess": Guess,
     "nemo_gym": NemoGym,
     "openenv": OpenEnv,
     "reasoning_gym": ReasoningGym,

@@ -22,6 +22,7 @@ SIZES = {
     "moe_stability_smoke": (4, 8),
     "sizes": (12, 24),
     "staleness": (2, 10),
+    "turn_credit": (4, 20),
 }
 
 
