@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
 from rl_megatron.evaluation.bounds import share_interval
@@ -50,7 +50,7 @@ class MeasuredSet:
     length: float  # mean tokens of a sample
     truncated: float  # share of samples that reached max_new_tokens
     seconds: float
-    versions: Mapping[int, int]  # sampled tokens by the version of the weights
+    versions: Mapping[int, int] = field(default_factory=dict)  # sampled tokens by the version of the weights
 
     def figures(self, pass_at_k: Sequence[int] = ()) -> dict[str, Interval]:
         """The set's figures by name, as ``pass@8``, over its problems."""
@@ -100,7 +100,7 @@ def _versions(turns: Sequence[Turn]) -> Mapping[int, int]:
         ends = (*(span.start for span in turn.spans[1:]), len(turn.logprobs))
         for span, end in zip(turn.spans, ends, strict=False):
             counts[span.version] += end - span.start
-    return counts
+    return dict(counts)
 
 
 def _judged(answer: Answered, samples: int, success_reward: float) -> list[bool]:
