@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.rollout.batch import GroupSource
+from rl_megatron.rollout.few_at_once import FewAtOnce
 from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.scaling.flops import seconds_at_peak, training_flops
 from rl_megatron.scaling.routes import route_of
@@ -77,7 +79,7 @@ def loops_of(
         "route": route_of(config).name,
     }
     if config.eval.mode == "beside":
-        common["beside"] = EvaluationBeside(evaluation=evaluation, recorder=recorder)
+        common["beside"] = EvaluationBeside(evaluation=_apart(evaluation, config.eval.at_once), recorder=recorder)
     job = _on_groups(common, sampler, data, parts.folder)
     saves = config.checkpoint
     store = CheckpointStore(
@@ -93,6 +95,14 @@ def loops_of(
     every = config.eval.every
     then = Pace(steps=train, rows=1, evaluations=every, checkpoints=saves.every, sets_due=evaluation.due)
     return looped(job=warm, pace=first), looped(job=job, pace=then)
+
+
+def _apart(evaluation: Evaluation, most: int | None) -> Evaluation:
+    """With ``most`` requests at once."""
+    sampler = evaluation.sampler
+    if most is None:
+        return evaluation
+    return replace(evaluation, sampler=replace(sampler, engine=FewAtOnce(sampler.engine, most)))
 
 
 def _on_groups(common: dict[str, Any], sampler: GroupSource, data: Data, folder: Path) -> GroupJob:

@@ -13,6 +13,11 @@ def problems_of_evaluating(c: RunConfig) -> Iterator[str]:
     """A line for each step of a set that never comes, and for each reason why nothing goes on beside evaluations."""
     if c.eval.mode == "beside":
         yield from _beside(c)
+    elif c.eval.at_once is not None:
+        yield (
+            f"eval.at_once={c.eval.at_once} leaves slots to training, which waits with eval.mode={c.eval.mode}; set "
+            "eval.mode=beside, or leave it out"
+        )
     for name, one in c.eval.sets.items():
         if late := [step for step in one.at_steps if step > c.train.steps]:
             yield (
@@ -32,6 +37,11 @@ def _beside(c: RunConfig) -> Iterator[str]:
         yield (
             f"{given} with rollout.server.colocated=true: servers leave their GPUs while the learner trains; set "
             "eval.mode=blocking"
+        )
+    if c.eval.at_once is not None and c.environment.function is not None:
+        yield (
+            f"eval.at_once={c.eval.at_once} with environment.function={c.environment.function}: a turn that waits for "
+            "its place would use up its trajectory's environment.seconds; leave it out"
         )
     own = any(one.every or one.at_steps for one in c.eval.sets.values())
     if not c.eval.every and not own:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rl_megatron.config.sections.rollout import RolloutSection
+from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rollout.batch import Answered, GroupSource
 from rl_megatron.types import Prompt, SamplingParams
 
@@ -18,6 +19,7 @@ Tell = Callable[[int], None]
 class PolicySampler(GroupSource):
     """A GroupSource that samples held-out problems too. Seeds are functions of ``seed``."""
 
+    engine: RolloutEngine
     rollout: RolloutSection
     stop_token_ids: tuple[int, ...]
     seed: int

@@ -16,7 +16,7 @@ from typing_extensions import override
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import EngineError, PoisonPrompt, RewardError
-from rl_megatron.interfaces import RewardFunction, RolloutEngine
+from rl_megatron.interfaces import RewardFunction
 from rl_megatron.observability.timeline.spans import FreeLanes
 from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.rollout.batch import POISON_SHARE, Answered, Drawn
@@ -34,7 +34,6 @@ class RolloutSampler(PolicySampler):
     """A source over an engine. Seeds are functions of the run's seed and of what `Drawn` names, so that a group
     repeats exactly."""
 
-    engine: RolloutEngine
     reward_function: RewardFunction
     decode: Callable[[Sequence[int]], str]
     reward: RewardSection

@@ -11,7 +11,8 @@ from tests.e2e.processes import PORTABLE, Place, Run
 
 KEYS = (
     *("learner.ep=1", "reward.function=my_rewards:even", "rollout.server.replicas=1", "warm_start.steps=0"),
-    *("eval.mode=beside", "eval.every=2", "data.num_eval=24", "checkpoint.every=2", "checkpoint.keep=9"),
+    *("eval.mode=beside", "eval.at_once=8", "eval.every=2"),
+    *("data.num_eval=24", "checkpoint.every=2", "checkpoint.keep=9"),
 )
 
 

@@ -74,6 +74,9 @@ class EvalSection(Section):
     mode: Literal["blocking", "beside"] = "blocking"
     """blocking: training waits for an evaluation. beside: it goes on, and pushes meet the evaluation's requests, whose
     later tokens are then of later weights; needs servers (docs/evaluation.md)."""
+    at_once: Positive | None = None
+    """Requests of an evaluation beside training that servers have at once, each for all samples of a problem, so that
+    they leave slots to training; null: all."""
     temperature: NonNegativeFloat = 0.0
     """Temperature of evaluation; 0 is greedy."""
     success_reward: Finite = 1.0

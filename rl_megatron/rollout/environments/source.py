@@ -16,7 +16,6 @@ from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.environments.protocol import OpenAIMessage
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.errors import DataError, EnvironmentFailed, PoisonPrompt
-from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rollout.batch import Answered, Drawn, Reason
 from rl_megatron.rollout.conversation.templates import Template
 from rl_megatron.rollout.endpoint.server import Endpoint
@@ -54,7 +53,6 @@ class EnvironmentSampler(PolicySampler):
     """A source over an engine, whose turns have a seed each. Seeds are functions of the run's seed and of what `Drawn`
     names, so that a group repeats exactly as far as its environment does."""
 
-    engine: RolloutEngine
     made: EnvironmentMaker | Agent
     template: Template
     encode: Callable[[str], TokenIds]  # a text by itself

@@ -21,9 +21,11 @@ from rl_megatron.observability.metrics.writer import MetricsWriter
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.rollout.environments.source import EnvironmentSampler
+from rl_megatron.rollout.few_at_once import FewAtOnce
 from rl_megatron.training.beside import EvaluationBeside
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.types import Completion, GenerationRequest, Span
+from tests.completions import completion
 from tests.scripted_engine import Scripted, sampler
 from tests.unit.rollout.test_environment_source import PROMPTS, calculates
 
@@ -96,6 +98,40 @@ def test_what_it_raises_is_raised_in_the_next_step_and_once(tmp_path: Path) -> N
     assert rows(tmp_path) == []
 
 
+def test_few_requests_are_under_way_at_once_and_each_is_answered() -> None:
+    class Counts(Scripted):
+        now, most, told = 0, 0, 0
+
+        async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+            self.now, self.most = self.now + 1, max(self.most, self.now + 1)
+            await asyncio.sleep(0)
+            self.now -= 1
+            if request.id == "9":
+                raise EngineError("no server is left")
+            return [completion([int(request.id)])]
+
+        def so_far(self, request_id: str) -> Completion | None:
+            return completion([int(request_id)])
+
+        async def interrupt(self) -> None:
+            self.told += 1
+
+    async def asked() -> list[Any]:
+        few = FewAtOnce(engine, 3)
+        assert (begun := few.so_far("5")) is not None
+        assert begun.token_ids.tolist() == [5]
+        await few.interrupt()
+        params = sampler(engine).params(temperature=1.0)
+        asked = [GenerationRequest(id=f"{n}", token_ids=(1,), num_completions=1, params=params) for n in range(20)]
+        return list(await asyncio.gather(*map(few.generate, asked), return_exceptions=True))
+
+    engine = Counts(calculates)
+    answers = asyncio.run(asked())
+    assert isinstance(answers.pop(9), EngineError)  # it keeps no place
+    assert [one.token_ids.tolist() for (one,) in answers] == [[n] for n in range(20) if n != 9]
+    assert (engine.most, engine.now, engine.told) == (3, 0, 1)
+
+
 def test_a_close_leaves_nothing_under_way(tmp_path: Path) -> None:
     async def evaluated() -> int:
         ours = beside(tmp_path, sampler(Waits()))
@@ -131,10 +167,16 @@ def test_reports_show_it_at_its_step(tmp_path: Path) -> None:
     [
         ([], "rollout.engine=local samples in the learner's processes, which train meanwhile"),
         (["rollout.server.replicas=1", "eval.every=0"], "eval.every=0: nothing is evaluated between"),
+        (
+            ["rollout.server.replicas=1", "eval.at_once=4", "environment.function=calculator"],
+            "eval.at_once=4 with environment.function=calculator: a turn that waits",
+        ),
         (["rollout.server.replicas=1", "checkpoint.keep_best=1"], "keep_best=1 with eval.mode=beside: a checkpoint is"),
     ],
 )
 def test_where_it_would_do_nothing_it_is_refused(keys: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_config("tiny_cpu", ["eval.mode=beside", *keys])
+    with pytest.raises(ConfigError, match="at_once=4 leaves slots to training, which waits"):
+        load_config("tiny_cpu", ["eval.at_once=4"])
     load_config("tiny_cpu", ["eval.mode=beside", "rollout.server.replicas=1"])
