@@ -143,7 +143,7 @@ def test_models_that_are_loaded_at_the_start_leave_the_gpus_before_the_first_sam
     )
     keys = ("rollout=vllm", "rollout.server.colocated=true", "algorithm=ppo", "algorithm.kl.coefficient=0.1")
     config, none = load_config("tiny_cpu", keys), cast(Any, None)
-    stream = SimpleNamespace(restore=lambda *_: None, table=None)
+    stream = SimpleNamespace(restore=lambda *_: None, table=None, read_ahead=lambda: None, digest=dict)
     job = Reinforcement(
         config=config,
         roles=roles,
