@@ -64,7 +64,7 @@ class PolicyLoss:
         lengths = inputs.segment_sum(inputs.mask.to(inputs.logprobs.dtype))
         raw = RATIO_LEVELS[row.ratio_level](inputs, lengths)
         log_ratio = raw.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        per_token, limited = OBJECTIVES[row.objective](log_ratio, inputs.logprobs, inputs.advantages, row)
+        per_token, limited = OBJECTIVES[row.objective](log_ratio, inputs, lengths, row)
         correction = correction_weights(row.correction, inputs, lengths) if row.correction.acts else None
         if correction is not None:
             per_token = per_token * correction

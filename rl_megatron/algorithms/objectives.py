@@ -1,39 +1,43 @@
-"""Per-token policy objectives: the loss of one token before aggregation.
+"""Policy objectives: the loss of one token before aggregation, which may depend on the token's whole sequence.
 
-Each takes the clamped log-ratio [T], the log-probs [T], the advantages [T] and the row with its limits. It returns each
-token's loss [T], and whether a limit changed it, [T] bool (``clip_fraction``).
+Each takes the clamped log-ratio [T], the micro-batch after ``ratios.masked``, the trained tokens of each sequence [S]
+and the row with its limits. It returns each token's loss [T], and whether a limit changed it, [T] bool
+(``clip_fraction``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from rl_megatron.algorithms.ratios import mean_per_sequence
 from rl_megatron.config.sections.algorithm import AlgorithmSection
+from rl_megatron.types import LossInputs
 
 TokenLosses = tuple[Tensor, Tensor]
-Objective = Callable[[Tensor, Tensor, Tensor, AlgorithmSection], TokenLosses]
+Objective = Callable[[Tensor, LossInputs, Tensor, AlgorithmSection], TokenLosses]
 
 
 def _untouched(values: Tensor) -> Tensor:
     return torch.zeros_like(values, dtype=torch.bool)
 
 
-def reinforce(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, row: AlgorithmSection) -> TokenLosses:
+def reinforce(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmSection) -> TokenLosses:
     """-A log pi: without a ratio it is right only for samples of the current policy."""
-    return -advantages * logprobs, _untouched(logprobs)
+    return -inputs.advantages * inputs.logprobs, _untouched(log_ratio)
 
 
-def importance(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, row: AlgorithmSection) -> TokenLosses:
+def importance(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmSection) -> TokenLosses:
     """-rho A, without a limit: M2PO, whose mask over the batch (corrections.second_moment_mask) replaces the clip."""
-    return -log_ratio.exp() * advantages, _untouched(logprobs)
+    return -log_ratio.exp() * inputs.advantages, _untouched(log_ratio)
 
 
-def clip(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, row: AlgorithmSection) -> TokenLosses:
+def clip(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmSection) -> TokenLosses:
     """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A): PPO (arXiv:1707.06347), GRPO, DAPO, GSPO."""
-    ratio = log_ratio.exp()
+    ratio, advantages = log_ratio.exp(), inputs.advantages
     free = ratio * advantages
     clipped = ratio.clamp(1 - row.clip_low, 1 + row.clip_high) * advantages
     loss, limited = -torch.minimum(free, clipped), clipped < free
@@ -43,25 +47,39 @@ def clip(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, row: Algorithm
     return torch.minimum(loss, bound), limited | (loss > bound)
 
 
-def cispo(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, row: AlgorithmSection) -> TokenLosses:
+def cispo(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmSection) -> TokenLosses:
     """-sg(clip(rho, cap_low, cap_high)) A log pi (arXiv:2506.13585): no token loses its gradient."""
     ratio = log_ratio.detach().exp()
     capped = ratio.clamp(row.cap_low, row.cap_high)
-    return -capped * advantages * logprobs, capped != ratio
+    return -capped * inputs.advantages * inputs.logprobs, capped != ratio
 
 
-def topr(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, row: AlgorithmSection) -> TokenLosses:
+def topr(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmSection) -> TokenLosses:
     """-A log pi, times cispo's capped ratio if A < 0 (arXiv:2503.14286)."""
     ratio = log_ratio.detach().exp()
     capped = ratio.clamp(row.cap_low, row.cap_high)
-    bad = advantages < 0
-    return -torch.where(bad, capped, 1.0) * advantages * logprobs, bad & (capped != ratio)
+    bad = inputs.advantages < 0
+    return -torch.where(bad, capped, 1.0) * inputs.advantages * inputs.logprobs, bad & (capped != ratio)
 
 
-def sapo(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, row: AlgorithmSection) -> TokenLosses:
+def sapo(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmSection) -> TokenLosses:
     """-(4/tau) sigmoid(tau (rho - 1)) A, tau by the sign of A (arXiv:2511.20347): a soft gate in place of a clip."""
+    advantages = inputs.advantages
     tau = torch.full_like(advantages, row.tau_negative).masked_fill(advantages > 0, row.tau_positive)
-    return -4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1)) * advantages, _untouched(logprobs)
+    return -4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1)) * advantages, _untouched(log_ratio)
+
+
+def gmpo(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmSection) -> TokenLosses:
+    """-A times the geometric mean over the sequence of min(rho, 1 + clip_high) if A > 0, else max(rho, 1 - clip_low).
+
+    GMPO (arXiv:2507.20673). The value is the sequence's and the gradient that of this token's own log-prob, as in
+    ``ratios.sequence_log_ratio``: the mean over tokens has the value and the gradient of the sequence form.
+    """
+    advantages = inputs.advantages
+    lowest, highest = math.log1p(-row.clip_low), math.log1p(row.clip_high)
+    kept = torch.where(advantages > 0, log_ratio.clamp(max=highest), log_ratio.clamp(min=lowest))
+    log_mean = mean_per_sequence(kept, inputs, lengths) + (kept - kept.detach())
+    return -log_mean.exp() * advantages, (kept != log_ratio) & (advantages != 0)
 
 
 OBJECTIVES: Mapping[str, Objective] = {
@@ -71,4 +89,5 @@ OBJECTIVES: Mapping[str, Objective] = {
     "cispo": cispo,
     "topr": topr,
     "sapo": sapo,
+    "gmpo": gmpo,
 }

@@ -47,6 +47,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "importance": ("ratio_level",),
         "sapo": ("ratio_level", "tau_positive", "tau_negative"),
         "topr": ("ratio_level", "cap_low", "cap_high"),
+        "gmpo": ("clip_low", "clip_high"),
     },
     "aggregation": {
         "token_mean": (),

@@ -31,7 +31,7 @@ from tests.optimizer_step import train_step
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
-IN_WAVES = ("cispo", "dr_grpo", "gspo", "topr", "sapo", "decoupled_ppo", "kl and entropy", "interpolated")
+IN_WAVES = ("cispo", "dr_grpo", "gspo", "topr", "sapo", "gmpo", "decoupled_ppo", "kl and entropy", "interpolated")
 """Losses of every aggregation, ratio level and term, each with one denominator."""
 CRITIC_STEPS = 3
 LAYOUTS = {

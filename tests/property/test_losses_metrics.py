@@ -28,6 +28,7 @@ ROWS = [
     policy_loss(objective="topr", ratio_level="sequence_sum", aggregation="seq_mean_token_sum", cap_high=1.0),
     policy_loss(objective="sapo"),
     policy_loss(objective="importance"),
+    policy_loss(objective="gmpo", aggregation="seq_mean_token_mean"),
     policy_loss(kl_coefficient=0.1, entropy_coefficient=0.01, correction={"mode": "truncate", "level": "sequence"}),
 ]
 seeds = st.integers(0, 2**32)

@@ -117,12 +117,13 @@ class AlgorithmSection(Section):
     ratio_level: Literal["token", "sequence", "turn", "sequence_sum"] = "token"
     """The importance ratio is each token's, the sequence's or its turn's (length-normalised), or the product over the
     sequence."""
-    objective: Literal["clip", "cispo", "reinforce", "importance", "sapo", "topr"] = "clip"
-    """The loss of a token as a function of its ratio and advantage (docs/algorithms.md)."""
+    objective: Literal["clip", "cispo", "reinforce", "importance", "sapo", "topr", "gmpo"] = "clip"
+    """The loss of a token as a function of its ratio, with gmpo of all of its sequence, and advantage
+    (docs/algorithms.md)."""
     clip_low: NonNegativeFloat = 0.2
-    """objective=clip: the ratio is clipped from below at 1 minus this."""
+    """objective=clip, gmpo: the ratio is clipped from below at 1 minus this."""
     clip_high: NonNegativeFloat = 0.2
-    """objective=clip: the ratio is clipped from above at 1 plus this."""
+    """objective=clip, gmpo: the ratio is clipped from above at 1 plus this."""
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """objective=clip: the loss of a token of negative advantage is at most this times its |advantage|; null: no bound.
     """
@@ -261,6 +262,13 @@ def _ratio_problems(a: AlgorithmSection) -> list[str]:
             f"algorithm.aggregation={a.aggregation} lets the ratio of a long sequence weigh more than that of a short "
             f"one under algorithm.ratio_level={a.ratio_level}; set aggregation=seq_mean_token_mean"
         )
+    if a.objective == "gmpo" and a.aggregation != "seq_mean_token_mean":
+        out.append(
+            f"{given} has one loss a sequence, the same for each of its tokens, and algorithm.aggregation="
+            f"{a.aggregation} would weigh it by the sequence's length; set aggregation=seq_mean_token_mean"
+        )
+    if a.objective == "gmpo" and a.clip_low >= 1:
+        out.append(f"algorithm.clip_low={a.clip_low:g} with {given}: 1 minus it has no logarithm; set it below 1")
     if a.cap_low > a.cap_high:
         out.append(f"algorithm.cap_low={a.cap_low} is above algorithm.cap_high={a.cap_high}; swap them")
     return out
