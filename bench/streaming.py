@@ -22,7 +22,7 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -201,7 +201,10 @@ class Counted:
 
 
 class Learns:
-    """A policy whose backward pass takes `TRAIN_TOKEN` for each token."""
+    """A policy whose backward pass takes so many seconds for each token."""
+
+    def __init__(self, token_seconds: float = TRAIN_TOKEN) -> None:
+        self._token_seconds = token_seconds
 
     async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
         """At once."""
@@ -212,7 +215,7 @@ class Learns:
 
     async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float]]:
         """Sleep."""
-        await asyncio.sleep(batch.samples.mask.sum().item() * TRAIN_TOKEN)
+        await asyncio.sleep(batch.samples.mask.sum().item() * self._token_seconds)
         return {"loss": Metric(value=0.0)}
 
     async def step(self, learning_rate: float, scale: float = 1.0) -> StepResult:
@@ -255,8 +258,16 @@ class Found(NamedTuple):
     lengths: list[int]  # that were trained on
 
 
-async def measured(urls: list[str], config: RunConfig, steps: int, prompts: list[Prompt]) -> Found:
-    """Run ``steps`` steps after `WARM` others."""
+async def measured(
+    urls: list[str],
+    config: RunConfig,
+    steps: int,
+    prompts: list[Prompt],
+    *,
+    policy: Any = None,
+    pushed: Callable[[RolloutSampler, int], Awaitable[None]] | None = None,
+) -> Found:
+    """Run ``steps`` steps after `WARM` others; ``pushed`` is awaited after each push."""
     adapter, k = EmbeddedAdapter(NAMED["qwen3-30b-a3b"]), config.train.max_staleness
     clients = [Server(url, token=TOKEN, timeout_seconds=60) for url in urls]
     engine = ServedEngine(adapter, clients, ServerSection(), max_length=4096, vocab_size=100)
@@ -270,7 +281,7 @@ async def measured(urls: list[str], config: RunConfig, steps: int, prompts: list
         seed=0,
         apart=config.one_by_one,
     )
-    policy: Any = Learns()
+    policy = policy or Learns()
     roles: Any = Roles(learners={"policy": policy}, frozen={}, engine=engine, weights=policy)
     kind = WaveUpdate if config.train.stream_micro_batches else Update
     update = kind(config=config, roles=roles, attention_cost=0.0)
@@ -297,6 +308,8 @@ async def measured(urls: list[str], config: RunConfig, steps: int, prompts: list
             pushing += time.perf_counter() - pushes
             if version:
                 stream.pushed(version)
+            if pushed is not None:
+                await pushed(sampler, version)
             batch = await trained(stream, update, version + 1)
             if version >= WARM:
                 lengths += [one.num_sampled for group in batch.groups for one in group.trajectories]
