@@ -68,7 +68,7 @@ def write_files(
     try:
         _begin(partial, out, book)
         if _is_made(out, book, share):  # between the two lines above
-            shutil.rmtree(partial)
+            shutil.rmtree(partial, ignore_errors=True)  # another part may write there now, and will remove it too
             return []
         _write_own(partial, sinks[share.index :: share.count], files, on_bytes)
         missing = {i % share.count for i, sink in enumerate(sinks) if not _is_there(partial, sink)}

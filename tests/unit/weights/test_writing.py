@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +71,33 @@ def test_a_part_that_begins_while_another_writes_does_not_take_its_files_for_a_s
     monkeypatch.setattr(Path, "is_file", then_another_part)
     assert convert.hf_to_megatron(hf, tmp_path / "out", shard_bytes=6_000, share=Share(index=0, count=2)) == []
     assert others
+
+
+def test_a_part_that_finds_all_done_ends_well_while_another_does_too(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both begin the hidden folder again behind its rename, and one writes there while the other removes it."""
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    exists, rmdir, done = Path.exists, os.rmdir, list[str]()
+
+    def then_others_complete_it(path: Path) -> bool:
+        found = exists(path)
+        if path == out and not done:
+            done.append("parts")
+            for index in (1, 0):
+                convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=index, count=2))
+        return found
+
+    def another_writes(path: Any, *given: Any, **named: Any) -> None:
+        if len(done) == 1 and exists(partial) and exists(out):
+            done.append("late")
+            (partial / "late").touch()
+        rmdir(path, *given, **named)
+
+    monkeypatch.setattr(Path, "exists", then_others_complete_it)
+    monkeypatch.setattr(os, "rmdir", another_writes)
+    assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=0, count=2)) == []
+    assert done == ["parts", "late"]
 
 
 def test_a_conversion_is_continued_only_with_its_own_source_and_options(hf: Path, tmp_path: Path) -> None:
