@@ -16,7 +16,7 @@ from rl_megatron.rollout.servers.adapter import Adapter, ForeignWeights
 from rl_megatron.rollout.servers.answers import joined, problem_of, rest_of
 from rl_megatron.rollout.servers.http import AttemptFailed, Refused, Server
 from rl_megatron.rollout.servers.places import Places, surplus
-from rl_megatron.rollout.servers.replicas import PRESENT, Replica, ReplicaDied, ReplicaSet
+from rl_megatron.rollout.servers.replicas import Replica, ReplicaDied, ReplicaSet
 from rl_megatron.rollout.servers.slot_use import SlotUse
 from rl_megatron.rollout.servers.suspects import Flight, Suspects, is_loss
 from rl_megatron.rollout.servers.time_limit import TimeLimit
@@ -38,6 +38,15 @@ class _Attempt:
     request: GenerationRequest
     name: str
     over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Failure:
+    """An attempt that failed at a server that was not known to be dead."""
+
+    replica: Replica
+    server: Server
+    flight: Flight | None
 
 
 class Attempts:
@@ -77,7 +86,7 @@ class Attempts:
         runs longer than ``clock`` allows.
         """
         clock = clock or TimeLimit()
-        failed, tries = None, list[Flight | None]()  # those that failed at servers that live on
+        failed, failures = None, list[_Failure]()
         begun, refusals = request.begun, dict[int, Refused]()
         asked = request if begun is None else rest_of(request, begun, place)
         while True:
@@ -94,16 +103,13 @@ class Attempts:
             except (AttemptFailed, ForeignWeights) as error:
                 failed = replica
                 replica.suspect(error)
-                unexplained = sum(not self.suspects.explain(one) for one in tries)
-                if unexplained >= self._section.retries or (
-                    isinstance(error, ForeignWeights) and not replica.supervised
-                ):
-                    raise EngineError(f"request {request.id!r}: {error}; attempts made: {len(tries) + 1}") from error
-                wait = self._section.backoff_seconds * 2**unexplained
+                failures.append(_Failure(replica, server, flight))
+                foreign = isinstance(error, ForeignWeights) and not replica.supervised
+                if foreign or await self._too_many(failures):
+                    raise EngineError(f"request {request.id!r}: {error}; attempts made: {len(failures)}") from error
+                wait = self._section.backoff_seconds * 2 ** max(0, self._unexplained(failures) - 1)
                 logger.warning("request %r: %s; retrying in %g s", request.id, error, wait)
                 await asyncio.sleep(wait)
-                if replica.server is server and replica.health in PRESENT:
-                    tries.append(flight)
             except Refused as error:
                 if only is not None or not self._another(request, replica, error, refusals):
                     raise EngineError(f"request {request.id!r}: {error}") from error
@@ -112,6 +118,17 @@ class Attempts:
                 raise
             except EngineError as error:
                 raise EngineError(f"request {request.id!r}: {error}") from error
+
+    async def _too_many(self, failures: Sequence[_Failure]) -> bool:
+        if self._unexplained(failures) <= self._section.retries:
+            return False
+        await self._replicas.judged()  # a death may be known only after its requests have failed
+        return self._unexplained(failures) > self._section.retries
+
+    def _unexplained(self, failures: Sequence[_Failure]) -> int:
+        """How many are neither of a server that died since nor of one that a poison prompt was lost at."""
+        live = [one for one in failures if one.server not in one.replica.ended]
+        return sum(not self.suspects.explain(one.flight) for one in live)
 
     async def _place(
         self, request: GenerationRequest, failed: Replica | None, refusals: Mapping[int, Refused]

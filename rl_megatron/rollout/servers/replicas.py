@@ -127,6 +127,7 @@ class Replica:
         """Withdraw the suspicion: it answers."""
         self.suspected.clear()
         self.suspicion = None
+        self._changed()
 
     async def while_alive(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of ``work``. Raises ReplicaDied as soon as the server is known to be dead."""
@@ -209,6 +210,16 @@ class ReplicaSet:
                 raise EngineError("\n".join([f"{fewer}{wanted_}:", *ends]))
             if found := wanted():
                 return found
+            if self._failure is not None:
+                raise self._failure
+            await self._turn.wait()
+
+    async def judged(self) -> None:
+        """Wait until supervisors have found whether the suspected servers live on.
+
+        That takes them `rollout.server.health_seconds` at most. Raises the error of a failed supervisor.
+        """
+        while any(r.supervised and r.suspected.is_set() and r.server not in r.ended for r in self.all):
             if self._failure is not None:
                 raise self._failure
             await self._turn.wait()

@@ -288,6 +288,24 @@ def test_a_failed_request_is_no_death_where_the_server_says_that_it_is_well(fake
     run(test)
 
 
+def test_all_attempts_at_a_server_whose_death_is_known_only_afterwards_do_not_count(fakes: list[Fake]) -> None:
+    fakes[0].answer = lambda path, body, number: (503 if path == "/generate" else 200, {})
+    go = stuck(fakes[0], "/health")
+
+    async def test() -> None:
+        async with bed(fakes[:1], fakes[2:]) as it:
+            await it.push(4)
+            request = asyncio.create_task(it.engine.generate(REQUEST))
+            await until(lambda: fakes[0].asked.count("/generate") == SECTION.retries + 1)
+            await until(lambda: not it.places[0].server.in_flight)  # the last attempt has failed too
+            it.places[0].why.set_result("killed")
+            assert (await request)[0].spans == ((0, 4),)
+            assert fakes[2].asked.count("/generate") == 1
+            go.set()
+
+    run(test)
+
+
 def test_a_server_of_somebody_else_that_came_back_with_other_weights_is_refitted(fakes: list[Fake]) -> None:
     async def test() -> None:
         async with bed(fakes[:1], fakes[:1]) as it:
