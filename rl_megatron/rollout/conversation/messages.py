@@ -94,7 +94,7 @@ def _call(place: int, call: Any) -> dict[str, Any]:
         raise MessagesRefused(f"message {place} has the call {call!r:.200}; it must have function.name and arguments")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # the model may write no JSON
+        with contextlib.suppress(ValueError, RecursionError):  # the model may write no JSON
             arguments = json.loads(arguments)
     kept = {key: value for key, value in call.items() if value is not None}
     return {**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_megatron.rollout.parsers.parsed import BadCall, Parsed, parsed, split_thought
+from rl_megatron.rollout.parsers.parsed import BadCall, Parsed, json_of, parsed, split_thought
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
@@ -49,6 +49,6 @@ def _texts_of(name: str, tools: Sequence[Mapping[str, Any]]) -> set[str]:
 
 def _value(written: str) -> object:
     try:
-        return json.loads(written)
+        return json_of(written)
     except ValueError:
         return written

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_megatron.rollout.parsers.parsed import BadCall, Parsed, call_of_value, parsed
+from rl_megatron.rollout.parsers.parsed import BadCall, Parsed, call_of_value, parsed, readable
 
 _TAG = "<|python_tag|>"
 
@@ -26,11 +26,11 @@ def llama3(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
     try:
         while place < len(rest):
             value, place = decoder.raw_decode(rest, place)
-            calls.append(call_of_value(value))
+            calls.append(call_of_value(readable(value)))
             while place < len(rest) and rest[place] in "; \n\t\r":
                 place += 1
     except BadCall as error:
         return parsed(text, "", (), str(error) if tag else None)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return parsed(text, "", (), f"a call is no JSON ({error}): {rest[:200]}" if tag or calls else None)
     return parsed(content, "", calls)

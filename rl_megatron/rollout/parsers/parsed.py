@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+MOST_DEEP = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
@@ -34,6 +36,27 @@ class Parser(Protocol):
 
 class BadCall(ValueError):
     """A call that cannot be read; the text says why."""
+
+
+def json_of(written: str) -> object:
+    """The value of a JSON text that a model wrote. Raises ValueError, also for what others could not read again."""
+    try:
+        return readable(json.loads(written))
+    except RecursionError as error:
+        raise ValueError(f"it is nested more than {MOST_DEEP} deep") from error
+
+
+def readable(value: object) -> object:
+    """The value of JSON, if templates and clients can read it. Raises ValueError for one that is nested more than 64
+    deep, for NaN and infinity, and for a half of a surrogate pair, which no tokenizer takes."""
+    level = [value]
+    for _ in range(MOST_DEEP + 1):
+        lists = [[*one.values()] if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [inner for one in lists for inner in one]
+    if level:
+        raise ValueError(f"it is nested more than {MOST_DEEP} deep")
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return value
 
 
 def parsed(content: str, reasoning: str, calls: Sequence[tuple[str, str]], problem: str | None = None) -> Parsed:
@@ -68,7 +91,7 @@ def split_thought(text: str) -> tuple[str, str]:
 def call_of(written: str) -> tuple[str, str]:
     """Name and arguments of a call that is a JSON object with both. Raises BadCall."""
     try:
-        value = json.loads(written)
+        value = json_of(written)
     except ValueError as error:
         raise BadCall(f"a call is no JSON ({error}): {written.strip()[:200]}") from error
     return call_of_value(value)
@@ -87,7 +110,7 @@ def call_of_value(value: object) -> tuple[str, str]:
 def arguments_of(name: str, written: str) -> str:
     """The arguments as the model wrote them. Raises BadCall if they are no JSON object."""
     try:
-        value = json.loads(written)
+        value = json_of(written)
     except ValueError as error:
         raise BadCall(f"the arguments of {name!r} are no JSON ({error}): {written.strip()[:200]}") from error
     if not isinstance(value, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -123,6 +124,39 @@ def test_calls_that_cannot_be_read_are_content_and_a_problem(name: str, text: st
     parsed = PARSERS[name](text)
     assert why in str(parsed.problem)
     assert parsed.message == {"role": "assistant", "content": text}
+
+
+CALL_OF = {
+    "hermes": '<tool_call>{"name": "f", "arguments": %s}</tool_call>',
+    "llama3_json": '<|python_tag|>{"name": "f", "parameters": %s}',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>%s<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "harmony": "<|channel|>commentary to=functions.f<|message|>%s",
+}
+
+
+@pytest.mark.parametrize("name", CALL_OF)
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (r'{"a": "\ud83d"}', "surrogates not allowed"),
+        ('{"a": %s}' % ("[" * 5000 + "]" * 5000), "nested more than 64 deep|recursion depth"),
+        ('{"a": %s}' % ("[" * 66 + "]" * 66), "nested more than 64 deep"),
+        ('{"a": %s' % ("[" * 5000), "nested more than 64 deep|recursion depth"),
+        ('{"a": NaN}', "not JSON compliant"),
+    ],
+)
+def test_calls_that_python_reads_and_others_could_not_are_problems(name: str, arguments: str, why: str) -> None:
+    parsed = PARSERS[name](CALL_OF[name] % arguments)
+    assert re.search(why, str(parsed.problem))
+    assert "tool_calls" not in parsed.message
+    deepest = '{"a": %s}' % ("[" * 60 + "]" * 60)
+    assert PARSERS[name](CALL_OF[name] % deepest).problem is None
+
+
+def test_a_value_of_glm_that_is_no_json_is_its_text() -> None:
+    for value in ("[" * 5000, r'"\ud83d"', "NaN"):
+        parsed = PARSERS["glm"](f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>")
+        assert plain(parsed.message)["tool_calls"] == [("function", "f", {"a": value})]
 
 
 @pytest.mark.parametrize("name", ["hermes", "deepseek", "glm"])
