@@ -10,7 +10,7 @@ import numpy as np
 from typing_extensions import override
 
 from rl_megatron.columns import TokenIds
-from rl_megatron.rollout.conversation.messages import ChatMessage
+from rl_megatron.rollout.conversation.messages import ChatMessage, MessagesRefused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,7 +79,17 @@ class PlainText(Template):
 
 
 def tokens_of_text(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: bool = False) -> TokenIds:
-    """int32 tokens of the text; with what the tokenizer puts in front of every text if it ``begins`` a row."""
+    """int32 tokens of the text; with what the tokenizer puts in front of every text if it ``begins`` a row.
+
+    Raises MessagesRefused for halves of surrogate pairs, which no tokenizer takes.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise MessagesRefused(
+            f"character {error.start} of {text[max(0, error.start - 20) :]!r:.60} is half of a surrogate pair; decode "
+            "bytes with errors='replace'"
+        ) from error
     return np.array(tokenizer(text, add_special_tokens=begins)["input_ids"], np.int32)
 
 

@@ -178,14 +178,22 @@ class Playing:
     def _observe(self, seen: object, name: str) -> Observed:
         if not isinstance(seen, Observed):
             raise self._fault(name, f"returned a {type(seen).__name__:.80}, which is no Observed")
-        messages = seen.messages
+        try:
+            messages = seen.messages
+        except TypeError as error:
+            raise self._fault(name, f"returned an Observed that said {seen.said!r:.80}, which is no text") from error
         if not messages or not all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages):
             raise self._fault(name, "returned an Observed without messages, or with one that has no role")
-        self.messages += [self.cut(one) for one in messages]
+        try:
+            self.messages += [self.cut(one) for one in messages]
+        except MessagesRefused as error:
+            raise self._fault(name, str(error)) from error
         return seen
 
     def _count(self, step: EnvironmentStep) -> None:
         self.rewards.append(None if step.reward is None else self._finite("step", step.reward))
+        if not isinstance(step.metrics, Mapping):
+            raise self._fault("step", f"returned the metrics {step.metrics!r:.80}, which are no mapping")
         for key, value in step.metrics.items():
             if key not in self.metrics and len(self.metrics) >= _MOST_METRICS:
                 raise self._fault("step", f"returned more than {_MOST_METRICS} metrics")

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rl_megatron.environments.protocol import EnvironmentStep, Model, Reply
+from rl_megatron.environments.protocol import EnvironmentStep, Model, Observed, Reply
 from rl_megatron.environments.registry import EnvironmentMaker
 from rl_megatron.errors import EnvironmentFailed
 from rl_megatron.rollout.batch import Answered
@@ -56,6 +56,27 @@ class Lies(Talks):
         return {"observation": "all is well", "reward": 1.0}
 
 
+class SaysHalfACharacter(Talks):
+    said = "\ud83d"
+
+    async def step(self, reply: Reply) -> EnvironmentStep:
+        return EnvironmentStep(observation=Observed(said=self.said))
+
+
+class SaysManyOfThem(SaysHalfACharacter):
+    said = "\ud83d" * 2000  # which environment.max_observation_tokens would cut
+
+
+class SaysANumber(Talks):
+    async def step(self, reply: Reply) -> EnvironmentStep:
+        return EnvironmentStep(observation=Observed(said=12))  # type: ignore[arg-type]
+
+
+class HasNoMetrics(Talks):
+    async def step(self, reply: Reply) -> EnvironmentStep:
+        return EnvironmentStep(reward=1.0, metrics=None)  # type: ignore[arg-type]
+
+
 class IsNoNumber(Talks):
     async def step(self, reply: Reply) -> EnvironmentStep:
         return EnvironmentStep(reward=float("nan"))
@@ -85,6 +106,10 @@ def played(ours: Any) -> list[Answered]:
         (Refuses, r"step did not end within environment.step_seconds=0.2"),
         (Exits, r"step raised SystemExit"),
         (Lies, r"step returned a dict, which is no EnvironmentStep"),
+        (SaysHalfACharacter, r"step character 0 .*half of a surrogate pair"),
+        (SaysManyOfThem, r"step character 0 .*half of a surrogate pair"),
+        (SaysANumber, r"step returned an Observed that said 12, which is no text"),
+        (HasNoMetrics, r"step returned the metrics None, which are no mapping"),
         (IsNoNumber, r"step returned nan, which is no finite number"),
     ],
 )
