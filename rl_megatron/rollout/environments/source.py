@@ -157,15 +157,17 @@ class EnvironmentSampler(PolicySampler):
                 thread=thread,
                 endpoint=self.endpoint,
             )
+            waits = True
             try:
                 played = await self._ended(playing, place)
+                waits = not played.problem  # a group waits for no environment that failed
+                return played
             finally:
                 closing = asyncio.ensure_future(self._close(playing, place))
                 self.closing.add(closing)
                 closing.add_done_callback(self.closing.discard)
-            if not played.problem:  # a group waits for no environment that failed
-                await asyncio.shield(closing)
-            return played
+                if waits:
+                    await _until_closed(closing)
 
     def _begin(self, asking: ExitStack) -> None:
         """Count a trajectory among those that will ask, until ``asking`` is closed."""
@@ -236,6 +238,15 @@ class EnvironmentSampler(PolicySampler):
         half = most // 2
         first, last = self.template.decode(ids[:half]), self.template.decode(ids[len(ids) - half :])
         return {**message, "content": f"{first}\n[{len(ids) - 2 * half} tokens cut]\n{last}"}
+
+
+async def _until_closed(closing: asyncio.Future[None]) -> None:
+    """Wait also where this is cancelled: closing has a limit, and the end of a run cuts off what nobody waits for."""
+    try:
+        await asyncio.shield(closing)
+    except asyncio.CancelledError:
+        await asyncio.wait({closing})
+        raise
 
 
 def _answered(prompt: Prompt, played: Sequence[Played]) -> Answered:

@@ -155,6 +155,40 @@ def test_one_that_hangs_in_close_is_named(caplog: pytest.LogCaptureFixture) -> N
     assert "trajectory 0 of step 1, close did not end within environment.close_seconds=0.2" in caplog.text
 
 
+@pytest.mark.parametrize("how", ["cancelled", "cancelled as it closes", "fails"])
+def test_whoever_ends_trajectories_waits_until_they_are_closed(how: str) -> None:
+    closed, begun = list[int](), list[int]()
+
+    class Cleans(Talks):
+        async def step(self, reply: Reply) -> EnvironmentStep:
+            begun.append(1)
+            if how == "cancelled as it closes":
+                return EnvironmentStep()
+            if how == "fails" and len(begun) == 3:
+                raise ValueError("no")
+            await asyncio.sleep(FOR_EVER)
+            raise AssertionError
+
+        async def close(self) -> None:
+            begun.append(1)
+            await asyncio.sleep(0.05)
+            closed.append(1)
+
+    async def ended() -> None:
+        playing = asyncio.ensure_future(
+            sampler(Scripted(lambda text: "a"), EnvironmentMaker(Cleans)).groups(drawn(PROMPTS[:1], 1))
+        )
+        if how != "fails":
+            while len(begun) < (3 if how == "cancelled" else 6):
+                await asyncio.sleep(0)
+            playing.cancel()
+        with pytest.raises((asyncio.CancelledError, EnvironmentFailed)):
+            await playing
+        assert len(closed) == 3  # what the loop's end would cancel
+
+    asyncio.run(asyncio.wait_for(ended(), LIMIT))
+
+
 @pytest.mark.parametrize("then", ["ends", "hangs"])
 def test_the_processes_that_it_leaves_are_killed_with_all_below_them(
     tmp_path: Path, then: str, caplog: pytest.LogCaptureFixture
