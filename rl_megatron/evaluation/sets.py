@@ -47,8 +47,8 @@ class MeasuredSet:
     right: tuple[int, ...]  # [P], samples whose reward is at least eval.success_reward
     votes: tuple[float, ...] | None  # [P], maj@n of each; None where the reward reads no answers, or n is 1
     errors: int  # samples without a finite reward; they count as wrong
-    length: float  # mean tokens of a sample
-    truncated: float  # share of samples that reached max_new_tokens
+    length: float  # mean tokens of a sample, of all its turns
+    truncated: float  # share of samples of which a turn reached max_new_tokens
     seconds: float
     versions: Mapping[int, int] = field(default_factory=dict)  # sampled tokens by the version of the weights
 
@@ -80,17 +80,18 @@ async def measure(
         problems.prompts, params, purpose=problems.purpose, samples=one.samples, tell=tell
     )
     judged = [_judged(answer, one.samples, section.success_reward) for answer in answered]
-    turns = [turn for a in answered if a.group is not None for t in a.group.trajectories for turn in t.turns]
+    samples = [trajectory for a in answered if a.group is not None for trajectory in a.group.trajectories]
+    cut = sum(any(turn.finish_reason == "length" for turn in one.turns) for one in samples)
     return MeasuredSet(
         problems=tuple(prompt.id for prompt in problems.prompts),
         samples=one.samples,
         right=tuple(map(sum, judged)),
         votes=_votes(answered, judged) if one.samples > 1 else None,
         errors=sum(scored.error is not None for answer in answered for scored in answer.scored),
-        length=sum(len(turn.logprobs) for turn in turns) / max(1, len(turns)),
-        truncated=sum(turn.finish_reason == "length" for turn in turns) / max(1, len(turns)),
+        length=sum(one.num_sampled for one in samples) / max(1, len(samples)),
+        truncated=cut / max(1, len(samples)),
         seconds=time.perf_counter() - began,
-        versions=_versions(turns),
+        versions=_versions([turn for one in samples for turn in one.turns]),
     )
 
 

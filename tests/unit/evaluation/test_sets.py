@@ -25,6 +25,7 @@ from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, Span
+from tests import scripted_engine
 
 ANSWERS = {  # by problem: the texts of its four samples
     "solved": ("7", "7", "7", "7"),
@@ -156,6 +157,18 @@ def test_a_reward_that_reads_no_answer_has_no_majority_and_failed_ones_count_as_
     measured = asyncio.run(measure(ours, one, EvalSection()))
     assert measured.votes is None
     assert (measured.right, measured.errors) == ((4, 2, 2, 0), 2)
+
+
+def test_a_sample_of_several_turns_is_as_long_as_all_of_them() -> None:
+    task = Prompt(id="3*4", text="3*4=", token_ids=(1,), answer="12")
+    script = {"3*4=": "?3*4", "3*4=?3*4:12": "!12"}
+    one = ProblemSet(name="products", prompts=(task,), section=EvalSetSection(samples=2), temperature=0.5)
+    ours = scripted_engine.sampler(scripted_engine.Scripted(lambda text: script[text]))
+    measured = asyncio.run(measure(ours, one, EvalSection()))
+    assert (measured.right, measured.length, measured.truncated) == ((2,), len("?3*4") + 1 + len("!12") + 1, 0.0)
+    script["3*4=?3*4:12"] = "!" * 12
+    measured = asyncio.run(measure(ours, one, EvalSection()))
+    assert (measured.length, measured.truncated) == (len("?3*4") + 1 + 12, 1.0)
 
 
 def test_each_set_is_due_at_its_own_steps() -> None:
