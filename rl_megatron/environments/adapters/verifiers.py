@@ -92,10 +92,10 @@ class Interpreter:
         try:
             said = await asyncio.shield(asyncio.wrap_future(answer))
         except asyncio.CancelledError:
-            self._send({"cancel": number})
             late = threading.Timer(_CANCEL_LIMIT, self._kill_if_waiting, (number,))
             late.daemon = True
-            late.start()
+            late.start()  # first: a process that reads nothing blocks whoever writes to it
+            self._send({"cancel": number})
             raise
         if "error" in said:
             raise InterpreterFailed(f"verifiers: {said['error']!s:.{_MOST_SAID}}")

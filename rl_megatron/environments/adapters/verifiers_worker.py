@@ -102,7 +102,9 @@ async def answered(asked: dict[str, Any]) -> dict[str, Any]:
         if "count" in asked:
             return {"tasks": made.tasks(asked["count"])}
         os.environ[key] = asked["api_key"]
-        return await made.play(asked["index"], asked["base_url"], key)
+        said = await made.play(asked["index"], asked["base_url"], key)
+        json.dumps(said)  # raises here for what is no JSON
+        return said
     except BaseException as error:  # noqa: BLE001  of the user's code
         return {"error": f"{type(error).__name__}: {error}"[:1000]}
     finally:
@@ -113,13 +115,13 @@ async def main() -> None:
     """Answer until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what environments print is no answer
-    lines, running = asyncio.StreamReader(limit=1 << 24), dict[int, asyncio.Task[None]]()
+    lines, running = asyncio.StreamReader(limit=1 << 24), dict[int, asyncio.Task[dict[str, Any]]]()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
 
-    async def answer(asked: dict[str, Any]) -> None:
-        said = await answered(asked)
-        running.pop(asked["call"], None)
-        answers.write(json.dumps({"call": asked["call"], **said}) + "\n")
+    def answer(call: int, task: asyncio.Task[dict[str, Any]]) -> None:
+        said = {"error": "CancelledError"} if task.cancelled() else task.result()  # before it began
+        running.pop(call, None)
+        answers.write(json.dumps({"call": call, **said}) + "\n")
         answers.flush()
 
     while line := await lines.readline():
@@ -128,7 +130,8 @@ async def main() -> None:
             if (task := running.get(asked["cancel"])) is not None:
                 task.cancel()
         else:
-            running[asked["call"]] = asyncio.create_task(answer(asked))
+            task = running[asked["call"]] = asyncio.create_task(answered(asked))
+            task.add_done_callback(functools.partial(answer, asked["call"]))
     os._exit(0)  # whatever still runs
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rl_megatron.environments.adapters import verifiers as adapter
+from rl_megatron.environments.adapters import verifiers_worker
 from rl_megatron.environments.registry import Agent
 from rl_megatron.errors import ConfigError, EnvironmentFailed
 from rl_megatron.rollout.environments.source import EnvironmentSampler
@@ -106,3 +111,61 @@ def test_a_process_that_hangs_is_given_up_and_killed(tmp_path: Path, monkeypatch
     hung = adapter._running[python]
     assert hung.ended.wait(10)
     assert adapter.interpreter_of(python) is not hung
+
+
+def test_a_process_that_reads_nothing_is_killed_though_a_call_waits_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "_CANCEL_LIMIT", 0.01)
+    made = adapter.Interpreter(fake(tmp_path, "exec sleep 60"))
+    long = {"args": "a" * (1 << 20)}  # more than a pipe holds
+
+    def write() -> None:
+        with pytest.raises(adapter.InterpreterFailed, match="ended with status -9"):
+            asyncio.run(made.ask(long))
+
+    writing = threading.Thread(target=write, daemon=True)
+
+    async def cancel() -> None:
+        asking = asyncio.ensure_future(made.ask({}))
+        await asyncio.sleep(0)
+        writing.start()
+        while not made._lock.locked():
+            await asyncio.sleep(0.001)
+        asking.cancel()
+
+    threading.Thread(target=lambda: asyncio.run(cancel()), daemon=True).start()
+    assert made.ended.wait(20.0)
+    writing.join()
+
+
+def test_a_call_that_is_cancelled_before_it_begins_is_answered() -> None:
+    made, call = adapter.Interpreter(sys.executable), {"id": "a", "args": {}, "count": 1}
+    assert made._process is not None
+    process = made._process
+
+    async def asked() -> None:
+        process.send_signal(signal.SIGSTOP)
+        early = asyncio.ensure_future(made.ask(call))
+        await asyncio.sleep(0)
+        early.cancel()
+        await asyncio.wait({early})
+        process.send_signal(signal.SIGCONT)
+        with pytest.raises(adapter.InterpreterFailed, match="No module named 'verifiers'"):
+            await asyncio.wait_for(made.ask(call), 30.0)
+
+    asyncio.run(asked())
+    left = set(made._waiting)
+    process.kill()
+    assert not left  # else it is killed after the limit, with the calls of other trajectories
+
+
+def test_a_reward_that_is_no_json_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Made:
+        async def play(self, index: int, base_url: str, key: str) -> dict[str, Any]:
+            return {"reward": np.float32(1), "metrics": {}}
+
+    monkeypatch.setattr(verifiers_worker, "loaded", lambda *given: Made())
+    call = {"call": 0, "id": "a", "args": {}, "index": 0, "base_url": "", "api_key": "k"}
+    said = asyncio.run(verifiers_worker.answered(call))
+    assert said == {"error": "TypeError: Object of type float32 is not JSON serializable"}
