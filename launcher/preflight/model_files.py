@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
+from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.learner.model.refusals import refuse
@@ -28,8 +29,11 @@ def check(subject: Subject) -> Iterator[Found]:
 
 
 def _policy(subject: Subject) -> Iterator[Found]:
-    folder, sources = subject.model_folder, data_sources(subject.config.data)
-    if folder is None or not (folder / "config.json").is_file():  # the check of sizes reports it
+    folder, shown = subject.model_folder, list(_shown_by_template(subject.config))
+    if folder is None:  # a tiny one, whose tokens are bytes
+        yield from (problem(f"{key}, but the tiny model has no chat template; {advice}") for key, advice in shown)
+        return
+    if not (folder / "config.json").is_file():  # the check of sizes reports it
         return
     if not has_tokenizer(folder):
         yield problem(
@@ -37,18 +41,23 @@ def _policy(subject: Subject) -> Iterator[Found]:
             "the model that this one was made from"
         )
     elif not _has_chat_template(folder):
-        for key, data in sources.items():
-            if isinstance(data, FileKeys) and data.chat_template:
-                yield problem(
-                    f"{key}.chat_template=true, but the tokenizer of model.path={folder} has no chat template; set it "
-                    "to false"
-                )
+        for key, advice in shown:
+            yield problem(f"{key}, but the tokenizer of model.path={folder} has no chat template; {advice}")
     if subject.config.model.random_weights:
         return
     if is_megatron(folder):
         yield unchecked("the weights, a megatron checkpoint: rl-megatron verify reads them all")
         return
     yield from _weights(folder, "model.path")
+
+
+def _shown_by_template(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """What the tokenizer's chat template shows to the model: the key with its value, and what to do without one."""
+    for key, data in data_sources(config.data).items():
+        if isinstance(data, FileKeys) and data.chat_template:
+            yield f"{key}.chat_template=true", "set it to false"
+    if config.environment.function is not None and config.environment.template == "chat":
+        yield "environment.template=chat", "set environment.template=plain, or give the tokenizer a template"
 
 
 def _reference(subject: Subject, folder: Path) -> Iterator[Found]:

@@ -43,7 +43,9 @@ class ChatTemplate(Template):
         Raises ConfigError for a tokenizer without a chat template, and for one that alters texts.
         """
         if not isinstance(tokenizer.chat_template, str):
-            raise ConfigError("the model's tokenizer has no chat template; give it one, or use plain text")
+            raise ConfigError(
+                "the model's tokenizer has no chat template; give it one, or set environment.template=plain"
+            )
         sample = "\n user: 1"
         if (back := text_of(tokenizer, tokens_of_text(tokenizer, sample), special=True)) != sample:
             raise ConfigError(

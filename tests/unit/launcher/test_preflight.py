@@ -109,6 +109,11 @@ def cut(folder: Path) -> None:
         ),
         (cut, (), "model.safetensors is torn"),
         (remove("model/chat_template.jinja"), (), "data.chat_template=true, but the tokenizer of model.path="),
+        (
+            remove("model/chat_template.jinja"),
+            ("environment.function=calculator", "reward.function=exact_match", "data.chat_template=false"),
+            "environment.template=chat, but the tokenizer of model.path=",
+        ),
         (remove("model/config.json"), (), "model: it has no config.json"),
         (remove("data/eval.jsonl"), (), "eval.jsonl: no such file"),
         (None, ("data.prompt_field=text",), "train.jsonl:1: no field 'text'; it has answer, question"),
