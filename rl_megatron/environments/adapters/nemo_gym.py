@@ -103,7 +103,7 @@ def tasks(*, path: str, held_out: int) -> tuple[Iterator[Mapping[str, Any]], Ite
     """
     rows = list[Mapping[str, Any]]()
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"path={path!r:.200}: {error}") from error
     for number, line in enumerate(lines, 1):

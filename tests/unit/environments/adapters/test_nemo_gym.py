@@ -213,6 +213,13 @@ def test_rows_that_cannot_be_played_are_refused(given: Mapping[str, Any], said: 
         played(Scripted(str), "http://127.0.0.1:1", [prompt(row)])
 
 
+def test_a_line_ends_where_json_lines_end_alone(tmp_path: Path) -> None:
+    row = {"responses_create_params": {"input": "one\u2028two\x85three"}}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row, ensure_ascii=False)}\n" * 2, encoding="utf-8")
+    train, _ = adapter.tasks(path=str(tmp_path / "rows.jsonl"), held_out=1)
+    assert [one["question"] for one in train] == ["one\u2028two\x85three"]
+
+
 def test_files_and_servers_that_cannot_be_are_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROW)}\n")
     with pytest.raises(ConfigError, match=r"has 1 rows; held_out=1 must be from 1 to 0"):
