@@ -102,11 +102,11 @@ class OpenApplication:
         try:
             body = await read_body(headers, receive)
             self.asked += 1
-            return await (self._complete(body) if path == "/v1/completions" else self._chat(body))
+            return await (self._complete if path == "/v1/completions" else self._chat)(body, self.asked)
         finally:
             self.running -= 1
 
-    async def _complete(self, body: bytes) -> bytes:
+    async def _complete(self, body: bytes, name: int) -> bytes:
         request = read_request(body, CompletionRequest)
         request.check()
         most = _DEFAULT_TOKENS if request.most is None else request.most
@@ -118,11 +118,11 @@ class OpenApplication:
                     400, "echo with logprobs: this engine does not score prompts here; serve with rollout=local"
                 )
             scored = await asyncio.gather(*map(self.scorer.score, prompts))
-        answers = await self._sample(request, prompts, most)
+        answers = await self._sample(request, prompts, most, name)
         told = [replace(one, scored=scored[at // request.n]) for at, one in enumerate(answers)]
-        return msgspec.json.encode(completion_body(request, told, f"cmpl-{self.asked}", self.names))
+        return msgspec.json.encode(completion_body(request, told, f"cmpl-{name}", self.names))
 
-    async def _chat(self, body: bytes) -> bytes:
+    async def _chat(self, body: bytes, name: int) -> bytes:
         request = read_request(body, OpenChatRequest)
         request.check()
         try:
@@ -132,8 +132,8 @@ class OpenApplication:
         except Exception as error:  # a template's own, of any kind
             raise RequestRefused(400, f"the model's chat template refuses the messages: {error}") from error
         most = self.max_length - len(ids) if request.most is None else request.most
-        answers = await self._sample(request, [tuple(ids)], most)
-        return msgspec.json.encode(chat_body(request, answers, f"chatcmpl-{self.asked}", self.names))
+        answers = await self._sample(request, [tuple(ids)], most, name)
+        return msgspec.json.encode(chat_body(request, answers, f"chatcmpl-{name}", self.names))
 
     def _tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         if not isinstance(prompt, str):
@@ -142,7 +142,9 @@ class OpenApplication:
             return tuple(prompt)
         return tuple(self.tokenizer(prompt)["input_ids"])
 
-    async def _sample(self, request: OpenRequest, prompts: Sequence[tuple[int, ...]], most: int) -> list[Continued]:
+    async def _sample(
+        self, request: OpenRequest, prompts: Sequence[tuple[int, ...]], most: int, name: int
+    ) -> list[Continued]:
         longest = max(map(len, prompts))
         if longest + most > self.max_length or not all(prompts):
             raise RequestRefused(
@@ -151,7 +153,7 @@ class OpenApplication:
         if most == 0:
             groups: list[Sequence[Completion | None]] = [[None] * request.n for _ in prompts]
         else:
-            asked = [self._request(request, prompt, most, number) for number, prompt in enumerate(prompts)]
+            asked = [self._request(request, prompt, most, f"{name} {number}") for number, prompt in enumerate(prompts)]
             groups = [*await asyncio.gather(*map(self.engine.generate, asked))]
         return [
             self._continued(request, prompt, one)
@@ -159,8 +161,9 @@ class OpenApplication:
             for one in group
         ]
 
-    def _request(self, request: OpenRequest, prompt: tuple[int, ...], most: int, number: int) -> GenerationRequest:
-        seed = text_seed(f"{self.asked} {number}") if request.seed is None else text_seed(f"{request.seed} {number}")
+    def _request(self, request: OpenRequest, prompt: tuple[int, ...], most: int, place: str) -> GenerationRequest:
+        """``place``: the request's number, and the prompt's in it."""
+        seed = text_seed(place if request.seed is None else f"{request.seed} {place.partition(' ')[2]}")
         params = SamplingParams(
             temperature=request.temperature,
             top_p=request.top_p,
@@ -171,7 +174,7 @@ class OpenApplication:
             seed=seed,
         )
         return GenerationRequest(
-            id=f"request {self.asked}.{number}",
+            id=f"request {place}",
             token_ids=prompt,
             num_completions=request.n,
             params=params,

@@ -8,6 +8,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,3 +204,13 @@ def test_only_the_key_opens_it_and_busy_servers_say_so(served: Open) -> None:
     finally:
         served.app.scorer = scorer
     assert (status, "does not score prompts" in said) == (400, True)
+
+
+def test_requests_that_are_scored_at_once_have_seeds_and_names_of_their_own(served: Open) -> None:
+    body = {"prompt": "1+1=", "max_tokens": 20, "echo": True, "logprobs": 0}
+    with ThreadPoolExecutor(4) as threads:
+        answers = [
+            json.loads(said) for _, said in threads.map(lambda _: served.post("/v1/completions", body), range(4))
+        ]
+    assert len({answer["id"] for answer in answers}) == 4
+    assert len({answer["choices"][0]["text"] for answer in answers}) > 1
