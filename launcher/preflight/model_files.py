@@ -29,11 +29,8 @@ def check(subject: Subject) -> Iterator[Found]:
 
 
 def _policy(subject: Subject) -> Iterator[Found]:
-    folder, shown = subject.model_folder, list(_shown_by_template(subject.config))
-    if folder is None:  # a tiny one, whose tokens are bytes
-        yield from (problem(f"{key}, but the tiny model has no chat template; {advice}") for key, advice in shown)
-        return
-    if not (folder / "config.json").is_file():  # the check of sizes reports it
+    folder = subject.model_folder
+    if folder is None or not (folder / "config.json").is_file():  # the check of sizes reports it
         return
     if not has_tokenizer(folder):
         yield problem(
@@ -41,7 +38,7 @@ def _policy(subject: Subject) -> Iterator[Found]:
             "the model that this one was made from"
         )
     elif not _has_chat_template(folder):
-        for key, advice in shown:
+        for key, advice in _shown_by_template(subject.config):
             yield problem(f"{key}, but the tokenizer of model.path={folder} has no chat template; {advice}")
     if subject.config.model.random_weights:
         return

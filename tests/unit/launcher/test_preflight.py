@@ -98,6 +98,11 @@ def cut(folder: Path) -> None:
     os.truncate(folder / "model" / "model.safetensors", 60)
 
 
+def test_the_tiny_model_has_a_chat_template() -> None:
+    config = load_config("calculator", ["environment.template=chat", "warm_start.steps=0"])
+    assert not preflight(config).texts("problem")
+
+
 @pytest.mark.parametrize(
     ("break_it", "more", "said"),
     [
