@@ -108,16 +108,21 @@ def _others_made(out: Path, book: Mapping[str, Any]) -> bool:
 
 
 def _begin(partial: Path, out: Path, book: Mapping[str, Any]) -> None:
-    """Make the folder, or find it begun with the same ``book``. Raises CheckpointError."""
+    """Make the folder, or find it begun with the same ``book``. Raises CheckpointError; FileNotFoundError where
+    another part renames or removes it meanwhile."""
     path = partial / _NOTES / _BOOK
     path.parent.mkdir(parents=True, exist_ok=True)
     files = [name for name in os.listdir(partial) if not name.startswith(".")]  # before: parts write the book first
     if not path.is_file():
+        if files and out.exists():  # they were another part's, which has renamed their folder since
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         if files:
             raise CheckpointError(f"{partial} was left by another version or program; remove it")
         write_atomically(path, json.dumps(book).encode())
-    differing = _differing(_read(path), book)
-    if differing:
+    found = _read(path)
+    if not found:  # another part has removed or renamed the folder
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    if differing := _differing(found, book):
         raise CheckpointError(
             f"{partial} holds a conversion with another {', '.join(differing)}; continue it with its own source and "
             f"options, remove it, or give another name than {out.name}"

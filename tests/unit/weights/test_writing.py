@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.bytes.dtypes import DType
-from rl_megatron.weights.checkpoints import convert
+from rl_megatron.weights.checkpoints import convert, writing
 from rl_megatron.weights.checkpoints.writing import Share
 from tests.unit.weights.conversions import tree
 from tools.conversion import read_share
@@ -96,6 +97,50 @@ def test_a_part_that_finds_all_done_ends_well_while_another_does_too(
 
     monkeypatch.setattr(Path, "exists", then_others_complete_it)
     monkeypatch.setattr(os, "rmdir", another_writes)
+    assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=0, count=2)) == []
+    assert done == ["parts", "late"]
+
+
+def test_a_part_whose_hidden_folder_is_renamed_while_it_looks_at_it_ends_well(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files were there, and then its book is not."""
+    out, is_file, done = tmp_path / "out", Path.is_file, list[Path]()
+    assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=1, count=2)) == [0]
+
+    def then_another_completes_it(path: Path) -> bool:
+        if path.parent.name == ".conversion" and not done:
+            done.append(path)
+            assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=0, count=2)) == []
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", then_another_completes_it)
+    assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=0, count=2)) == []
+    assert done
+
+
+def test_a_part_whose_book_is_removed_by_another_late_one_ends_well(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both begin the hidden folder again behind its rename; the other removes it before this one reads its book."""
+    out, exists, write, done = tmp_path / "out", Path.exists, writing.write_atomically, list[str]()
+
+    def then_others_complete_it(path: Path) -> bool:
+        found = exists(path)
+        if path == out and not done:
+            done.append("parts")
+            for index in (1, 0):
+                convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=index, count=2))
+        return found
+
+    def and_another_removes_it(path: Path, data: bytes) -> None:
+        write(path, data)
+        if exists(out) and path.is_relative_to(tmp_path / ".out.partial"):
+            done.append("late")
+            shutil.rmtree(tmp_path / ".out.partial")
+
+    monkeypatch.setattr(Path, "exists", then_others_complete_it)
+    monkeypatch.setattr(writing, "write_atomically", and_another_removes_it)
     assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=0, count=2)) == []
     assert done == ["parts", "late"]
 
