@@ -111,6 +111,7 @@ class OpenApplication:
         request.check()
         most = _DEFAULT_TOKENS if request.most is None else request.most
         prompts = [self._tokens(prompt) for prompt in request.prompts]
+        self._check_lengths(prompts, most)
         scored: Sequence[Sequence[ScoredToken]] = [()] * len(prompts)
         if request.echo and request.logprobs is not None:
             if self.scorer is None:
@@ -132,6 +133,7 @@ class OpenApplication:
         except Exception as error:  # a template's own, of any kind
             raise RequestRefused(400, f"the model's chat template refuses the messages: {error}") from error
         most = self.max_length - len(ids) if request.most is None else request.most
+        self._check_lengths([ids], most)
         answers = await self._sample(request, [tuple(ids)], most, name)
         return msgspec.json.encode(chat_body(request, answers, f"chatcmpl-{name}", self.names))
 
@@ -142,14 +144,16 @@ class OpenApplication:
             return tuple(prompt)
         return tuple(self.tokenizer(prompt)["input_ids"])
 
-    async def _sample(
-        self, request: OpenRequest, prompts: Sequence[tuple[int, ...]], most: int, name: int
-    ) -> list[Continued]:
+    def _check_lengths(self, prompts: Sequence[Sequence[int]], most: int) -> None:
         longest = max(map(len, prompts))
         if longest + most > self.max_length or not all(prompts):
             raise RequestRefused(
                 400, f"a prompt of {longest} tokens and {most} more are over the model's {self.max_length}"
             )
+
+    async def _sample(
+        self, request: OpenRequest, prompts: Sequence[tuple[int, ...]], most: int, name: int
+    ) -> list[Continued]:
         if most == 0:
             groups: list[Sequence[Completion | None]] = [[None] * request.n for _ in prompts]
         else:

@@ -22,13 +22,15 @@ _NEUTRAL: Mapping[str, Sequence[object]] = {  # of keys that change what is samp
     "best_of": (None, 1),
     "suffix": (None, ""),
     "stream": (None, False),
+    "stream_options": (None,),
     "tools": (None, []),
+    "chat_template_kwargs": (None, {}),
     "response_format": (None, {"type": "text"}),
 }
 
 
-class OpenRequest(msgspec.Struct, kw_only=True):
-    """What both kinds of requests have."""
+class OpenRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both kinds of requests have. Other keys are refused, as an answer without their effect would be another."""
 
     model: str = ""
     max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -49,6 +51,11 @@ class OpenRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     tools: list[Any] | None = None
     response_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    stream_options: dict[str, Any] | None = None
+    user: Any = None  # this and the next change no answer anywhere
+    metadata: Any = None
+    store: Any = None
 
     @property
     def most(self) -> int | None:

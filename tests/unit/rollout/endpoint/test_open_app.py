@@ -171,7 +171,16 @@ def test_limits_of_the_request_are_those_sampled_with(served: Open) -> None:
         ("/v1/completions", {"prompt": [1, TOKENIZER_SIZE]}, 400, f"token {TOKENIZER_SIZE} is not in [0, 259)"),
         ("/v1/completions", {"prompt": [-1]}, 400, "token -1 is not in"),
         ("/v1/completions", {"prompt": "a" * LENGTH, "max_tokens": 1}, 400, "are over the model's 64"),
+        ("/v1/completions", {"prompt": "a" * 65, "max_tokens": 0, "echo": True, "logprobs": 1}, 400, "the model's 64"),
         ("/v1/completions", {"prompt": "a", "n": 1000}, 400, "n`"),
+        ("/v1/completions", {"prompt": "a", "min_tokens": 5}, 400, "unknown field `min_tokens`"),
+        ("/v1/completions", {"prompt": "a", "guided_regex": "[0-9]"}, 400, "unknown field `guided_regex`"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user"}], "chat_template_kwargs": {"enable_thinking": False}},
+            400,
+            "chat_template_kwargs={'enable_thinking': False} is not supported here; leave it out",
+        ),
         ("/v1/completions", {"prompt": "a", "logprobs": 5}, 400, "logprobs=5"),
         ("/v1/completions", {"prompt": "a", "logprobs": 1, "temperature": 1}, 400, "the sampled token's alone"),
         ("/v1/completions", {"prompt": "a", "logprobs": 0, "stop": "b"}, 400, "logprobs with stop"),
@@ -204,6 +213,11 @@ def test_only_the_key_opens_it_and_busy_servers_say_so(served: Open) -> None:
     finally:
         served.app.scorer = scorer
     assert (status, "does not score prompts" in said) == (400, True)
+
+
+def test_keys_that_change_nothing_of_an_answer_are_taken(served: Open) -> None:
+    body = {"prompt": "1", "max_tokens": 1, "user": "me", "metadata": {}, "store": False, "stream_options": None}
+    assert served.post("/v1/completions", body)[0] == 200
 
 
 def test_requests_that_are_scored_at_once_have_seeds_and_names_of_their_own(served: Open) -> None:
