@@ -47,8 +47,8 @@ def load_data(config: RunConfig, model_folder: Path) -> Data:
     load = partial(
         load_prompts,
         tokenizer=tokenizer,
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-        on_long_prompt=config.rollout.on_long_prompt,
+        max_prompt_tokens=config.longest_prompt,
+        on_long_prompt=config.on_long_prompt,
         seed=config.seed,
     )
     train, held_out = load(config.data, on_leak=config.data.on_leak, sets=config.eval.data_of_sets)

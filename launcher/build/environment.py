@@ -20,7 +20,7 @@ from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.rollout.parsers.table import PARSERS
 from rl_megatron.seeds import text_seed
 from rl_megatron.services import Services
-from rl_megatron.training.jobs.sft import Targets
+from rl_megatron.training.jobs.warm_start import Targets
 from rl_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,16 @@ from launcher.build.environment import demonstrations, made_environment
 from launcher.build.roles import Parts
 from launcher.build.sampler import sampler_of
 from rl_megatron.config.resume import fixed
+from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, weights_of
-from rl_megatron.data.packing import causal_attention_cost
+from rl_megatron.data.packing import causal_attention_cost, packer_of
 from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.samples import WrittenRow, supervised_rows
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.rollout.batch import GroupSource
+from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.rollout.few_at_once import FewAtOnce
 from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.scaling.flops import seconds_at_peak, training_flops
@@ -30,24 +35,48 @@ from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.group_job import GroupJob
 from rl_megatron.training.jobs.pairs import PreferencePairs
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
-from rl_megatron.training.jobs.sft import Supervised, answers
+from rl_megatron.training.jobs.sft import FineTuning, held_out_parts
+from rl_megatron.training.jobs.supervised import HeldOutLoss, SupervisedSteps
+from rl_megatron.training.jobs.warm_start import WarmStart, answers
 from rl_megatron.training.loop import Loop, Pace
+from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.training.update import Update
 from rl_megatron.training.waves import WaveUpdate
+from rl_megatron.types import Prompt
 
 
 def loops_of(
     parts: Parts, shape: ModelShape, roles: Roles, data: Data, recorder: Recorder, stop: asyncio.Event
-) -> tuple[Loop, Loop]:
-    """The loop of the warm start, which may have no step, and the loop that follows it. The processes must be up."""
+) -> tuple[Loop | None, Loop]:
+    """The loop of the warm start, if the job has one, and the loop of the job. The processes must be up."""
+    config = parts.config
+    saves = config.checkpoint
+    store = CheckpointStore(
+        parts.folder / "checkpoints",
+        keep=saves.keep,
+        keep_every=saves.keep_every,
+        keep_best=saves.keep_best,
+        config=fixed(config),
+    )
+    looped = partial(Loop, checkpoints=store, recorder=recorder, stop=stop, async_save=saves.async_save)
+    every = Pace(steps=config.train.steps, rows=1, evaluations=config.eval.every, checkpoints=saves.every)
+    if not config.kind.samples:
+        return None, looped(job=_fine_tuning(config, shape, roles, data), pace=every)
+    warm, job = _sampling(parts, shape, roles, data, recorder)
+    check = config.warm_start.check_every
+    first = Pace(steps=config.warm_start.steps, rows=check, evaluations=check, checkpoints=None)
+    return looped(job=warm, pace=first), looped(job=job, pace=replace(every, sets_due=job.evaluation.due))
+
+
+def _sampling(
+    parts: Parts, shape: ModelShape, roles: Roles, data: Data, recorder: Recorder
+) -> tuple[WarmStart, GroupJob]:
+    """The warm start, and the job on groups of completions."""
     config = parts.config
     made = made_environment(config, parts.services)
     sampler = sampler_of(config, made, roles.engine, parts.reward, data, vocab_size=shape.vocab_size)
     evaluation = Evaluation(sampler=sampler, sets=data.sets, section=config.eval, last_step=config.train.steps)
-    attention_cost = causal_attention_cost(
-        linear_parameters=shape.active_parameters,
-        attention_width=shape.num_layers * shape.num_heads * shape.head_dim,
-    )
+    attention_cost = _attention_cost(shape)
     at_peak = seconds_at_peak(shape, roles.gpus)
     update = (WaveUpdate if config.train.stream_micro_batches else Update)(
         config=config,
@@ -56,15 +85,18 @@ def loops_of(
         seconds_at_peak=at_peak,
         training_flops=partial(training_flops, shape),
     )
-    warm = Supervised(
+    warm = WarmStart(
         config=config,
         roles=roles,
         prompts=PromptStream(data.train, seed=config.seed + 1, weights=weights_of(config.data)),
         tokenizer=data.tokenizer,
         targets=answers if made is None else demonstrations(made, config.seed),
         evaluation=evaluation,
-        optimizer_steps=update.policy_steps,
-        attention_cost=attention_cost,
+        supervised=SupervisedSteps(
+            learner=roles.policy,
+            packer=packer_of(config.learner, attention_cost=attention_cost),
+            optimizer_steps=update.policy_steps,
+        ),
     )
     common = {
         "config": config,
@@ -80,21 +112,43 @@ def loops_of(
     }
     if config.eval.mode == "beside":
         common["beside"] = EvaluationBeside(evaluation=_apart(evaluation, config.eval.at_once), recorder=recorder)
-    job = _on_groups(common, sampler, data, parts.folder)
-    saves = config.checkpoint
-    store = CheckpointStore(
-        parts.folder / "checkpoints",
-        keep=saves.keep,
-        keep_every=saves.keep_every,
-        keep_best=saves.keep_best,
-        config=fixed(config),
+    return warm, _on_groups(common, sampler, data, parts.folder)
+
+
+def _fine_tuning(config: RunConfig, shape: ModelShape, roles: Roles, data: Data) -> FineTuning:
+    packer = packer_of(config.learner, attention_cost=_attention_cost(shape))
+    conversations = cache(lambda: WrittenConversations(data.tokenizer, data.stop_token_ids))
+
+    def rows_of(prompts: Sequence[Prompt]) -> list[WrittenRow]:
+        """Of neighbours of one form at once: conversations, or problems, which have tokens, with their answers."""
+        made = []
+        for is_problem, some in groupby(prompts, lambda prompt: bool(prompt.token_ids)):
+            alike = list(some)
+            made += (
+                supervised_rows(alike, answers(alike, 0), data.tokenizer) if is_problem else conversations().rows(alike)
+            )
+        return made
+
+    return FineTuning(
+        config=config,
+        roles=roles,
+        prompts=PromptStream(data.train, seed=config.seed, weights=weights_of(config.data)),
+        size=len(data.train),
+        rows_of=rows_of,
+        supervised=SupervisedSteps(
+            learner=roles.policy,
+            packer=packer,
+            optimizer_steps=OptimizerSteps(name="policy", most=config.train.most_skipped),
+        ),
+        held_out=HeldOutLoss(learner=roles.policy, packer=packer, parts=held_out_parts(data.held_out, rows_of, config)),
     )
-    looped = partial(Loop, checkpoints=store, recorder=recorder, stop=stop, async_save=saves.async_save)
-    check, train = config.warm_start.check_every, config.train.steps
-    first = Pace(steps=config.warm_start.steps, rows=check, evaluations=check, checkpoints=None)
-    every = config.eval.every
-    then = Pace(steps=train, rows=1, evaluations=every, checkpoints=saves.every, sets_due=evaluation.due)
-    return looped(job=warm, pace=first), looped(job=job, pace=then)
+
+
+def _attention_cost(shape: ModelShape) -> float:
+    return causal_attention_cost(
+        linear_parameters=shape.active_parameters,
+        attention_width=shape.num_layers * shape.num_heads * shape.head_dim,
+    )
 
 
 def _apart(evaluation: Evaluation, most: int | None) -> Evaluation:

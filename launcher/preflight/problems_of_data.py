@@ -9,6 +9,7 @@ from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.data.problems.files import files_in, local_files, read_records
 from rl_megatron.data.problems.prompts import check_template, fields_of
+from rl_megatron.data.problems.rendering import conversation
 from rl_megatron.errors import ConfigError, RLMegatronError
 
 ROWS = 1000
@@ -17,16 +18,17 @@ ROWS = 1000
 def check(subject: Subject) -> Iterator[Found]:
     """Reads the first rows of ``train`` and ``eval`` of each source, and of ``eval`` of each set, and yields why one
     cannot be read."""
+    named = "rollout.max_prompt_tokens" if subject.config.kind.samples else "sft.max_tokens"
     for key, data in data_sources(subject.config.data).items():
         if isinstance(data, FileKeys):
-            yield from _of(key, data, ("train", "eval"))
+            yield from _of(key, data, ("train", "eval"), named)
     for key, data in subject.config.eval.data_of_sets.items():
         if isinstance(data, FileKeys):
-            yield from _of(key, data, ("eval",))
+            yield from _of(key, data, ("eval",), named)
 
 
-def _of(section: str, data: FileKeys, names: Sequence[str]) -> Iterator[Found]:
-    """What is wrong in these files of ``data``, by the names of their keys."""
+def _of(section: str, data: FileKeys, names: Sequence[str], limit: str) -> Iterator[Found]:
+    """What is wrong in these files of ``data``, by the names of their keys. ``limit``: the key of most tokens."""
     try:
         data = local_files(data, section)
     except RLMegatronError as error:
@@ -39,6 +41,9 @@ def _of(section: str, data: FileKeys, names: Sequence[str]) -> Iterator[Found]:
         try:
             first, *others = files_in(path, key)
             rows = read_records(first, fields_of(data, path), key=key, limit=ROWS)
+            if data.messages_field is not None:
+                for line, row in enumerate(rows, 1):
+                    conversation(row, first, line, data)
         except RLMegatronError as error:
             yield problem(str(error))
         else:
@@ -49,4 +54,4 @@ def _of(section: str, data: FileKeys, names: Sequence[str]) -> Iterator[Found]:
         check_template(data, section)
     except ConfigError as error:
         yield problem(str(error))
-    yield unchecked("whether prompts fit in rollout.max_prompt_tokens")
+    yield unchecked(f"whether prompts fit in {limit}")

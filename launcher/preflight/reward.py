@@ -36,6 +36,8 @@ def check(subject: Subject) -> Iterator[Found]:
     Does not call servers, which may not be up yet, or models, which are large.
     """
     config, environment = subject.config, subject.config.environment
+    if not config.kind.samples:
+        return
     if environment.function is not None:
         if subject.other_python is not None and ":" in environment.function:
             yield unchecked(f"the environment, in {subject.other_python}")

@@ -87,7 +87,7 @@ def _roles(config: RunConfig) -> str:
     named = (
         ("critic", algorithm.needs_critic),
         ("reference", algorithm.needs_reference),
-        ("engine", not config.rollout.served),
+        ("engine", not config.fills_files),
     )
     held = [name for name, needed in named if needed and name not in config.roles.separate]
     return f"in every rank beside the policy: {', '.join(held)}" if held else ""

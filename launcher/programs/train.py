@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from launcher.build.data import Data
 from launcher.build.jobs import loops_of
 from launcher.build.model import starting_shape
 from launcher.build.roles import Parts, allocation_of, started
@@ -156,16 +159,18 @@ async def _served(
 async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint | None, loop_watch: LoopWatch) -> bool:
     """Train, and export the model unless the run will soon be resumed. Returns whether every step was made."""
     async with started(parts, progress, stop) as (roles, data, shape):
+        parts = replace(parts, config=_with_steps(parts.config, data, progress))
         with contextlib.closing(Recorder(parts.folder, parts.config.log, progress, loop_watch.row)) as recorder:
             warm_start, loop = loops_of(parts, shape, roles, data, recorder, stop)
             loop_watch.begin()
             of_warm_start = start is None or start.state.warm_start_step is not None
+            first = warm_start if of_warm_start and warm_start is not None else loop
             if start is None:
                 recorder.truncate_after(-1)  # killed before its first checkpoint, a run starts over
             else:
                 progress.note(f"resuming from {start.folder}")
-                await unless_stopped(stop, _restore(warm_start if of_warm_start else loop, start))
-            if of_warm_start:
+                await unless_stopped(stop, _restore(first, start))
+            if warm_start is not None and first is warm_start:
                 if warm_start.pace.steps:
                     progress.phase(warm_start.job.name, total=warm_start.pace.steps)
                 if not await warm_start.run():
@@ -175,8 +180,20 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
             if finished or not stop.comes_back:
                 exported = parts.folder / f"hf_step_{loop.done:06d}"
                 remove_folder(exported)  # left by a finished run that is resumed
+                if not parts.config.kind.samples:
+                    await roles.weights.push(loop.done)  # no step did
                 await roles.weights.export(exported)
             return finished
+
+
+def _with_steps(config: RunConfig, data: Data, progress: Progress) -> RunConfig:
+    """With as many steps as ``sft.epochs`` of the data take, if it is given."""
+    if config.sft.epochs is None:
+        return config
+    steps = math.ceil(config.sft.epochs * len(data.train) / config.sft.batch_size)
+    progress.note(f"sft.epochs={config.sft.epochs:g} of {len(data.train)} rows: {steps} steps")
+    progress.total = steps
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
 
 
 async def _restore(loop: Loop, start: Checkpoint) -> None:

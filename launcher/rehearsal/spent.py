@@ -102,7 +102,7 @@ def planned_metrics(config: RunConfig, shape: ModelShape, guess: Estimate) -> di
 def _hours(config: RunConfig, seconds: float, sampling: float) -> dict[str, float]:
     """Hours of devices by role, of ``seconds`` in all of which ``sampling`` were rollouts."""
     held = {role: count * seconds / _HOUR for role, count in devices(config).items()}
-    if ENGINES not in held and not config.offline and config.rollout.server.addresses is None:
+    if ENGINES not in held and config.kind.samples and not config.offline and config.rollout.server.addresses is None:
         held[ENGINES] = held[LEARNER] * sampling / seconds if seconds else 0.0
         held[LEARNER] -= held[ENGINES]
     return held

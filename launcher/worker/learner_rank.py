@@ -52,11 +52,11 @@ class Worker(RankModels):
         self._connect(config, setup.run_folder / "weights")
 
     def _make_holder(self, config: RunConfig, run_folder: Path) -> LocalEngine | Mirror | None:
-        """The target of pushes: this rank's engine or, if servers sample, its node's mirror file."""
+        """The target of pushes: this rank's engine or, if servers sample or nobody does, its node's mirror file."""
         from rl_megatron.rollout.local.engine import LocalEngine
 
         section = config.rollout
-        if section.served:
+        if config.fills_files:
             return self._make_mirror(config, run_folder)
         longest = section.max_prompt_tokens + config.longest_completion
         return LocalEngine(self._shape, slots=section.slots, dtype=self._dtype, device=self._device, max_length=longest)
@@ -76,7 +76,7 @@ class Worker(RankModels):
         path, shapes = mirror_path(config, run_folder), self._hf.local_shapes(0)
         kind, group = FORMATS[config.rollout.server.quantization], self._fellow_writers
         if group and self._rank == group[0]:
-            if self._rank:
+            if self._rank or not config.rollout.served:
                 self._ends.enter_context(removed(path.parent))
             known = self._model_folder / "config.json"
             Mirror.make(path, shapes, self._dtype, known, kind, writers=len(group))
@@ -108,7 +108,7 @@ class Worker(RankModels):
         from rl_megatron.weights.transports.connect import Ends, make_transport
 
         held = self._held
-        if config.rollout.served:
+        if config.fills_files:
             transfers = plan_into_copies(self._layout, self._hf, self._writers)
             mine = {transfer.dst_param for transfer in transfers.receives(self._rank)}
             held = {name: tensor for name, tensor in held.items() if name in mine}
@@ -121,7 +121,7 @@ class Worker(RankModels):
         self._sealed = (
             config.rollout.served and not quantised and all(add_up(one, self._dtype.itemsize) for one in sources)
         )
-        section = config.weights.filling(served=config.rollout.served)
+        section = config.weights.filling(served=config.fills_files)
         ends = Ends(
             section=section.model_copy(update={"verify": section.verify and not self._sealed}),
             moves=transfers,

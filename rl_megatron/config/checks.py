@@ -9,7 +9,7 @@ from rl_megatron.config.environments import problems_of_environments
 from rl_megatron.config.evaluating import problems_of_evaluating
 from rl_megatron.config.keeping import problems_of_keeping
 from rl_megatron.config.modes import problems_of_modes
-from rl_megatron.config.reads import problems_of_unread_keys
+from rl_megatron.config.reads import problems_of_job, problems_of_unread_keys
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.weights import NODE_MEMORY, TRANSPORT_KINDS
 from rl_megatron.config.services import problems_of_services
@@ -41,6 +41,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *problems_of_services(config),
         *problems_of_keeping(config),
         *problems_of_evaluating(config),
+        *problems_of_job(config),
         *problems_of_unread_keys(config),
     ]
 
@@ -149,7 +150,7 @@ def _carried_problems(c: RunConfig, given: str) -> Iterator[str]:
 
 def _batch_problems(c: RunConfig) -> list[str]:
     out = []
-    if c.completions_per_step < c.train.minibatches:
+    if c.kind.samples and c.completions_per_step < c.train.minibatches:
         out.append(
             f"train.minibatches={c.train.minibatches} is more than the {c.completions_per_step} completions of a step "
             f"({c.named_completions}); lower the first or raise the others"

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
-from rl_megatron.config.sections.data import MixtureData
+from rl_megatron.config.sections.data import MixtureData, data_sources
+from rl_megatron.config.sections.jobs import JOBS
 from rl_megatron.config.sections.reward import reward_key
 from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.config.sections.weights import TRANSPORT_KINDS
@@ -91,6 +92,36 @@ OFFLINE_UNREAD = (
 )
 """The keys that nothing reads if a file holds the pairs: evaluations have a top_p of their own (eval.sets), and no
 answer is truncated."""
+
+
+def problems_of_job(config: RunConfig) -> list[str]:
+    """A line for each set key that the job does not read, and for data of another form than it trains on."""
+    kind, every = config.kind, dict[str, tuple[object, object]]()
+    for name, section in type(config).model_fields.items():
+        value = getattr(config, name)
+        if isinstance(value, BaseModel):
+            every |= _leaves(name, value)
+        else:
+            every[name] = value, section.get_default(call_default_factory=True)
+    for key, source in data_sources(config.data).items():
+        every |= {leaf: value for leaf, value in _leaves(key, source) if key != "data"}
+    unread = {leaf for name in kind.unread for leaf in _set(every, name)}
+    unread |= {
+        leaf for leaf in _set_below_sources(every) for name in kind.unread if f"data.{leaf.split('.')[-1]}" == name
+    }
+    if kind.reads is not None:
+        read = {leaf for name in kind.reads for leaf in _set(every, name)}
+        unread |= {leaf for leaf, (value, default) in every.items() if value != default} - read
+    others = " or ".join(f"job={name}" for name in JOBS if name != config.job)
+    return [
+        f"{leaf}={_text(every[leaf][0])}: job={config.job} does not read it, {others} may; leave it out, or set it to "
+        f"its default, {_text(every[leaf][1])}"
+        for leaf in sorted(unread)
+    ]
+
+
+def _set_below_sources(leaves: Mapping[str, tuple[object, object]]) -> list[str]:
+    return _set({leaf: value for leaf, value in leaves.items() if leaf.count(".") > 1}, "data.sources")
 
 
 def problems_of_unread_keys(config: RunConfig) -> list[str]:

@@ -9,6 +9,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.options.table import installed_keys
 
 FREE: Mapping[str, bool] = {
+    "job": False,
     "seed": False,
     "run": True,
     "model": False,
@@ -49,6 +50,7 @@ FREE: Mapping[str, bool] = {
     "roles": True,
     "weights": True,
     "warm_start": False,
+    "sft": False,
     "train": True,
     "eval": True,
     "checkpoint": True,

@@ -17,6 +17,7 @@ from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.data import ArithmeticRunData, FileKeys, FileRunData, HubRunData, MixtureData
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.eval import EvalSection
+from rl_megatron.config.sections.jobs import JOBS, JobKind, JobName, SftSection
 from rl_megatron.config.sections.learner import LearnerSection, RolesSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
@@ -174,6 +175,8 @@ class LogSection(Section):
 class RunConfig(Section):
     """The whole configuration of one run."""
 
+    job: JobName = "rl"
+    """What the run does: reinforcement learning, or on a file's pairs DPO (rl), or supervised fine-tuning (sft)."""
     seed: NonNegative = 0
     """Seed of the tiny model, the data, sampling and minibatches."""
     run: RunSection = RunSection()
@@ -192,10 +195,21 @@ class RunConfig(Section):
     weights: WeightsSection = WeightsSection()
     warm_start: WarmStartSection = WarmStartSection()
     train: TrainSection = TrainSection()
+    sft: SftSection = SftSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
     slurm: SlurmSection = SlurmSection()
+
+    @property
+    def kind(self) -> JobKind:
+        """The row of ``job`` in the table of jobs."""
+        return JOBS[self.job]
+
+    @property
+    def fills_files(self) -> bool:
+        """Whether pushes fill a file on each node, which servers read, or an export alone."""
+        return self.rollout.served or not self.kind.samples
 
     @property
     def transport(self) -> TransportKind:
@@ -235,16 +249,32 @@ class RunConfig(Section):
     @property
     def most_sampled(self) -> int:
         """Most tokens that the policy samples of a trajectory, and most that follow its first prompt."""
+        if not self.kind.samples:
+            return 0
         return self.rollout.max_new_tokens if self.environment.function is None else self.environment.max_tokens
 
     @property
     def longest_sequence(self) -> int:
         """Most tokens of a prompt and what follows it."""
-        return self.rollout.max_prompt_tokens + self.most_sampled
+        return self.longest_prompt + self.most_sampled
+
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt; where nothing is sampled, of a whole sequence."""
+        return self.rollout.max_prompt_tokens if self.kind.samples else self.sft.max_tokens
+
+    @property
+    def on_long_prompt(self) -> Literal["fail", "drop"]:
+        """What to do with a prompt of more tokens: of one that fills a sequence, there is no answer to cut."""
+        if self.kind.samples:
+            return self.rollout.on_long_prompt
+        return "fail" if self.sft.on_long == "fail" else "drop"
 
     @property
     def named_longest(self) -> str:
         """The keys that give ``longest_sequence``, for messages."""
+        if not self.kind.samples:
+            return f"sft.max_tokens={self.sft.max_tokens}"
         after = "rollout.max_new_tokens" if self.environment.function is None else "environment.max_tokens"
         return f"rollout.max_prompt_tokens={self.rollout.max_prompt_tokens} + {after}={self.most_sampled}"
 
@@ -272,12 +302,16 @@ class RunConfig(Section):
 
     @property
     def completions_per_step(self) -> int:
-        """Completions in one batch: sampled ones, or the two of each pair in a file."""
+        """Completions in one batch: sampled ones, the two of each pair in a file, or what somebody wrote."""
+        if not self.kind.samples:
+            return self.sft.batch_size
         return self.rollout.prompts_per_step * (2 if self.offline else self.rollout.group_size)
 
     @property
     def named_completions(self) -> str:
         """The keys that give ``completions_per_step``, for messages."""
+        if not self.kind.samples:
+            return f"sft.batch_size={self.sft.batch_size}"
         each = "2 of a pair (data.rejected_field)" if self.offline else f"rollout.group_size={self.rollout.group_size}"
         return f"rollout.prompts_per_step={self.rollout.prompts_per_step} * {each}"
 

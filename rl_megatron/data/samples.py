@@ -8,7 +8,7 @@ Letters: S sequences, N positions of all of them, L tokens of one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,31 +60,46 @@ def _turns_of(turns: Sequence[Sequence[tuple[int, LogProbs]]], cu_seqlens: Tenso
     return torch.from_numpy(out)
 
 
-def supervised_samples(
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WrittenRow:
+    """Tokens [L] int32 of the prompt ``id``, and the turns in them to learn: first token, and the token behind."""
+
+    id: str
+    token_ids: TokenIds
+    turns: tuple[tuple[int, int], ...]
+
+
+def supervised_rows(
     prompts: Sequence[Prompt], targets: Sequence[Sequence[str]], tokenizer: PreTrainedTokenizerBase
-) -> Samples:
-    """Each prompt followed by its target's texts; advantages 1, log-probs 0.
+) -> list[WrittenRow]:
+    """Each prompt followed by its target's texts.
 
     The first text is the model's, the next is read, and so on in turns. The model's end with the end-of-sequence token,
-    and only they are masked in.
+    and only they are learnt.
     """
     eos = tokenizer.eos_token_id
     if not isinstance(eos, int):
         raise DataError("the tokenizer has no eos_token to end a supervised target with; add one to it")
     texts = [text for target in targets for text in target]
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
-    rows, turns = list[TokenIds](), list[list[tuple[int, LogProbs]]]()
+    rows = []
     for prompt, target in zip(prompts, targets, strict=True):
-        row, said = list(prompt.token_ids), list[tuple[int, LogProbs]]()
+        row, said = list(prompt.token_ids), list[tuple[int, int]]()
         for number in range(len(target)):
             ids = next(encoded)
             if number % 2 == 0:
                 ids = [*ids, eos]
-                said.append((len(row), np.zeros(len(ids), np.float32)))
+                said.append((len(row), len(row) + len(ids)))
             row += ids
-        rows.append(np.array(row, np.int32))
-        turns.append(said)
-    samples = _join([p.id for p in prompts], rows, turns)
+        rows.append(WrittenRow(id=prompt.id, token_ids=np.array(row, np.int32), turns=tuple(said)))
+    return rows
+
+
+def written_samples(rows: Sequence[WrittenRow]) -> Samples:
+    """Rows that nobody sampled: advantages of their turns' tokens are 1, and log-probs 0. Raises DataError for a row
+    without a turn or that begins with one."""
+    turns = [[(start, np.zeros(stop - start, np.float32)) for start, stop in row.turns] for row in rows]
+    samples = _join([row.id for row in rows], [row.token_ids for row in rows], turns)
     return replace(samples, advantages=samples.mask.float())
 
 

@@ -21,6 +21,7 @@ from rl_megatron.experiments.queued import Queued, Task, read_task
 from rl_megatron.experiments.study import Study
 from rl_megatron.observability.files import JsonRow, from_the_end
 from rl_megatron.observability.history import number
+from rl_megatron.observability.metrics.table import STEPS
 
 
 class CellState(StrEnum):
@@ -142,7 +143,7 @@ def last_step(cell: Cell) -> int:
         row = next((row for row in from_the_end(path) if row.get("phase") != "eval"), None)
     except (FileNotFoundError, DataError):  # `find_states` says what is wrong
         return 0
-    return _step(row) if row is not None and row.get("phase") == "rl" else 0
+    return _step(row) if row is not None and row.get("phase") in STEPS else 0
 
 
 def seconds_of(cell: Cell, record: CellRecord) -> float:

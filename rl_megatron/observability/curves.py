@@ -26,6 +26,7 @@ class Curve:
 
 
 HEADLINES = (
+    Curve(title="Held-out loss", metric="eval/loss"),
     Curve(title="Held-out accuracy", metric="eval/accuracy", limits=(0.0, 1.0), warm_start=True),
     Curve(title="Reward", metric="reward/mean", band=", mean ± standard deviation", spread="reward/std"),
 )
@@ -132,6 +133,12 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Critic: clip fraction", metric="critic/clip_fraction", hide_constant=True),
             Curve(title="Critic: learning rate", metric="critic/learning_rate", hide_constant=True),
             Curve(title="Warm start: loss by supervised step", metric="warm_start/loss"),
+            Curve(title="Held-out perplexity", metric="eval/perplexity"),
+            Curve(title="Learnt tokens of a step", metric="sft/tokens"),
+            Curve(title="Passes over the data", metric="sft/epoch"),
+            Curve(title="Sequences left out as too long", metric="sft/dropped", hide_constant=True),
+            Curve(title="Sequences cut", metric="sft/cut", hide_constant=True),
+            Curve(title="Seconds of waiting for data", metric="sft/data_seconds"),
         ),
     ),
     (

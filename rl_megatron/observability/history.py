@@ -14,6 +14,7 @@ import yaml
 from rl_megatron.errors import DataError
 from rl_megatron.observability.charts import number_text
 from rl_megatron.observability.files import JsonRow, read_jsonl
+from rl_megatron.observability.metrics.table import STEPS
 from rl_megatron.observability.samples import SampleRow, read_samples
 
 T = TypeVar("T")
@@ -122,13 +123,13 @@ def _load(folder: Path, label: str, left_out: Callable[[str], None] | None) -> R
 
 
 def _with_evaluations(rows: Sequence[JsonRow]) -> list[JsonRow]:
-    """The rows of RL, each with the figures of its step's row of phase ``eval``, written when that evaluation ended."""
+    """Rows of steps, each with the figures of its step's row of phase ``eval``, written when that evaluation ended."""
     evaluated = {
         row["step"]: {name: value for name, value in row.items() if name.startswith("eval/")}
         for row in rows
         if row.get("phase") == "eval"
     }
-    return [{**row, **evaluated.get(row["step"], {})} for row in rows if row.get("phase") == "rl"]
+    return [{**row, **evaluated.get(row["step"], {})} for row in rows if row.get("phase") in STEPS]
 
 
 def _staleness(path: Path) -> list[int]:

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_megatron.observability.files import JsonValue
+from rl_megatron.observability.metrics.table import STEPS
 
 _BARS = "▁▂▃▄▅▆▇█"
 _LINE = (
@@ -29,6 +30,7 @@ _LINE = (
     ("accuracy", "eval/accuracy"),
     ("loss", "loss"),
     ("loss", "warm_start/loss"),
+    ("eval_loss", "eval/loss"),
     ("grad_norm", "grad_norm"),
     ("entropy", "entropy"),
     ("seconds", "seconds/step"),
@@ -48,7 +50,7 @@ class Progress:
         console: Console | None = None,
     ) -> None:
         self._console = console or Console()
-        self._total = total_steps
+        self.total = total_steps  # may be known only once the data is read
         self._title = title
         self._folder = run_folder
         self._warm_total: int | None = None
@@ -90,7 +92,7 @@ class Progress:
             self._evaluated(row)
             return
         self._row = row
-        if (seconds := _number(row, "seconds/step")) is not None and row.get("phase") == "rl":
+        if (seconds := _number(row, "seconds/step")) is not None and row.get("phase") in STEPS:
             self._seconds.append(seconds)
         if (reward := _number(row, "reward/mean")) is not None:
             self._rewards.append(reward)
@@ -119,14 +121,14 @@ class Progress:
 
     def _position(self) -> str:
         warm = self._row.get("phase") == "warm_start"
-        at, total = ("warm_start/step", self._warm_total) if warm else ("step", self._total)
+        at, total = ("warm_start/step", self._warm_total) if warm else ("step", self.total)
         return f"{'warm_start' if warm else 'step'} {self._row.get(at, 0)}" + (f"/{total}" if total else "")
 
     def _line(self) -> str:
         fields = [f"{label}={self._shown(name)}" for label, name in _LINE if name in self._row]
         if (speed := self._tokens_per_second()) is not None:
             fields.append(f"tokens/s={speed:.0f}")
-        if self._row.get("phase") == "rl":
+        if self._row.get("phase") != "warm_start":
             fields += [f"eta={eta}" for eta in [self._eta()] if eta]
         if "checkpoint/step" in self._row:
             fields.append(f"checkpoint={self._checkpoint}")
@@ -143,13 +145,13 @@ class Progress:
         return None if tokens is None or not seconds else tokens / seconds
 
     def _eta(self) -> str:
-        left = self._total - int(_number(self._row, "step") or 0)
+        left = self.total - int(_number(self._row, "step") or 0)
         return _duration(left * sum(self._seconds) / len(self._seconds)) if self._seconds and left > 0 else ""
 
     def __rich__(self) -> Panel:
         warm = self._row.get("phase") == "warm_start"
         done = _number(self._row, "warm_start/step" if warm else "step") or 0
-        total = self._warm_total if warm else self._total
+        total = self._warm_total if warm else self.total
         head = Table.grid(padding=(0, 2))
         eta = self._eta()
         head.add_row(

@@ -171,6 +171,8 @@ def _unpredicted(config: RunConfig) -> str:
     server = config.rollout.server
     if config.slurm.speeds.gpu is None:
         return "set slurm.speeds.gpu to the kind of your GPUs, as h100"
+    if not config.kind.samples:
+        return f"they are of steps that sample, and job={config.job} samples nothing"
     if config.offline:
         return "they are of steps that sample, and data.rejected_field has pairs of a file"
     if not config.rollout.served:

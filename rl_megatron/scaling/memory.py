@@ -248,7 +248,7 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
     if "reference" in here:
         terms["reference"] = own["parameters"]
     terms["weight push"] = 4.0 * config.weights.bucket_mb * 2**20  # two buffers each way
-    if not config.rollout.served:
+    if not config.fills_files:
         terms["engine"] = _local_engine(config, shape)
     elif served:
         terms["engine"] = _server(config, shape)

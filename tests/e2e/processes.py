@@ -189,6 +189,11 @@ class Place:
         """The same in a fork, for tests whose subject is not how a run starts; see `Fork`."""
         return self._fork(name, self._training(name, arguments, resume), before)
 
+    def fork_alone(self, name: str, *arguments: str, resume: bool = False) -> Run:
+        """A run of these arguments alone, in a fork."""
+        keys = (f"model.cache_dir={self.cache}", f"run.name={name}", *arguments)
+        return self._fork(name, ["train", *keys, *(["--resume"] if resume else [])])
+
     def begin(self, *arguments: str) -> Run:
         """Start the given command line."""
         return self._start("none", list(arguments))

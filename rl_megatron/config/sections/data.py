@@ -44,12 +44,35 @@ class FileKeys(Section):
     rejected_field: str | None = None
     """Field of the training file that holds a worse answer: algorithm=dpo then trains on these pairs, and engines
     sample only for evaluations. null: the file has none."""
+    messages_field: str | None = None
+    """Field that holds a conversation, a list of messages, for job=sft: it trains on the assistant's, of which those
+    with a ``weight`` of 0 are context alone. null: a row is a problem and its answer."""
+    tools_field: str | None = None
+    """Field that holds the list of functions that a conversation's chat template shows; null: there are none."""
     prompt_template: str = "{prompt}"
     """Text of a prompt, in which the problem replaces {prompt}."""
     chat_template: bool = False
     """Whether to wrap the prompt as a user turn of the tokenizer's chat template."""
     max_eval: Positive | None = None
     """Number of held-out problems to use, the first of the file; null uses all."""
+
+    @model_validator(mode="after")
+    def _rows_have_one_form(self) -> Self:
+        unread = {
+            "prompt_template": self.prompt_template != "{prompt}",
+            "chat_template": self.chat_template,
+            "rejected_field": self.rejected_field is not None,
+        }
+        if self.messages_field is None:
+            unread = {"tools_field": self.tools_field is not None}
+        for name in (name for name, given in unread.items() if given):
+            of = "without messages_field" if self.messages_field is None else f"messages_field={self.messages_field!r}"
+            raise ValueError(
+                f"{name}={getattr(self, name)!r} does nothing with {of}; leave one of the two out".replace(
+                    "with without", "without"
+                )
+            )
+        return self
 
 
 class FileData(FileKeys):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from rl_megatron.data.problems.files import files_in, local_files, read_records
 from rl_megatron.data.problems.leaks import JoinedTexts, ListedTexts, OnLeak, rows_to_keep, spaced
 from rl_megatron.data.problems.parquet import ParquetRows
 from rl_megatron.data.problems.pool import Joined, Listed, Pool, RowForm, RowsOfPrompts
-from rl_megatron.data.problems.rendering import OnLongPrompt, Problem, rendered, tokenized
+from rl_megatron.data.problems.rendering import OnLongPrompt, Problem, conversation, rendered, tokenized, unrendered
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.types import Prompt
 
@@ -59,20 +60,29 @@ def load_prompts(
         held |= {key: _problems(key, source, tokenizer, seed)[1] for key, source in (sets or {}).items()}
         kept |= _without_leaks({key: train for key, (train, _) in splits.items()}, held, on_leak)
     pools, held_out = list[Pool](), list[Prompt]()
+    form: Callable[[Sequence[Problem]], list[Prompt]]
     for key, source in sources.items():
         name = name_of(key) if isinstance(data, MixtureData) else ""
         bos = not (isinstance(source, FileKeys) and source.chat_template)  # a chat template writes its own
         train, theirs = splits[key]
+        form = partial(
+            tokenized,
+            tokenizer=tokenizer,
+            add_special_tokens=bos,
+            max_prompt_tokens=max_prompt_tokens,
+            on_long_prompt=on_long_prompt,
+        )
+        if isinstance(source, FileKeys) and source.messages_field is not None:
+            form = unrendered
         if isinstance(train, ParquetRows):
             assert isinstance(source, FileKeys)  # only these have rows
-            form = RowForm(data=source, tokenizer=tokenizer, max_tokens=max_prompt_tokens, on_long=on_long_prompt)
-            pools.append(RowsOfPrompts(train, kept[key], form, source=name))
+            of_row = RowForm(data=source, tokenizer=tokenizer, max_tokens=max_prompt_tokens, on_long=on_long_prompt)
+            pools.append(RowsOfPrompts(train, kept[key], of_row, source=name))
         else:
             mask = kept[key]
             ours = train if mask is None else [train[row] for row in np.flatnonzero(mask).tolist()]
-            found = tokenized(ours, tokenizer, bos, max_prompt_tokens, on_long_prompt)
-            pools.append(Listed(_named(found, name)))
-        held_out += _named(tokenized(theirs, tokenizer, bos, max_prompt_tokens, on_long_prompt), name)
+            pools.append(Listed(_named(form(ours), name)))
+        held_out += _named(form(theirs), name)
     return pools[0] if len(pools) == 1 else Joined(pools), held_out
 
 
@@ -117,7 +127,9 @@ def _problems(
 
 
 def fields_of(data: FileKeys, path: Path) -> tuple[str, ...]:
-    """The fields that a row of ``path``, one of the data's two files, must have."""
+    """The fields of texts that a row of ``path``, one of the data's two files, must have."""
+    if data.messages_field is not None:
+        return ()
     pairs = (data.rejected_field,) if data.rejected_field is not None and path == data.train else ()
     return data.prompt_field, data.answer_field, *pairs
 
@@ -167,7 +179,7 @@ def _file_problems(
     files = files_in(data.train, f"{key}.train")
     train = (
         ParquetRows(files, fields_of(data, data.train), f"{key}.train")
-        if files[0].suffix == ".parquet" and data.rejected_field is None
+        if files[0].suffix == ".parquet" and data.rejected_field is None and data.messages_field is None
         else _all_problems(data.train, f"{key}.train", data, tokenizer)
     )
     return train, _all_problems(data.eval, f"{key}.eval", data, tokenizer, data.max_eval)
@@ -183,5 +195,9 @@ def _all_problems(
         if left == 0:
             break
         records = read_records(file, fields, key=key, limit=left)
-        found += [rendered(record, file, line, data, tokenizer) for line, record in enumerate(records, 1)]
+        for line, record in enumerate(records, 1):
+            whole = data.messages_field is not None
+            found.append(
+                conversation(record, file, line, data) if whole else rendered(record, file, line, data, tokenizer)
+            )
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_megatron.config.sections.data import FileKeys
-from rl_megatron.data.problems.records import Record
+from rl_megatron.data.problems.records import Record, missing_field
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt
 
@@ -53,6 +54,32 @@ def rendered(record: Record, path: Path, line: int, data: FileKeys, tokenizer: P
         rejected=rejected,
         meta=record.others,
     )
+
+
+def conversation(record: Record, path: Path, line: int, data: FileKeys) -> Problem:
+    """The conversation in a row of a file: its ``text`` is that of its messages and tools, in JSON.
+
+    Raises DataError for a row without messages of which one is the assistant's.
+    """
+    assert data.messages_field is not None
+    place, found = f"{path}:{line}", dict[str, Any]()
+    for name in filter(None, (data.messages_field, data.tools_field)):
+        if name not in record.others:
+            raise DataError(f"{place}: {missing_field(name, record.others)}")
+        value = record.others[name]
+        found[name] = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+        if not isinstance(found[name], list | None) or not all(isinstance(one, dict) for one in found[name] or ()):
+            raise DataError(f"{place}: field {name!r} is {value!r:.80}; it must be a list of objects")
+    messages, tools = found[data.messages_field], found.get(data.tools_field or "") or []
+    if not any(one.get("role") == "assistant" for one in messages or ()):
+        raise DataError(f"{place}: field {data.messages_field!r} has no message of the role 'assistant' to train on")
+    text = json.dumps({"messages": messages, "tools": tools}, ensure_ascii=False)
+    return Problem(id=f"{path.stem}:{line}", place=place, text=text, answer="", raw=text, meta=record.others)
+
+
+def unrendered(conversations: Sequence[Problem]) -> list[Prompt]:
+    """The conversations as prompts without tokens, which whoever trains on them makes of ``text``."""
+    return [Prompt(id=one.id, text=one.text, token_ids=(), answer="", meta=one.meta) for one in conversations]
 
 
 def tokenized(

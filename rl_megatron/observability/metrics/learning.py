@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 LEARNING = (
-    ("step", "", "RL step, 1 to train.steps; 0 for rows of the warm start and for an evaluation before the first step"),
-    ("phase", "", "`warm_start` (supervised steps), `rl`, or `eval`: an evaluation of that step beside later ones"),
+    (
+        "step",
+        "",
+        "step of the job, 1 to train.steps; 0 for rows of the warm start and for an evaluation before the first step",
+    ),
+    (
+        "phase",
+        "",
+        "`warm_start` (supervised steps), `rl`, `sft`, or `eval`: an evaluation of that step beside later ones",
+    ),
     ("warm_start/step", "", "supervised step, 1 to warm_start.steps; 0 for the evaluation before the first"),
     ("warm_start/loss", "nats", "mean cross-entropy per supervised token"),
+    ("eval/loss", "nats", "mean cross-entropy per learnt token of held-out rows, with job=sft"),
+    ("eval/perplexity", "", "exponential of eval/loss"),
+    ("sft/tokens", "tokens", "tokens that the step learnt: of answers, without what they answer"),
+    ("sft/data_seconds", "s", "waiting for the step's rows, which are made beside the step before"),
+    ("sft/epoch", "", "passes over the data that were trained on"),
+    ("sft/dropped", "sequences", "of the step, left out because they are longer than sft.max_tokens"),
+    ("sft/cut", "sequences", "of the step, trained on without what is behind sft.max_tokens"),
     ("reward/mean", "", "mean reward of the step's completions"),
     ("reward/std", "", "standard deviation of the step's rewards, over all completions"),
     ("reward/sampled_mean", "", "mean reward of all sampled completions, including groups that are left out later"),

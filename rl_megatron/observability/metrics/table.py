@@ -50,9 +50,21 @@ _FAMILIES = [
     if "<" in name
 ]
 
-PHASES = ("warm_start", "rl", "eval")
+STEPS = ("rl", "sft")
+"""The phases of rows of a job's steps."""
+PHASES = ("warm_start", *STEPS, "eval")
 
-PHASE_SECONDS = ("rollout", "logprobs", "reference", "values", "train", "critic", "weights", "eval", "checkpoint")
+PHASE_SECONDS = (
+    "rollout",
+    "logprobs",
+    "reference",
+    "values",
+    "train",
+    "critic",
+    "weights",
+    "eval",
+    "checkpoint",
+)
 """The parts of ``seconds/step``, in the order in which a step runs them."""
 
 
@@ -73,10 +85,10 @@ def render_docs() -> str:
     head = """# Metrics
 
 `runs/<name>/metrics.jsonl` holds one JSON object per line: one for each recorded supervised step of the warm start,
-then one for each RL step. Names are stable. A value that was NaN or infinite is `null`. TensorBoard tags and W&B keys
-are the same names, prefixed by `warm_start/` in rows of the warm start. Log-probs, entropies and KLs are in nats.
-Metrics in s, ms, s/s, tokens/s and rank, and mfu, depend on the clock, those of a checkpoint on when the run saved; all
-others are equal to the bit in equal runs, but where servers sample ahead, whose answers arrive by the clock.
+then one for each step of the job. Names are stable. A value that was NaN or infinite is `null`. TensorBoard tags and
+W&B keys are the same names, prefixed by `warm_start/` in rows of the warm start. Log-probs, entropies and KLs are in
+nats. Metrics in s, ms, s/s, tokens/s and rank, and mfu, depend on the clock, those of a checkpoint on when the run
+saved; all others are equal to the bit in equal runs, but where servers sample ahead, whose answers arrive by the clock.
 
 A metric that a run cannot have is absent, not 0: what says "with max_staleness" where train.max_staleness is 0, what
 needs servers where the learner's processes sample.

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from rl_megatron.data.samples import select, split_minibatches, supervised_samples, to_samples, with_last_tokens
+from rl_megatron.data.samples import (
+    select,
+    split_minibatches,
+    supervised_rows,
+    to_samples,
+    with_last_tokens,
+    written_samples,
+)
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
 from rl_megatron.models.tiny import byte_tokenizer
@@ -61,7 +68,7 @@ def test_a_sequence_without_a_sampled_token_is_named() -> None:
 
 def test_supervised_targets_end_with_eos() -> None:
     prompts = [Prompt(id="x", text="1+1=", token_ids=tuple(b"1+1="), answer="2")]
-    samples = supervised_samples(prompts, [("2",)], byte_tokenizer())
+    samples = written_samples(supervised_rows(prompts, [("2",)], byte_tokenizer()))
     assert samples.input_ids.tolist() == list(b"1+1=2")
     assert samples.targets.tolist() == [*b"+1=2", 257]
     assert samples.mask.tolist() == [False, False, False, True, True]

@@ -39,6 +39,7 @@ RECIPES: Mapping[str, list[str]] = {  # what is the user's to give
     "calculator": [],
     "guess": [],
     "gsm8k_tiny": FILES,
+    "sft_tiny": [],
     "tiny_cpu": [],
 }
 TINY = replace(

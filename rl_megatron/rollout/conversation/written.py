@@ -1,0 +1,131 @@
+"""Conversations that somebody wrote, as rows of tokens: each turn of the assistant behind the prompt that it answers.
+
+A turn is trained on behind the very prompt for which the model would sample it, as the chat template writes that. Where
+a template shows a turn otherwise later on (Qwen3 drops its thinking), the turns behind it begin a new row. The
+template's texts and the turns' are encoded apart, as they are when a model samples. No model has code of its own here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rl_megatron.data.samples import WrittenRow
+from rl_megatron.errors import DataError
+from rl_megatron.rollout.conversation.chat import ChatTemplate
+from rl_megatron.rollout.conversation.messages import REASONING, ChatMessage, MessagesRefused, tidied
+from rl_megatron.rollout.conversation.templates import Tools
+from rl_megatron.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(slots=True)
+class _Texts:
+    """The texts of a row, one after the other, and whether each is a turn to learn."""
+
+    parts: list[tuple[str, bool]]
+
+    @property
+    def whole(self) -> str:
+        return "".join(text for text, _ in self.parts)
+
+
+class WrittenConversations:
+    """Makes rows of conversations by the chat template of a model, whose sampling ends with ``stop_token_ids``."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> None:
+        """Raises ConfigError for a tokenizer without a usable chat template."""
+        self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer)
+        self._stops = np.array(stop_token_ids, np.int32)
+        self._endings = tuple(
+            self._template.decode(self._stops[i : i + 1], special=True) for i in range(len(self._stops))
+        )
+
+    def rows(self, prompts: Sequence[Prompt]) -> list[WrittenRow]:
+        """The rows of the prompts, of each one or several, in their order.
+
+        Raises DataError that names the prompt: the template refuses its messages, does not show a turn behind its own
+        prompt, or writes no token there that ends sampling.
+        """
+        made = []
+        for prompt in prompts:
+            said = json.loads(prompt.text)
+            try:
+                made += [(prompt.id, row) for row in self._texts(said["messages"], said["tools"])]
+            except MessagesRefused as error:
+                raise DataError(f"prompt {prompt.id!r}: {error}") from error
+        texts = [text for _, row in made for text, _ in row.parts]
+        encoded = iter(self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
+        return [self._row(name, row, [next(encoded) for _ in row.parts]) for name, row in made]
+
+    def _texts(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[_Texts]:
+        weights = [_weight(place, message) for place, message in enumerate(messages)]
+        known = tidied([{key: value for key, value in one.items() if key != "weight"} for one in messages])
+        rows = list[_Texts]()
+        for place, message in enumerate(known):
+            if message["role"] != "assistant" or not weights[place]:
+                continue
+            prompt, turn = self._prompt_and_turn(known[: place + 1], tools)
+            turn += self._ending(prompt + turn, known, place, tools)
+            before = rows[-1].whole if rows else None
+            if before is not None and prompt.startswith(before):
+                rows[-1].parts += [(prompt[len(before) :], False), (turn, True)]
+            else:
+                rows.append(_Texts([(prompt, False), (turn, True)]))
+        return rows
+
+    def _prompt_and_turn(self, known: Sequence[ChatMessage], tools: Tools) -> tuple[str, str]:
+        """The texts before the last message and of it."""
+        place = len(known) - 1
+        if not place:
+            raise MessagesRefused("message 1 is the assistant's, which answers nobody; put another one before it")
+        prompt = self._template.render(known[:place], tools)
+        whole = self._template.render(known, tools, opened=False)
+        if not whole.startswith(prompt):
+            at = next(i for i, (one, other) in enumerate(zip(prompt, whole + "\0", strict=False)) if one != other)
+            raise MessagesRefused(
+                f"message {place + 1}: the chat template's prompt for it has {prompt[at : at + 40]!r} where with the "
+                f"message there is {whole[at : at + 40]!r}, so which tokens the model would sample is not known; "
+                "write the message as the model says it (with its thinking), or give it a weight of 0"
+            )
+        return prompt, whole[len(prompt) :]
+
+    def _ending(self, whole: str, known: Sequence[ChatMessage], place: int, tools: Tools) -> str:
+        """What ends the sampling of a message and is written with the one behind it: GLM's models stop by its role."""
+        if whole.rstrip().endswith(self._endings):
+            return ""
+        bare = [{key: value for key, value in one.items() if key != REASONING[0]} for one in known[: place + 1]]
+        behind = known[place + 1] if place + 1 < len(known) else {"role": "user", "content": "."}
+        whole = self._template.render(bare, tools, opened=False)  # without thinking, which is dropped before users
+        more = self._template.render([*bare, behind], tools, opened=False)
+        found = more[len(whole) :] if more.startswith(whole) else ""
+        return next((ending for ending in self._endings if found.startswith(ending)), "")
+
+    def _row(self, name: str, row: _Texts, encoded: Sequence[Sequence[int]]) -> WrittenRow:
+        tokens, turns = list[int](), list[tuple[int, int]]()
+        for (text, is_turn), ids in zip(row.parts, encoded, strict=True):
+            if is_turn:
+                ends = np.flatnonzero(np.isin(np.array(ids, np.int64), self._stops))
+                if not len(ends) or self._tokenizer.decode(ids[ends[-1] + 1 :]).strip():
+                    raise DataError(
+                        f"prompt {name!r}: the chat template ends a turn with {text[-40:]!r}, in which no token ends "
+                        f"sampling (ids {self._stops.tolist()}), so a model would learn to go on; add its id to "
+                        "eos_token_id in generation_config.json"
+                    )
+                turns.append((len(tokens), len(tokens) + int(ends[-1]) + 1))
+            tokens += ids
+        return WrittenRow(id=name, token_ids=np.array(tokens[: turns[-1][1]], np.int32), turns=tuple(turns))
+
+
+def _weight(place: int, message: Mapping[str, Any]) -> int:
+    """Whether to train on a message, as OpenAI's fine-tuning files say it."""
+    weight = message.get("weight")
+    if weight not in (None, 0, 1):
+        raise MessagesRefused(f"message {place + 1}: weight={weight!r}; it must be 0 or 1")
+    return 1 if weight is None else int(weight)

@@ -1,0 +1,99 @@
+"""The warm start: supervised steps on right answers, or an environment's demonstrations, until held-out accuracy is
+high enough."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.samples import supervised_rows, written_samples
+from rl_megatron.interfaces import Learner, Roles
+from rl_megatron.observability.recorder import Row, Stopwatch
+from rl_megatron.training.checkpoints import TrainerState
+from rl_megatron.training.evaluation import Evaluation
+from rl_megatron.training.jobs.supervised import SupervisedSteps
+from rl_megatron.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+Targets = Callable[[Sequence[Prompt], int], Sequence[Sequence[str]]]
+"""What to learn of each prompt in a step of this number: the model's text, what it reads then, and so on in turns."""
+
+
+def answers(prompts: Sequence[Prompt], step: int) -> list[tuple[str]]:
+    """The right answer of each prompt."""
+    return [(prompt.answer,) for prompt in prompts]
+
+
+@dataclass(slots=True, kw_only=True)
+class WarmStart:
+    """A Job of ``training.loop``: cross-entropy on ``targets``, configured by ``warm_start``."""
+
+    config: RunConfig
+    roles: Roles
+    prompts: PromptStream
+    tokenizer: PreTrainedTokenizerBase
+    targets: Targets
+    evaluation: Evaluation
+    supervised: SupervisedSteps
+    name: str = "warm start"
+    first_step_is_saved: bool = False
+    number: int = 0  # of the last step
+
+    async def start(self, *, fresh: bool) -> Row | None:
+        """Push the weights, and evaluate them if a step follows."""
+        if self.config.warm_start.steps:
+            await asyncio.to_thread(self.prompts.read_ahead)
+        if not fresh:
+            return None
+        await self.roles.weights.push(0)
+        return {**self._row(), **await self.evaluation.row()} if self.config.warm_start.steps else None
+
+    async def step(self, number: int, watch: Stopwatch) -> Row:
+        """Make an optimizer step on ``warm_start.batch_size`` problems; the loss is null if it was skipped."""
+        c, self.number = self.config, number
+        prompts = self.prompts.take(c.warm_start.batch_size)
+        samples = written_samples(supervised_rows(prompts, self.targets(prompts, number), self.tokenizer))
+        made = await self.supervised.step(samples, c.warm_start.learning_rate, prompts)
+        loss = None if made is None else made.loss
+        return {**self._row(), "warm_start/loss": loss, **self.roles.rank_metrics()}
+
+    def _row(self) -> Row:
+        return {"step": 0, "phase": "warm_start", "warm_start/step": self.number}
+
+    async def evaluate(self, watch: Stopwatch) -> Row:
+        """Push the weights, and measure held-out accuracy."""
+        await self.roles.weights.push(0)
+        return await self.evaluation.row()
+
+    def enough(self, row: Row) -> bool:
+        """Whether held-out accuracy has reached ``warm_start.stop_at_accuracy``."""
+        return float(row.get("eval/accuracy") or 0) >= self.config.warm_start.stop_at_accuracy
+
+    def learners(self) -> dict[str, Learner]:
+        """The policy alone, keyed by its subfolder of a checkpoint."""
+        return {"learner": self.roles.policy}
+
+    async def before_save(self) -> None:
+        """Nothing is under way between steps."""
+
+    def state(self) -> TrainerState:
+        """The position in the data."""
+        prompts = self.prompts.state()
+        return TrainerState(step=0, prompts=prompts, stream=None, warm_start_step=self.number)
+
+    async def restore(self, state: TrainerState) -> None:
+        """Continue from ``state``, and push the weights."""
+        self.number = state.warm_start_step or 0
+        await asyncio.to_thread(self.prompts.digest)
+        self.prompts.restore(state.prompts)
+        await self.roles.weights.push(0)
+
+    async def close(self) -> None:
+        """Nothing goes on between steps."""

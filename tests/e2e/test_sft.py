@@ -1,0 +1,193 @@
+"""Fine-tuning on conversations: its losses, gradients and weights are those of transformers and AdamW of torch, and a
+run that was stopped and resumed is equal to the bit to one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from rl_megatron.config.run import TinyModelSection
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.observability.metrics.table import deterministic
+from tests.e2e.processes import Place, Run
+
+SIZE, ROWS, STEPS, RATE = 6, 20, 5, 3e-3
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{{ '<eos>' if m['role'] == 'assistant' else '' }}\n"
+    "{% endfor %}{{ 'assistant:' if add_generation_prompt else '' }}"
+)
+
+
+def conversation(rng: random.Random) -> list[dict[str, str]]:
+    messages = [{"role": "system", "content": "You add."}] if rng.random() < 0.5 else []
+    for _ in range(rng.randint(1, 3)):
+        a, b = rng.randint(0, 99), rng.randint(0, 99)
+        messages += [{"role": "user", "content": f"{a}+{b}?"}, {"role": "assistant", "content": f"It is {a + b}."}]
+    return messages
+
+
+@pytest.fixture(scope="module")
+def model(place: Place) -> Path:
+    """A tiny model whose chat template ends turns with its end-of-sequence token; beside it the data."""
+    folder = place.folder / "model"
+    shutil.copytree(make_tiny_model(TinyModelSection(), place.cache, 0), folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"split_special_tokens": False}))
+    rng = random.Random(0)
+    for name, count in (("train", ROWS), ("eval", 9)):
+        rows = [{"messages": conversation(rng), "id": n} for n in range(count)]
+        (place.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def keys(model: Path, *more: str) -> tuple[str, ...]:
+    return (
+        *("--config", "sft_tiny", f"model.path={model}", "data.type=files", "data.train=train.jsonl"),
+        *("data.eval=eval.jsonl", "data.messages_field=messages", f"sft.batch_size={SIZE}", "sft.max_tokens=256"),
+        *(f"train.learning_rate={RATE}", "eval.every=1", "learner.threads=1", "log.tensorboard=false"),
+        *("learner.optimizer.clip_grad=0.5", "learner.optimizer.weight_decay=0.1", *more),
+    )
+
+
+@pytest.fixture(scope="module")
+def run(place: Place, model: Path) -> Run:
+    """One pass and a half over the data, on two ranks of experts."""
+    run = place.fork_alone("whole", *keys(model, "sft.epochs=1.5", "checkpoint.every=0"))
+    run.finish()
+    return run
+
+
+def tokens_of(model: Path, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
+    """Tokens, and whether each is an answer's, by the letters of the template: a byte is a token."""
+    tokenizer, tokens, is_answer = AutoTokenizer.from_pretrained(model), list[int](), list[bool]()
+    for message in messages:
+        answer = message["role"] == "assistant"
+        for text, learnt in (
+            (f"{message['role']}:", False),
+            (message["content"] + "<eos>" * answer, answer),
+            ("\n", False),
+        ):
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            tokens += ids
+            is_answer += [learnt] * len(ids)
+    return tokens, is_answer
+
+
+def loss_of(reference: PreTrainedModel, model: Path, batch: list[list[dict[str, str]]]) -> torch.Tensor:
+    """The mean over all answers' tokens of the batch, each conversation alone."""
+    total, count = torch.zeros(()), 0
+    for messages in batch:
+        tokens, is_answer = tokens_of(model, messages)
+        logprobs = reference(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        mask = torch.tensor(is_answer[1:])
+        total = total - logprobs[range(len(mask)), tokens[1:]][mask].sum()
+        count += int(mask.sum())
+    return total / count
+
+
+def read(path: Path) -> list[list[dict[str, str]]]:
+    return [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+
+
+def order() -> list[int]:
+    """Rows in the order of two epochs with seed 0, by numpy's generator."""
+    return [int(row) for epoch in (0, 1) for row in np.random.default_rng([0, epoch]).permutation(ROWS)]
+
+
+def test_losses_gradients_and_weights_are_those_of_transformers_and_adamw(place: Place, model: Path, run: Run) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    vectors = [p for p in reference.parameters() if p.ndim == 1]  # norms' weights, which do not decay
+    groups = [{"params": vectors, "weight_decay": 0.0}, {"params": [p for p in reference.parameters() if p.ndim > 1]}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    train, held_out = read(place.folder / "train.jsonl"), read(place.folder / "eval.jsonl")
+    rows: list[dict[str, Any]] = run.rows()
+    assert [(row["phase"], row["step"]) for row in rows] == [("sft", step) for step in range(STEPS + 1)]
+    with torch.no_grad():
+        assert rows[0]["eval/loss"] == pytest.approx(float(loss_of(reference, model, held_out)), rel=1e-5)
+    for step, row in enumerate(rows[1:]):
+        batch = [train[n] for n in order()[SIZE * step : SIZE * (step + 1)]]
+        rate = RATE * (STEPS - step) / STEPS
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = loss_of(reference, model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        assert row["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        assert norm > 0.5
+        optimizer.step()
+        with torch.no_grad():
+            held = float(loss_of(reference, model, held_out))
+        assert row["eval/loss"] == pytest.approx(held, rel=1e-4)
+        assert row["eval/perplexity"] == pytest.approx(np.exp(held), rel=1e-3)
+        assert row["sft/tokens"] == sum(sum(tokens_of(model, messages)[1]) for messages in batch)
+        assert row["tokens/train"] >= row["sft/tokens"]
+        assert row["learning_rate"] == pytest.approx(rate)
+    exported = AutoModelForCausalLM.from_pretrained(run.folder / f"hf_step_{STEPS:06d}", dtype=torch.float32)
+    for name, tensor in exported.state_dict().items():
+        torch.testing.assert_close(tensor, reference.state_dict()[name], rtol=0, atol=2e-4)
+    with torch.no_grad():
+        assert float(loss_of(exported, model, held_out)) == pytest.approx(rows[-1]["eval/loss"], rel=1e-5)
+
+
+def test_a_run_that_is_stopped_and_resumed_is_equal_to_the_bit(place: Place, model: Path, run: Run) -> None:
+    """It stops once it has a checkpoint of step 2: step 3's rows were then drawn, and are drawn again."""
+    arguments = keys(model, "sft.epochs=1.5", "checkpoint.every=2")
+    first = place.fork_alone("stopped", *arguments)
+    first.until_file("checkpoints/step_000002/manifest.json")
+    os.kill(first.process.pid, signal.SIGTERM)
+    first.end()
+    again = place.fork_alone("stopped", *arguments, resume=True)
+    again.finish()
+    assert "resuming from" in again.text() or first.rows()[-1]["step"] == STEPS
+    wanted = [deterministic(row) for row in run.rows()]
+    assert [deterministic(row) for row in again.rows()] == wanted
+    last = f"hf_step_{STEPS:06d}/model.safetensors"
+    assert (again.folder / last).read_bytes() == (run.folder / last).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            ("sft.max_tokens=60",),
+            "tokens with its answers, sft.max_tokens=60; raise it, or set sft.on_long=drop or cut",
+        ),
+        (("data.messages_field=chat",), "no field 'chat'; it has id, messages"),
+        (("reward.function=length",), "reward.function=length: job=sft does not read it"),
+    ],
+)
+def test_what_cannot_be_trained_on_ends_the_run_before_a_step(
+    place: Place, model: Path, more: tuple[str, ...], said: str
+) -> None:
+    run = place.fork_alone(f"refused-{len(place.runs)}", *keys(model, "train.steps=2", *more))
+    assert run.end() != 0
+    assert said in run.text().replace("\n", " ")
+    assert "Traceback" not in run.text()
+
+
+def test_long_conversations_are_cut_or_left_out_and_counted(place: Place, model: Path) -> None:
+    found = {}
+    for how in ("cut", "drop"):
+        run = place.fork_alone(how, *keys(model, "train.steps=1", "sft.max_tokens=60", f"sft.on_long={how}"))
+        run.finish()
+        found[how] = run.rows()[-1]
+    train = read(place.folder / "train.jsonl")
+    lengths = [len(tokens_of(model, train[n])[0]) - 1 for n in order()[:SIZE]]  # the last line's end is not trained on
+    long = sum(length > 60 for length in lengths)
+    assert 0 < long < SIZE
+    assert (found["drop"]["sft/dropped"], found["drop"]["sft/cut"]) == (long, 0)
+    assert found["cut"]["sft/dropped"] + found["cut"]["sft/cut"] == long
+    assert found["cut"]["sft/cut"] > 0

@@ -1,0 +1,157 @@
+"""Written conversations as rows to learn, over the templates that seven families publish."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_megatron.data.samples import WrittenRow, written_samples
+from rl_megatron.errors import DataError
+from rl_megatron.rollout.conversation.chat import ChatTemplate
+from rl_megatron.rollout.conversation.messages import tidied
+from rl_megatron.rollout.conversation.written import WrittenConversations
+from rl_megatron.types import Prompt
+from tests.unit.rollout.conversation.families import FAMILIES, TOOLS, Reply, message_of, tokenizer_of, written
+
+CALLS = Reply(reasoning="I call.", calls=[{"a": 17}])
+SAYS = Reply(reasoning="So it is.", content="It is 17.")
+MORE = Reply(content="No: 日本 18.")
+NAMES = ["qwen3", "chatml", "llama3", "glm", "gptoss"]
+
+
+def asked(name: str) -> list[dict[str, Any]]:
+    """A call, its answer, two turns, with the last turn of each user's question."""
+    return [
+        {"role": "system", "content": "You add."},
+        {"role": "user", "content": "1 + 16?"},
+        message_of(name, CALLS),
+        {"role": "tool", "content": "17", "tool_call_id": "call_0", "name": "add"},
+        message_of(name, SAYS),
+        {"role": "user", "content": "Sure?"},
+        message_of(name, MORE),
+    ]
+
+
+def stops(name: str) -> list[int]:
+    family = FAMILIES[name]
+    return [tokenizer_of(name).convert_tokens_to_ids(stop) for stop in {family.stop, family.stop_of_calls}]
+
+
+def rows_of(name: str, messages: list[dict[str, Any]], tools: object = ()) -> list[WrittenRow]:
+    text = json.dumps({"messages": messages, "tools": tools})
+    prompt = Prompt(id="chats:1", text=text, token_ids=(), answer="")
+    return WrittenConversations(tokenizer_of(name), stops(name)).rows([prompt])
+
+
+def decoded(name: str, tokens: Any) -> str:
+    return str(tokenizer_of(name).decode(tokens, skip_special_tokens=False))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_turn_is_learnt_once_behind_the_prompt_that_it_answers(name: str) -> None:
+    messages = asked(name)
+    if name == "gptoss":
+        del messages[2]["reasoning_content"]  # it shows that of a call until the turn behind it, which is refused
+    rows = rows_of(name, messages, TOOLS)
+    turns = [(row, turn) for row in rows for turn in row.turns]
+    replies = list(zip((2, 4, 6), (CALLS, SAYS, MORE), strict=True))
+    assert len(turns) == 3
+    for (row, (start, stop)), (place, reply) in zip(turns, replies, strict=True):
+        prompt = ChatTemplate(tokenizer_of(name)).render(tidied(messages[:place]), TOOLS)
+        assert decoded(name, row.token_ids[:start]) == prompt
+        said, (text, ending) = decoded(name, row.token_ids[start:stop]), written(name, reply)
+        assert said.endswith(ending)
+        assert row.token_ids[stop - 1] in stops(name)
+        if reply.calls:
+            assert "add" in said
+            assert "17" in said
+        else:
+            assert reply.content in said
+            assert said.removesuffix(ending).strip().endswith(text.strip().removeprefix("<think>").strip()[-20:])
+
+
+def test_a_template_that_drops_thinking_later_begins_a_row_and_others_go_on() -> None:
+    assert [len(row.turns) for row in rows_of("chatml", asked("chatml"), TOOLS)] == [3]
+    rows = rows_of("qwen3", asked("qwen3"), TOOLS)
+    assert [len(row.turns) for row in rows] == [2, 1]
+    assert "So it is." in decoded("qwen3", rows[0].token_ids)
+    assert "So it is." not in decoded("qwen3", rows[1].token_ids)
+
+
+def test_the_mask_is_of_the_turns_and_their_ends_alone() -> None:
+    (row,) = rows_of("chatml", [*asked("chatml")[:2], {"role": "assistant", "content": "17"}])
+    samples = written_samples([row])
+    trained = samples.targets[samples.mask].tolist()
+    assert decoded("chatml", trained) == "17<|im_end|>"
+    assert samples.advantages.tolist() == samples.mask.float().tolist()
+    assert row.token_ids[-1] == trained[-1]  # nothing behind the last turn
+
+
+def test_turns_with_a_weight_of_0_are_context() -> None:
+    messages = asked("chatml")
+    messages[2]["weight"], messages[4]["weight"] = 0, 1
+    (row,) = rows_of("chatml", messages, TOOLS)
+    learnt = [decoded("chatml", row.token_ids[start:stop]) for start, stop in row.turns]
+    assert learnt == ["It is 17.<|im_end|>", "No: 日本 18.<|im_end|>"]
+    assert "tool_call" in decoded("chatml", row.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([{"role": "assistant", "content": "Hi."}], "message 1 is the assistant's, which answers nobody"),
+        ([{"role": "user", "content": 3}], "message 0 has content 3"),
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 2}],
+            "weight=2; it must be",
+        ),
+        ([{"content": "a"}], "it must be an object with a role"),
+    ],
+)
+def test_messages_that_cannot_be_rows_are_refused_by_name(messages: list[dict[str, Any]], said: str) -> None:
+    with pytest.raises(DataError, match=said) as caught:
+        rows_of("chatml", messages)
+    assert str(caught.value).startswith("prompt 'chats:1': ")
+
+
+def test_a_turn_whose_end_no_token_marks_is_refused() -> None:
+    with pytest.raises(DataError, match=r"no token ends sampling .ids \[5\].*eos_token_id in generation_config.json"):
+        WrittenConversations(tokenizer_of("chatml"), [5]).rows(
+            [Prompt(id="chats:1", text=json.dumps({"messages": asked("chatml"), "tools": []}), token_ids=(), answer="")]
+        )
+
+
+def test_a_prompt_that_the_template_opens_otherwise_than_it_shows_the_turn_is_refused() -> None:
+    tokenizer = tokenizer_of("chatml")
+    before, tokenizer.chat_template = (
+        tokenizer.chat_template,
+        (
+            "{% for m in messages %}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+            "{% if add_generation_prompt %}assistant:<think>{% endif %}"
+        ),
+    )
+    try:
+        with pytest.raises(DataError, match=r"message 2: the chat template's prompt for it has '<think>' where"):
+            rows_of("chatml", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    finally:
+        tokenizer.chat_template = before
+
+
+@pytest.mark.parametrize(("name", "message"), [("deepseek", 3), ("gptoss", 5)])
+def test_templates_that_show_no_turn_behind_its_own_prompt_are_refused(name: str, message: int) -> None:
+    """DeepSeek-R1's opens a turn with <think> and never shows it; gpt-oss drops a call's thinking at the next turn."""
+    with pytest.raises(DataError, match=f"message {message}: the chat template's prompt for it has "):
+        rows_of(name, asked(name), TOOLS)
+
+
+def test_many_conversations_are_encoded_as_each_alone() -> None:
+    maker = WrittenConversations(tokenizer_of("qwen3"), stops("qwen3"))
+    texts = [json.dumps({"messages": asked("qwen3")[: 3 + 2 * k], "tools": TOOLS}) for k in range(3)]
+    prompts = [Prompt(id=f"c:{k}", text=text, token_ids=(), answer="") for k, text in enumerate(texts)]
+    together, alone = maker.rows(prompts), [row for one in prompts for row in maker.rows([one])]
+    assert [(row.id, row.turns) for row in together] == [(row.id, row.turns) for row in alone]
+    for one, other in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
