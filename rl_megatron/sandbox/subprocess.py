@@ -46,10 +46,12 @@ class SubprocessExecutor(Executor):
     @override
     async def execute(self, program: SandboxProgram, limits: Limits) -> Ran:
         told = await _kept(_order(program, limits, fenced=self._fenced), limits.seconds)
-        if self._fenced and self._allow_unfenced and "refused" in told:
-            logger.warning("sandbox.allow_unfenced=true: programs of the model run as your user: %s", told["refused"])
+        if self._fenced and self._allow_unfenced and "refused" in told and (why := await why_unfenced()):
+            logger.warning("sandbox.allow_unfenced=true: programs of the model run as your user: %s", why)
             self._fenced = False
             told = await _kept(_order(program, limits, fenced=False), limits.seconds)
+        if "refused" in told and self._allow_unfenced:
+            raise SandboxError(f"sandbox.type=subprocess: a program could not begin: {told['refused']}")
         if "refused" in told:
             raise SandboxError(
                 f"sandbox.type=subprocess: {told['refused']}; use another machine or sandbox.type, or set "

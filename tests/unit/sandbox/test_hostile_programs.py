@@ -267,6 +267,14 @@ def test_where_nothing_can_be_fenced_it_is_refused_unless_allowed(monkeypatch: p
     assert asyncio.run(Sandbox(SandboxSection(allow_unfenced=True)).run("print(1)")).stdout == "1\n"
 
 
+@fenced
+def test_a_program_that_cannot_begin_takes_no_other_ones_fences() -> None:
+    sandbox = Sandbox(SandboxSection(allow_unfenced=True))
+    with pytest.raises(SandboxError, match="No space left"):
+        asyncio.run(sandbox.run("print(1)", stdin="x" * (2 << 20), limits=replace(LIMITS, files_bytes=1 << 20)))
+    assert asyncio.run(sandbox.run("import os; print(os.getcwd())")).stdout == "/box\n"
+
+
 @pytest.mark.parametrize("name", ["/etc/passwd", "../up", "a/../../b", ""])
 def test_files_outside_of_the_folder_are_refused(name: str) -> None:
     with pytest.raises(SandboxError, match="a relative path"):
