@@ -28,6 +28,7 @@ from rl_megatron.evaluation.sets import ProblemSet, measure
 from rl_megatron.observability.intervals import Interval
 from rl_megatron.observability.log import run_log
 from rl_megatron.rewards.registry import resolve_rewards
+from rl_megatron.services import Services
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
@@ -43,11 +44,13 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
         folder = hugging_face(target, spare)
         config = of_folder(target.config, folder)
         shape = read_shape(folder, config.learner.model)
-        data, judge = load_data(config, folder), resolve_rewards(config.reward, config.own_rewards, config.sandbox)
+        data, services = load_data(config, folder), Services(config.services)  # of which none serves
+        judge = resolve_rewards(config.reward, config.own_rewards, config.sandbox, services)
         print(f"{target.source}: {_described(data.sets)}, by {config.rollout.engine}", flush=True)
         async with engine_alone(config, folder, shape, target.out) as sampling:
             sets = {}
-            sampler = sampler_of(config, made_environment(config), sampling, judge, data, vocab_size=shape.vocab_size)
+            made = made_environment(config, services)
+            sampler = sampler_of(config, made, sampling, judge, data, vocab_size=shape.vocab_size)
             with _display() as bar:
                 for one in data.sets:
                     task = bar.add_task(one.name or WHOLE, total=len(one.prompts) * one.section.samples)

@@ -165,3 +165,20 @@ def test_what_cannot_be_compared_or_evaluated_is_refused(
     status, text = said(capsys, str(folder), *KEYS)
     assert status == 1
     assert "exists; remove it, or give another name with --name" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    "asking",
+    [
+        ("reward.function=service:judge/score", "reward.http.retries=0"),
+        ("environment.function=openenv", "environment.options.url=service:judge", "warm_start.steps=0"),
+    ],
+)
+def test_a_service_that_only_a_run_starts_is_named(
+    folder: Path, here: Path, asking: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "rows.jsonl").write_text('{"question": "q", "answer": "a", "openenv": {"seed": 1}}\n')
+    files = ("data.type=files", "data.train=rows.jsonl", "data.eval=rows.jsonl", "data.on_leak=keep")
+    status, text = said(capsys, str(folder), "services.judge.command=python judge.py", *files, *asking)
+    assert status
+    assert "service judge: no replica of it serves now; rl-megatron train starts services" in text
