@@ -89,8 +89,8 @@ class Demonstrating(Protocol):
     """What a class of environments may have for a warm start."""
 
     def demonstration(self, task: Prompt, seed: int) -> Sequence[str]:
-        """Texts of one right trajectory after the prompt: the model's first, then an observation, and so on in turns.
-        A supervised step trains on the model's alone."""
+        """Texts of one right trajectory after the prompt, which is the task's text whatever ``start`` says: the model's
+        first, then an observation, and so on in turns. A supervised step trains on the model's alone."""
         ...
 
 
