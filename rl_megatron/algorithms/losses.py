@@ -16,7 +16,7 @@ from rl_megatron.algorithms.auxiliary import PreferenceLoss
 from rl_megatron.algorithms.corrections import correction_weights, with_proximal
 from rl_megatron.algorithms.divergence import k3
 from rl_megatron.algorithms.kl import kl_term
-from rl_megatron.algorithms.objectives import OBJECTIVES
+from rl_megatron.algorithms.objectives import objective_of
 from rl_megatron.algorithms.quantiles import histogram
 from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, RATIO_LEVELS, masked
 from rl_megatron.config.sections.algorithm import AlgorithmSection
@@ -64,7 +64,7 @@ class PolicyLoss:
         lengths = inputs.segment_sum(inputs.mask.to(inputs.logprobs.dtype))
         raw = RATIO_LEVELS[row.ratio_level](inputs, lengths)
         log_ratio = raw.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        per_token, limited = OBJECTIVES[row.objective](log_ratio, inputs, lengths, row)
+        per_token, limited = objective_of(row.objective)(log_ratio, inputs, lengths, row)
         correction = correction_weights(row.correction, inputs, lengths) if row.correction.acts else None
         if correction is not None:
             per_token = per_token * correction

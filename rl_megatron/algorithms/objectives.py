@@ -7,6 +7,7 @@ and the row with its limits. It returns each token's loss [T], and whether a lim
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from rl_megatron.algorithms.ratios import mean_per_sequence
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.types import LossInputs
+from rl_megatron.user_code import load_named
 
 TokenLosses = tuple[Tensor, Tensor]
 Objective = Callable[[Tensor, LossInputs, Tensor, AlgorithmSection], TokenLosses]
@@ -91,3 +93,12 @@ OBJECTIVES: Mapping[str, Objective] = {
     "sapo": sapo,
     "gmpo": gmpo,
 }
+
+
+@functools.cache
+def objective_of(name: str) -> Objective:
+    """The objective of the table, or the user's own at ``package.module:name``. Raises as `load_named`."""
+    if name in OBJECTIVES:
+        return OBJECTIVES[name]
+    own: Objective = load_named(name, "algorithm.objective", "function", callable)
+    return own

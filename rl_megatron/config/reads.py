@@ -6,7 +6,7 @@ checks the table: each key changes what a step does, or is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
@@ -24,8 +24,20 @@ if TYPE_CHECKING:
 
 ON, OFF = "on", "off"
 """The states of a choice that is a number: off is 0 or null, on is any other."""
+OWN = "package.module:name"
+"""The state of a choice that is code of the user's own."""
 _CORRECTION = ("correction.level", "correction.low", "correction.high")
 _KL = tuple(f"kl.{key}" for key in ("placement", "estimator", "importance_weighted", "target", "horizon"))
+_OF_OBJECTIVES = (
+    "ratio_level",
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "cap_low",
+    "cap_high",
+    "tau_positive",
+    "tau_negative",
+)
 
 READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "advantage_mean": {
@@ -49,6 +61,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "sapo": ("ratio_level", "tau_positive", "tau_negative"),
         "topr": ("ratio_level", "cap_low", "cap_high"),
         "gmpo": ("clip_low", "clip_high"),
+        OWN: _OF_OBJECTIVES,  # which of them is known once it is called: algorithms.own
     },
     "aggregation": {
         "token_mean": (),
@@ -130,7 +143,7 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
     out: dict[str, str] = {}
     for choice, reads in READS.items():
         value = algorithm[f"algorithm.{choice}"][0]
-        chosen = str(value) if value in reads else (ON if value else OFF)
+        chosen = str(value) if value in reads else OWN if OWN in reads else (ON if value else OFF)
         for key in {key for keys in reads.values() for key in keys} - set(reads[chosen]):
             readers = [name for name, keys in reads.items() if key in keys]
             for leaf in _set(algorithm, f"algorithm.{key}"):
@@ -170,11 +183,18 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
     if config.environment.function is None:
         out |= dict.fromkeys(_set(environment, "environment"), "without environment.function there is no environment")
     every = algorithm | rollout | reward | weights | sandbox | environment
-    return [
-        f"{leaf}={_text(value)} does nothing: {out[leaf]}; leave it out, or set it to its default, {_text(default)}"
-        for leaf, (value, default) in every.items()
-        if leaf in out
-    ]
+    return [_does_nothing(leaf, *every[leaf], out[leaf]) for leaf in every if leaf in out]
+
+
+def problems_of_own_objective(row: AlgorithmSection, read: Collection[str]) -> list[str]:
+    """A line for each set key that ``objective=package.module:name`` could have read, but is not among ``read``."""
+    algorithm, reason = dict(_leaves("algorithm", row)), f"algorithm.objective={row.objective} does not read it"
+    unread = (f"algorithm.{key}" for key in _OF_OBJECTIVES if key not in read)
+    return [_does_nothing(leaf, *algorithm[leaf], reason) for key in unread for leaf in _set(algorithm, key)]
+
+
+def _does_nothing(leaf: str, value: object, default: object, reason: str) -> str:
+    return f"{leaf}={_text(value)} does nothing: {reason}; leave it out, or set it to its default, {_text(default)}"
 
 
 def _rewards(config: RunConfig) -> list[tuple[str, RewardSection]]:

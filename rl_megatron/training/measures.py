@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.mismatch import expert_metrics, gap_metrics, mismatch_metrics
 from rl_megatron.algorithms.quantiles import ratio_quantiles
 from rl_megatron.observability.recorder import Row
-from rl_megatron.types import Counts, Metric, Over, Samples, StepResult
+from rl_megatron.types import Counts, Metric, Over, RolloutGroup, Samples, StepResult
 
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 
@@ -119,3 +121,25 @@ _OVER: Mapping[Over, Callable[[Sequence[Metric[Any]]], float]] = {
     "min": lambda parts: min(p.value for p in parts),
     "max": lambda parts: max(p.value for p in parts),
 }
+
+
+def token_versions(groups: Sequence[RolloutGroup], samples: Samples) -> Tensor:
+    """The version that sampled each target, [N] int64, by its turn's spans; for others, that of the first."""
+    rows = [row for group in groups for one in group.trajectories for row in one.chains]
+    versions = torch.empty(len(samples.targets), dtype=torch.int64)
+    for row, (first, stop) in zip(rows, pairwise(samples.cu_seqlens.tolist()), strict=True):
+        versions[first:stop] = row.turns[0].spans[0].version
+        for turn in row.turns:
+            begin, end = first + turn.start - 1, first + turn.stop - 1  # of positions: their targets are one further
+            for span in turn.spans:  # a later one covers what is behind its start
+                versions[begin + span.start : end] = span.version
+    return versions
+
+
+def gaps_of(groups: Sequence[RolloutGroup], step: int) -> Tensor:
+    """Of every span of sampled tokens, in the order of the samples' positions: its tokens, and how many pushes older
+    the version is that sampled it than the one that ``step`` begins with; [spans, 2] int64."""
+    turns = [turn for group in groups for one in group.trajectories for row in one.chains for turn in row.turns]
+    starts = [(*(span.start for span in turn.spans), len(turn.logprobs)) for turn in turns]
+    lengths = [b - a for of_turn in starts for a, b in pairwise(of_turn)]
+    return torch.tensor([lengths, [step - 1 - span.version for turn in turns for span in turn.spans]]).T

@@ -11,7 +11,6 @@ from asyncio import to_thread
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -24,6 +23,7 @@ from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.corrections import proximal_share, second_moment_mask
 from rl_megatron.algorithms.kl import adaptive_beta
 from rl_megatron.algorithms.losses import loss_of
+from rl_megatron.algorithms.own import check_own_objective
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.gathered import computed_lengths, without_routes
 from rl_megatron.data.packing import Packer, packer_of, unpack
@@ -41,7 +41,16 @@ from rl_megatron.training.credit import (
     shape_rewards,
 )
 from rl_megatron.training.flips import engine_flips, update_flips
-from rl_megatron.training.measures import Made, Measured, advantage_row, critic_row, mismatch_row, policy_row
+from rl_megatron.training.measures import (
+    Made,
+    Measured,
+    advantage_row,
+    critic_row,
+    gaps_of,
+    mismatch_row,
+    policy_row,
+    token_versions,
+)
 from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.training.schedule import critic_learning_rate, learning_rate, seed_of
 from rl_megatron.training.selection import Selection, selection_of
@@ -71,6 +80,7 @@ class Update:
     critic_steps: OptimizerSteps = field(init=False)
 
     def __post_init__(self) -> None:
+        check_own_objective(self.config.algorithm)
         self.state = AlgorithmState(kl_coefficient=self.config.algorithm.kl.coefficient)
         self._selection = selection_of(self.config.algorithm)
         cost, unit = self.attention_cost, self._selection.unit
@@ -371,28 +381,6 @@ class AtOnce:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def token_versions(groups: Sequence[RolloutGroup], samples: Samples) -> Tensor:
-    """The version that sampled each target, [N] int64, by its turn's spans; for others, that of the first."""
-    rows = [row for group in groups for one in group.trajectories for row in one.chains]
-    versions = torch.empty(len(samples.targets), dtype=torch.int64)
-    for row, (first, stop) in zip(rows, pairwise(samples.cu_seqlens.tolist()), strict=True):
-        versions[first:stop] = row.turns[0].spans[0].version
-        for turn in row.turns:
-            begin, end = first + turn.start - 1, first + turn.stop - 1  # of positions: their targets are one further
-            for span in turn.spans:  # a later one covers what is behind its start
-                versions[begin + span.start : end] = span.version
-    return versions
-
-
-def gaps_of(groups: Sequence[RolloutGroup], step: int) -> Tensor:
-    """Of every span of sampled tokens, in the order of the samples' positions: its tokens, and how many pushes older
-    the version is that sampled it than the one that ``step`` begins with; [spans, 2] int64."""
-    turns = [turn for group in groups for one in group.trajectories for row in one.chains for turn in row.turns]
-    starts = [(*(span.start for span in turn.spans), len(turn.logprobs)) for turn in turns]
-    lengths = [b - a for of_turn in starts for a, b in pairwise(of_turn)]
-    return torch.tensor([lengths, [step - 1 - span.version for turn in turns for span in turn.spans]]).T
 
 
 def positions_of(batch: Batch) -> list[int]:

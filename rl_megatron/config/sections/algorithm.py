@@ -8,7 +8,16 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rl_megatron.options.optimizer import OptimizerSection
-from rl_megatron.section import Finite, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from rl_megatron.section import (
+    Finite,
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    OwnCode,
+    Positive,
+    PositiveFloat,
+    Section,
+)
 
 
 class CorrectionSection(Section):
@@ -117,9 +126,10 @@ class AlgorithmSection(Section):
     ratio_level: Literal["token", "sequence", "turn", "sequence_sum"] = "token"
     """The importance ratio is each token's, the sequence's or its turn's (length-normalised), or the product over the
     sequence."""
-    objective: Literal["clip", "cispo", "reinforce", "importance", "sapo", "topr", "gmpo"] = "clip"
+    objective: Literal["clip", "cispo", "reinforce", "importance", "sapo", "topr", "gmpo"] | OwnCode = "clip"
     """The loss of a token as a function of its ratio, with gmpo of all of its sequence, and advantage
-    (docs/algorithms.md)."""
+    (docs/algorithms.md). ``package.module:name`` is a function of your own, which the limits below reach if it reads
+    them."""
     clip_low: NonNegativeFloat = 0.2
     """objective=clip, gmpo: the ratio is clipped from below at 1 minus this."""
     clip_high: NonNegativeFloat = 0.2

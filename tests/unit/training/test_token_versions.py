@@ -9,7 +9,7 @@ import torch
 
 from rl_megatron.algorithms.corrections import proximal_share
 from rl_megatron.data.samples import to_samples
-from rl_megatron.training.update import gaps_of, token_versions
+from rl_megatron.training.measures import gaps_of, token_versions
 from rl_megatron.types import Chain, Prompt, RolloutGroup, Span, Trajectory, Turn
 
 

@@ -1,0 +1,169 @@
+"""Tries the user's own objective (``algorithm.objective=package.module:name``) on made micro-batches before a run.
+
+Letters as in objectives.py: T positions, S sequences.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rl_megatron.algorithms.objectives import OBJECTIVES, Objective, objective_of
+from rl_megatron.algorithms.ratios import RATIO_LEVELS, masked
+from rl_megatron.algorithms.segments import segment_sum
+from rl_megatron.config.reads import problems_of_own_objective
+from rl_megatron.config.sections.algorithm import AlgorithmSection
+from rl_megatron.errors import ConfigError
+from rl_megatron.types import LossInputs
+from rl_megatron.user_code import describe_error
+
+_LENGTHS = (4, 3, 1, 5)  # of the made sequences; the third has no trained token
+_ADVANTAGES = (0.8, -1.1, 0.6, 0.0)
+_SPREADS = (0.0, 0.1, 2.0)  # of log-ratios: in the first optimizer step all are 0
+_COLUMNS = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages", "mask")
+
+
+def check_own_objective(row: AlgorithmSection) -> None:
+    """Call an objective of the user's own on some made micro-batches; one of the table is left alone.
+
+    Raises ConfigError if it cannot be imported or called, returns another shape or dtype, a loss or a gradient that is
+    not finite, or no gradient at all; if a token's loss depends on another sequence, as it would then change with the
+    packing; and if a key is set that it did not read.
+    """
+    if row.objective in OBJECTIVES:
+        return
+    trial = _Trial(f"algorithm.objective={row.objective}", objective_of(row.objective), row, _Watched(row))
+    trial.check_signature()
+    moves = False
+    for inputs in _made(row):
+        moves |= trial.has_gradient(inputs)
+        trial.check_apart(inputs)
+        if not torch.equal(trial.losses(inputs), trial.losses(inputs, shift=0.3)):
+            trial.watched.read.add("ratio_level")
+    if not moves:
+        raise ConfigError(
+            f"{trial.given}: its losses have no gradient; inputs.logprobs has one, and so has log_ratio unless "
+            "algorithm.ratio_level is sequence_sum"
+        )
+    if problems := problems_of_own_objective(row, trial.watched.read):
+        raise ConfigError("\n".join(problems))
+
+
+class _Watched:
+    """The row, which remembers the keys that were read."""
+
+    def __init__(self, row: AlgorithmSection) -> None:
+        self._row, self.read = row, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add(name)
+        return getattr(self._row, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Calls of the user's function, whose faults are the user's to read."""
+
+    given: str
+    objective: Objective
+    row: AlgorithmSection
+    watched: _Watched
+
+    def check_signature(self) -> None:
+        try:
+            inspect.signature(self.objective).bind(None, None, None, None)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{self.given} must take (log_ratio, inputs, lengths, row): {error}") from error
+
+    def losses(self, inputs: LossInputs, shift: float = 0.0) -> Tensor:
+        """Each token's loss [T], as the run calls it; ``shift`` is added to the log-ratio."""
+        inputs = masked(inputs)
+        lengths = inputs.segment_sum(inputs.mask.to(inputs.logprobs.dtype))
+        log_ratio = RATIO_LEVELS[self.row.ratio_level](inputs, lengths) + shift
+        try:
+            answer: Any = self.objective(log_ratio, inputs, lengths, cast(AlgorithmSection, self.watched))
+        except Exception as error:
+            raise ConfigError(f"{self.given}, tried before the run, {describe_error(error)}") from error
+        wanted = [(inputs.mask.shape, torch.float32), (inputs.mask.shape, torch.bool)]
+        parts = list(answer) if isinstance(answer, tuple | list) else [answer]
+        found = [(x.shape, x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in parts]
+        if found != wanted:
+            raise ConfigError(
+                f"{self.given} must return each token's loss and whether a limit changed it, {wanted} for "
+                f"{len(inputs.mask)} positions; it returned {found}"
+            )
+        losses: Tensor = parts[0]
+        return losses
+
+    def has_gradient(self, inputs: LossInputs) -> bool:
+        """Whether a log-prob moves a loss. Raises ConfigError for losses and gradients that are not finite."""
+        losses, gradient = self.losses(inputs), None
+        if losses.requires_grad:
+            (gradient,) = torch.autograd.grad(losses.sum(), inputs.logprobs, allow_unused=True)
+        for name, values in (("a loss", losses), ("a gradient", gradient)):
+            if values is not None and not values.isfinite().all():
+                at = int(values.isfinite().logical_not().nonzero()[0])
+                seen, value = masked(inputs), values[at].item()
+                log_ratio = (seen.logprobs - seen.old_logprobs)[at].item()
+                outside = "" if inputs.mask[at] else ", outside the mask, where all inputs are 0"
+                raise ConfigError(
+                    f"{self.given} gives {name} of {value} at log-ratio {log_ratio:.3g} and advantage "
+                    f"{seen.advantages[at].item():.3g}{outside}"
+                )
+        return gradient is not None and bool(gradient.any())
+
+    def check_apart(self, inputs: LossInputs) -> None:
+        """Raises ConfigError if a sequence's losses are others where it is alone in its micro-batch."""
+        together = self.losses(inputs)
+        for s in range(len(_LENGTHS)):
+            mine = inputs.segment_ids == s
+            columns = {name: x[mine] for name in _COLUMNS if (x := getattr(inputs, name)) is not None}
+            ids = torch.zeros(int(mine.sum()), dtype=torch.int64)
+            alone = self.losses(replace(inputs, **columns, segment_ids=ids, **_sums(ids, 1, self.row)))
+            if not torch.allclose(alone, together[mine], rtol=1e-4, atol=1e-5):
+                raise ConfigError(
+                    f"{self.given}: the loss of a token is {alone.tolist()} where its sequence is alone and "
+                    f"{together[mine].tolist()} beside others in the micro-batch, so it would change with the packing; "
+                    "sum over a sequence by inputs.segment_sum, and over nothing that is wider"
+                )
+
+
+def _made(row: AlgorithmSection) -> Iterator[LossInputs]:
+    """Micro-batches with the columns that a run of the row has."""
+    ids = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS))
+    mask = (torch.arange(len(ids)) % 4 != 1) & (ids != 2)
+    generator = torch.Generator().manual_seed(1)
+    for spread in _SPREADS:
+        noise = torch.randn(len(ids), generator=generator)
+        logprobs = -2 * torch.rand(len(ids), generator=generator) - 0.1
+        old = logprobs - spread * noise
+        yield LossInputs(
+            logprobs=logprobs.requires_grad_(),
+            entropy=torch.rand(len(ids), generator=generator),
+            old_logprobs=old,
+            rollout_logprobs=old + 0.01 * noise,
+            ref_logprobs=old - 0.3 * noise if row.needs_reference else None,
+            advantages=torch.tensor(_ADVANTAGES)[ids],
+            mask=mask,
+            segment_ids=ids,
+            **_sums(ids, len(_LENGTHS), row),
+            num_tokens=int(mask.sum()),
+            num_sequences=len(_LENGTHS),
+        )
+
+
+def _sums(ids: Tensor, num: int, row: AlgorithmSection) -> dict[str, Any]:
+    """``segment_sum`` and, where a run has it, ``turn_sum`` of sequences of one turn; both refuse a gradient."""
+
+    def of_sequences(values: Tensor) -> Tensor:
+        if values.requires_grad:
+            raise ValueError("a sum over a sequence is one over ranks and has no gradient; give it values.detach()")
+        return segment_sum(values, ids, num)
+
+    turns = {"turn_sum": lambda values: of_sequences(values)[ids]} if row.ratio_level == "turn" else {}
+    return {"segment_sum": of_sequences, **turns}
