@@ -1,19 +1,47 @@
 """KL to a reference policy: adds it to rewards or to the loss, and controls its coefficient.
 
-Letters: N positions, S sequences, T positions of a micro-batch. The per-token estimators are in divergence.py.
+Letters: N positions, S sequences, T positions of a micro-batch; d = log q - log p, in nats, of the estimators of
+KL(p‖q) at a token sampled by p. k1, k2, k3: J. Schulman, "Approximating KL divergence" (2020). k3 is unbiased and never
+negative, k1 unbiased, k2 biased with little variance (verl calls it mse).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from torch import Tensor
 
-from rl_megatron.algorithms.divergence import ESTIMATORS
 from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, required
 from rl_megatron.algorithms.segments import segment_sum, sequence_ids
 from rl_megatron.config.sections.algorithm import KLSection
 from rl_megatron.types import LossInputs
 
+Estimator = Callable[[Tensor, Tensor], Tensor]
 _OF_THE_GRADIENT = ("k2",)  # estimators whose mean gradient, not whose value, is the KL's
+
+
+def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """-d."""
+    return logprobs - reference
+
+
+def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """d²/2."""
+    return (reference - logprobs).square() / 2
+
+
+def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """exp(d) - d - 1, with d clamped to ±``LOG_RATIO_BOUND`` (no gradient beyond it)."""
+    d = (reference - logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return d.expm1() - d
+
+
+def absolute(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """|d|."""
+    return (reference - logprobs).abs()
+
+
+ESTIMATORS: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
 
 
 def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: str) -> Tensor:

@@ -14,8 +14,7 @@ from torch import Tensor
 from rl_megatron.algorithms.aggregation import AGGREGATIONS, DENOMINATORS, Denominator, loss_weights
 from rl_megatron.algorithms.auxiliary import PreferenceLoss
 from rl_megatron.algorithms.corrections import correction_weights, with_proximal
-from rl_megatron.algorithms.divergence import k3
-from rl_megatron.algorithms.kl import kl_term
+from rl_megatron.algorithms.kl import k3, kl_term
 from rl_megatron.algorithms.objectives import objective_of
 from rl_megatron.algorithms.quantiles import histogram
 from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, RATIO_LEVELS, masked

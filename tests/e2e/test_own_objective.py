@@ -24,7 +24,9 @@ def test_the_gmpo_of_the_page_trains_as_the_row(place: Place) -> None:
 
 
 def test_an_objective_that_cannot_train_ends_the_run_before_its_first_step(place: Place) -> None:
-    (place.folder / "broken.py").write_text("def mean(log_ratio, inputs, lengths, row):\n    return -log_ratio.mean()\n")
+    (place.folder / "broken.py").write_text(
+        "def mean(log_ratio, inputs, lengths, row):\n    return -log_ratio.mean()\n"
+    )
     run = place.fork("refused", *KEYS, "algorithm.objective=broken:mean")
     assert run.end() == 1, run.text()
     assert "algorithm.objective=broken:mean must return each token's loss and whether a limit changed it" in run.text()

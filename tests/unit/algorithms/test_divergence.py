@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rl_megatron.algorithms.divergence import ESTIMATORS
+from rl_megatron.algorithms.kl import ESTIMATORS
 
 
 @pytest.mark.parametrize(("name", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", 0.106531), ("abs", 0.5)])

@@ -15,7 +15,7 @@ import yaml
 from rl_megatron.algorithms import corrections
 from rl_megatron.algorithms.advantages import LEVELS
 from rl_megatron.algorithms.aggregation import AGGREGATIONS
-from rl_megatron.algorithms.divergence import ESTIMATORS
+from rl_megatron.algorithms.kl import ESTIMATORS
 from rl_megatron.algorithms.objectives import OBJECTIVES
 from rl_megatron.algorithms.ratios import RATIO_LEVELS
 from rl_megatron.config.io import load_config
