@@ -179,7 +179,7 @@ class _Helpers(ThreadPoolExecutor):
         self._running: set[int] = set()
 
     def children(self) -> list[int]:
-        left = [pid for pid, since in self._left.items() if since is not None and began(pid) == since]
+        left = [pid for pid, since in tuple(self._left.items()) if since is not None and began(pid) == since]
         return left + [child for thread in tuple(self._running) for child in children_of(thread)]
 
     @override

@@ -15,6 +15,7 @@ from rl_megatron.environments.protocol import EnvironmentStep, Model, Observed, 
 from rl_megatron.environments.registry import EnvironmentMaker
 from rl_megatron.errors import EnvironmentFailed
 from rl_megatron.rollout.batch import Answered
+from rl_megatron.rollout.environments import threads
 from rl_megatron.types import Prompt
 from tests.completions import drawn
 from tests.scripted_engine import Scripted, sampler, trajectories
@@ -216,3 +217,15 @@ def test_the_processes_that_it_leaves_are_killed_with_all_below_them(
     assert len(pids) == 2
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
     assert f"left processes running, which were killed: {', '.join(map(str, pids))}" in caplog.text
+
+
+def test_a_helper_that_ends_while_processes_are_looked_for_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    helpers = threads._Helpers()
+
+    def began(pid: int) -> int:
+        helpers._left[pid + 1000] = 1  # as another helper does in its thread
+        return 1
+
+    helpers._left[5] = 1
+    monkeypatch.setattr(threads, "began", began)
+    assert helpers.children() == [5]
