@@ -173,6 +173,8 @@ def _unpredicted(config: RunConfig) -> str:
         return "set slurm.speeds.gpu to the kind of your GPUs, as h100"
     if not config.kind.samples:
         return f"they are of steps that sample, and job={config.job} samples nothing"
+    if (function := config.environment.function) is not None:
+        return f"they are of single completions, and environment.function={function} has several turns"
     if config.offline:
         return "they are of steps that sample, and data.rejected_field has pairs of a file"
     if not config.rollout.served:

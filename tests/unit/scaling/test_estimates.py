@@ -64,6 +64,10 @@ def test_a_stated_step_stays_the_step_and_the_predicted_one_is_beside_it() -> No
         (BY_ADDRESS, "the GPUs of servers at rollout.server.addresses are not known"),
         (("rollout.server.tp=4", "rollout.server.pp=2"), "servers of one stage, and rollout.server.pp=2"),
         (("rollout=local", "weights.transport=process_group"), "servers that sample, and rollout.engine=local"),
+        (
+            ("environment.function=calculator", "reward.function=exact_match", "data.chat_template=false"),
+            "they are of single completions, and environment.function=calculator",
+        ),
     ],
 )
 def test_a_step_that_is_not_predicted_has_a_floor_and_a_reason(keys: tuple[str, ...], why: str) -> None:
@@ -73,6 +77,12 @@ def test_a_step_that_is_not_predicted_has_a_floor_and_a_reason(keys: tuple[str, 
     assert re.search(rf"seconds by phase are not predicted: .*{re.escape(why)}", text)
     with pytest.raises(ConfigError, match=r"slurm\.speeds\.gpu=h1000: neither a known GPU nor a file; known: a100"):
         told(job("qwen3_30b_a3b", "slurm.speeds.gpu=h1000"))
+
+
+def test_scale_searches_no_layout_for_trajectories() -> None:
+    keys = ("environment.function=calculator", "reward.function=exact_match", "data.chat_template=false")
+    with pytest.raises(ConfigError, match=r"environment\.function=calculator: scale plans single completions"):
+        asked_of(("qwen3-30b-a3b", "gpus=16", "gpu=h100", *keys))
 
 
 def test_a_plan_that_scale_found_has_the_seconds_that_scale_says() -> None:
