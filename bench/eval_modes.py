@@ -16,7 +16,7 @@ import argparse
 import asyncio
 import math
 import statistics
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +27,6 @@ from bench.streaming import Learns, config_of, measured, servers
 from bench.streaming_model import GROUP, MEAN, MOST, PROMPTS, TOKEN_SECONDS, TRAIN_TOKEN, WARM
 from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
 from rl_megatron.evaluation.sets import ProblemSet
-from rl_megatron.rollout.few_at_once import FewAtOnce
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.training.beside import EvaluationBeside
 from rl_megatron.training.evaluation import Evaluation
@@ -55,10 +54,10 @@ class Evaluating:
         if self.beside is None:
             problems = [Prompt(id=f"held {n}", text="", token_ids=(1,), answer="") for n in range(PROBLEMS)]
             one = ProblemSet(name=None, prompts=problems, section=EvalSetSection(), temperature=0.0)
-            source = replace(sampler, engine=FewAtOnce(sampler.engine, FEW)) if self.mode == "few" else sampler
-            evaluation = Evaluation(sampler=source, sets=[one], section=EvalSection(every=EVERY), last_step=0)
+            evaluation = Evaluation(sampler=sampler, sets=[one], section=EvalSection(every=EVERY), last_step=0)
             recorder: Any = SimpleNamespace(write=self.rows.append)
-            self.beside = EvaluationBeside(evaluation=evaluation, recorder=recorder)
+            few = FEW if self.mode == "few" else None
+            self.beside = EvaluationBeside(evaluation=evaluation, recorder=recorder, at_once=few)
         if version == self.last:
             await self.beside.finish(version)
         elif version % EVERY == 0 and self.mode != "blocking":

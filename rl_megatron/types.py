@@ -94,7 +94,7 @@ class GenerationRequest:
     birth: int | None = (
         None  # the version served when it was sent first; engines with priorities take older ones first.
     )
-    # One that comes with it, as those of evaluations do, waits behind none that came without.
+    # One that comes with it, as those of evaluations do, waits in the controller behind none that came without.
     max_seconds: float | None = None  # a completion that runs longer in a server is ended there, as ``length``
 
 

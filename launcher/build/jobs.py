@@ -25,7 +25,6 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.rollout.batch import GroupSource
 from rl_megatron.rollout.conversation.written import WrittenConversations
-from rl_megatron.rollout.few_at_once import FewAtOnce
 from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.scaling.flops import seconds_at_peak, training_flops
 from rl_megatron.scaling.routes import route_of
@@ -111,7 +110,7 @@ def _sampling(
         "route": route_of(config).name,
     }
     if config.eval.mode == "beside":
-        common["beside"] = EvaluationBeside(evaluation=_apart(evaluation, config.eval.at_once), recorder=recorder)
+        common["beside"] = EvaluationBeside(evaluation=evaluation, recorder=recorder, at_once=config.eval.at_once)
     return warm, _on_groups(common, sampler, data, parts.folder)
 
 
@@ -149,14 +148,6 @@ def _attention_cost(shape: ModelShape) -> float:
         linear_parameters=shape.active_parameters,
         attention_width=shape.num_layers * shape.num_heads * shape.head_dim,
     )
-
-
-def _apart(evaluation: Evaluation, most: int | None) -> Evaluation:
-    """With ``most`` requests at once."""
-    sampler = evaluation.sampler
-    if most is None:
-        return evaluation
-    return replace(evaluation, sampler=replace(sampler, engine=FewAtOnce(sampler.engine, most)))
 
 
 def _on_groups(common: dict[str, Any], sampler: GroupSource, data: Data, folder: Path) -> GroupJob:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from rl_megatron.observability.recorder import Recorder
+from rl_megatron.rollout.beside_training import BesideTraining
 from rl_megatron.training.evaluation import Evaluation
 
 logger = logging.getLogger(__name__)
@@ -15,13 +16,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class EvaluationBeside:
-    """One evaluation at a time; its row of metrics, of phase ``eval``, is written when it ends."""
+    """One evaluation at a time; its row of metrics, of phase ``eval``, is written when it ends.
+
+    Engines with priorities take its requests behind those of training.
+    """
 
     evaluation: Evaluation
     recorder: Recorder
+    at_once: int | None = None  # the most requests that servers have at once; None: all
     step: int = 0  # of the last one that began
     skipped: int = 0  # evaluations that were due while one was under way, since the last row
+    _behind: Evaluation = field(init=False)
     _running: asyncio.Task[None] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        sampler = self.evaluation.sampler
+        behind = replace(sampler, engine=BesideTraining(sampler.engine, self.at_once))
+        self._behind = replace(self.evaluation, sampler=behind)
 
     def begin(self, step: int) -> None:
         """Evaluate the weights that were just pushed after ``step``, unless an earlier evaluation is under way.
@@ -59,7 +70,7 @@ class EvaluationBeside:
 
     async def _evaluate(self, step: int) -> None:
         began = perf_counter()
-        row = await self.evaluation.row(step, pushed=step)
+        row = await self._behind.row(step, pushed=step)
         skipped, self.skipped = self.skipped, 0
         self.recorder.write(
             {"step": step, "phase": "eval", **row, "eval/skipped": skipped, "seconds/eval": perf_counter() - began}

@@ -6,11 +6,13 @@ import asyncio
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launcher.servers.engines import SERVERS
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import LogSection
 from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
@@ -20,14 +22,16 @@ from rl_megatron.observability.history import load_runs
 from rl_megatron.observability.metrics.writer import MetricsWriter
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
+from rl_megatron.rollout.beside_training import BesideTraining
 from rl_megatron.rollout.environments.source import EnvironmentSampler
-from rl_megatron.rollout.few_at_once import FewAtOnce
 from rl_megatron.training.beside import EvaluationBeside
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.types import Completion, GenerationRequest, Span
 from tests.completions import completion
 from tests.scripted_engine import Scripted, sampler
+from tests.unit.rollout.test_engine_routes import ASKED
 from tests.unit.rollout.test_environment_source import PROMPTS, calculates
+from tests.unit.rollout.test_running_requests import MOE, Asked
 
 
 class Waits(Scripted):
@@ -117,7 +121,7 @@ def test_few_requests_are_under_way_at_once_and_each_is_answered() -> None:
             self.told += 1
 
     async def asked() -> list[Any]:
-        few = FewAtOnce(engine, 3)
+        few = BesideTraining(engine, 3)
         assert (begun := few.so_far("5")) is not None
         assert begun.token_ids.tolist() == [5]
         await few.interrupt()
@@ -130,6 +134,31 @@ def test_few_requests_are_under_way_at_once_and_each_is_answered() -> None:
     assert isinstance(answers.pop(9), EngineError)  # it keeps no place
     assert [one.token_ids.tolist() for (one,) in answers] == [[n] for n in range(20) if n != 9]
     assert (engine.most, engine.now, engine.told) == (3, 0, 1)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_engines_take_its_requests_behind_training_and_those_that_training_waits_for_first(
+    kind: str, tmp_path: Path
+) -> None:
+    engine, server, adapter = Waits(), Asked(), SERVERS[kind](MOE)
+    server.priorities = True
+
+    async def evaluated() -> None:
+        engine.go.set()
+        ours = beside(tmp_path, sampler(engine))
+        ours.begin(3)
+        await ours.finish(4)
+        behind, engine.asked = engine.asked, []
+        await ours.evaluation.row(6)
+        for request in (*behind, replace(ASKED, birth=1_000_000), *engine.asked):
+            await adapter.generate(server, request, "id")
+        assert len(behind) == len(engine.asked) == 4
+
+    asyncio.run(evaluated())
+    priorities = [body["priority"] for _, body in server.asked]
+    assert min(priorities[:4]) > priorities[4] == 1_000_000
+    assert max(priorities[:4]) < 2**31  # engines that sort them may keep 32 bits
+    assert priorities[5:] == [0] * 4
 
 
 def test_a_close_leaves_nothing_under_way(tmp_path: Path) -> None:
