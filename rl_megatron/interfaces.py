@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
 
 
+LARGEST_REWARD = 1e30
+"""Rewards and what algorithms make of them are float32, whose largest number is 3.4e38: one beyond this is a fault."""
+
+
 class RewardFunction(Protocol):
     """Scores completions of one prompt."""
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rl_megatron.interfaces import RewardFunction
+from rl_megatron.interfaces import LARGEST_REWARD, RewardFunction
 from rl_megatron.types import Completion, Prompt, Scored
 from rl_megatron.user_code import describe_error
 
@@ -45,9 +45,13 @@ def errors_of(scored: Sequence[Scored]) -> list[str]:
 
 
 def _finite(index: int, one: Scored) -> Scored:
-    """Add an error if the total of completion ``index`` is not finite; it names the parts that are not."""
-    if math.isfinite(one.total):
+    """Add an error if the total of completion ``index`` is not finite, or too large; it names the parts that are not
+    finite."""
+    if abs(one.total) <= LARGEST_REWARD:
         return one
+    if math.isfinite(one.total):
+        said = f"completion {index} got {one.total}, which is beyond {LARGEST_REWARD:g}"
+        return replace(one, total=math.nan, error=said)
     parts = [f"{name}: {value}" for name, value in one.parts.items() if not math.isfinite(value)]
     named = f" ({', '.join(parts)})" if parts else ""
     return replace(one, total=math.nan, error=f"completion {index} got {one.total}, which is not finite{named}")

@@ -20,6 +20,7 @@ from rl_megatron.environments.protocol import (
 )
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.errors import EngineError
+from rl_megatron.interfaces import LARGEST_REWARD
 from rl_megatron.rollout.conversation.messages import MessagesRefused
 from rl_megatron.rollout.endpoint.keys import RequestCounts
 from rl_megatron.rollout.endpoint.server import Endpoint
@@ -157,7 +158,7 @@ class Playing:
     async def _reward(self, stop: StopReason) -> float:
         given = [reward for reward in self.rewards if reward is not None]
         if given:
-            return math.fsum(given)
+            return self._finite("step", math.fsum(given))
         env, replies = self.environment, tuple(self.episode.replies)
         assert env is not None
         seen = Transcript(task=self.task, messages=tuple(self.messages), replies=replies, stop=stop)
@@ -206,8 +207,9 @@ class Playing:
         if isinstance(given, int | float):
             with suppress(OverflowError):
                 value = float(given)
-        if not math.isfinite(value):
-            raise self._fault(name, f"returned {given!r:.80}, which is no finite number")
+        if not abs(value) <= LARGEST_REWARD:
+            beyond = f" of at most {LARGEST_REWARD:g}" if math.isfinite(value) else ""
+            raise self._fault(name, f"returned {given!r:.80}, which is no finite number{beyond}")
         return value
 
     def _fault(self, name: str, problem: str) -> EnvironmentFault:

@@ -83,6 +83,11 @@ class IsNoNumber(Talks):
         return EnvironmentStep(reward=float("nan"))
 
 
+class IsTooLarge(Talks):
+    async def step(self, reply: Reply) -> EnvironmentStep:
+        return EnvironmentStep(reward=-1e39)  # which float32 has not
+
+
 async def agent_that_hangs(task: Prompt, model: Model) -> float:
     await model.reply([{"role": "user", "content": task.text}])
     await asyncio.sleep(FOR_EVER)
@@ -112,6 +117,7 @@ def played(ours: Any) -> list[Answered]:
         (SaysANumber, r"step returned an Observed that said 12, which is no text"),
         (HasNoMetrics, r"step returned the metrics None, which are no mapping"),
         (IsNoNumber, r"step returned nan, which is no finite number"),
+        (IsTooLarge, r"step returned -1e\+39, which is no finite number of at most 1e\+30"),
     ],
 )
 def test_each_is_given_up_and_named(made: type[Talks], said: str) -> None:
