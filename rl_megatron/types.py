@@ -226,6 +226,7 @@ class Samples:
     returns: Tensor | None = None  # [N] float32, what the critic learns
     proximal_share: Tensor | None = None  # [N] float32, how far the old policy is from the rollout's to the current
     nll_weights: Tensor | None = None  # [N] float32, weight of -log pi beside the policy loss, over its denominator
+    old_kl_weights: Tensor | None = None  # [N] float32, of each token's KL to the old policy (tokens.choose=kl_cov)
     token_weight: Tensor | None = None  # [N] float32, of each token in the loss; None: by the counts of LossInputs
     turn_of: Tensor | None = None  # [N] int32, which turn of its sequence sampled the target; 0 where none did
     routes: Tensor | None = None  # [N, MoE layers, top_k] uint8 (int16 above 256 experts), what routers shall choose
@@ -272,6 +273,7 @@ class LossInputs:
     returns: Tensor | None = None
     proximal_share: Tensor | None = None
     nll_weights: Tensor | None = None
+    old_kl_weights: Tensor | None = None
     token_weight: Tensor | None = None
     segment_ids: Tensor  # [T] int64 in [0, S)
     segment_sum: Callable[[Tensor], Tensor]
@@ -331,12 +333,10 @@ class Batch:
     last_tokens: bool = False  # whether each sequence has its last target as one more input
 
 
-Want = Literal["logprobs", "values", "routes", "logits"]
-"""What a model can compute for a batch's positions.
-
-``logprobs`` of the targets (nats) and a critic's ``values``, [N] float32 for each micro-batch; ``routes``, the experts
-that the pass took, [N, MoE layers, top_k]; ``logits`` at temperature 1 of the m masked-in positions, [m, V] float32.
-"""
+Want = Literal["logprobs", "entropy", "values", "routes", "logits"]
+"""What a model can compute for positions: ``logprobs`` of the targets and the ``entropy`` (nats), and a critic's
+``values``, [N] float32 for each micro-batch; ``routes``, the experts that the pass took, [N, MoE layers, top_k];
+``logits`` at temperature 1 of the m masked-in positions, [m, V] float32."""
 Scores = Sequence[Sequence["Tensor"]]
 """[D][M]: the requested quantity for each of a batch's micro-batches."""
 

@@ -82,6 +82,10 @@ class Toy:
     async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
         """Its routers choose expert 1 for odd tokens."""
         mine: Want = "values" if self.is_critic else "logprobs"
+        if "entropy" in want:
+            found = await self.score(batch, want - {"entropy"})
+            tables = [[looked_up(self.weights, m).log_softmax(-1) for m in row] for row in batch.micro_batches]
+            return {**found, "entropy": [[-(x.exp() * x).sum(-1) for x in row] for row in tables]}
         if "routes" not in want:
             return {mine: self._scores(batch, "score")}
         chosen = [[(m.input_ids % 2).to(torch.uint8).reshape(-1, 1, 1) for m in row] for row in batch.micro_batches]

@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_megatron.algorithms.aggregation import AGGREGATIONS, DENOMINATORS, Denominator, loss_weights
 from rl_megatron.algorithms.auxiliary import PreferenceLoss
 from rl_megatron.algorithms.corrections import correction_weights, with_proximal
-from rl_megatron.algorithms.kl import k3, kl_term
+from rl_megatron.algorithms.kl import ESTIMATORS, k3, kl_term
 from rl_megatron.algorithms.objectives import objective_of
 from rl_megatron.algorithms.quantiles import histogram
 from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, RATIO_LEVELS, masked
@@ -38,8 +38,9 @@ class PolicyLoss:
 
     The loss adds to the objective, under the same aggregation: ``kl_coefficient`` (the controlled one of this step)
     times KL(pi‖ref), if the row places it in the loss, without corrections; minus ``entropy_coefficient`` times the
-    entropy; and the samples' ``nll_weights`` times -log pi. If the samples have a ``proximal_share``, the old log-probs
-    are interpolated by it. ``max_new_tokens`` is the fixed length for a row without ``max_length``.
+    entropy; the samples' ``old_kl_weights`` times KL(old‖pi); and their ``nll_weights`` times -log pi. If they have a
+    ``proximal_share``, the old log-probs are interpolated by it. ``max_new_tokens`` is the fixed length for a row
+    without ``max_length``.
 
     Means: ``entropy``, ``kl/old_policy`` (k3 of KL(old‖current), from tokens the old policy sampled), ``kl/rollout``
     (k3 of KL(rollout‖old)) and ``mismatch/logprob_abs_mean`` (|old - rollout|) over tokens; ``ratio/mean``,
@@ -69,6 +70,9 @@ class PolicyLoss:
             per_token = per_token * correction
         if row.entropy_coefficient:
             per_token = per_token - row.entropy_coefficient * inputs.entropy
+        if inputs.old_kl_weights is not None:
+            old_kl = ESTIMATORS[row.tokens.kl_estimator](inputs.old_logprobs, inputs.logprobs)
+            per_token = per_token + inputs.old_kl_weights * old_kl
         weights = loss_weights(row.aggregation, inputs, lengths, row.max_length or self.max_new_tokens)
         parts = self._extra_terms(inputs, weights)
         output = self._describe(inputs, lengths, raw, limited, correction)

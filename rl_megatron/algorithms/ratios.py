@@ -33,6 +33,7 @@ _VALUES = (
     "returns",
     "proximal_share",
     "nll_weights",
+    "old_kl_weights",
     "token_weight",
 )
 

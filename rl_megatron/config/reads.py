@@ -76,6 +76,12 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "rollout": (),  # the old policy is the one that sampled
     },
     "correction.mode": {"none": (), "truncate": _CORRECTION, "mask": _CORRECTION, "band": _CORRECTION},
+    "tokens.choose": {
+        "all": (),
+        "top_entropy": ("tokens.share",),
+        "clip_cov": ("tokens.share", "tokens.low", "tokens.high"),
+        "kl_cov": ("tokens.share", "tokens.kl_coefficient", "tokens.kl_estimator"),
+    },
     "kl.coefficient": {OFF: (), ON: _KL},
     "kl.placement": {"loss": ("kl.importance_weighted",), "token_reward": (), "completion_reward": ()},
     "kl.target": {OFF: (), ON: ("kl.horizon",)},

@@ -63,6 +63,11 @@ def _of_batches(c: RunConfig) -> Iterator[tuple[str, str]]:
             f"algorithm.second_moment_limit={a.second_moment_limit:g}",
             "the tokens to mask are the largest of the batch; set second_moment_limit=null",
         )
+    if a.tokens.choose != "all":
+        yield (
+            f"algorithm.tokens.choose={a.tokens.choose}",
+            "the tokens to choose are a share of the batch's; set tokens.choose=all",
+        )
     if a.nll_coefficient:
         yield (
             f"algorithm.nll_coefficient={a.nll_coefficient:g}",

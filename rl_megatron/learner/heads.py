@@ -36,7 +36,7 @@ class Head(Protocol):
 class VocabHead(Head):
     """A policy: logits [1, t, V / tp] become log-probs of the targets and the entropy."""
 
-    says: ClassVar[frozenset[Want]] = frozenset(("logprobs", "logits"))
+    says: ClassVar[frozenset[Want]] = frozenset(("logprobs", "entropy", "logits"))
     temperature: float
     vocab_size: int
     chunk: int
@@ -67,8 +67,9 @@ class VocabHead(Head):
     @override
     def scores(self, output: Tensor, micro_batch: PackedMicroBatch, want: frozenset[Want]) -> dict[Want, Tensor]:
         found: dict[Want, Tensor] = {}
-        if "logprobs" in want:
-            found["logprobs"] = self(output, micro_batch)["logprobs"]
+        if want & {"logprobs", "entropy"}:
+            every = self(output, micro_batch)
+            found |= {name: every[name] for name in want & {"logprobs", "entropy"}}
         if "logits" in want:
             found["logits"] = self._masked_in(output, micro_batch)
         return found

@@ -26,6 +26,7 @@ class Measured:
 
     samples: Samples
     current: Tensor | None  # [N] log-probs of the policy at the start of the update
+    entropy: Tensor | None  # [N] likewise, over its vocabulary
     next_values: Tensor | None  # [S]
     routes: Tensor | None  # [N, MoE layers, top_k] the experts that its pass used, where asked for
     engine_routes: Tensor | None = None  # likewise of the engine, where they are compared and not replayed

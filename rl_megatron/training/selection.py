@@ -1,16 +1,23 @@
-"""Selects the completions of a batch that an update trains on, and how many sequences are packed as a unit."""
+"""Selects the completions and the tokens of a batch that an update trains on, and how many sequences are packed as a
+unit."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from rl_megatron.config.sections.algorithm import AlgorithmSection
+from rl_megatron.algorithms.segments import sequence_ids
+from rl_megatron.config.sections.algorithm import AlgorithmSection, TokensSection
 from rl_megatron.observability.recorder import Row
 from rl_megatron.training.credit import Rewards
-from rl_megatron.types import RolloutGroup
+from rl_megatron.training.measures import Measured
+from rl_megatron.types import RolloutGroup, Samples
 
 Chosen = tuple[Sequence[RolloutGroup], Rewards, Row]
 """Groups, the rewards of their completions, and metrics of the selection."""
@@ -44,3 +51,92 @@ def preference_pairs(groups: Sequence[RolloutGroup], rewards: Rewards) -> Chosen
             pairs.append(replace(group, trajectories=(group.trajectories[best], group.trajectories[worst])))
             kept += [of_group[best], of_group[worst]]
     return pairs, replace(rewards, values=torch.tensor(kept)), {"preference/pairs": len(pairs)}
+
+
+def top_entropy(entropy: Tensor, share: float) -> Tensor:
+    """The tokens of the ``share`` of greatest entropy, rounded up, [n] bool; with those that equal the least of them
+    (arXiv:2506.01939, eq. 6)."""
+    num = math.ceil(share * len(entropy))
+    return entropy >= entropy.topk(num).values[-1]
+
+
+def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """Each token's term of the covariance of log-prob and advantage, [n] float64 (arXiv:2505.22617, eq. 10)."""
+    logprobs, advantages = logprobs.double(), advantages.double()
+    return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+
+
+def drawn_between(values: Tensor, share: float, low: float, high: float, generator: torch.Generator) -> Tensor:
+    """``share`` of all tokens, drawn from those whose value is in low .. high, [n] bool: Clip-Cov."""
+    (candidates,) = torch.where((values >= low) & (values <= high))
+    order = torch.randperm(len(candidates), generator=generator)
+    return _at(candidates[order[: _num(share, len(values))]], len(values))
+
+
+def greatest(values: Tensor, share: float) -> Tensor:
+    """Exactly ``share`` of the tokens, those of greatest value, the first of equal ones, [n] bool: KL-Cov."""
+    order = values.argsort(descending=True, stable=True)
+    return _at(order[: _num(share, len(values))], len(values))
+
+
+def _num(share: float, count: int) -> int:
+    """Rounded down, but one at least, as in the code of the paper of both."""
+    return max(int(share * count), 1)
+
+
+def _at(places: Tensor, count: int) -> Tensor:
+    chosen = torch.zeros(count, dtype=torch.bool)
+    chosen[places] = True
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChoice:
+    """Chooses tokens of each minibatch by scores [N] of the policy at the start of the update, on the controller: the
+    same tokens for every layout."""
+
+    section: TokensSection
+    logprobs: Tensor
+    entropy: Tensor | None
+    generator: torch.Generator
+    shares: list[float] = field(default_factory=list)  # of the tokens, by minibatch
+
+    def __call__(self, samples: Samples, part: NDArray[np.int64]) -> Samples:
+        """For a minibatch of the sequences ``part``: without advantages where no loss shall be, or with weights of the
+        KL to the old policy."""
+        inside = torch.zeros(samples.num_sequences, dtype=torch.bool)
+        inside[torch.from_numpy(part)] = True
+        (places,) = torch.where(samples.mask & inside[sequence_ids(samples.cu_seqlens)])
+        if not len(places):
+            return samples
+        chosen = self._chosen(samples.advantages, places)
+        self.shares.append(float(chosen.double().mean()))
+        if self.section.choose == "kl_cov":
+            weights = torch.zeros_like(samples.advantages)
+            weights[places[chosen]] = self.section.kl_coefficient
+            return replace(samples, old_kl_weights=weights)
+        advantages = samples.advantages.clone()
+        advantages[places[~chosen if self.section.choose == "top_entropy" else chosen]] = 0.0
+        return replace(samples, advantages=advantages)
+
+    def _chosen(self, advantages: Tensor, places: Tensor) -> Tensor:
+        section = self.section
+        if section.choose == "top_entropy":
+            assert self.entropy is not None
+            return top_entropy(self.entropy[places], section.share)
+        values = covariances(self.logprobs[places], advantages[places])
+        if section.choose == "kl_cov":
+            return greatest(values, section.share)
+        return drawn_between(values, section.share, section.low, section.high, self.generator)
+
+    def row(self) -> Row:
+        """The share of tokens that were chosen, the mean over minibatches."""
+        return {"tokens/chosen_fraction": sum(self.shares) / max(len(self.shares), 1)}
+
+
+def token_choice(section: TokensSection, found: Measured, seed: int) -> TokenChoice | None:
+    """The choice of the section, with the scores that were ``found``; None for all tokens."""
+    if section.choose == "all":
+        return None
+    assert found.current is not None
+    return TokenChoice(section, found.current, found.entropy, torch.Generator().manual_seed(seed))

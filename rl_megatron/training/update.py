@@ -53,7 +53,7 @@ from rl_megatron.training.measures import (
 )
 from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.training.schedule import critic_learning_rate, learning_rate, seed_of
-from rl_megatron.training.selection import Selection, selection_of
+from rl_megatron.training.selection import Selection, selection_of, token_choice
 from rl_megatron.types import Batch, Prompt, RolloutGroup, Samples, Want
 
 T = TypeVar("T")
@@ -184,7 +184,8 @@ class Update:
         ranks, batch = await to_thread(self._packed, samples, step)
         asked = section.old_logprobs == "learner" or section.second_moment_limit is not None
         asked |= section.routing_replay == "r2" or self.config.train.route_flips
-        current = next_values = None
+        asked |= section.tokens.choose != "all"
+        current = entropy = next_values = None
         routes = samples.routes
         async with AtOnce(watch) as at_once:
             policy = reference = critic = None
@@ -197,6 +198,8 @@ class Update:
             if policy is not None:
                 said = await at_once.end(policy)
                 current = await to_thread(unpack, batch, said["logprobs"], samples)
+                if "entropy" in said:
+                    entropy = await to_thread(unpack, batch, said["entropy"], samples)
                 if "routes" in said:
                     routes = await to_thread(unpack, batch, said["routes"], samples)
                 if section.routing_replay == "r2":
@@ -209,7 +212,7 @@ class Update:
             if critic is not None:
                 values, next_values = await at_once.end(critic)
                 samples = replace(samples, old_values=values)
-        return Measured(samples, current, next_values, routes)
+        return Measured(samples, current, entropy, next_values, routes)
 
     def _packed(self, samples: Samples, step: int) -> tuple[Ranks, Batch]:
         """All sequences, each where it is trained on first, so that its columns are there once it was scored."""
@@ -219,10 +222,12 @@ class Update:
 
     @property
     def _wanted_of_policy(self) -> frozenset[Want]:
-        """Log-probs, and the learner's routes if they are to be replayed, or compared and not replayed."""
+        """Log-probs; the learner's routes if they are to be replayed, or compared and not replayed; the entropy if it
+        chooses tokens."""
         replay = self.config.algorithm.routing_replay
         chosen = replay == "r2" or (replay == "off" and self.config.train.route_flips)
-        return LOGPROBS | {"routes"} if chosen else LOGPROBS
+        wanted: frozenset[Want] = LOGPROBS | {"routes"} if chosen else LOGPROBS
+        return wanted | {"entropy"} if self.config.algorithm.tokens.choose == "top_entropy" else wanted
 
     async def _flips(self, found: Measured, step: int, watch: Stopwatch) -> Row:
         """The routes and ratios of the new policy beside the old one's, by one more pass, if the run asks for it.
@@ -308,10 +313,15 @@ class Update:
         loss = loss_of(c.algorithm, kl_coefficient=self.state.kl_coefficient, max_new_tokens=c.most_sampled)
         value_loss = ValueLoss(clip=c.algorithm.critic.clip)
         seeds = [seed_of(c.seed, step, epoch) for epoch in range(c.train.epochs)]
-        packed = self._packer.minibatches(samples, most=c.train.minibatches, seeds=seeds, weighted=self._weighted)
+        choice = token_choice(c.algorithm.tokens, found, seed_of(c.seed, step, c.train.epochs))
+
+        def columns_for(samples: Samples, part: NDArray[np.int64]) -> Samples:
+            return self._weighted(samples if choice is None else choice(samples, part), part)
+
+        packed = self._packer.minibatches(samples, most=c.train.minibatches, seeds=seeds, weighted=columns_for)
         every = await to_thread(list, packed)
         batches = [batch for batch in every if batch.num_tokens]  # else momentum moves the weights
-        row: Row = {"learning_rate": rate}
+        row: Row = {"learning_rate": rate, **({} if choice is None else choice.row())}
         described = asyncio.ensure_future(to_thread(self._described, found, samples, batches))
         critic = roles.learners.get("critic")
         policy_steps: list[Made | None] = []  # None: skipped

@@ -31,7 +31,18 @@ from tests.optimizer_step import train_step
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
-IN_WAVES = ("cispo", "dr_grpo", "gspo", "topr", "sapo", "gmpo", "decoupled_ppo", "kl and entropy", "interpolated")
+IN_WAVES = (
+    "cispo",
+    "dr_grpo",
+    "gspo",
+    "topr",
+    "sapo",
+    "gmpo",
+    "decoupled_ppo",
+    "kl and entropy",
+    "kl_cov",
+    "interpolated",
+)
 """Losses of every aggregation, ratio level and term, each with one denominator."""
 CRITIC_STEPS = 3
 LAYOUTS = {
@@ -64,6 +75,7 @@ def make_samples() -> Samples:
         returns=torch.randn(n, generator=g),
         proximal_share=torch.rand(n, generator=g),
         nll_weights=0.01 * (position % 3 == 0) * mask,
+        old_kl_weights=2.0 * (position % 5 == 0) * mask,
         cu_seqlens=cu,
     )
 
@@ -71,12 +83,13 @@ def make_samples() -> Samples:
 def jobs() -> dict[str, tuple[Loss, int, Samples]]:
     """Loss, unit of packing and samples of each row of conf/algorithm/, and of the terms beside them."""
     samples = make_samples()
-    plain = replace(samples, proximal_share=None, nll_weights=None)
+    plain = replace(samples, proximal_share=None, nll_weights=None, old_kl_weights=None)
     out: dict[str, tuple[Loss, int, Samples]] = {}
     for name in NAMES:
         config = load_config("tiny_cpu", [f"algorithm={name}"])
         unit = 1 if config.algorithm.preference_beta is None else 2
-        out[name] = of(config), unit, replace(plain, nll_weights=samples.nll_weights)
+        held = samples.old_kl_weights if config.algorithm.tokens.choose == "kl_cov" else None
+        out[name] = of(config), unit, replace(plain, nll_weights=samples.nll_weights, old_kl_weights=held)
     config = load_config("tiny_cpu", ["algorithm=grpo", "algorithm.entropy_coefficient=0.1"])
     out["kl and entropy"] = of(config, 0.3), 1, plain
     out["interpolated"] = of(load_config("tiny_cpu", ["algorithm=decoupled_ppo"])), 1, samples
@@ -155,10 +168,11 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
     samples = make_samples()
     batch = pack(samples, dims=learner.dims, max_tokens=max_tokens)
     for name, weights in (("own", None), ("halved", halved), ("own again", None)):
-        said = policy.score(batch.micro_batches[dp], frozenset({"logprobs"}), weights)
+        said = policy.score(batch.micro_batches[dp], frozenset({"logprobs", "entropy"}), weights)
         if said is not None:
             ours = replace(batch, sequences=(batch.sequences[dp],))
             seen[f"score {name}"] = unpack(ours, [said["logprobs"]], samples).tolist()
+            seen[f"entropy {name}"] = unpack(ours, [said["entropy"]], samples).tolist()
     critic = make_critic(shape, learner, device)
     fill(critic)
     value_loss = ValueLoss(clip=0.2)
@@ -277,8 +291,9 @@ def test_losses_critic_and_reference_do_not_depend_on_the_layout(
     assert trained == restored
     assert any(value != 0 for values in trained for value in values)
     for name in ("own", "halved", "own again"):
-        parts = [torch.tensor(seen[f"score {name}"]) for seen in ranks if f"score {name}" in seen]
-        torch.testing.assert_close(torch.stack(parts).sum(0), torch.tensor(alone[f"score {name}"]), rtol=0, atol=1e-5)
+        for key in (f"score {name}", f"entropy {name}"):
+            parts = [torch.tensor(seen[key]) for seen in ranks if key in seen]
+            torch.testing.assert_close(torch.stack(parts).sum(0), torch.tensor(alone[key]), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "alone"])
@@ -294,6 +309,11 @@ def test_waves_of_any_cut_are_the_whole_batch(layout: str, of_layout: Callable[[
 def test_the_reference_pass_leaves_the_policy_as_it_was(alone: dict[str, Any]) -> None:
     assert alone["score own"] == alone["score own again"]
     assert alone["score own"] != alone["score halved"]
+
+
+def test_a_score_of_the_entropy_is_that_of_the_loss(alone: dict[str, Any]) -> None:
+    entropy = torch.tensor(alone["entropy own"])[make_samples().mask].mean().item()
+    assert alone["grpo"][2]["entropy"] == pytest.approx(entropy, rel=1e-5)
 
 
 def test_a_fresh_critic_says_nothing_and_learns_the_returns(alone: dict[str, Any]) -> None:

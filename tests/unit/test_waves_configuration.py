@@ -44,6 +44,7 @@ REFUSED = {
         "moments of rewards take in the batch first",
     ),
     "algorithm.second_moment_limit=0.04": (["algorithm=m2po"], "are the largest of the batch"),
+    "algorithm.tokens.choose=kl_cov": (["algorithm=kl_cov"], "are a share of the batch's"),
     "algorithm.nll_coefficient=0.1": ([f"{R}nll_coefficient=0.1"], "a second denominator beside the loss's"),
     "algorithm.credit=gae": (["algorithm=ppo", f"{R}whiten=false"], "the critic has no waves"),
     "algorithm.preference_beta=0.1": (["algorithm=dpo"], "over the pairs of the batch"),

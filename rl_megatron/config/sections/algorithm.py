@@ -50,6 +50,30 @@ class CorrectionSection(Section):
         return self
 
 
+class TokensSection(Section):
+    """Chooses tokens of a minibatch, by the policy at the start of the step; denominators count all its tokens."""
+
+    choose: Literal["all", "top_entropy", "clip_cov", "kl_cov"] = "all"
+    """Train on all tokens, or only on those of most entropy; leave out some of great covariance of log-prob and
+    advantage (Clip-Cov), or hold those of the greatest to the old policy by a KL (KL-Cov)."""
+    share: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.2
+    """Share of the minibatch's tokens that top_entropy trains on, clip_cov leaves out or kl_cov holds; one at least."""
+    low: Finite = 1.0
+    """choose=clip_cov: least covariance, in nats times advantage, of a token that may be left out."""
+    high: Finite = 5.0
+    """choose=clip_cov: greatest covariance of such a token."""
+    kl_coefficient: PositiveFloat = 1.0
+    """choose=kl_cov: weight of the KL of the old policy to the current one."""
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "abs"
+    """choose=kl_cov: its estimator at a token; abs is that of the paper's code."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(f"algorithm.tokens.low={self.low} is above algorithm.tokens.high={self.high}; swap them")
+        return self
+
+
 class KLSection(Section):
     """KL of the policy to a frozen reference; ``coefficient=0`` is off and loads no reference."""
 
@@ -161,6 +185,7 @@ class AlgorithmSection(Section):
     preference_beta: PositiveFloat | None = None
     """Train by DPO with this beta on the best and the worst completion of each group, in place of the policy gradient
     above; null: the policy gradient."""
+    tokens: TokensSection = TokensSection()
     correction: CorrectionSection = CorrectionSection()
     kl: KLSection = KLSection()
     critic: CriticSection = CriticSection()

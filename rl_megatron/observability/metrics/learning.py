@@ -104,6 +104,7 @@ LEARNING = (
     ("ratio/clamped_fraction", "", "share of ratios clamped to a safe float32 range; anything but 0 is a fault"),
     ("correction/weight_mean", "", "mean importance weight, learner over engine, if the loss corrects the mismatch"),
     ("correction/dropped_fraction", "", "share of tokens whose correction weight is 0"),
+    ("tokens/chosen_fraction", "", "share of a minibatch's tokens that algorithm.tokens.choose chose"),
     ("preference/pairs", "pairs", "pairs of completions that DPO trained on"),
     ("preference/accuracy", "", "share of pairs whose margin is above 0"),
     (

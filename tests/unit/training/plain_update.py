@@ -32,6 +32,8 @@ class Said:
     reward: float = 0.0
     old: list[float] = field(default_factory=list)
     now: list[float] = field(default_factory=list)  # of the policy before this update
+    entropy: list[float] = field(default_factory=list)  # likewise
+    held: list[bool] = field(default_factory=list)  # KL-Cov
     ref: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     after: float = 0.0  # the critic's value behind the last token
@@ -75,6 +77,7 @@ class PlainUpdate:
         self._measure(said)
         self._credit(said)
         self._limit(said)
+        self._choose(said)
         for _ in range(self.config.train.epochs):
             policy, critic = self.policy.clone().requires_grad_(), self.critic.clone().requires_grad_()
             if not self.a.needs_critic or step > self.a.critic.only_steps:
@@ -111,6 +114,7 @@ class PlainUpdate:
     def _measure(self, said: list[Said]) -> None:
         for s in said:
             s.now = [float(x) for x in logprobs(self.policy, s, routed=self.routed)]
+            s.entropy = entropies(self.policy, s, routed=self.routed)
             s.old = s.now if self.a.old_logprobs == "learner" else s.engine
             s.ref = [float(x) for x in logprobs(self.reference, s, routed=False)]
             s.values, s.after = [float(self.critic[x]) for x in s.inputs], float(self.critic[s.targets[-1]])
@@ -158,6 +162,28 @@ class PlainUpdate:
             out.insert(0, running)
         return out
 
+    def _choose(self, said: list[Said]) -> None:
+        """Tokens of most entropy alone, or of great covariance left out or held; those that are trained on count."""
+        tokens, every = self.a.tokens, [(s, t) for s in said if s.trained for t in range(len(s.targets))]
+        for s in said:
+            s.held = [False] * len(s.targets)
+        if tokens.choose == "top_entropy":
+            num = math.ceil(tokens.share * len(every))
+            least = sorted((s.entropy[t] for s, t in every), reverse=True)[num - 1]
+            for s, t in every:
+                s.advantages[t] *= s.entropy[t] >= least - 1e-6
+        elif tokens.choose != "all":
+            logp, adv = (
+                statistics.fmean(x) for x in zip(*((s.now[t], s.advantages[t]) for s, t in every), strict=True)
+            )
+            cov = [(s.now[t] - logp) * (s.advantages[t] - adv) for s, t in every]
+            order = sorted(range(len(every)), key=lambda i: -cov[i])
+            for i, (s, t) in enumerate(every):
+                if tokens.choose == "kl_cov":
+                    s.held[t] = i in order[: max(int(tokens.share * len(every)), 1)]
+                elif tokens.low <= cov[i] <= tokens.high:  # a share of 1 draws them all
+                    s.advantages[t] = 0.0
+
     def _limit(self, said: list[Said]) -> None:
         """M2PO: the tokens of largest squared gap to the engine get no advantage until the mean square is small."""
         if self.a.second_moment_limit is None:
@@ -186,6 +212,10 @@ class PlainUpdate:
                     term = torch.maximum(term, -ratio.clamp(1 - a.clip_low, 1 + a.clip_high) * advantage)
                 if a.correction.mode == "truncate":
                     term = term * min(math.exp(old - s.engine[t]), a.correction.high)
+                if s.held[t]:
+                    d = logp - old
+                    kl = {"k1": -d, "k2": d**2 / 2, "k3": d.exp() - 1 - d, "abs": d.abs()}[a.tokens.kl_estimator]
+                    term = term + a.tokens.kl_coefficient * kl
                 total = total + term / tokens
                 if a.kl.placement == "loss" and self.beta:  # k1, weighted by who sampled
                     total = total + self.beta * (logp - s.engine[t]).exp() * (logp - s.ref[t]) / tokens
@@ -218,7 +248,15 @@ class PlainUpdate:
 
 def logprobs(weights: Tensor, s: Said, *, routed: bool) -> Tensor:
     """[tokens]; a policy whose routers get the experts of odd inputs has other logits there."""
-    scale = torch.tensor([1.0 + (x % 2 if routed else 0) for x in s.inputs], dtype=torch.float64)
-    logits = weights[s.inputs] * scale[:, None]
-    out: Tensor = logits.log_softmax(-1)[torch.arange(len(s.targets)), s.targets]
+    out: Tensor = _table(weights, s, routed)[torch.arange(len(s.targets)), s.targets]
     return out
+
+
+def entropies(weights: Tensor, s: Said, *, routed: bool) -> list[float]:
+    """Nats over the whole vocabulary, of each token."""
+    return [-sum(math.exp(x) * x for x in row) for row in _table(weights, s, routed).tolist()]
+
+
+def _table(weights: Tensor, s: Said, routed: bool) -> Tensor:
+    scale = torch.tensor([1.0 + (x % 2 if routed else 0) for x in s.inputs], dtype=torch.float64)
+    return (weights[s.inputs] * scale[:, None]).log_softmax(-1)

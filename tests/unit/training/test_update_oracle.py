@@ -32,6 +32,18 @@ PATHS: dict[str, dict[str, Any]] = {
     "the critic alone at first": CRITIC | {"unfinished_reward": 0.0, "critic": {"only_steps": 3}},
     "m2po": ALIKE | {"objective": "importance", "second_moment_limit": 0.1, "old_logprobs": "rollout"},
     "m2po by the learner's old policy": {"objective": "importance", "second_moment_limit": 0.1},
+    "the tokens of most entropy": {"tokens": {"choose": "top_entropy", "share": 0.3}},
+    "Clip-Cov, all of its candidates": ALIKE
+    | {"objective": "importance", "tokens": {"choose": "clip_cov", "share": 1.0, "low": 0.1, "high": 0.5}},
+    **{
+        f"KL-Cov by {name}": {
+            "objective": "importance",
+            "old_logprobs": "rollout",
+            "drop_truncated": True,
+            "tokens": {"choose": "kl_cov", "share": 0.3, "kl_coefficient": 2.0, "kl_estimator": name},
+        }
+        for name in ("k1", "k2", "k3", "abs")
+    },
     "decoupled ppo": {"correction": {"mode": "truncate", "high": 1.5}},
     "decoupled ppo, interpolated": {
         "correction": {"mode": "truncate", "high": 1.5},
