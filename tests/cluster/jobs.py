@@ -162,8 +162,11 @@ class Cluster:
         return self._submit(f"{name}-rehearsal", *keys, "--rehearse")
 
     def _submit(self, name: str, *given: str) -> Job:
-        usual = (*TINY, "slurm.memory_per_node=3000", "slurm.time=30", f"run.name={name}")
-        text = self.program("submit", "tiny_cpu", *usual, *given)
+        return self.submit_config("tiny_cpu", name, *TINY, *given)
+
+    def submit_config(self, config: str, name: str, *keys: str) -> Job:
+        """Submit a run of this configuration with these keys alone."""
+        text = self.program("submit", config, "slurm.memory_per_node=3000", "slurm.time=30", f"run.name={name}", *keys)
         found = re.search(r"^job (\d+): ", text, re.MULTILINE)
         assert found, text
         return Job(cluster=self, id=found[1], run=self.work / "runs" / name)
