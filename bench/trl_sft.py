@@ -1,0 +1,75 @@
+"""The baseline of bench.sft: TRL's SFTTrainer. Runs in TRL's own environment, not in ours.
+
+    python bench/trl_sft.py SPEC.json     (bench.sft writes it)
+
+Set for speed on CPUs as `trl_gspo`: float32, no gradient checkpointing, no router loss, experts by grouped_mm,
+attention by sdpa, AdamW fused, nothing logged or saved. Sequences are padded to the longest of a micro-batch: TRL packs
+only with kernels for GPUs. Rows are tokenized before the clock starts, which is TRL's way.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def run(spec: dict[str, Any]) -> list[float]:
+    """Train; return the seconds of each optimizer step."""
+    import torch
+    from datasets import load_dataset
+    from torch.utils.data import SequentialSampler
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    torch.set_num_threads(spec["threads"])
+    model = AutoModelForCausalLM.from_pretrained(
+        spec["model"], dtype=torch.float32, experts_implementation="grouped_mm", attn_implementation="sdpa"
+    )
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            ends.append(time.perf_counter())
+
+    class InOrder(SFTTrainer):
+        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+            return SequentialSampler(self.train_dataset)
+
+    trainer = InOrder(
+        model=model,
+        args=SFTConfig(
+            output_dir=spec["work"],
+            per_device_train_batch_size=spec["micro_batch"],
+            gradient_accumulation_steps=spec["batch_size"] // spec["micro_batch"],
+            max_steps=spec["steps"],
+            max_length=spec["max_tokens"],
+            learning_rate=spec["learning_rate"],
+            lr_scheduler_type="constant",
+            completion_only_loss=True,
+            router_aux_loss_coef=0.0,
+            packing=False,
+            optim="adamw_torch_fused",
+            weight_decay=0.0,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            disable_tqdm=True,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+        ),
+        train_dataset=load_dataset("json", data_files=spec["rows"], split="train", cache_dir=spec["work"]),
+        processing_class=AutoTokenizer.from_pretrained(spec["model"]),
+        callbacks=[Clock()],
+    )
+    began = time.perf_counter()
+    trainer.train()
+    return [end - start for start, end in zip([began, *ends], ends, strict=False)]
+
+
+if __name__ == "__main__":
+    given = json.loads(Path(sys.argv[1]).read_text())
+    Path(given["out"]).write_text(json.dumps(run(given)))
