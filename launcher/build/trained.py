@@ -10,6 +10,8 @@ from pathlib import Path
 from launcher.build.model import starting_folder
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.data import FileKeys, data_sources
+from rl_megatron.config.sections.jobs import SftSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.training import checkpoints
 from rl_megatron.weights.checkpoints.convert import megatron_to_hf
@@ -39,14 +41,26 @@ def trained_model(model: Path, config: str | None, overrides: Sequence[str]) -> 
         checkpoint = checkpoints.latest(run / "checkpoints") if model == run else model
         if checkpoint is None:
             raise ConfigError(f"{run}: no checkpoint is complete; train on, or give a Hugging Face folder")
-        loaded = load_config(config or str(run / "config.yaml"), overrides)
+        loaded = _sampling(load_config(config or str(run / "config.yaml"), overrides))
         source = checkpoints.read(checkpoint).folder / "learner"
         return TrainedModel(config=loaded, source=source, out=run / "eval", name=checkpoint.name)
     if not model.is_dir():
         raise ConfigError(f"{model}: no such folder; give a Hugging Face folder, a run's folder or checkpoints/step_N")
     is_megatron(model)  # raises for neither kind
-    loaded = load_config(config or _DEFAULT, overrides)
+    loaded = _sampling(load_config(config or _DEFAULT, overrides))
     return TrainedModel(config=loaded, source=model, out=Path("eval"), name=model.resolve().name)
+
+
+def _sampling(config: RunConfig) -> RunConfig:
+    """Of a job that samples nothing the one that does, with its defaults of sampling. Raises ConfigError for data that
+    has no problems."""
+    for key, data in data_sources(config.data).items():
+        if isinstance(data, FileKeys) and data.messages_field is not None:
+            raise ConfigError(
+                f"{key}.messages_field={data.messages_field!r}: conversations have no answers to compare samples with; "
+                "give a configuration whose data has problems, as --config gsm8k_tiny data.eval=FILE"
+            )
+    return config if config.kind.samples else config.model_copy(update={"job": "rl", "sft": SftSection()})
 
 
 def hugging_face(target: TrainedModel, spare: Path) -> Path:

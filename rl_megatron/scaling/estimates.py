@@ -111,25 +111,28 @@ class Estimate:
     push: Push
     save: Save
     step: StepTime | None
+    pushes: bool = True  # whether steps push weights, and not the run's end alone, for its export
 
     def lines(self) -> Iterator[str]:
         """Lines to show."""
         route = self.push.route
-        yield f"a push of weights (weights.transport={route.transport}), through {route.describe()}:"
+        what = "a push" if self.pushes else "the export"
+        yield f"{what} of weights (weights.transport={route.transport}), through {route.describe()}:"
         yield from (f"  {hop.describe()}" for hop in self.push.hops)
         if not self.push.hops:
             yield "  its bytes and seconds are those of your own code"
         yield self.save.describe()
         yield self.save.describe_disk()
         if self.step is not None:
-            push, saves = self.step.share(self.push.seconds), self.step.share(self.save.seconds_a_step)
+            seconds = self.push.seconds if self.pushes else 0.0
+            push, saves = self.step.share(seconds), self.step.share(self.save.seconds_a_step)
             yield from self.step.lines()
             yield f"  of it: a push {push}, checkpoints {saves}"
         yield "all speeds are assumed, none is measured (slurm.speeds)"
 
     def warnings(self) -> Iterator[str]:
         """What a user should change before the run."""
-        if self.push.route.shared:
+        if self.push.route.shared and self.pushes:
             yield (
                 f"each push of weights goes through {self.push.route.file}: {self.push.seconds:,.1f} s at assumed "
                 "speeds. Give servers nodes of their own (slurm.engines.nodes) and weights.transport=process_group, or "
@@ -137,7 +140,7 @@ class Estimate:
             )
         if self.step is None or not self.step.stated:
             return
-        pushed = 0.0 if self.push.route.shared else self.push.seconds
+        pushed = 0.0 if self.push.route.shared or not self.pushes else self.push.seconds
         costs = {
             "a push of weights takes": (pushed, "choose a faster weights.transport (docs/weights.md)"),
             "checkpoints take": (self.save.seconds_a_step, "raise checkpoint.every"),
@@ -153,7 +156,8 @@ class Estimate:
 def estimate(config: RunConfig, shape: ModelShape) -> Estimate:
     """The estimate of a run. Raises ConfigError if the layout or the servers do not fit."""
     push = push_cost(config, shape)
-    return Estimate(push=push, save=save_cost(config, shape), step=_step(config, shape, push))
+    saves, step = save_cost(config, shape), _step(config, shape, push)
+    return Estimate(push=push, save=saves, step=step, pushes=config.kind.samples)
 
 
 def _step(config: RunConfig, shape: ModelShape, push: Push) -> StepTime | None:

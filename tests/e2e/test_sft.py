@@ -191,3 +191,18 @@ def test_long_conversations_are_cut_or_left_out_and_counted(place: Place, model:
     assert (found["drop"]["sft/dropped"], found["drop"]["sft/cut"]) == (long, 0)
     assert found["cut"]["sft/dropped"] + found["cut"]["sft/cut"] == long
     assert found["cut"]["sft/cut"] > 0
+
+
+def test_a_run_on_problems_can_be_evaluated_and_one_on_conversations_says_what_is_missing(
+    place: Place, run: Run
+) -> None:
+    sums = place.fork_alone(
+        "sums", "--config", "sft_tiny", "learner.ep=1", "train.steps=1", "data.num_eval=16", "log.tensorboard=false"
+    )
+    sums.finish()
+    measured = place.call_in_fork("eval", "runs/sums")
+    assert measured.end() == 0, measured.text()
+    assert (sums.folder / "eval" / "step_000001.json").is_file()
+    refused = place.call_in_fork("eval", "runs/whole")
+    assert refused.end() == 1
+    assert "conversations have no answers to compare samples with; give a configuration" in refused.text()

@@ -171,13 +171,14 @@ def test_what_cannot_be_compared_or_evaluated_is_refused(
     "asking",
     [
         ("reward.function=service:judge/score", "reward.http.retries=0"),
-        ("environment.function=openenv", "environment.options.url=service:judge", "warm_start.steps=0"),
+        ("environment.function=nemo_gym", "environment.options.url=service:judge", "warm_start.steps=0"),
     ],
 )
 def test_a_service_that_only_a_run_starts_is_named(
     folder: Path, here: Path, asking: Sequence[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "rows.jsonl").write_text('{"question": "q", "answer": "a", "openenv": {"seed": 1}}\n')
+    asked = {"responses_create_params": {"input": [{"role": "user", "content": "q"}]}}
+    (here / "rows.jsonl").write_text(json.dumps({"question": "q", "answer": "a", "nemo_gym": asked}) + "\n")
     files = ("data.type=files", "data.train=rows.jsonl", "data.eval=rows.jsonl", "data.on_leak=keep")
     status, text = said(capsys, str(folder), "services.judge.command=python judge.py", *files, *asking)
     assert status
