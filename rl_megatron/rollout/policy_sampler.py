@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rl_megatron.config.sections.rollout import RolloutSection
+from rl_megatron.errors import EngineError
 from rl_megatron.interfaces import RolloutEngine
-from rl_megatron.rollout.batch import Answered, GroupSource
+from rl_megatron.rollout.batch import POISON_SHARE, Answered, GroupSource
 from rl_megatron.types import Prompt, SamplingParams
 
 Tell = Callable[[int], None]
@@ -23,6 +24,7 @@ class PolicySampler(GroupSource):
     rollout: RolloutSection
     stop_token_ids: tuple[int, ...]
     seed: int
+    poison: dict[str, str] = field(default_factory=dict)  # the problem of each held-out prompt that was, by set and id
 
     def params(
         self,
@@ -59,5 +61,26 @@ class PolicySampler(GroupSource):
     ) -> list[Answered]:
         """``samples`` of each prompt, not to train on: log-probs may be of another distribution.
 
-        ``purpose`` names the set; seeds depend on it. Raises EngineError, and what `groups` raises.
+        ``purpose`` names the set; seeds depend on it. What is poison is not asked again. Raises EngineError if more
+        than 1 % of the prompts, and more than one, are, and what `groups` raises.
         """
+
+    def askable(self, prompts: Sequence[Prompt], purpose: str) -> list[int]:
+        """The places of those that are not known as poison."""
+        return [place for place, prompt in enumerate(prompts) if f"{purpose}: {prompt.id}" not in self.poison]
+
+    def among_poison(
+        self, prompts: Sequence[Prompt], purpose: str, places: Sequence[int], answered: Sequence[Answered]
+    ) -> list[Answered]:
+        """Of each prompt what those at ``places`` gave, and of the others that they are poison. Raises EngineError."""
+        found = dict(zip(places, answered, strict=True))
+        for place, one in found.items():
+            if one.reason == "poison":
+                self.poison[f"{purpose}: {prompts[place].id}"] = one.problem
+        poison = [said for prompt in prompts if (said := self.poison.get(f"{purpose}: {prompt.id}")) is not None]
+        if len(poison) > max(1, POISON_SHARE * len(prompts)):
+            raise EngineError(
+                f"{len(poison)} of {len(prompts)} held-out prompts ended servers or were refused, so an accuracy "
+                f"would say nothing of the weights: read the servers' logs; the last one's error: {poison[-1]}"
+            )
+        return [found.get(place, Answered(group=None, reason="poison")) for place in range(len(prompts))]

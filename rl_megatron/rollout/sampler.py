@@ -15,11 +15,11 @@ from typing_extensions import override
 
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.data.trajectories import single_turns
-from rl_megatron.errors import EngineError, PoisonPrompt, RewardError
+from rl_megatron.errors import PoisonPrompt, RewardError
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.observability.timeline.spans import FreeLanes
 from rl_megatron.rewards.scoring import errors_of, score
-from rl_megatron.rollout.batch import POISON_SHARE, Answered, Drawn
+from rl_megatron.rollout.batch import Answered, Drawn
 from rl_megatron.rollout.policy_sampler import PolicySampler, Tell
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams
@@ -44,7 +44,6 @@ class RolloutSampler(PolicySampler):
     routes: bool = False  # whether to request routes of the completions that are trained on
     apart: bool = False  # whether each completion of a group is requested by itself
     sampled: dict[str, Completion] = field(default_factory=dict)  # of groups that are not scored yet, by their requests
-    poison: dict[str, str] = field(default_factory=dict)  # the problem of each held-out prompt that was, by set and id
 
     @override
     async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
@@ -91,26 +90,11 @@ class RolloutSampler(PolicySampler):
         samples: int = 1,
         tell: Tell | None = None,
     ) -> list[Answered]:
-        """``samples`` completions of each prompt, scored, not to train on: log-probs may be of another distribution.
-
-        ``purpose`` names the set; seeds depend on it. What is poison is not asked again. Raises EngineError if more
-        than 1 % of the prompts, and more than one, are; RewardError as `groups`.
-        """
-        named = list(zip(prompts, _told_apart(purpose, prompts), strict=True))
-        asked = [(prompt, name) for prompt, name in named if f"{purpose}: {prompt.id}" not in self.poison]
+        """As `PolicySampler.held_out`, of completions that are scored."""
+        places, names = self.askable(prompts, purpose), list(_told_apart(purpose, prompts))
+        asked = [(prompts[place], names[place]) for place in places]
         answered = await self._run(asked, samples, params, birth=0, exact_logprobs=False, tell=tell)
-        found = {f"{name}: {prompt.id}": one for (prompt, name), one in zip(asked, answered, strict=True)}
-        for (prompt, _), one in zip(asked, answered, strict=True):
-            if one.reason == "poison":
-                self.poison[f"{purpose}: {prompt.id}"] = one.problem
-        poison = [said for prompt in prompts if (said := self.poison.get(f"{purpose}: {prompt.id}")) is not None]
-        if len(poison) > max(1, POISON_SHARE * len(prompts)):
-            raise EngineError(
-                f"{len(poison)} of {len(prompts)} held-out prompts ended servers or were refused, so an accuracy "
-                f"would say nothing of the weights: read the servers' logs; the last one's error: {poison[-1]}"
-            )
-        lost = Answered(group=None, reason="poison")
-        return [found.get(f"{name}: {prompt.id}", lost) for prompt, name in named]
+        return self.among_poison(prompts, purpose, places, answered)
 
     async def _run(
         self,

@@ -99,15 +99,13 @@ class EnvironmentSampler(PolicySampler):
         samples: int = 1,
         tell: Tell | None = None,
     ) -> list[Answered]:
-        """``samples`` trajectories of each prompt, not to train on: log-probs may be of another distribution.
-
-        ``purpose`` names the set; seeds depend on it. Raises as `groups`.
-        """
-        count = len(prompts) * samples
-        named = [(prompts[place // samples], purpose, place) for place in range(count)]
+        """As `PolicySampler.held_out`, of trajectories."""
+        places = self.askable(prompts, purpose)
+        named = [(prompts[place], purpose, place * samples + i) for place in places for i in range(samples)]
         played = await self._play(named, params, birth=0, exact_logprobs=False, tell=tell)
-        parts = (played[first : first + samples] for first in range(0, count, samples))
-        return [_answered(prompt, part) for prompt, part in zip(prompts, parts, strict=True)]
+        parts = [played[first : first + samples] for first in range(0, len(played), samples)]
+        answered = [_answered(prompts[place], part) for place, part in zip(places, parts, strict=True)]
+        return self.among_poison(prompts, purpose, places, answered)
 
     async def _play(
         self,

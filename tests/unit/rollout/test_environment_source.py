@@ -14,6 +14,7 @@ from rl_megatron.data.samples import to_samples
 from rl_megatron.environments.calculator import Calculator
 from rl_megatron.environments.protocol import EnvironmentStep, LimitReached, Model, Observed, Reply, Transcript
 from rl_megatron.environments.registry import EnvironmentMaker
+from rl_megatron.errors import EngineError, PoisonPrompt
 from rl_megatron.rollout.batch import Answered, RolloutBatch
 from rl_megatron.rollout.environments.source import EnvironmentSampler
 from rl_megatron.rollout.environments.threads import Threads
@@ -249,3 +250,25 @@ def test_each_trajectory_of_a_held_out_problem_is_told() -> None:
     found = asyncio.run(ours.held_out(PROMPTS, ours.params(temperature=0.0), samples=2, tell=told.append))
     assert [len(one.rewards) for one in found] == [2, 2]
     assert told == [1] * 4
+
+
+def test_a_held_out_prompt_that_is_poison_is_asked_once_and_more_than_one_in_a_hundred_are_no_accuracy() -> None:
+    class Poisoned(Scripted):
+        bad: tuple[str, ...] = ("3*4=",)
+
+        async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+            found = await super().generate(request)
+            if bytes(request.token_ids).decode().startswith(self.bad):
+                raise PoisonPrompt(f"{request.id} ended servers")
+            return found
+
+    engine = Poisoned(lambda text: "!132")
+    ours = sampler(engine)
+    for _ in range(3):
+        bad, good = asyncio.run(ours.held_out(PROMPTS, ours.params(temperature=0.0), samples=2))
+        assert (bad.group, bad.reason, good.rewards) == (None, "poison", (1.0, 1.0))
+    assert sum("3*4" in request.id for request in engine.asked) == 2
+    assert len({request.params.seed for request in engine.asked}) == 4
+    engine.bad = ("3*4=", "12*11=")
+    with pytest.raises(EngineError, match="2 of 2 held-out prompts ended servers or were refused"):
+        asyncio.run(ours.held_out(PROMPTS, ours.params(temperature=0.0)))
