@@ -26,22 +26,29 @@ from rl_megatron.types import Prompt
 logger = logging.getLogger(__name__)
 
 
-def made_environment(config: RunConfig, services: Services | None = None) -> EnvironmentMaker | Agent | None:
-    """The configuration's environment or agent, if it has one. Raises as `resolve_environment`."""
-    if config.environment.function is None:
-        return None
-    return resolve_environment(config.environment, config.sandbox, services)
+def made_environment(
+    config: RunConfig, services: Services | None = None, key: str = "environment"
+) -> EnvironmentMaker | Agent | None:
+    """The environment or agent of the section ``key``, if it names one. Raises as `resolve_environment`."""
+    section = config.environments.get(key)
+    return None if section is None else resolve_environment(section, config.sandbox, services, key=key)
 
 
 def environment_sampler(
-    config: RunConfig, made: EnvironmentMaker | Agent, engine: RolloutEngine, data: Data, *, vocab_size: int
+    config: RunConfig,
+    made: EnvironmentMaker | Agent,
+    engine: RolloutEngine,
+    data: Data,
+    *,
+    vocab_size: int,
+    key: str = "environment",
 ) -> EnvironmentSampler:
-    """The source, over ``engine`` of a model of ``vocab_size`` tokens, which samples in waves if it
-    is in the learner's processes.
+    """The source in ``made``, of the section ``key``, over ``engine`` of a model of ``vocab_size`` tokens, which
+    samples in waves if it is in the learner's processes.
 
     Logs what a chat template does to rows: as a warning where every turn is one, or where it refuses conversations.
     """
-    section, tokenizer = config.environment, data.tokenizer
+    section, tokenizer = config.environments[key], data.tokenizer
     template: Template = PlainText(tokenizer)
     if section.template == "chat":
         template = ChatTemplate(tokenizer, thinking=section.thinking)
@@ -56,6 +63,7 @@ def environment_sampler(
         parser=None if section.tool_parser is None else PARSERS[section.tool_parser],
         rollout=config.rollout,
         section=section,
+        key=key,
         vocab_size=vocab_size,
         stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
         seed=config.seed,

@@ -13,7 +13,7 @@ from typing import Any
 from launcher.build.data import Data
 from launcher.build.environment import demonstrations, made_environment
 from launcher.build.roles import Parts
-from launcher.build.sampler import sampler_of
+from launcher.build.sampler import sampler_of, samplers_of_sets
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, weights_of
@@ -74,7 +74,13 @@ def _sampling(
     config = parts.config
     made = made_environment(config, parts.services)
     sampler = sampler_of(config, made, roles.engine, parts.reward, data, vocab_size=shape.vocab_size)
-    evaluation = Evaluation(sampler=sampler, sets=data.sets, section=config.eval, last_step=config.train.steps)
+    evaluation = Evaluation(
+        sampler=sampler,
+        own=samplers_of_sets(config, roles.engine, data, vocab_size=shape.vocab_size, services=parts.services),
+        sets=data.sets,
+        section=config.eval,
+        last_step=config.train.steps,
+    )
     attention_cost = _attention_cost(shape)
     at_peak = seconds_at_peak(shape, roles.gpus)
     update = (WaveUpdate if config.train.stream_micro_batches else Update)(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 from launcher.build.data import Data
-from launcher.build.environment import environment_sampler
+from launcher.build.environment import environment_sampler, made_environment
 from rl_megatron.config.run import RunConfig
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
 from rl_megatron.rollout.policy_sampler import PolicySampler
 from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.services import Services
 
 
 def sampler_of(
@@ -39,3 +40,15 @@ def sampler_of(
         routes=config.asks_for_routes is not None,
         apart=config.one_by_one,
     )
+
+
+def samplers_of_sets(
+    config: RunConfig, engine: RolloutEngine, data: Data, *, vocab_size: int, services: Services | None = None
+) -> dict[str, PolicySampler]:
+    """The samplers of the sets that have an environment of their own, by the set's name."""
+    out: dict[str, PolicySampler] = {}
+    for name in config.eval.sets:
+        key = f"eval.sets.{name}.environment"
+        if (made := made_environment(config, services, key)) is not None:
+            out[name] = environment_sampler(config, made, engine, data, vocab_size=vocab_size, key=key)
+    return out

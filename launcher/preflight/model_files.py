@@ -53,8 +53,9 @@ def _shown_by_template(config: RunConfig) -> Iterator[tuple[str, str]]:
     for key, data in data_sources(config.data).items():
         if isinstance(data, FileKeys) and data.chat_template:
             yield f"{key}.chat_template=true", "set it to false"
-    if config.environment.function is not None and config.environment.template == "chat":
-        yield "environment.template=chat", "set environment.template=plain, or give the tokenizer a template"
+    for key, one in config.environments.items():
+        if one.template == "chat":
+            yield f"{key}.template=chat", f"set {key}.template=plain, or give the tokenizer a template"
 
 
 def _reference(subject: Subject, folder: Path) -> Iterator[Found]:

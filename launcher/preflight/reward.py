@@ -31,18 +31,19 @@ MADE_UP = "a made-up completion"
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Finds the environment; without one, calls the reward function of each source and set once.
+    """Finds the environments; unless training has one, calls the reward function of each source and set once.
 
     Does not call servers, which may not be up yet, or models, which are large.
     """
-    config, environment = subject.config, subject.config.environment
+    config = subject.config
     if not config.kind.samples:
         return
-    if environment.function is not None:
-        if subject.other_python is not None and ":" in environment.function:
-            yield unchecked(f"the environment, in {subject.other_python}")
+    for key, environment in config.environments.items():
+        if subject.other_python is not None and ":" in (environment.function or ""):
+            yield unchecked(f"{key}, in {subject.other_python}")
         else:
-            yield from _environment(subject, environment, warm_start=config.warm_start.steps > 0)
+            yield from _environment(subject, key, environment)
+    if config.environment.function is not None:
         return
     seen = list[RewardSection]()
     for key in data_sources(config.data):
@@ -68,11 +69,12 @@ def _sandbox(subject: Subject) -> Iterator[Found]:
         yield fact("the sandbox fences programs by namespaces")
 
 
-def _environment(subject: Subject, section: EnvironmentSection, *, warm_start: bool) -> Iterator[Found]:
-    """Finds the environment, and calls none of its methods."""
+def _environment(subject: Subject, key: str, section: EnvironmentSection) -> Iterator[Found]:
+    """Finds the environment of the section ``key``, and calls none of its methods."""
+    warm_start = section is subject.config.environment and subject.config.warm_start.steps > 0
     if not subject.for_job and (said := limits.problem_of_trajectories(section.concurrency)):
         yield problem(said)
-    made = resolve_environment(section, subject.config.sandbox)
+    made = resolve_environment(section, subject.config.sandbox, key=key)
     if made.takes_sandbox:
         yield from _sandbox(subject)
     if warm_start and not (isinstance(made, EnvironmentMaker) and made.has("demonstration")):

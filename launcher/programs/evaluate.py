@@ -15,7 +15,7 @@ from rich.table import Table
 from launcher.build.alone import engine_alone
 from launcher.build.data import load_data
 from launcher.build.environment import made_environment
-from launcher.build.sampler import sampler_of
+from launcher.build.sampler import sampler_of, samplers_of_sets
 from launcher.build.trained import TrainedModel, hugging_face, of_folder
 from launcher.preflight import engine, problems_of_data, reward
 from launcher.preflight.subject import Subject
@@ -51,10 +51,13 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
             sets = {}
             made = made_environment(config, services)
             sampler = sampler_of(config, made, sampling, judge, data, vocab_size=shape.vocab_size)
+            own = samplers_of_sets(config, sampling, data, vocab_size=shape.vocab_size, services=services)
             with _display() as bar:
                 for one in data.sets:
                     task = bar.add_task(one.name or WHOLE, total=len(one.prompts) * one.section.samples)
-                    measured = await measure(sampler, one, config.eval, partial(bar.advance, task))
+                    measured = await measure(
+                        own.get(one.name or "", sampler), one, config.eval, partial(bar.advance, task)
+                    )
                     sets[one.name or WHOLE] = result_of(one, measured)
         weights = _digest(folder, config, hf_layout(shape).local_shapes(0))
     results = Results(

@@ -6,15 +6,22 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.sections.data import FileKeys, data_sources
+from rl_megatron.config.sections.environment import EnvironmentSection
+from rl_megatron.config.sections.eval import RunData
 from rl_megatron.config.sections.reward import RewardSection
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
 
+RENDERED = "an environment's messages are rendered as a conversation, and a task's text is what it begins with; set"
+
 
 def problems_of_environments(c: RunConfig) -> Iterator[str]:
     """A line for each rule that the configuration breaks."""
     section = c.environment
+    for key, one in c.environments.items():
+        yield from _in_itself(key, one)
+    yield from _rendered(c)
     if section.function is None:
         for key, same in (("credit", "completion"), ("ratio_level", "sequence")):
             if getattr(c.algorithm, key) == "turn":
@@ -26,28 +33,46 @@ def problems_of_environments(c: RunConfig) -> Iterator[str]:
     given = f"environment.function={section.function}"
     for key, why in _combined(c):
         yield f"{given} with {key}: {why}"
-    if section.thinking != "template" and section.template == "plain":
-        yield f"environment.thinking={section.thinking} with template=plain: no template drops anything; leave it out"
-    if section.tool_parser is not None and section.template == "plain":
-        yield (
-            f"environment.tool_parser={section.tool_parser} with template=plain: plain texts show neither tools nor "
-            "calls; set environment.template=chat, or leave it out"
-        )
-    if section.on_bad_call != "observe" and section.tool_parser is None:
-        yield (
-            f"environment.on_bad_call={section.on_bad_call}: without environment.tool_parser no call is read; set "
-            "that, or leave this out"
-        )
     if c.warm_start.steps and section.template == "chat":
         yield (
             f"{given} with warm_start.steps={c.warm_start.steps}: an environment's demonstrations are plain texts, and "
             "its conversations would be the chat template's; set environment.template=plain, or warm_start.steps=0"
         )
+
+
+def _in_itself(key: str, section: EnvironmentSection) -> Iterator[str]:
+    """Keys of one section that contradict each other."""
+    if section.thinking != "template" and section.template == "plain":
+        yield f"{key}.thinking={section.thinking} with template=plain: no template drops anything; leave it out"
+    if section.tool_parser is not None and section.template == "plain":
+        yield (
+            f"{key}.tool_parser={section.tool_parser} with template=plain: plain texts show neither tools nor "
+            f"calls; set {key}.template=chat, or leave it out"
+        )
+    if section.on_bad_call != "observe" and section.tool_parser is None:
+        yield (
+            f"{key}.on_bad_call={section.on_bad_call}: without {key}.tool_parser no call is read; set "
+            "that, or leave this out"
+        )
     if section.min_turn_tokens > section.max_tokens:
         yield (
-            f"environment.min_turn_tokens={section.min_turn_tokens} is more than environment.max_tokens="
+            f"{key}.min_turn_tokens={section.min_turn_tokens} is more than {key}.max_tokens="
             f"{section.max_tokens}, so no trajectory would have a turn; lower the first"
         )
+
+
+def _rendered(c: RunConfig) -> Iterator[str]:
+    """Problems whose texts a chat template rendered, in an environment of a set, which renders them itself."""
+    for name, one in c.eval.sets.items():
+        if one.environment is None:
+            continue
+        sources = data_sources(c.data) if isinstance(one.data, RunData) else {f"eval.sets.{name}.data": one.data}
+        for key, source in sources.items():
+            if isinstance(source, FileKeys) and source.chat_template:
+                yield (
+                    f"eval.sets.{name}.environment.function={one.environment.function} with {key}.chat_template=true: "
+                    f"{RENDERED} {key}.chat_template=false"
+                )
 
 
 def _combined(c: RunConfig) -> Iterator[tuple[str, str]]:
@@ -63,8 +88,7 @@ def _combined(c: RunConfig) -> Iterator[tuple[str, str]]:
         if isinstance(source, FileKeys) and source.chat_template:
             yield (
                 f"{key}.chat_template=true",
-                "an environment's messages are rendered as a conversation, and a task's text is what it begins with; "
-                f"set {key}.chat_template=false",
+                f"{RENDERED} {key}.chat_template=false",
             )
     if c.algorithm.advantage_mean == "greedy":
         yield (

@@ -38,9 +38,9 @@ def _beside(c: RunConfig) -> Iterator[str]:
             f"{given} with rollout.server.colocated=true: servers leave their GPUs while the learner trains; set "
             "eval.mode=blocking"
         )
-    if c.eval.at_once is not None and c.environment.function is not None:
+    for key, one in c.environments.items() if c.eval.at_once is not None else ():
         yield (
-            f"eval.at_once={c.eval.at_once} with environment.function={c.environment.function}: a turn that waits for "
+            f"eval.at_once={c.eval.at_once} with {key}.function={one.function}: a turn that waits for "
             "its place would use up its trajectory's environment.seconds; leave it out"
         )
     own = any(one.every or one.at_steps for one in c.eval.sets.values())

@@ -183,7 +183,7 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
         out |= dict.fromkeys(_set(weights, f"weights.{key}"), reason)
     sandbox = dict(_leaves("sandbox", config.sandbox))
     tested = any("tests" in its.functions.values() for _, its in _rewards(config))
-    if not tested and config.environment.function is None:
+    if not tested and not config.environments:
         out |= dict.fromkeys(_set(sandbox, "sandbox"), "only reward.function=tests and environments run programs")
     environment = dict(_leaves("environment", config.environment))
     if config.environment.function is None:

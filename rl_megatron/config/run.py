@@ -242,9 +242,17 @@ class RunConfig(Section):
         return {**self.source_rewards, **{name: own for name, own in of_sets.items() if own is not None}}
 
     @property
+    def environments(self) -> Mapping[str, EnvironmentSection]:
+        """The environments that completions are part of, by the key of the section: training's, and those of sets."""
+        of_sets = {f"eval.sets.{name}.environment": one.environment for name, one in self.eval.sets.items()}
+        every = {"environment": self.environment, **of_sets}
+        return {key: one for key, one in every.items() if one is not None and one.function is not None}
+
+    @property
     def longest_completion(self) -> int:
         """Most tokens behind a prompt: of what is trained on, or of a set of ``eval.sets``."""
-        return max(self.most_sampled, *(one.max_new_tokens or 0 for one in self.eval.sets.values()), 0)
+        of_sets = (one.max_new_tokens or 0 for one in self.eval.sets.values())
+        return max((self.most_sampled, *of_sets, *(one.max_tokens for one in self.environments.values())))
 
     @property
     def most_sampled(self) -> int:

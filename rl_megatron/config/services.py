@@ -28,7 +28,7 @@ def problems_of_services(c: RunConfig) -> Iterator[str]:
         yield "slurm.services requests nodes unlike the learner's; set slurm.heterogeneous=true, or only its nodes"
     if not c.services:
         return
-    if c.environment.function is None and (unasked := sorted(set(c.services) - asked)):
+    if not c.environments and (unasked := sorted(set(c.services) - asked)):
         yield (
             f"services.{unasked[0]}: nothing asks it; set reward.function={SERVICE}{unasked[0]}/path, or an "
             "environment.function that takes services, or leave it out"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -67,12 +67,16 @@ class Agent:
 
 
 def resolve_environment(
-    section: EnvironmentSection, sandbox: SandboxSection | None = None, services: Services | None = None
+    section: EnvironmentSection,
+    sandbox: SandboxSection | None = None,
+    services: Services | None = None,
+    *,
+    key: str = "environment",
 ) -> EnvironmentMaker | Agent:
     """What ``environment.function`` names; an async function is an agent, anything else makes environments.
 
     One that takes an argument ``sandbox`` gets a `rl_megatron.sandbox.table.Sandbox`, one that takes ``services`` the
-    run's `rl_megatron.services.Services`; all trajectories share them.
+    run's `rl_megatron.services.Services`; all trajectories share them. ``key`` names the section in messages.
 
     Raises ConfigError that names an unknown function and the nearest known one, what importing it raised, or options
     that it does not take.
@@ -83,55 +87,54 @@ def resolve_environment(
         near = difflib.get_close_matches(name, ENVIRONMENTS, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
-            f"environment.function={name!r:.200} is unknown; {hint}allowed: {', '.join(ENVIRONMENTS)}, or your own "
+            f"{key}.function={name!r:.200} is unknown; {hint}allowed: {', '.join(ENVIRONMENTS)}, or your own "
             "package.module:name"
         )
-    function = ENVIRONMENTS.get(name) or load_named(name, "environment.function", "class or function", callable)
+    function = ENVIRONMENTS.get(name) or load_named(name, f"{key}.function", "class or function", callable)
     options: dict[str, Any] = dict(section.options)
     taken = inspect.signature(function).parameters.keys() - options.keys()
     if "sandbox" in taken:
         options["sandbox"] = Sandbox(sandbox or SandboxSection())
     if "services" in taken:
         options["services"] = services or Services()
-    _check(name, function, options, section.options)
+    _check(f"{key}.function={name!r:.200}", function, options, [f"{key}.options.{one}" for one in section.options])
     if name in ENVIRONMENTS and inspect.isclass(function):
-        _try(name, function, options)
+        _try(f"{key}.function={name!r}", function, options)
     if inspect.iscoroutinefunction(function):
-        _check_agent(section)
+        _check_agent(section, key)
         return Agent(partial(function, **options), "sandbox" in options)
     return EnvironmentMaker(function, options)
 
 
-def _try(name: str, made: Callable[..., Any], options: Mapping[str, Any]) -> None:
+def _try(given: str, made: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Make one of a shipped environment. Raises ConfigError with what it refuses, and what it lacks."""
     try:
         made(**options)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"environment.function={name!r}: {error}") from error
+        raise ConfigError(f"{given}: {error}") from error
 
 
-def _check_agent(section: EnvironmentSection) -> None:
+def _check_agent(section: EnvironmentSection, key: str) -> None:
     """Raises ConfigError for set keys that a function which leads its trajectory does not read."""
     usual = EnvironmentSection()
-    if unread := [key for key in OF_METHODS if getattr(section, key) != getattr(usual, key)]:
+    if unread := [one for one in OF_METHODS if getattr(section, one) != getattr(usual, one)]:
         raise ConfigError(
-            f"{', '.join(f'environment.{key}={getattr(section, key)}' for key in unread)}: environment.function="
+            f"{', '.join(f'{key}.{one}={getattr(section, one)}' for one in unread)}: {key}.function="
             f"{section.function!r:.200} is a function that leads its trajectory, and has neither methods nor messages; "
-            "leave this out (environment.seconds bounds it)"
+            f"leave this out ({key}.seconds bounds it)"
         )
 
 
-def _check(name: str, function: Callable[..., Any], options: Mapping[str, Any], named: Mapping[str, Any]) -> None:
+def _check(given: str, function: Callable[..., Any], options: Mapping[str, Any], named: Sequence[str]) -> None:
     """Raises ConfigError for options that ``function`` does not take, and for a class without the methods."""
     leads = inspect.iscoroutinefunction(function)
     try:
         inspect.signature(function).bind(*((None, None) if leads else ()), **options)
     except TypeError as error:
-        given = ", ".join(f"environment.options.{key}" for key in named) or "no environment.options"
-        raise ConfigError(f"environment.function={name!r:.200} with {given}: {error}") from error
+        raise ConfigError(f"{given} with {', '.join(named) or 'no options'}: {error}") from error
     lacking = [method for method in METHODS if not callable(getattr(function, method, None))]
     if inspect.isclass(function) and lacking:
         raise ConfigError(
-            f"environment.function={name!r:.200} is a class without {', '.join(lacking)}; give it the four async "
+            f"{given} is a class without {', '.join(lacking)}; give it the four async "
             "methods of an environment, or name an async function (docs/environments.md)"
         )

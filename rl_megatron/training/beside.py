@@ -9,6 +9,7 @@ from time import perf_counter
 
 from rl_megatron.observability.recorder import Recorder
 from rl_megatron.rollout.beside_training import BesideTraining
+from rl_megatron.rollout.policy_sampler import PolicySampler
 from rl_megatron.training.evaluation import Evaluation
 
 logger = logging.getLogger(__name__)
@@ -30,9 +31,9 @@ class EvaluationBeside:
     _running: asyncio.Task[None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        sampler = self.evaluation.sampler
-        behind = replace(sampler, engine=BesideTraining(sampler.engine, self.at_once))
-        self._behind = replace(self.evaluation, sampler=behind)
+        given = self.evaluation
+        own = {name: self._behind_training(sampler) for name, sampler in given.own.items()}
+        self._behind = replace(given, sampler=self._behind_training(given.sampler), own=own)
 
     def begin(self, step: int) -> None:
         """Evaluate the weights that were just pushed after ``step``, unless an earlier evaluation is under way.
@@ -67,6 +68,9 @@ class EvaluationBeside:
             self._running.cancel()
             await asyncio.wait({self._running})
             self._running = None
+
+    def _behind_training(self, sampler: PolicySampler) -> PolicySampler:
+        return replace(sampler, engine=BesideTraining(sampler.engine, self.at_once))
 
     async def _evaluate(self, step: int) -> None:
         began = perf_counter()

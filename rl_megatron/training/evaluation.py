@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rl_megatron.config.sections.eval import EvalSection
 from rl_megatron.evaluation.sets import ProblemSet, measure, row_of
@@ -16,6 +16,7 @@ class Evaluation:
     """Measures ``sets`` with the weights that were pushed last, one after the other. The first gives eval/accuracy."""
 
     sampler: PolicySampler
+    own: Mapping[str, PolicySampler] = field(default_factory=dict)  # of the sets that have one, by name
     sets: Sequence[ProblemSet]
     section: EvalSection
     last_step: int  # after which all sets are due that have no steps of their own
@@ -30,7 +31,7 @@ class Evaluation:
         row: Row = {}
         own = sampled = 0
         for one in self.sets[:1] if step is None else self._due(step):
-            measured = await measure(self.sampler, one, self.section)
+            measured = await measure(self.own.get(one.name or "", self.sampler), one, self.section)
             own += measured.versions.get(pushed, 0) if pushed is not None else 0
             sampled += sum(measured.versions.values())
             if one is self.sets[0]:

@@ -9,6 +9,7 @@ import urllib.request
 import psutil
 import pytest
 
+from rl_megatron.evaluation.results import read_results
 from tests.e2e.processes import Place
 from tests.exposure import check_secrets, check_sockets, family, ports_of
 
@@ -100,3 +101,24 @@ def test_an_environment_is_one_file_of_the_user(place: Place) -> None:
     (row,) = [row for row in run.rows() if row["step"]]
     assert 0 < row["reward/mean"] < 1, row
     assert row["grad_norm"] > 0, row
+
+
+def test_a_set_in_an_environment_of_its_own_beside_a_run_without_one(place: Place) -> None:
+    """Before and after a step, while another set has the reward of training; and by rl-megatron eval."""
+    (place.folder / "my_env.py").write_text(ENVIRONMENT)
+    own = ("function=my_env:Odd", "options.question=?", "template=plain", "max_turns=2", "max_tokens=12")
+    keys = (
+        *("learner.ep=1", "warm_start.steps=0", "train.steps=1", "eval.sets.sums.limit=4", "eval.sets.odd.samples=4"),
+        *("eval.sets.odd.temperature=1.0", "eval.sets.odd.max_new_tokens=4"),
+        *(f"eval.sets.odd.environment.{key}" for key in (*own, "min_turn_tokens=2")),
+    )
+    run = place.fork("odd_set", *keys)
+    run.finish()
+    before, after = run.rows()
+    assert 0.2 < before["eval/odd/mean_at_4"] < 0.8
+    assert before["eval/odd/length"] > 4  # of two turns
+    assert "environment/turns_mean" not in after
+    place.call_in_fork("eval", str(run.folder), "--name", "again")
+    found = read_results(run.folder / "eval" / "again.json").sets["odd"]
+    assert found.figures["mean@4"].value == after["eval/odd/mean_at_4"]
+    assert found.measured.length == after["eval/odd/length"]

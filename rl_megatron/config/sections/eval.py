@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from rl_megatron.config.sections.data import ArithmeticData, FileData, FileKeys, HubData, OneSource
+from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.limits import limits_of
 from rl_megatron.section import Finite, Fraction, NonNegative, NonNegativeFloat, Positive, Section
@@ -34,6 +35,9 @@ class EvalSetSection(Section):
     data: Annotated[RunData | ArithmeticData | FileData | HubData, Field(discriminator="type")] = RunData()
     reward: RewardSection | None = None
     """Reward of its completions, with the keys of reward; null: the reward of training."""
+    environment: EnvironmentSection | None = None
+    """Environment or agent that its completions are part of, with the keys of environment, whatever training has; null:
+    that of training."""
     limit: Positive | None = None
     """Number of problems to use, the first ones; null uses all."""
     samples: Positive = 1
@@ -117,6 +121,7 @@ class EvalSection(Section):
             if one.reward is not None and one.reward.only_records:
                 parts = ", ".join(one.reward.parts)
                 yield f"{key}.reward.parts: the weights of {parts} are all 0, so nothing is right; give one a weight"
+            yield from _environment_problems(key, one)
             yield from self._greedy_problems(key, name, one)
 
     def _greedy_problems(self, key: str, name: str, one: EvalSetSection) -> Iterator[str]:
@@ -130,3 +135,12 @@ class EvalSection(Section):
                 f"{key}: {', '.join(set_ones)} with temperature 0, where every sample is the most likely completion; "
                 f"set {key}.temperature above 0, or leave these out"
             )
+
+
+def _environment_problems(key: str, one: EvalSetSection) -> Iterator[str]:
+    if one.environment is None:
+        return
+    if one.environment.function is None:
+        yield (f"{key}.environment without a function: name one, or leave the section out, for what training has")
+    elif one.reward is not None:
+        yield f"{key}.reward with {key}.environment: the environment gives the reward; leave one of them out"

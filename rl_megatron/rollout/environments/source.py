@@ -59,6 +59,7 @@ class EnvironmentSampler(PolicySampler):
     section: EnvironmentSection
     vocab_size: int  # the model's
     parser: Parser | None = None
+    key: str = "environment"  # of the section, for messages
     threads: Threads = field(init=False)
     endpoint: Endpoint = field(default_factory=Endpoint)
     closing: set[asyncio.Future[None]] = field(default_factory=set)
@@ -180,7 +181,7 @@ class EnvironmentSampler(PolicySampler):
         except EnvironmentFault as error:
             fault = f"environment {self.section.function!r}: {self._said(place)}, {error}"
             if on_error == "fail":
-                advice = "fix it, or set environment.on_error to drop or to a number"
+                advice = f"fix it, or set {self.key}.on_error to drop or to a number"
                 raise EnvironmentFailed(f"{fault}; {advice}") from error
             logger.warning("%s", fault)
             if on_error == "drop":

@@ -1,0 +1,111 @@
+"""A set of problems in an environment of its own, beside a run without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.__main__ import main
+from launcher.build.model import starting_folder
+from launcher.preflight.reward import check
+from launcher.preflight.subject import Subject
+from rl_megatron.config.io import load_config
+from rl_megatron.environments.protocol import EnvironmentStep, Observed, Reply, Transcript
+from rl_megatron.errors import ConfigError
+from rl_megatron.evaluation.results import read_results
+from rl_megatron.evaluation.sets import MeasuredSet
+from rl_megatron.types import Prompt
+
+KEYS = ("data.num_eval=12", "rollout.max_new_tokens=6", "warm_start.steps=0", f"reward.function={__name__}:right")
+ODD = (f"function={__name__}:Odd", "template=plain", "max_turns=2", "max_tokens=20", "min_turn_tokens=2")
+SET = ("limit=8", "samples=4", "temperature=1.0", "max_new_tokens=5", "pass_at=2")
+OWN = tuple(f"eval.sets.odd.{key}" for key in (*SET, *(f"environment.{one}" for one in ODD)))
+
+
+class Odd:
+    """Two turns, which are right where the sum of their bytes is odd."""
+
+    async def start(self, task: Prompt, seed: int) -> Observed:
+        return Observed(said=task.text)
+
+    async def step(self, reply: Reply) -> EnvironmentStep:
+        return EnvironmentStep(observation=Observed(said=f"{len(reply.text)}:"))
+
+    async def score(self, transcript: Transcript) -> float:
+        return float(sum(sum(reply.text.encode()) for reply in transcript.replies) % 2)
+
+    async def close(self) -> None:
+        return None
+
+
+def right(prompt: Prompt, completions: Sequence[object], texts: Sequence[str]) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return starting_folder(load_config("tiny_cpu", [f"model.cache_dir={tmp_path_factory.mktemp('models')}"]))
+
+
+def evaluated(model: Path, name: str, *keys: str) -> dict[str, MeasuredSet]:
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", str(model), "--name", name, *KEYS, *keys])
+    assert not ended.value.code
+    return {
+        of: replace(one.measured, seconds=0.0) for of, one in read_results(Path("eval") / f"{name}.json").sets.items()
+    }
+
+
+def test_its_figures_are_those_of_a_configuration_whose_environment_it_is(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    of_set = evaluated(model, "set", "eval.sets.single.limit=8", *OWN)
+    keys = [key for key in KEYS if not key.startswith("reward")]
+    whole = [*(f"environment.{key}" for key in ODD), *(f"eval.sets.odd.{key}" for key in SET)]
+    monkeypatch.setattr(f"{__name__}.KEYS", keys)
+    assert of_set["odd"] == evaluated(model, "whole", *whole)["odd"]
+    assert 0 < sum(of_set["odd"].right) < 32
+    assert 5 < of_set["odd"].length <= 10  # of two turns
+    assert of_set["single"].right == (1,) * 8
+
+
+def test_the_preflight_finds_it_and_names_its_key(model: Path) -> None:
+    keys = [*KEYS, *OWN, f"model.path={model}"]
+    said = [one.text for one in check(Subject(load_config("tiny_cpu", keys), for_job=False))]
+    assert said[0] == f"environment '{__name__}:Odd' makes environments"
+    assert said[1].startswith(f"reward '{__name__}:right' gives 1")
+    config = load_config("tiny_cpu", [*keys, "eval.sets.odd.environment.function=odd"])
+    with pytest.raises(ConfigError, match=r"^eval\.sets\.odd\.environment\.function='odd' is unknown"):
+        list(check(Subject(config, for_job=False)))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["eval.sets.other.environment.max_turns=3"], "eval.sets.other.environment without a function: name one"),
+        (["eval.sets.odd.reward.function=length"], "eval.sets.odd.reward with eval.sets.odd.environment: the env"),
+        (["eval.sets.odd.environment.min_turn_tokens=99"], "eval.sets.odd.environment.min_turn_tokens=99 is more than"),
+        (["eval.sets.odd.environment.thinking=keep"], "eval.sets.odd.environment.thinking=keep with template=plain"),
+        (
+            ["eval.sets.odd.data.type=files", "eval.sets.odd.data.eval=x", "eval.sets.odd.data.chat_template=true"],
+            r"eval.sets.odd.environment.function=.* with eval.sets.odd.data.chat_template=true: an environment's",
+        ),
+        (
+            ["rollout.server.replicas=1", "eval.mode=beside", "eval.at_once=4"],
+            "eval.at_once=4 with eval.sets.odd.environment.function=",
+        ),
+    ],
+)
+def test_what_it_is_not_combined_with_is_refused_by_its_key(more: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("tiny_cpu", [*KEYS, *OWN, *more])
+
+
+def test_engines_have_room_for_its_trajectories() -> None:
+    long = "eval.sets.odd.environment.max_tokens=70"
+    assert load_config("tiny_cpu", [*KEYS, *OWN, long]).longest_completion == 70
+    assert load_config("tiny_cpu", [*KEYS, *OWN]).most_sampled == 6
