@@ -92,11 +92,16 @@ def headline_figures(run: Run) -> dict[str, str]:
         "warm": _share(warm[-1:]),
         "after": _share(rl[-1:]),
         "reward": number_text(sum(tail) / len(tail)) if tail else "-",
-        "steps": f"{last} of {run.config['train.steps']}" if "train.steps" in run.config else str(last),
+        "steps": f"{last} of {run.config['train.steps']}" if _says_steps(run) else str(last),
         "time": f"{minutes} min {rest} s" if all_seconds else "-",
         "speed": f"{tokens / seconds:,.0f}" if seconds and tokens else "-",
         "mismatch": number_text(sum(mismatch) / len(mismatch)) if mismatch else "-",
     }
+
+
+def _says_steps(run: Run) -> bool:
+    """Whether the configuration says how many steps there are, and not how often all data is trained on."""
+    return "train.steps" in run.config and run.config.get("sft.epochs", "null") == "null"
 
 
 def _share(values: Sequence[float]) -> str:

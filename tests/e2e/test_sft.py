@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.observability.history import headline_figures, load_runs
 from rl_megatron.observability.metrics.table import deterministic
 from tests.e2e.processes import Place, Run
 
@@ -135,6 +136,7 @@ def test_losses_gradients_and_weights_are_those_of_transformers_and_adamw(place:
         assert row["sft/tokens"] == sum(sum(tokens_of(model, messages)[1]) for messages in batch)
         assert row["tokens/train"] >= row["sft/tokens"]
         assert row["learning_rate"] == pytest.approx(rate)
+    assert headline_figures(load_runs([run.folder])[0])["steps"] == str(STEPS)  # and not of train.steps
     exported = AutoModelForCausalLM.from_pretrained(run.folder / f"hf_step_{STEPS:06d}", dtype=torch.float32)
     for name, tensor in exported.state_dict().items():
         torch.testing.assert_close(tensor, reference.state_dict()[name], rtol=0, atol=2e-4)
@@ -193,7 +195,7 @@ def test_long_conversations_are_cut_or_left_out_and_counted(place: Place, model:
     assert found["cut"]["sft/cut"] > 0
 
 
-def test_a_run_on_problems_can_be_evaluated_and_one_on_conversations_says_what_is_missing(
+def test_a_run_on_problems_is_evaluated_and_reinforced_and_one_on_conversations_says_what_is_missing(
     place: Place, run: Run
 ) -> None:
     sums = place.fork_alone(
@@ -203,6 +205,13 @@ def test_a_run_on_problems_can_be_evaluated_and_one_on_conversations_says_what_i
     measured = place.call_in_fork("eval", "runs/sums")
     assert measured.end() == 0, measured.text()
     assert (sums.folder / "eval" / "step_000001.json").is_file()
+    then = place.fork(
+        "then",
+        *("learner.ep=1", "reward.function=my_rewards:even", "warm_start.steps=0", "train.steps=1"),
+        f"model.path={sums.folder / 'hf_step_000001'}",
+    )
+    then.finish()
+    assert [row["phase"] for row in then.rows()] == ["rl", "rl"]
     refused = place.call_in_fork("eval", "runs/whole")
     assert refused.end() == 1
     assert "conversations have no answers to compare samples with; give a configuration" in refused.text()
