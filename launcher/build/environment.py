@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
 from launcher.build.data import Data
+from launcher.servers.site import HERE
 from rl_megatron.config.run import RunConfig
 from rl_megatron.environments.protocol import Demonstrating
 from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_environment
@@ -49,6 +51,8 @@ def environment_sampler(
     Logs what a chat template does to rows: as a warning where every turn is one, or where it refuses conversations.
     """
     section, tokenizer = config.environments[key], data.tokenizer
+    if isinstance(made, Agent):
+        _leave_out_of_proxies(HERE)
     template: Template = PlainText(tokenizer)
     if section.template == "chat":
         template = ChatTemplate(tokenizer, thinking=section.thinking)
@@ -68,6 +72,15 @@ def environment_sampler(
         stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
         seed=config.seed,
     )
+
+
+def _leave_out_of_proxies(host: str) -> None:
+    """Have clients of agents, here and in processes that they start, ask ``host`` itself. A proxy of the environment,
+    as clusters have one, could not reach it, and would read what they ask and with which key."""
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if given.strip() != "*" and host not in given.replace(" ", "").split(","):
+        given = f"{given},{host}" if given else host
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = given
 
 
 def demonstrations(made: EnvironmentMaker | Agent, seed: int) -> Targets:

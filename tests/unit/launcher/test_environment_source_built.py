@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from types import SimpleNamespace
 from typing import Any
 
+import openai
 import pytest
 
 from launcher.build.environment import environment_sampler
 from rl_megatron.config.io import load_config
-from rl_megatron.environments.registry import EnvironmentMaker
+from rl_megatron.environments.protocol import Model
+from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.models.tiny import CHAT_TEMPLATE, byte_tokenizer
 from rl_megatron.rollout.environments.source import EnvironmentSampler
+from rl_megatron.types import Prompt
 from tests.completions import drawn
 from tests.scripted_engine import EOS, Scripted, trajectories
 from tests.unit.rollout.test_environment_source import PROMPTS, Talks
@@ -25,15 +29,16 @@ KEYS = (
     "warm_start.steps=0",
     "rollout.max_prompt_tokens=40",
 )
+TALKS = EnvironmentMaker(Talks)
 REWRITES = "{{ messages | length }}\n" + CHAT_TEMPLATE  # what was read before is another text each turn
 
 
-def source_of(engine: Any, template: str) -> EnvironmentSampler:
+def source_of(engine: Any, template: str, made: EnvironmentMaker | Agent = TALKS) -> EnvironmentSampler:
     config = load_config("calculator", [*KEYS])
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     data: Any = SimpleNamespace(tokenizer=tokenizer, stop_token_ids=(EOS,))
-    return environment_sampler(config, EnvironmentMaker(Talks), engine, data, vocab_size=259)
+    return environment_sampler(config, made, engine, data, vocab_size=259)
 
 
 def test_turns_are_in_one_row_of_a_template_that_appends(caplog: pytest.LogCaptureFixture) -> None:
@@ -59,3 +64,22 @@ def test_a_template_that_rewrites_what_was_read_is_warned_of(caplog: pytest.LogC
     assert "the chat template rewrites: 2.75 rows a trajectory" in record.getMessage()
     found = trajectories(asyncio.run(ours.groups(drawn(PROMPTS[:1], 1))))
     assert [[len(row.turns) for row in one.chains] for one in found] == [[1, 1]] * 2
+
+
+async def asks(task: Prompt, model: Model) -> float:
+    messages: list[Any] = [{"role": "user", "content": task.text}]
+    async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key, max_retries=0) as client:
+        said = await client.chat.completions.create(model="policy", messages=messages)
+    return float(said.choices[0].message.content == "ab")
+
+
+@pytest.mark.parametrize("given", ["", "intern", "*"])
+def test_an_agents_client_asks_its_endpoint_through_no_proxy(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("NO_PROXY", given)
+    monkeypatch.setenv("no_proxy", given)
+    ours = source_of(Scripted(lambda text: "ab"), CHAT_TEMPLATE, Agent(asks))
+    found = trajectories(asyncio.run(ours.groups(drawn(PROMPTS[:1], 1))))
+    assert [one.reward for one in found] == [1.0, 1.0]
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"]
+    assert os.environ["no_proxy"].startswith(given)
