@@ -45,11 +45,13 @@ class PreferenceLoss:
     """DPO: mean over pairs of -log σ(beta·(Δlog pi - Δlog ref)) (arXiv:2305.18290).
 
     Sequences 2i and 2i + 1 of a micro-batch are the chosen and the rejected one of a pair; a last one without a
-    partner, or one without a trained token, is padding. Log-probs are sums over the trained tokens. Means over pairs:
+    partner, or one without a trained token, is padding. Log-probs are sums over the trained tokens, or with
+    ``per_token`` their means (length-normalised DPO, arXiv:2411.15124, section 5.1). Means over pairs:
     ``preference/accuracy`` (margin above 0) and ``preference/margin``, in nats times beta; over tokens ``entropy``.
     """
 
     beta: float = 0.1
+    per_token: bool = False
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """This rank's share of the loss. Every rank that shares a sequence calls it.
@@ -61,7 +63,8 @@ class PreferenceLoss:
         logprobs = inputs.logprobs
         difference = logprobs.detach() - required(inputs.ref_logprobs, "ref_logprobs")
         sums, lengths = inputs.segment_sum(difference), inputs.segment_sum(inputs.mask.to(logprobs.dtype))
-        count = len(sums) // 2 * 2
+        scale = 1 / lengths.clamp(min=1) if self.per_token else torch.ones_like(lengths)
+        sums, count = sums * scale, len(sums) // 2 * 2
         chosen, rejected = sums[:count:2], sums[1:count:2]
         of_pairs = lengths[:count].reshape(-1, 2)
         margin = self.beta * (chosen - rejected)
@@ -74,7 +77,7 @@ class PreferenceLoss:
 
         weight = torch.where(inputs.mask, spread(per_pair / tokens), 0.0)
         slope = spread(self.beta * torch.sigmoid(-margin) * per_pair)
-        sign = inputs.segment_ids % 2 * 2 - 1
+        sign = (inputs.segment_ids % 2 * 2 - 1) * scale[inputs.segment_ids]
         loss = (spread(-logsigmoid(margin)) * weight + slope * sign * (logprobs - logprobs.detach())).sum()
         metrics = {
             "preference/accuracy": Metric(value=(spread((margin > 0).to(logprobs.dtype)) * weight).sum()),

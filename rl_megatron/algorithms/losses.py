@@ -28,7 +28,7 @@ _OF_RATIOS = ("ratio/", "clip_fraction")
 def loss_of(row: AlgorithmSection, *, kl_coefficient: float, max_new_tokens: int) -> Loss:
     """The policy's loss: DPO if the row has ``preference_beta``, else a policy gradient."""
     if row.preference_beta is not None:
-        return PreferenceLoss(beta=row.preference_beta)
+        return PreferenceLoss(beta=row.preference_beta, per_token=row.preference_per_token)
     return PolicyLoss(row=row, kl_coefficient=kl_coefficient, max_new_tokens=max_new_tokens)
 
 

@@ -20,6 +20,7 @@ from rl_megatron.types import LossInputs
 from rl_megatron.user_code import load_named
 
 TokenLosses = tuple[Tensor, Tensor]
+_LEAST_REST = 1e-8  # probability of all tokens but one: below it a float32 1 - p is 0
 Objective = Callable[[Tensor, LossInputs, Tensor, AlgorithmSection], TokenLosses]
 
 
@@ -84,6 +85,31 @@ def gmpo(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmS
     return -log_mean.exp() * advantages, (kept != log_ratio) & (advantages != 0)
 
 
+def dppo_tv(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmSection) -> TokenLosses:
+    """-sg(min(rho, cap_high)) A log pi, but 0 where pi has left pi_old in the direction of A by more than a limit.
+
+    DPPO-Binary-TV (arXiv:2602.04879): the distance is that of the token's two probabilities, |pi - pi_old|, at most
+    ``clip_high`` if A > 0, else ``clip_low``.
+    """
+    return _near_old((inputs.logprobs.exp() - inputs.old_logprobs.exp()).abs(), log_ratio, inputs, row)
+
+
+def dppo_kl(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmSection) -> TokenLosses:
+    """``dppo_tv`` with KL(pi_old‖pi), in nats, of this token against all others: DPPO-Binary-KL."""
+    old = inputs.old_logprobs.exp()
+    rest, old_rest = (-torch.expm1(x).clamp(max=-_LEAST_REST) for x in (inputs.logprobs, inputs.old_logprobs))
+    return _near_old(old_rest * (old_rest / rest).log() - old * log_ratio, log_ratio, inputs, row)
+
+
+def _near_old(distance: Tensor, log_ratio: Tensor, inputs: LossInputs, row: AlgorithmSection) -> TokenLosses:
+    ratio, advantages = log_ratio.detach().exp(), inputs.advantages
+    good = advantages > 0
+    left = torch.where(good, (ratio > 1) & (distance > row.clip_high), (ratio < 1) & (distance > row.clip_low))
+    capped = ratio.clamp(max=row.cap_high)
+    loss = -torch.where(left, 0.0, capped) * advantages * inputs.logprobs
+    return loss, (left | (capped != ratio)) & (advantages != 0)
+
+
 OBJECTIVES: Mapping[str, Objective] = {
     "reinforce": reinforce,
     "importance": importance,
@@ -92,6 +118,8 @@ OBJECTIVES: Mapping[str, Objective] = {
     "topr": topr,
     "sapo": sapo,
     "gmpo": gmpo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
 }
 
 

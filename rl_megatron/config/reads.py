@@ -61,6 +61,8 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "sapo": ("ratio_level", "tau_positive", "tau_negative"),
         "topr": ("ratio_level", "cap_low", "cap_high"),
         "gmpo": ("clip_low", "clip_high"),
+        "dppo_tv": ("clip_low", "clip_high", "cap_high"),
+        "dppo_kl": ("clip_low", "clip_high", "cap_high"),
         OWN: _OF_OBJECTIVES,  # which of them is known once it is called: algorithms.own
     },
     "aggregation": {
@@ -91,6 +93,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 PREFERENCE_READS = (
     "preference_beta",
+    "preference_per_token",
     "kl",  # the reference; no coefficient: _kl_problems
     "unfinished_reward",
     "overlong_buffer",
@@ -235,6 +238,8 @@ def _unread_weights(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _without_effect(a: AlgorithmSection) -> Iterator[tuple[str, str]]:
     """Keys that several choices together make useless, and why."""
+    if a.preference_beta is None:
+        yield "algorithm.preference_per_token", "without algorithm.preference_beta no pairs are trained on"
     if not a.needs_reference:
         yield "algorithm.kl.reference", "without algorithm.kl.coefficient or preference_beta no reference is loaded"
     if a.advantage_mean == a.advantage_std == "none":

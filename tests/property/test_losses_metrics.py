@@ -29,6 +29,8 @@ ROWS = [
     policy_loss(objective="sapo"),
     policy_loss(objective="importance"),
     policy_loss(objective="gmpo", aggregation="seq_mean_token_mean"),
+    policy_loss(objective="dppo_tv", clip_low=0.05, clip_high=0.05, cap_high=1.5),
+    policy_loss(objective="dppo_kl", clip_low=0.01, clip_high=0.01, cap_high=1.5),
     policy_loss(kl_coefficient=0.1, entropy_coefficient=0.01, correction={"mode": "truncate", "level": "sequence"}),
 ]
 seeds = st.integers(0, 2**32)

@@ -150,21 +150,25 @@ class AlgorithmSection(Section):
     ratio_level: Literal["token", "sequence", "turn", "sequence_sum"] = "token"
     """The importance ratio is each token's, the sequence's or its turn's (length-normalised), or the product over the
     sequence."""
-    objective: Literal["clip", "cispo", "reinforce", "importance", "sapo", "topr", "gmpo"] | OwnCode = "clip"
+    objective: (
+        Literal["clip", "cispo", "reinforce", "importance", "sapo", "topr", "gmpo", "dppo_tv", "dppo_kl"] | OwnCode
+    ) = "clip"
     """The loss of a token as a function of its ratio, with gmpo of all of its sequence, and advantage
     (docs/algorithms.md). ``package.module:name`` is a function of your own, which the limits below reach if it reads
     them."""
     clip_low: NonNegativeFloat = 0.2
-    """objective=clip, gmpo: the ratio is clipped from below at 1 minus this."""
+    """objective=clip, gmpo: the ratio is clipped from below at 1 minus this; dppo_tv, dppo_kl: the greatest distance to
+    the old policy at which a token of negative advantage goes on falling, a difference of probabilities or nats."""
     clip_high: NonNegativeFloat = 0.2
-    """objective=clip, gmpo: the ratio is clipped from above at 1 plus this."""
+    """objective=clip, gmpo: the ratio is clipped from above at 1 plus this; dppo_tv, dppo_kl: the greatest distance at
+    which a token of positive advantage goes on rising."""
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """objective=clip: the loss of a token of negative advantage is at most this times its |advantage|; null: no bound.
     """
     cap_low: NonNegativeFloat = 0.0
     """objective=cispo, topr: least weight, as a ratio."""
     cap_high: PositiveFloat = 5.0
-    """objective=cispo, topr: greatest weight, as a ratio."""
+    """objective=cispo, topr, dppo_tv, dppo_kl: greatest weight, as a ratio."""
     tau_positive: PositiveFloat = 1.0
     """objective=sapo: temperature of the gate for positive advantages."""
     tau_negative: PositiveFloat = 1.05
@@ -185,6 +189,9 @@ class AlgorithmSection(Section):
     preference_beta: PositiveFloat | None = None
     """Train by DPO with this beta on the best and the worst completion of each group, in place of the policy gradient
     above; null: the policy gradient."""
+    preference_per_token: bool = False
+    """preference_beta: whether the log-prob of a completion is the mean over its tokens, not the sum
+    (length-normalised DPO)."""
     tokens: TokensSection = TokensSection()
     correction: CorrectionSection = CorrectionSection()
     kl: KLSection = KLSection()

@@ -98,17 +98,18 @@ def test_a_pair_without_a_trained_token_on_one_side_is_padding(without: int) -> 
     assert logprobs.grad[:3].tolist() == [0.0] * 3
 
 
-def test_dpo_is_torchs_logsigmoid_of_the_margin() -> None:
-    """Value and gradient by autograd through plain sums, in float64."""
+@pytest.mark.parametrize("per_token", [False, True], ids=["sums", "means"])
+def test_dpo_is_torchs_logsigmoid_of_the_margin(per_token: bool) -> None:
+    """Value and gradient by autograd through plain sums or means, in float64."""
     g = torch.Generator().manual_seed(2)
     lengths = [3, 5, 2, 2]
     logprobs = -torch.rand(12, generator=g, dtype=torch.float64)
     ref = -torch.rand(12, generator=g, dtype=torch.float64)
     ours, plain = logprobs.clone().requires_grad_(), logprobs.clone().requires_grad_()
     batch = inputs([True] * 12, lengths, logprobs=ours, ref_logprobs=ref)
-    output = PreferenceLoss(beta=0.7)(batch)
+    output = PreferenceLoss(beta=0.7, per_token=per_token)(batch)
     output.loss.backward()
-    sums = torch.stack([part.sum() for part in (plain - ref).split(lengths)])
+    sums = torch.stack([part.mean() if per_token else part.sum() for part in (plain - ref).split(lengths)])
     wanted = -torch.nn.functional.logsigmoid(0.7 * (sums[::2] - sums[1::2])).mean()
     wanted.backward()
     assert abs(output.loss.item() - wanted.item()) < 1e-9

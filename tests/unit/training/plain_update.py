@@ -226,6 +226,8 @@ class PlainUpdate:
     def _preference(self, said: list[Said], policy: Tensor) -> Tensor:
         assert self.a.preference_beta is not None
         sums = [logprobs(policy, s, routed=False).sum() - sum(s.ref) for s in said]
+        if self.a.preference_per_token:
+            sums = [x / len(s.targets) for x, s in zip(sums, said, strict=True)]
         margins = [self.a.preference_beta * (best - worst) for best, worst in zip(sums[::2], sums[1::2], strict=True)]
         return -torch.stack([margin.sigmoid().log() for margin in margins]).mean()
 

@@ -59,6 +59,7 @@ PATHS: dict[str, dict[str, Any]] = {
     "a moving baseline": {"advantage_mean": "moving", "advantage_std": "none", "baseline_decay": 0.5},
     "the learner's routes are the policy's alone": CRITIC | REWARDED_KL | {"routing_replay": "r2"},
     "the engine's routes are the policy's alone": CRITIC | REWARDED_KL | {"routing_replay": "r3"},
+    "length-normalised dpo": {"preference_beta": 2.0, "preference_per_token": True, "old_logprobs": "rollout"},
     "dpo": {"preference_beta": 0.4, "old_logprobs": "rollout", "unfinished_reward": -1.0},
 }
 STEPS = (3, 4, 5)
