@@ -119,6 +119,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
         (
             Curve(title="Loss", metric="loss"),
             Curve(title="Gradient norm", metric="grad_norm"),
+            Curve(title="Tokens that a choice trains on", metric="tokens/chosen_fraction", limits=(0.0, 1.0)),
             Curve(title="Optimizer steps left out", metric="steps/skipped", hide_constant=True),
             Curve(title="Learning rate", metric="learning_rate", hide_constant=True),
             Curve(title="Loss: KL term", metric="loss/kl"),
