@@ -225,11 +225,12 @@ def test_every_shipped_config_loads_with_every_choice(name: str, choice: str) ->
     none += [f"slurm.engines.{key}=null" for key in ("gpus_per_node", "memory_per_node")]
     none += ["learner.offload.while_sampling=null"]
     where = none if choice == "rollout=local" else []  # no servers: no nodes, no route and no file for them
-    pairs = ["learner.max_tokens_per_micro_batch=16384"] if choice == "algorithm=dpo" else []  # of two sequences
+    of_two = choice in ("algorithm=dpo", "algorithm=dpo_norm")  # sequences, in pairs
+    pairs = ["learner.max_tokens_per_micro_batch=16384"] if of_two else []
     hub = ["data.repo=a/b", f"data.revision={'a' * 40}", "data.train=a.jsonl", "data.eval=b.jsonl"]
     given = {"data=mixture": ["data.sources.sums.type=arithmetic"], "data=hub": hub}.get(choice, [])
     keys = [choice, "model.path=/given", *where, *pairs, *given]
-    if name in ("calculator", "guess") and choice in ("algorithm=dpo", "algorithm=remax"):  # these compare completions
+    if name in ("calculator", "guess") and (of_two or choice == "algorithm=remax"):  # these compare completions
         with pytest.raises(ConfigError, match=rf"environment\.function={name} with algorithm"):
             load_config(name, keys)
         return
