@@ -1,7 +1,7 @@
-"""``make test-learns``: does the calculator's recipe learn, with each of three seeds, within its bars?
+"""``make test-learns``: do the recipes calculator and sft_tiny learn, with each of three seeds, within their bars?
 
-Each run is ``rl-megatron train --config calculator`` in a process of its own, one after the other. The command
-ends with 1 where a bar is missed.
+Each run is ``rl-megatron train --config RECIPE`` in a process of its own, one after the other. The command ends with 1
+where a bar is missed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rl_megatron.evaluation.results import read_results
 from tests.e2e.processes import Place, Run
 
 MOST_BEFORE, LEAST_AFTER, LIMIT_SECONDS = 0.35, 0.95, 300.0
+LEAST_FINE_TUNED = 0.9  # of held-out sums, sampled greedily
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,41 @@ def learned(call: Callable[..., Run], place: Place, *, seed: int, steps: int) ->
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FineTuned:
+    """Held-out loss of sft_tiny before the first step and after the last (nats a token), accuracy then, and seconds."""
+
+    seed: int
+    before: float
+    after: float
+    accuracy: float
+    seconds: float
+
+    @property
+    def within_bars(self) -> bool:
+        """Whether it learned enough, soon enough."""
+        return self.accuracy >= LEAST_FINE_TUNED and self.seconds <= LIMIT_SECONDS
+
+
+def fine_tuned(call: Callable[..., Run], place: Place, *, seed: int) -> FineTuned:
+    """Train the recipe sft_tiny in ``place``, and measure it by ``rl-megatron eval``."""
+    start, name = time.monotonic(), f"sft-{seed}"
+    keys = (f"seed={seed}", f"run.name={name}", f"model.cache_dir={place.cache}")
+    run = call("train", "--config", "sft_tiny", *keys, "learner.threads=1", "log.tensorboard=false")
+    run.folder = place.folder / "runs" / name
+    run.finish()
+    took, losses = time.monotonic() - start, [row["eval/loss"] for row in run.rows() if "eval/loss" in row]
+    call("eval", f"runs/{name}").finish()
+    (results,) = (run.folder / "eval").glob("*.json")
+    return FineTuned(
+        seed=seed,
+        before=losses[0],
+        after=losses[-1],
+        accuracy=read_results(results).sets["held_out"].figures["mean@1"].value,
+        seconds=round(took, 1),
+    )
+
+
 def main() -> int:
     """Trains with each seed and prints what it learned beside the bars."""
     parser = argparse.ArgumentParser(prog="make test-learns", description=__doc__)
@@ -66,7 +103,7 @@ def main() -> int:
     options = parser.parse_args()
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    place, rows = Place(folder=folder, cache=folder / "models"), []
+    place, rows = Place(folder=folder, cache=folder / "models"), list[Learned | FineTuned]()
     print(
         f"bars: held out at most {MOST_BEFORE} before, at least {LEAST_AFTER} behind it, {LIMIT_SECONDS:g} s",
         flush=True,
@@ -74,10 +111,20 @@ def main() -> int:
     try:
         for seed in options.seeds:
             load = os.getloadavg()[0]
-            rows.append(found := learned(place.call, place, seed=seed, steps=options.steps))
+            found = learned(place.call, place, seed=seed, steps=options.steps)
+            rows.append(found)
             print(
                 f"seed {found.seed}: {found.before:.3f} before, {found.after:.3f} after step {found.step}, "
                 f"{found.seconds:.0f} s (load {load:.1f}){'' if found.within_bars else ': MISSED'}",
+                flush=True,
+            )
+        print(f"sft_tiny: at least {LEAST_FINE_TUNED} of held-out sums, {LIMIT_SECONDS:g} s", flush=True)
+        for seed in options.seeds:
+            tuned = fine_tuned(place.call, place, seed=seed)
+            rows.append(tuned)
+            print(
+                f"seed {seed}: loss {tuned.before:.2f} before, {tuned.after:.3f} after, {tuned.accuracy:.3f} right, "
+                f"{tuned.seconds:.0f} s{'' if tuned.within_bars else ': MISSED'}",
                 flush=True,
             )
     finally:
