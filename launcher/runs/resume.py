@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron.config.errors import shorten
-from rl_megatron.config.resume import fixed, is_free
+from rl_megatron.config.resume import defaults, fixed, is_free
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import CheckpointError
 from rl_megatron.training import checkpoints
@@ -24,13 +24,13 @@ def find(config: RunConfig, run_folder: Path) -> checkpoints.Checkpoint | None:
     if latest is None:
         return None
     found = checkpoints.read(latest)
-    _check_same(fixed(config), found.config, latest)
+    _check_same(fixed(config), defaults(config), found.config, latest)
     return found
 
 
-def _check_same(now: Mapping[str, Any], then: Mapping[str, Any], folder: Path) -> None:
-    defaults = {key: value for key, value in fixed(RunConfig()).items() if key in now}  # older versions lack new keys
-    then = {**defaults, **{key: value for key, value in then.items() if not is_free(key)}}  # and hold others fixed
+def _check_same(now: Mapping[str, Any], usual: Mapping[str, Any], then: Mapping[str, Any], folder: Path) -> None:
+    lacked = {key: value for key, value in usual.items() if key in now}  # older versions lack new keys
+    then = {**lacked, **{key: value for key, value in then.items() if not is_free(key)}}  # and hold others fixed
     changed = [
         f"{key}: {_shown(then, key)} then, {_shown(now, key)} now"
         for key in {**then, **now}

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
+
 from rl_megatron.config.run import RunConfig
 from rl_megatron.options.table import installed_keys
 
@@ -75,6 +78,24 @@ def is_free(key: str) -> bool:
 def fixed(config: RunConfig) -> dict[str, Any]:
     """The values of all keys that a resume must not change, as JSON values."""
     return {key: value for key, value in flat(config.model_dump(mode="json")) if not is_free(key)}
+
+
+def defaults(config: RunConfig) -> dict[str, Any]:
+    """The defaults of all keys of ``config``'s sections that have one, as JSON values."""
+    return dict(flat(_defaults(config)))
+
+
+def _defaults(section: BaseModel) -> dict[str, Any]:
+    found = dict[str, Any]()
+    for key, field in type(section).model_fields.items():
+        value = getattr(section, key)
+        if isinstance(value, BaseModel):
+            found[key] = _defaults(value)
+        elif isinstance(value, Mapping) and value and all(isinstance(one, BaseModel) for one in value.values()):
+            found[key] = {name: _defaults(one) for name, one in value.items()}
+        elif not field.is_required():
+            found[key] = to_jsonable_python(field.get_default(call_default_factory=True))
+    return found
 
 
 def table() -> str:

@@ -114,6 +114,22 @@ def test_keys_that_an_older_version_held_fixed_are_free_and_those_it_lacked_had_
         find(now, run_of(tmp_path, then, {**held, "data.gone": 1}))
 
 
+@pytest.mark.parametrize("above", ["data.", "data.sources.math."])
+def test_keys_of_sections_of_another_kind_that_an_older_version_lacked_had_their_defaults(
+    tmp_path: Path, above: str
+) -> None:
+    kind = ["data.type=mixture"] if "sources" in above else []
+    files = [*kind, *(f"{above}{key}" for key in ("type=files", "train=a.jsonl", "eval=b.jsonl"))]
+    now = load_config("gsm8k_tiny" if not kind else "tiny_cpu", files)
+    held = {key: value for key, value in fixed(now).items() if key != f"{above}messages_field"}
+    assert len(held) == len(fixed(now)) - 1
+    run = run_of(tmp_path, now, held)
+    find(now, run)
+    other = load_config("gsm8k_tiny" if not kind else "tiny_cpu", [*files, f"{above}answer_field=b"])
+    with pytest.raises(CheckpointError, match=rf"{above}answer_field: 'answer' then, 'b' now"):
+        find(other, run)
+
+
 def test_other_data_is_told_by_few_lines(tmp_path: Path) -> None:
     run = run_of(tmp_path, RunConfig())
     files = FileRunData(type="files", train=Path("x" * 10_000), eval=Path("e"))
