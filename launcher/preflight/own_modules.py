@@ -1,0 +1,34 @@
+"""Checks that the packages of the user's own layers and objective exist, without importing them: that may take seconds,
+or need a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from launcher.preflight.subject import Found, Subject, problem, unchecked
+from rl_megatron.config.reads import READS
+
+
+def check(subject: Subject) -> Iterator[Found]:
+    """Yields a problem if ranks could not find a package, as far as that shows without an import."""
+    objective = subject.config.algorithm.objective
+    named = {
+        "learner.layers": subject.config.learner.own_layers,
+        "algorithm.objective": None if objective in READS["objective"] else objective,
+    }
+    for key, own in named.items():
+        if own is None:
+            continue
+        package = own.partition(":")[0].partition(".")[0]
+        if subject.other_python is None and not _is_there(package):
+            yield problem(f"{key}={own}: no module {package!r}; install it or put its folder on PYTHONPATH")
+        else:
+            yield unchecked(f"{key}={own}, which ranks import")
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # __main__, which is another module in ranks
+        return False
