@@ -221,6 +221,8 @@ def test_every_key_changes_what_a_step_does_or_is_refused(row: str, tmp_path: Pa
                 silent.append((key, others))
     if tree["algorithm"]["gamma"] == 1:  # the return from each token on is then the completion's reward
         silent = [(key, others) for key, others in silent if key != "algorithm.credit"]
+    if row == "cispo":  # dppo_kl is its loss up to a limit, which no token of the stored steps reaches
+        silent = [(key, others) for key, others in silent if (key, others) != ("algorithm.objective", ["dppo_kl"])]
     assert not silent
 
 

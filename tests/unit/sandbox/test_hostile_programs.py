@@ -41,7 +41,9 @@ def nothing_is_left() -> Iterator[None]:
     before, children = set(psutil.pids()), set(psutil.Process().children())
     yield
     left = [
-        one for one in psutil.process_iter(["cmdline"]) if one.pid not in before and "main.py" in one.info["cmdline"]
+        one
+        for one in psutil.process_iter(["cmdline"])
+        if one.pid not in before and "main.py" in (one.info["cmdline"] or ())
     ]
     assert not left
     assert set(psutil.Process().children()) <= children
