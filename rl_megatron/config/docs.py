@@ -26,7 +26,9 @@ rl-megatron train algorithm=cispo learner.tp=2 train.steps=50
 
 - `section.key=value` sets one key.
 - `group=name` replaces a whole section by `conf/<group>/<name>.yaml`; the files of `conf/rollout/` start with
-  `defaults: [_section_]` and change only the keys that they name.
+  `defaults: [_section_]` and change only the keys that they name. A group's file may set keys of other sections too, in
+  `beside:`, as `algorithm=dapo` sets `rollout.dynamic_sampling`: over what configuration files say, under
+  `section.key=value`. Another row that is chosen later leaves those as they are.
 - `defaults: [base, {algorithm: gspo}]` in a YAML file starts from other files.
 - Files are YAML 1.2: `3e-4` is a number, `off` and `no` are text, a key that is given twice is an error. Aliases
   (`*name`) are refused: write the value out.

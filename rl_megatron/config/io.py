@@ -2,8 +2,8 @@
 
 ``group=name`` replaces that whole section by conf/<group>/<name>.yaml; ``a.b=v`` sets one value; groups apply before
 values, in any order of arguments. A YAML file may start from others with ``defaults: [base, {group: name}]``; a group's
-file that starts from ``_section_`` changes only the keys that it names. Only the sections define defaults of keys;
-errors.py words the schema's errors; yaml_text.py reads YAML.
+file that starts from ``_section_`` changes only the keys that it names, and its ``beside`` sets keys of other sections.
+Only the sections define defaults of keys; errors.py words the schema's errors; yaml_text.py reads YAML.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def load_config(name: str, overrides: Sequence[str], root: Path | None = None) -
     is_path = Path(name).suffix in {".yaml", ".yml"}
     tree = composer.compose(Path(name) if is_path else root / f"{name}.yaml")
     values: list[tuple[str, object]] = []
+    beside: dict[str, Any] = {}
     for item in overrides:
         key, equals, text = item.partition("=")
         parts = key.split(".")
@@ -48,9 +49,10 @@ def load_config(name: str, overrides: Sequence[str], root: Path | None = None) -
         elif not equals or not all(parts) or len(parts) > yaml_text.MAX_DEPTH:
             composer.problems.append(f"{shorten(item)}: not an override{composer.hint(item)}")
         elif key in composer.groups:
-            composer.choose(tree, key, text)
+            beside = _merged(beside, composer.choose(tree, key, text))
         else:
             values.append((key, yaml_text.scalar(text)))
+    tree = _merged(tree, beside)
     for key, value in values:
         composer.put(tree, key, value)
     try:
@@ -99,18 +101,29 @@ class _Composer:
                     parent = beside if _is_file(beside) else self._root / f"{entry}.yaml"
                     base = _merged(base, self.compose(parent, (*above, path)))
                 case dict() if len(entry) == 1 and isinstance(next(iter(entry.values())), str):
-                    self.choose(base, *next(iter(entry.items())))
+                    others = self.choose(base, *next(iter(entry.items())))
+                    base = _merged(base, others)
                 case _:
                     self.problems.append(
                         f"{path}: defaults: {shorten(entry)} is neither a config's name nor {{group: name}}"
                     )
         return _merged(base, tree)
 
-    def choose(self, tree: dict[str, Any], group: str, choice: str) -> None:
-        """Replace the whole section by <group>/<choice>.yaml, or merge the file into it if it has ``_section_``."""
+    def choose(self, tree: dict[str, Any], group: str, choice: str) -> dict[str, Any]:
+        """Replace the whole section by <group>/<choice>.yaml, or merge the file into it if it has ``_section_``.
+
+        Returns what its ``beside`` sets in other sections.
+        """
         path, before = self._root / group / f"{choice}.yaml", tree.get(group)
         kept = before if isinstance(before, dict) else {}
-        tree[group] = self.compose(path, asked=f"{group}={choice}: ", section=kept)
+        tree[group] = section = self.compose(path, asked=f"{group}={choice}: ", section=kept)
+        beside = section.pop("beside", {})
+        others = set(RunConfig.model_fields) - {group}
+        wrong = [key for key in beside if key not in others] if isinstance(beside, dict) else [beside]
+        if wrong:
+            self.problems.append(f"{path}: beside: {shorten(wrong[0])} is not the name of another section")
+            return {}
+        return dict(beside)
 
     def put(self, tree: dict[str, Any], key: str, value: object) -> None:
         """Set one value at a dotted key."""

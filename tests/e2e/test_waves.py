@@ -7,7 +7,8 @@ import pytest
 from tests.e2e.processes import PORTABLE, Place, Run
 
 SERVED = (
-    *("learner.ep=1", "reward.function=my_rewards:even", "rollout.server.replicas=1", "algorithm=dapo"),
+    *("learner.ep=1", "reward.function=my_rewards:even", "rollout.server.replicas=1"),
+    *("algorithm=grpo", "algorithm.aggregation=token_mean", "algorithm.clip_high=0.28"),
     *("train.minibatches=1", "train.steps=2", "warm_start.steps=0", "eval.every=0", "checkpoint.every=0"),
     *("learner.max_tokens_per_micro_batch=128", "rollout.max_new_tokens=64"),  # so that some end by themselves
 )

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from rl_megatron.config import yaml_text
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig, RunSection
 from rl_megatron.config.sections.data import ArithmeticRunData, FileRunData
@@ -58,6 +59,27 @@ def test_a_group_is_swapped_whole_and_before_single_values(conf: Path) -> None:
     assert config.algorithm.ratio_level == "token"
     assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.1, 9.0)
     assert config.data == FileRunData(type="files", train=Path("a.jsonl"), eval=Path("b.jsonl"))
+
+
+def test_a_choice_sets_keys_of_other_sections_under_single_values_in_any_order(conf: Path, tmp_path: Path) -> None:
+    """Over what files say, but under what a file says that chose it."""
+    (conf / "algorithm" / "whole.yaml").write_text("clip_high: 9\nbeside: {seed: 5, data: {digits: 3}}\n")
+    for order in (["algorithm=whole", "data=sums", "seed=6"], ["seed=6", "data=sums", "algorithm=whole"]):
+        config = load_config("run", order, conf)
+        assert (config.algorithm.clip_high, config.seed, config.data) == (9, 6, ArithmeticRunData(digits=3))
+    assert load_config("run", ["algorithm=whole"], conf).seed == 5
+    own = tmp_path / "own.yaml"
+    own.write_text("defaults: [run, {algorithm: whole}]\ndata: {digits: 2}\n")
+    config = load_config(str(own), [], conf)
+    assert (config.seed, config.data) == (5, ArithmeticRunData(digits=2))
+
+
+@pytest.mark.parametrize("beside", ["{algorithm: {clip_low: 1}}", "{sed: 5}", "[seed]", "5"])
+def test_a_choice_sets_keys_of_known_other_sections_alone(conf: Path, beside: str) -> None:
+    (conf / "algorithm" / "whole.yaml").write_text(f"beside: {beside}\n")
+    (line,) = problems("run", ["algorithm=whole"], conf)
+    assert "whole.yaml: beside: " in line
+    assert "is not the name of another section" in line
 
 
 def test_a_file_of_ones_own_starts_from_a_known_config_and_its_groups(conf: Path, tmp_path: Path) -> None:
@@ -254,10 +276,12 @@ def test_shipped_yaml_holds_only_what_differs_from_the_schema() -> None:
     plain = load_config("tiny_cpu", ["data=arithmetic"])
     assert plain.data == ArithmeticRunData()
     for path in sorted((REPO / "conf" / "algorithm").glob("*.yaml")):
-        chosen = load_config("tiny_cpu", [f"algorithm={path.stem}"]).algorithm
-        written = [line.split(":")[0] for line in path.read_text().splitlines() if line and line[0] not in "# "]
-        defaults = RunConfig().algorithm
-        assert [key for key in written if getattr(chosen, key) == getattr(defaults, key)] == []
+        written = yaml_text.read(path)
+        others = written.pop("beside", {})
+        chosen, defaults = load_config("tiny_cpu", [f"algorithm={path.stem}"]), RunConfig()
+        for name, keys in {**others, "algorithm": written}.items():
+            section, unset = getattr(chosen, name), getattr(defaults, name)
+            assert [key for key in keys if getattr(section, key) == getattr(unset, key)] == []
 
 
 @given(

@@ -202,8 +202,9 @@ class AlgorithmSection(Section):
     """Clip rewards, scaled and whitened, to plus and minus this; null does not clip."""
     whiten_rewards: bool = False
     """Whether to whiten rewards by the mean and the standard deviation over all steps so far."""
-    overlong_buffer: NonNegative = 0
-    """Penalise completions that reach into the last this many tokens before rollout.max_new_tokens (DAPO); 0 is off."""
+    overlong_buffer: NonNegativeFloat = 0.0
+    """Penalise completions that reach into the last this many tokens before rollout.max_new_tokens (DAPO), or below 1,
+    into the last this share of them; 0 is off."""
     overlong_factor: NonNegativeFloat = 1.0
     """Penalty of a completion of rollout.max_new_tokens; it grows linearly over ``overlong_buffer``, with the length
     alone: one that rollout.max_seconds ended has none if it is short."""

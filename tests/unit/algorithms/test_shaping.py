@@ -11,6 +11,9 @@ from rl_megatron.algorithms.shaping import RunningMoments, drop_truncated, overl
 def test_overlong_penalty_grows_over_the_buffer_before_the_limit() -> None:
     penalty = overlong_penalty(torch.tensor([100, 16384, 18432, 20480]), max_length=20480, buffer=4096)
     assert penalty.tolist() == [0.0, 0.0, -0.5, -1.0]
+    of_a_fifth = overlong_penalty(torch.tensor([100, 16384, 18432, 20480]), max_length=20480, buffer=0.2)
+    assert of_a_fifth.tolist() == pytest.approx([0.0, 0.0, -0.5, -1.0])
+    assert overlong_penalty(torch.tensor([8, 9, 10]), max_length=10, buffer=1).tolist() == [0.0, 0.0, -1.0]
 
 
 def test_truncated_sequences_leave_the_loss() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.shaping import RunningMoments
+from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.data.packing import Packer
 from rl_megatron.data.samples import to_samples
@@ -259,6 +260,26 @@ def test_groups_differ_by_the_rewards_that_the_algorithm_takes() -> None:
     assert differing(overlong_buffer=2) == [True, True, False, True]
     assert differing(overlong_buffer=2, reward_clip=0.5)[1:] == [True, False, True]
     assert differing(reward_clip=0.5, whiten_rewards=True) == [True, True, False, False]
+
+
+def test_the_row_of_dapo_shapes_rewards_as_its_paper_does_and_draws_until_groups_differ() -> None:
+    """Equation 13 with a fifth of the length as its cache, on its rewards of 1 and -1 and on ours of 1 and 0."""
+    config = load_config("tiny_cpu", ["algorithm=dapo", "rollout.max_new_tokens=20"])
+    right, lengths = [1.0, 0.0, 1.0, 1.0], [16, 17, 18, 20]
+    of_equation = [0.0 if length <= 16 else (16 - length) / 4 for length in lengths]
+    papers = [2 * one - 1 + penalty for one, penalty in zip(right, of_equation, strict=True)]
+    groups = [group("a", right, lengths), group("e", [1.0, 1.0], [16, 3])]
+    state = AlgorithmState(kl_coefficient=0.0)
+    shaped = shape_rewards(groups, config.algorithm, state, max_new_tokens=config.most_sampled).values
+    assert (2 * shaped[:4] - 1).tolist() == pytest.approx(papers)
+    samples, _ = credit(config.algorithm.model_dump(), groups, max_new_tokens=config.most_sampled)
+    mean, std = statistics.fmean(papers), statistics.stdev(papers)
+    assert [one[0] for one in by_completion(samples)[:4]] == pytest.approx([(r - mean) / std for r in papers], rel=1e-5)
+    assert groups_that_differ(groups, config.algorithm, max_new_tokens=config.most_sampled) == [True, False]
+    assert config.rollout.dynamic_sampling == "refill"
+    assert (
+        load_config("tiny_cpu", ["rollout.dynamic_sampling=drop", "algorithm=dapo"]).rollout.dynamic_sampling == "drop"
+    )
 
 
 def test_pairs_are_the_best_and_the_worst_of_groups_that_differ() -> None:
