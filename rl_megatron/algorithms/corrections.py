@@ -1,8 +1,8 @@
 """Corrects the gap between the engine that samples and the learner that trains, by weights pi_old / pi_rollout.
 
 TIS is truncate at 2; IcePop is mask to 0.5 .. 5; the geometric band is band at sequence level, 0.999 .. 1.002;
-decoupled PPO is the clip objective with truncate at 5. Denominators stay those of the whole batch: a token left out
-counts as a loss of 0. Letters: T positions, S sequences, N tokens of the global batch.
+decoupled PPO is the clip objective with truncate at 5. Several are multiplied. Denominators stay those of the whole
+batch: a token left out counts as a loss of 0. Letters: T positions, S sequences, N tokens of the global batch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, mean_per_sequence
-from rl_megatron.config.sections.algorithm import CorrectionSection
+from rl_megatron.config.sections.algorithm import CorrectionSection, CorrectionWeight
 from rl_megatron.types import LossInputs
 
 
 def _by_token(gap: Tensor, inputs: LossInputs, lengths: Tensor) -> Tensor:
     return gap
+
+
+def _product(gap: Tensor, inputs: LossInputs, lengths: Tensor) -> Tensor:
+    return inputs.segment_sum(gap)[inputs.segment_ids]
 
 
 def _truncate(weight: Tensor, low: float, high: float) -> Tensor:
@@ -35,35 +39,38 @@ def _band(weight: Tensor, low: float, high: float) -> Tensor:
     return ((weight >= low) & (weight <= high)).to(weight.dtype)
 
 
-def _none(weight: Tensor, low: float, high: float) -> Tensor:
-    return torch.ones_like(weight)
-
-
 LEVELS: Mapping[str, Callable[[Tensor, LossInputs, Tensor], Tensor]] = {
     "token": _by_token,
     "sequence": mean_per_sequence,
+    "product": _product,
 }
 MODES: Mapping[str, Callable[[Tensor, float, float], Tensor]] = {
-    "none": _none,
     "truncate": _truncate,
     "mask": _mask,
     "band": _band,
+}
+SIGNS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda advantages: torch.ones_like(advantages, dtype=torch.bool),
+    "positive": lambda advantages: advantages > 0,
+    "negative": lambda advantages: advantages < 0,
 }
 
 
 def correction_weights(section: CorrectionSection, inputs: LossInputs, lengths: Tensor) -> Tensor:
     """Weight of each token's loss, [T], without a gradient, for inputs already ``masked``; ``lengths`` [S].
 
-    ``level``: token, or sequence (length-normalised: a sum would grow with the length). ``mode``: truncate clamps the
-    weight to low .. high, mask zeroes a weight outside, band also replaces those inside by 1, none gives 1.
+    The product of the section's weights, each at its ``level`` (the length-normalised one of a sequence does not grow
+    with its length, the product does) and bounded by its ``mode``: truncate clamps the weight to low .. high, mask
+    zeroes a weight outside, band also replaces those inside by 1. It is 1 where the advantage is not one ``of`` its.
     ``veto`` drops a whole sequence in which a token has pi_old / pi_rollout below it. ``off_policy_delta`` drops
     sequences of negative advantage with mean(log pi_rollout - log pi) above it, in nats (DeepSeek-V3.2).
 
     Every rank that shares a sequence calls it.
     """
     gap = inputs.old_logprobs - inputs.rollout_logprobs
-    log_weight = LEVELS[section.level](gap, inputs, lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    weight = MODES[section.mode](log_weight.exp(), section.low, section.high)
+    weight = torch.ones_like(gap)
+    for one in section.weights:
+        weight = weight * _weight(one, gap, inputs, lengths)
     if section.veto > 0:
         hits = inputs.segment_sum((gap < math.log(section.veto)).to(gap.dtype))
         weight = torch.where(hits[inputs.segment_ids] > 0, 0.0, weight)
@@ -71,6 +78,12 @@ def correction_weights(section: CorrectionSection, inputs: LossInputs, lengths: 
         drift = mean_per_sequence(inputs.rollout_logprobs - inputs.logprobs, inputs, lengths)
         weight = torch.where((inputs.advantages < 0) & (drift > section.off_policy_delta), 0.0, weight)
     return weight
+
+
+def _weight(section: CorrectionWeight, gap: Tensor, inputs: LossInputs, lengths: Tensor) -> Tensor:
+    log_weight = LEVELS[section.level](gap, inputs, lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    weight = MODES[section.mode](log_weight.exp(), section.low, section.high)
+    return torch.where(SIGNS[section.of](inputs.advantages), weight, 1.0)
 
 
 def second_moment_mask(log_ratios: Tensor, mask: Tensor, *, threshold: float = 0.04) -> Tensor:

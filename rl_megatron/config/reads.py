@@ -26,7 +26,8 @@ ON, OFF = "on", "off"
 """The states of a choice that is a number: off is 0 or null, on is any other."""
 OWN = "package.module:name"
 """The state of a choice that is code of the user's own."""
-_CORRECTION = ("correction.level", "correction.low", "correction.high")
+_CORRECTION = ("correction.level", "correction.low", "correction.high", "correction.of")
+_OF_THE_GAP = ("correction.mode", "correction.times", "correction.veto")
 _KL = tuple(f"kl.{key}" for key in ("placement", "estimator", "importance_weighted", "target", "horizon"))
 _OF_OBJECTIVES = (
     "ratio_level",
@@ -73,8 +74,8 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "prompt_mean": (),
     },
     "old_logprobs": {
-        "learner": ("correction.mode", "correction.veto"),
-        "interpolated": ("correction.mode", "correction.veto"),
+        "learner": _OF_THE_GAP,
+        "interpolated": _OF_THE_GAP,
         "rollout": (),  # the old policy is the one that sampled
     },
     "correction.mode": {"none": (), "truncate": _CORRECTION, "mask": _CORRECTION, "band": _CORRECTION},

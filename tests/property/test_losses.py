@@ -38,7 +38,15 @@ TOPR = policy_loss(objective="topr", ratio_level="sequence_sum", aggregation="se
 CISPO_BY_SEQUENCE = policy_loss(objective="cispo", ratio_level="sequence", aggregation="token_mean", cap_high=1.1)
 ROWS = [DUAL, UNCLIPPED, SAPO, TOPR, CISPO_BY_SEQUENCE, GSPO, GRPO, PPO, SUMS, CISPO, REINFORCE]
 CORRECTED = changed(
-    GSPO, correction={"level": "sequence", "mode": "mask", "high": 1.0, "veto": 0.98, "off_policy_delta": 0.5}
+    GSPO,
+    correction={
+        "level": "sequence",
+        "mode": "mask",
+        "high": 1.0,
+        "veto": 0.98,
+        "off_policy_delta": 0.5,
+        "times": {"whole": {"level": "product", "mode": "truncate", "high": 1.1, "of": "negative"}},
+    },
 )
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -26,7 +26,28 @@ CORRECTIONS = [
     CorrectionSection(mode="none", veto=0.5),
     CorrectionSection(mode="none", off_policy_delta=0.02),
     CorrectionSection(mode="truncate", low=0.9, high=1.1, veto=0.1, off_policy_delta=0.1),
+    CorrectionSection(level="product", mode="truncate", low=0.2, high=1.5),
+    CorrectionSection(mode="mask", low=0.5, high=1.5, of="negative"),
+    CorrectionSection(  # a band of sequences, and TIS within it
+        level="sequence",
+        mode="band",
+        low=0.8,
+        high=1.25,
+        times={"tis": {"mode": "truncate", "high": 1.1}},
+    ),
+    CorrectionSection(  # other limits for good tokens than for bad ones, and a veto
+        mode="truncate",
+        high=1.3,
+        of="positive",
+        times={
+            "bad": {"mode": "mask", "low": 0.7, "high": 1.1, "of": "negative"},
+            "whole": {"level": "product", "mode": "band", "low": 0.3, "high": 3.0},
+        },
+        veto=0.4,
+    ),
+    CorrectionSection(times={"alone": {"mode": "truncate", "high": 1.1}}, off_policy_delta=0.1),
 ]
+SIGN = {"all": 0, "positive": 1, "negative": -1}
 seeds = st.integers(0, 2**32)
 ragged = st.lists(st.integers(0, 7), min_size=1, max_size=6)
 quick = settings(max_examples=120, deadline=None, derandomize=True)
@@ -73,15 +94,19 @@ def reference(c: CorrectionSection, x: LossInputs, num_sequences: int) -> list[f
         gaps = {t: float(x.old_logprobs[t] - x.rollout_logprobs[t]) for t in places}
         drift = sum(float(x.rollout_logprobs[t] - logprobs[t]) for t in places) / max(len(places), 1)
         for t in places:
-            gap = gaps[t] if c.level == "token" else sum(gaps.values()) / len(places)
-            weight = math.exp(clamp(gap, -20, 20))
-            inside = c.low <= weight <= c.high
-            weight = {
-                "none": 1.0,
-                "truncate": clamp(weight, c.low, c.high),
-                "mask": weight if inside else 0.0,
-                "band": float(inside),
-            }[c.mode]
+            weight = 1.0
+            for one in (c, *c.times.values()):
+                if one.mode == "none" or float(x.advantages[t]) * SIGN[one.of] < 0:
+                    continue
+                total = sum(gaps.values())
+                gap = {"token": gaps[t], "sequence": total / len(places), "product": total}[one.level]
+                ratio = math.exp(clamp(gap, -20, 20))
+                inside = one.low <= ratio <= one.high
+                weight *= {
+                    "truncate": clamp(ratio, one.low, one.high),
+                    "mask": ratio if inside else 0.0,
+                    "band": float(inside),
+                }[one.mode]
             vetoed = any(math.exp(clamp(gap, -700, 700)) < c.veto for gap in gaps.values())
             if vetoed or (float(x.advantages[t]) < 0 and drift > (c.off_policy_delta or math.inf)):
                 weight = 0.0
@@ -107,6 +132,28 @@ def test_weights_scale_the_loss_of_every_token(
     kept = weights[inputs.mask]
     assert output.metrics["correction/weight_mean"].value.item() == pytest.approx(kept.sum().item() / num)
     assert output.metrics["correction/dropped_fraction"].value.item() == pytest.approx((kept == 0).sum().item() / num)
+
+
+def test_weights_have_no_gradient_of_their_own() -> None:
+    """Autograd equals finite differences of the loss with the weights held still, where they depend on the policy:
+    old log-probs are interpolated from its own."""
+    inputs = replace(draw(7, [4, 3, 5], 0.3), proximal_share=torch.full((12,), 0.5, dtype=torch.float64))
+    weights = {"mode": "truncate", "level": "product", "high": 9.0, "of": "negative"}
+    loss = policy_loss(correction={"mode": "truncate", "high": 9.0, "times": {"b": weights}}, objective="reinforce")
+    loss(inputs).loss.backward()
+    assert inputs.logprobs.grad is not None
+    now, seen = inputs.logprobs.detach(), 0
+    for t in torch.nonzero(inputs.mask).flatten().tolist():
+        at_t = [s for s in range(12) if inputs.segment_ids[s] == inputs.segment_ids[t] and inputs.mask[s]]
+        half = {s: 0.5 * float(now[s] - inputs.rollout_logprobs[s]) for s in at_t}
+        weight, advantage = min(math.exp(half[t]), 9.0), float(inputs.advantages[t])
+        if advantage < 0:
+            weight *= min(math.exp(sum(half.values())), 9.0)
+            seen += 1
+        step = 1e-4
+        values = [-weight * advantage * (float(now[t]) + x) / inputs.num_tokens for x in (-step, step)]
+        assert float(inputs.logprobs.grad[t]) == pytest.approx((values[1] - values[0]) / (2 * step), rel=1e-6)
+    assert 0 < seen < int(inputs.mask.sum())
 
 
 def test_a_sequence_weight_does_not_grow_with_the_length() -> None:

@@ -108,6 +108,8 @@ def alternatives(key: str, annotation: Any) -> Iterator[list[object]]:
         yield [Path("another")]
     elif annotation is str:
         yield OTHER_TEXTS.get(key, ["another"])
+    elif key == "algorithm.correction.times":
+        yield [{"tis": {"mode": "truncate", "high": 0.5}}]
     else:
         assert key == "reward.parts", (key, annotation)
         yield [{"length": {"weight": 0.5}}]

@@ -218,6 +218,8 @@ def test_a_loss_survives_pickling(loss: PolicyLoss) -> None:
         ({"objective": "cispo", "cap_low": 2.0, "cap_high": 1.0}, "cap_low=2.0 is above algorithm.cap_high=1.0"),
         ({"correction": {"low": 3.0}}, "low=3.0 is above algorithm.correction.high=2.0"),
         ({"correction": {"high": NAN}}, "correction.high"),
+        ({"correction": {"times": {"a": {}}}}, r"times\.a\.mode=none: it does nothing; leave a out"),
+        ({"correction": {"times": {"a": {"mode": "mask", "low": 3}}}}, r"times\.a\.low=3\.0 is above .*times\.a\.high"),
         ({"dual_clip": 1.0}, "dual_clip"),
         ({"tau_negative": 0.0}, "tau_negative"),
         ({"ratio_level": "sequence_sum"}, "detached weight"),

@@ -86,7 +86,8 @@ def test_the_names_that_the_schema_allows_are_those_of_the_tables() -> None:
         (AlgorithmSection, "aggregation"): set(AGGREGATIONS),
         (AlgorithmSection, "advantage_mean"): set(LEVELS) | {"greedy", "moving"},
         (AlgorithmSection, "advantage_std"): set(LEVELS),
-        (CorrectionSection, "mode"): set(corrections.MODES),
+        (CorrectionSection, "mode"): set(corrections.MODES) | {"none"},
+        (CorrectionSection, "of"): set(corrections.SIGNS),
         (CorrectionSection, "level"): set(corrections.LEVELS),
         (KLSection, "estimator"): set(ESTIMATORS),
     }
