@@ -1,8 +1,8 @@
 """Computes advantages [n] from rewards [n] of completions or turns: a baseline and a scale, over a group or the batch.
 
 GRPO is mean group, std group; Dr. GRPO mean group, std none; RLOO mean group, leave-one-out, std none; LitePPO mean
-group, std batch; REINFORCE mean none or batch, std none. Groups may be ragged and in any order. Advantages from rewards
-or values of tokens are in returns.py.
+group, std batch; ScaleRL mean group, std advantages; REINFORCE mean none or batch, std none. Groups may be ragged and
+in any order. Advantages from rewards or values of tokens are in returns.py.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from rl_megatron.algorithms.segments import (
     segment_variance,
 )
 
-EPS = 1e-6
-"""Added to a standard deviation of rewards."""
-
 LEVELS: Mapping[str, Callable[[Tensor], Tensor] | None] = {
     "none": None,
     "group": lambda group_ids: group_ids,
@@ -38,14 +35,18 @@ def group_advantages(
     mean: str,
     std: str,
     leave_one_out: bool,
+    eps: float = 1e-6,
+    unbiased: bool = True,
 ) -> Tensor:
-    """Advantages [n] float32 = (reward - mean) / (std + ``EPS``), computed in float64, the variance over n - 1.
+    """Advantages [n] float32 = (reward - mean) / (std + ``eps``), computed in float64.
 
-    ``group_ids`` [n] int64 are any integers, equal within a group. ``leave_one_out`` takes the mean of the *others*.
-    If the rewards under the mean or the std are all equal, as in a group of one, the advantage is exactly 0, never NaN.
-    Raises ValueError for a reward that is not finite, or leave-one-out without a mean.
+    ``std`` is that of the rewards of the group or the batch, or of the batch's ``advantages`` (rewards less the mean),
+    its variance over n - 1, or over n if not ``unbiased``. ``group_ids`` [n] int64 are any integers, equal within a
+    group. ``leave_one_out`` takes the mean of the *others*. If the rewards under the mean or the std are all equal, as
+    in a group of one, the advantage is exactly 0, never NaN. Raises ValueError for a reward that is not finite, or
+    leave-one-out without a mean.
     """
-    mean_of, std_of = LEVELS[mean], LEVELS[std]
+    mean_of, std_of = LEVELS[mean], LEVELS["batch" if std == "advantages" else std]
     if leave_one_out and mean_of is None:
         raise ValueError("leave_one_out=True needs a mean to leave one out of; set mean='group' or mean='batch'")
     raw = _finite(rewards).double()
@@ -58,9 +59,9 @@ def group_advantages(
             advantages = advantages * (count / (count - 1))[ids]
         advantages = torch.where(differ(raw, ids)[ids], advantages, 0.0)
     if std_of is not None:
-        ids = dense(std_of(group_ids))
-        scale = 1 / (segment_variance(raw, ids).sqrt() + EPS)
-        advantages = advantages * torch.where(differ(raw, ids), scale, 0.0)[ids]
+        ids, spread = dense(std_of(group_ids)), advantages if std == "advantages" else raw
+        scale = 1 / (segment_variance(spread, ids, unbiased=unbiased).sqrt() + eps)
+        advantages = advantages * torch.where(differ(spread, ids), scale, 0.0)[ids]
     return advantages.float()
 
 

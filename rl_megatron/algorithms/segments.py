@@ -37,10 +37,10 @@ def segment_mean(values: Tensor, ids: Tensor) -> Tensor:
     return segment_sum(values, ids) / segment_sum(torch.ones_like(values), ids)
 
 
-def segment_variance(values: Tensor, ids: Tensor) -> Tensor:
-    """Unbiased variance of each segment, [K]; NaN for a single value."""
+def segment_variance(values: Tensor, ids: Tensor, *, unbiased: bool) -> Tensor:
+    """Variance of each segment, [K], over n - 1 values if ``unbiased`` (NaN for a single one), else over n."""
     count = segment_sum(torch.ones_like(values), ids)
-    return segment_sum((values - segment_mean(values, ids)[ids]).square(), ids) / (count - 1)
+    return segment_sum((values - segment_mean(values, ids)[ids]).square(), ids) / (count - int(unbiased))
 
 
 def differ(values: Tensor, ids: Tensor) -> Tensor:

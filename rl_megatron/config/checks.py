@@ -184,7 +184,8 @@ def _group_problems(c: RunConfig) -> list[str]:
     """Groups that give no gradient, and groups that dynamic sampling would drop although they give one."""
     a, r, out = c.algorithm, c.rollout, []
     levels = {f"algorithm.advantage_mean={a.advantage_mean}", f"algorithm.advantage_std={a.advantage_std}"}
-    over_group, over_batch = (sorted(key for key in levels if key.endswith(f"={over}")) for over in ("group", "batch"))
+    ends = ("=group",), ("=batch", "=advantages")
+    over_group, over_batch = (sorted(key for key in levels if key.endswith(over)) for over in ends)
     over_batch += ["algorithm.whiten=true"] if a.whiten and a.credit == "completion" else []
     of_turns = a.credit == "turn" and a.turn_baseline == "all"  # which one trajectory has several of
     if r.group_size == 1 and over_group and a.preference_beta is None and not of_turns:

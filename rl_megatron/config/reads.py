@@ -48,6 +48,12 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "greedy": (),
         "moving": ("baseline_decay",),
     },
+    "advantage_std": {
+        "none": (),
+        "group": ("std_eps", "std_unbiased"),
+        "batch": ("std_eps", "std_unbiased"),
+        "advantages": ("std_eps", "std_unbiased"),
+    },
     "credit": {
         "completion": (),
         "turn": ("gamma_turn", "turn_baseline"),

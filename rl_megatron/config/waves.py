@@ -54,8 +54,9 @@ def _of_batches(c: RunConfig) -> Iterator[tuple[str, str]]:
     if a.advantage_mean in {"batch", "moving"}:
         of = "the batch's" if a.advantage_mean == "batch" else "at first the batch's"
         yield f"algorithm.advantage_mean={a.advantage_mean}", f"the baseline is {of}; set advantage_mean=group or none"
-    if a.advantage_std == "batch":
-        yield "algorithm.advantage_std=batch", "the std of rewards is the batch's; set advantage_std=group or none"
+    if a.advantage_std in {"batch", "advantages"}:
+        given = f"algorithm.advantage_std={a.advantage_std}"
+        yield given, "the std of rewards is the batch's; set advantage_std=group or none"
     if a.whiten_rewards:
         yield "algorithm.whiten_rewards=true", "moments of rewards take in the batch first; set whiten_rewards=false"
     if a.second_moment_limit is not None:

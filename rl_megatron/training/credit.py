@@ -259,6 +259,8 @@ def _by_turn(samples: Samples, turns: _Turns, section: AlgorithmSection) -> Samp
         mean=section.advantage_mean,
         std=section.advantage_std,
         leave_one_out=section.leave_one_out,
+        eps=section.std_eps,
+        unbiased=section.std_unbiased,
     )
     of_turns = turn_advantages(above, turns.each, gamma=section.gamma_turn)
     advantages = torch.zeros_like(samples.advantages)
@@ -291,6 +293,8 @@ def _completion_advantages(groups: Sequence[RolloutGroup], rewards: Rewards, sec
         mean=mean,
         std=section.advantage_std,
         leave_one_out=section.leave_one_out,
+        eps=section.std_eps,
+        unbiased=section.std_unbiased,
     )
 
 

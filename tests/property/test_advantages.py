@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 from collections import defaultdict
+from typing import Any
 
 import pytest
 import torch
@@ -34,11 +35,21 @@ def draw(seed: int, group_sizes: list[int]) -> tuple[list[float], list[int]]:
     return [reward for reward, _ in pairs], [group for _, group in pairs]
 
 
-def reference(rewards: list[float], groups: list[int], *, mean: str, std: str, leave_one_out: bool) -> list[float]:
+def reference(
+    rewards: list[float],
+    groups: list[int],
+    *,
+    mean: str,
+    std: str,
+    leave_one_out: bool,
+    eps: float = 1e-6,
+    unbiased: bool = True,
+) -> list[float]:
     members: dict[int, list[int]] = defaultdict(list)
     for i, group in enumerate(groups):
         members[group].append(i)
     everyone = list(range(len(rewards)))
+    spread = statistics.stdev if unbiased else statistics.pstdev
     out = []
     for i, reward in enumerate(rewards):
         peers = {"none": [], "group": members[groups[i]], "batch": everyone}
@@ -47,21 +58,33 @@ def reference(rewards: list[float], groups: list[int], *, mean: str, std: str, l
             chosen = [rewards[j] for j in peers[mean] if not (leave_one_out and j == i)]
             equal = len({rewards[j] for j in peers[mean]}) == 1
             value = 0.0 if equal else reward - statistics.fmean(chosen)
-        if std != "none":
+        if std not in {"none", "advantages"}:
             chosen = [rewards[j] for j in peers[std]]
             if len(set(chosen)) == 1:
                 value = 0.0
             else:
-                value /= statistics.stdev(chosen) + 1e-6
+                value /= spread(chosen) + eps
         out.append(value)
+    if std == "advantages":
+        scale = spread(out) + eps if len(set(out)) > 1 else math.inf
+        out = [value / scale for value in out]
     return out
 
 
 @quick
-@given(seeds, sizes, levels, levels, st.booleans())
-def test_equals_plain_statistics(seed: int, group_sizes: list[int], mean: str, std: str, leave_one_out: bool) -> None:
+@given(seeds, sizes, levels, levels, st.booleans(), st.sampled_from([1e-8, 1e-4, 0.5]), st.booleans())
+def test_equals_plain_statistics(
+    seed: int, group_sizes: list[int], mean: str, std: str, leave_one_out: bool, eps: float, unbiased: bool
+) -> None:
     rewards, groups = draw(seed, group_sizes)
-    options = {"mean": mean, "std": std, "leave_one_out": leave_one_out and mean != "none"}
+    of_advantages = mean == std == "group" and seed % 2 == 0
+    options: dict[str, Any] = {
+        "mean": mean,
+        "std": "advantages" if of_advantages else std,
+        "leave_one_out": leave_one_out and mean != "none",
+        "eps": eps,
+        "unbiased": unbiased,
+    }
     actual = group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), **options)
     assert actual.dtype == torch.float32
     expected = torch.tensor(reference(rewards, groups, **options), dtype=torch.float32)
@@ -72,7 +95,7 @@ def test_equals_plain_statistics(seed: int, group_sizes: list[int], mean: str, s
 @given(st.sampled_from([0.1, 1 / 3, 1e8 + 0.1, -7.3]), st.integers(1, 9), st.booleans())
 def test_equal_rewards_give_exactly_zero(reward: float, size: int, leave_one_out: bool) -> None:
     """A mean of equal floats may differ from them by rounding; divided by a rounding-sized std that would be ±1."""
-    for std in ("none", "group", "batch"):
+    for std in ("none", "group", "batch", "advantages"):
         actual = group_advantages(
             torch.full((size,), reward, dtype=torch.float64),
             torch.zeros(size, dtype=torch.int64),
@@ -105,6 +128,17 @@ def test_grpo_of_a_group_of_four() -> None:
         leave_one_out=False,
     )
     assert advantages.tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-5)
+
+
+def test_a_std_of_advantages_is_of_what_the_groups_means_leave() -> None:
+    """Groups of 0, 1 and 10, 12: advantages ±1/2 and ±1, whose variance is 2.5/4 over n and 2.5/3 over n - 1."""
+    rewards, groups = torch.tensor([0.0, 1, 10, 12]), torch.tensor([0, 0, 1, 1])
+    for unbiased, variance in ((False, 2.5 / 4), (True, 2.5 / 3)):
+        found = group_advantages(
+            rewards, groups, mean="group", std="advantages", leave_one_out=False, eps=0.25, unbiased=unbiased
+        )
+        scale = math.sqrt(variance) + 0.25
+        assert found.tolist() == pytest.approx([-0.5 / scale, 0.5 / scale, -1 / scale, 1 / scale])
 
 
 def test_no_rewards_give_no_advantages() -> None:

@@ -39,6 +39,7 @@ REFUSED = {
         "the baseline is at first the batch's",
     ),
     "algorithm.advantage_std=batch": ([f"{R}advantage_std=batch"], "the std of rewards is the batch's"),
+    "algorithm.advantage_std=advantages": ([f"{R}advantage_std=advantages"], "the std of rewards is the batch's"),
     "algorithm.whiten_rewards=true": (
         [f"{R}whiten_rewards=true", f"{R}advantage_std=none", f"{R}advantage_mean=none"],
         "moments of rewards take in the batch first",

@@ -145,8 +145,13 @@ class AlgorithmSection(Section):
     advantage_mean: Literal["none", "group", "batch", "greedy", "moving"] = "group"
     """The baseline of an advantage is the mean reward of the group or the batch, the reward of a greedy completion
     (greedy: ReMax), or a moving mean over steps; none: no baseline."""
-    advantage_std: Literal["none", "group", "batch"] = "group"
-    """Divide advantages by the standard deviation of the rewards of the group or the batch; none: do not divide."""
+    advantage_std: Literal["none", "group", "batch", "advantages"] = "group"
+    """Divide advantages by the standard deviation of the rewards of the group or the batch, or of the batch's rewards
+    less their groups' means (advantages: ScaleRL); none: do not divide."""
+    std_eps: PositiveFloat = 1e-6
+    """Added to the standard deviation that advantages are divided by."""
+    std_unbiased: bool = True
+    """Whether its variance is over n - 1 values, not n."""
     leave_one_out: bool = False
     """Whether the baseline excludes the completion itself (RLOO)."""
     baseline_decay: Fraction = 0.9
@@ -267,6 +272,11 @@ def _credit_problems(a: AlgorithmSection) -> list[str]:
             f"algorithm.credit=gae with advantage_mean={a.advantage_mean}, advantage_std={a.advantage_std}: the critic "
             "is the baseline already; set both to none"
         )
+    if a.advantage_std == "advantages" and a.advantage_mean != "group":
+        out.append(
+            f"algorithm.advantage_std=advantages with advantage_mean={a.advantage_mean}: one baseline for the batch "
+            "leaves the std of its rewards as it is; set advantage_std=batch, or advantage_mean=group"
+        )
     if a.credit == "turn":
         out += _turn_problems(a)
     if a.advantage_mean == "greedy" and a.advantage_std != "none":
@@ -292,7 +302,7 @@ def _turn_problems(a: AlgorithmSection) -> list[str]:
             f"{given} with algorithm.advantage_mean={a.advantage_mean}: that baseline is the reward of a whole "
             "completion, and turns' rewards are compared here; set advantage_mean=group, batch or none"
         )
-    if a.turn_baseline == "index" and "batch" in {a.advantage_mean, a.advantage_std}:
+    if a.turn_baseline == "index" and {"batch", "advantages"} & {a.advantage_mean, a.advantage_std}:
         out.append(
             f"algorithm.turn_baseline=index with advantage_mean={a.advantage_mean}, advantage_std={a.advantage_std}: "
             "turns of one number are compared within their group; set these to group or none, or turn_baseline=all"

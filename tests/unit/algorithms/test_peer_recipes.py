@@ -290,14 +290,13 @@ REWARDS, GROUPS = torch.tensor([1.0, 0, 0, 1, 0.5, 3]), torch.tensor([0, 0, 0, 1
     ids=["verl, slime", "dr_grpo", "TRL", "TRL batch"],
 )
 def test_group_advantages_are_the_peers_but_for_a_group_of_one(std: str, eps: float) -> None:
-    """Ours adds 1e-6 to the std; TRL's 1e-4 is seen in the fourth digit."""
-    found = group_advantages(REWARDS, GROUPS, mean="group", std=std, leave_one_out=False).tolist()
+    found = group_advantages(REWARDS, GROUPS, mean="group", std=std, leave_one_out=False, eps=eps).tolist()
     wanted = []
     for rewards in (REWARDS[:3].double(), REWARDS[3:5].double()):
         over = REWARDS.double() if std == "batch" else rewards
         scale = 1.0 if std == "none" else over.std() + eps
         wanted += ((rewards - rewards.mean()) / scale).tolist()
-    assert found[:5] == pytest.approx(wanted, rel=4 * eps)
+    assert found[:5] == pytest.approx(wanted, rel=1e-6)
     assert found[5] == 0.0  # verl: (3 - 0) / (1 + 1e-6), the whole reward
 
 

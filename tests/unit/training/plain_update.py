@@ -128,7 +128,8 @@ class PlainUpdate:
                 level = statistics.fmean(o.reward for o in said)
             mean = {"group": statistics.fmean(members), "none": 0.0, "moving": level}[a.advantage_mean]
             equal = len(set(members)) == 1 and (a.advantage_mean == "group" or a.advantage_std == "group")
-            std = statistics.stdev(members) + 1e-6 if a.advantage_std == "group" and not equal else 1.0
+            spread = statistics.stdev if a.std_unbiased else statistics.pstdev
+            std = spread(members) + a.std_eps if a.advantage_std == "group" and not equal else 1.0
             of_completion = 0.0 if equal else (s.reward - (mean or 0.0)) / std
             if a.credit == "completion":
                 s.advantages = [of_completion] * len(s.targets)

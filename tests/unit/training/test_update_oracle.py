@@ -26,6 +26,7 @@ ALIKE = {"advantage_mean": "none", "advantage_std": "none"}
 REWARDED_KL = {"kl": {"coefficient": 0.3, "placement": "token_reward", "estimator": "k1"}}
 PATHS: dict[str, dict[str, Any]] = {
     "grpo": {},
+    "grpo by a biased std and a great eps": {"std_eps": 0.3, "std_unbiased": False},
     "ppo, a cut goes on, its critic clipped": CRITIC
     | {"gamma": 0.9, "lam": 0.8, "critic": {"clip": 0.05, "lam": 0.95}},
     "ppo, KL in the reward of a token": CRITIC | REWARDED_KL | {"whiten": True},
