@@ -119,7 +119,11 @@ def _sandboxes() -> str:
 def _learner() -> str:
     """Whether a learner's process can import megatron, which also imports optional packages, even broken ones."""
     child = subprocess.run(
-        [sys.executable, "-c", "import rl_megatron.learner.megatron"], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", "import rl_megatron.learner.megatron"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=dict(os.environ),
     )
     if child.returncode == 0:
         return "learner: can be imported"

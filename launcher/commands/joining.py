@@ -34,6 +34,7 @@ def join_cluster_of(run: Path) -> None:
             stdout=output,
             stderr=output,
             start_new_session=True,
+            env=dict(os.environ),
         )
     assert ray.stdin is not None
     try:

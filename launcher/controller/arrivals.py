@@ -71,7 +71,7 @@ class ConnectedRank(RankProcess):
     def wake(self) -> None:
         """Has Slurm send SIGCONT to all ranks of the step. Without Slurm nothing can wake a stopped rank."""
         if all(self.hello.step.split(".")):
-            subprocess.Popen(["scancel", "--signal=CONT", self.hello.step])
+            subprocess.Popen(["scancel", "--signal=CONT", self.hello.step], env=dict(os.environ))
 
     @override
     def kill(self) -> None:

@@ -138,7 +138,9 @@ class Nursery:
 def nursery_process(imports: Sequence[str], stdin: int) -> subprocess.Popen[bytes]:
     """Start nursery.py in an interpreter of its own: this process has threads, so no fork of it would be sound."""
     with _signals_held_back():
-        return subprocess.Popen([sys.executable, "-P", "-m", nursery.__name__, *imports], stdin=stdin)
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", nursery.__name__, *imports], stdin=stdin, env=dict(os.environ)
+        )
 
 
 @contextlib.contextmanager

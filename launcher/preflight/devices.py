@@ -77,7 +77,7 @@ def _servers_on(subject: Subject) -> str:
         return ""
     asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        told = subprocess.run(asked, capture_output=True, text=True, timeout=_SECONDS).stdout
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=_SECONDS, env=dict(os.environ)).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""  # the first push would be refused
     from launcher.servers.engines import adapter_of  # imports torch
@@ -103,7 +103,9 @@ def count_visible_gpus(visible: str | None) -> int | None:
     if visible is not None and not visible.strip():
         return 0
     try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_SECONDS)
+        done = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_SECONDS, env=dict(os.environ)
+        )
     except FileNotFoundError:
         return None if Path("/proc/driver/nvidia/gpus").is_dir() else 0
     except (OSError, subprocess.TimeoutExpired):

@@ -37,7 +37,11 @@ def main(host: str, command: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="engine-", ignore_cleanup_errors=True) as folder:
         os.environ["TMPDIR"] = folder
         server = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent
+            command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+            env=dict(os.environ),
         )
         threading.Thread(target=_end_with_trainer, args=(server,), daemon=True).start()
         status = server.wait()

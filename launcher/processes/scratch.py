@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import subprocess
@@ -29,7 +30,7 @@ def scratch(*others: Path, within: Path | None = None) -> Iterator[Path]:
 def removed(*folders: Path) -> Iterator[None]:
     """Remove the folders at the end, which is at latest that of this process."""
     command = [sys.executable, "-I", "-S", __file__, *map(str, folders)]
-    remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=dict(os.environ))
     assert remover.stdin is not None
     try:
         yield

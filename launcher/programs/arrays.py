@@ -5,6 +5,7 @@ Runs on a login node: imports neither torch nor megatron.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -98,7 +99,7 @@ def arrays_of(study: Study, cells: Sequence[Cell], *, queued: int = 0) -> list[C
 
 def read_by_bash(array: CellArray) -> None:
     """Have bash parse the script. Raises ConfigError with its message."""
-    done = subprocess.run(["bash", "-n"], input=array.script, capture_output=True, text=True)
+    done = subprocess.run(["bash", "-n"], input=array.script, capture_output=True, text=True, env=dict(os.environ))
     if done.returncode:
         raise ConfigError(f"bash -n: status {done.returncode}\n{done.stderr.strip()}")
 

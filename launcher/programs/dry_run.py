@@ -45,7 +45,7 @@ def counted_micro_batches(learner: LearnerSection) -> int:
 def _asked(config: RunConfig, model: str, rank: int) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "launcher.programs.dry_run", str(os.getpid())]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=dict(os.environ)) as process:
         try:
             assert process.stdin is not None
             with process.stdin as stream:

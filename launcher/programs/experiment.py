@@ -67,6 +67,7 @@ async def start_process(arguments: Sequence[str], output: Path) -> Child:
             stderr=file,
             start_new_session=True,  # Ctrl-C is for the study alone, which passes it on
             preexec_fn=die_with_parent,
+            env=dict(os.environ),
         )
 
 

@@ -61,6 +61,7 @@ def gpus() -> list[dict[str, str]]:
             capture_output=True,
             text=True,
             timeout=_DRIVER_SECONDS,
+            env=dict(os.environ),
         )
     except subprocess.TimeoutExpired as error:
         raise OSError(f"nvidia-smi did not answer in {_DRIVER_SECONDS:g} s") from error

@@ -106,7 +106,9 @@ class RehearsedRun:
         """The run, whose output goes to a file; it is ended on leaving."""
         command = [sys.executable, "-m", "launcher", "train", "--config", str(self.file), "--resume"]
         with self._output(which).open("wb") as output:
-            run = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            run = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=dict(os.environ)
+            )
         try:
             yield run
         finally:
@@ -133,7 +135,7 @@ class RehearsedRun:
             return
         command = self.allocation.on(victim.node, ["kill", "-KILL", str(victim.pid)])
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_KILL_SECONDS)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_KILL_SECONDS, env=dict(os.environ))
         except subprocess.TimeoutExpired as error:
             raise NotReached(f"srun did not reach {victim.node} in {_KILL_SECONDS:.0f} s to kill a rank") from error
         if done.returncode:

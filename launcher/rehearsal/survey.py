@@ -125,7 +125,9 @@ def _commands(config: RunConfig, placement: Placement, allocation: Allocation | 
 @contextlib.contextmanager
 def _running(command: Sequence[str], asked: Survey, output: Any) -> Any:
     """A process that reads the survey; it is ended on leaving."""
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True, env=dict(os.environ)
+    )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(asked.line())

@@ -14,7 +14,7 @@ async def check_interpreter(python: Path, adapter: Adapter) -> None:
     """Raises ConfigError if the engine is not installed in ``python``."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({adapter.module!r}) is None)"
     try:
-        process = await asyncio.create_subprocess_exec(str(python), "-c", code)
+        process = await asyncio.create_subprocess_exec(str(python), "-c", code, env=dict(os.environ))
     except OSError as error:
         raise ConfigError(f"rollout.python={python}: {error.strerror}; give the engine's interpreter") from error
     if await process.wait():

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import secrets
 import tempfile
 import time
@@ -175,7 +176,12 @@ async def _process(command: Sequence[str]) -> asyncio.subprocess.Process:
     pipe = asyncio.subprocess.PIPE
     try:
         return await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+            *command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            start_new_session=True,
+            env=dict(os.environ),
         )
     except FileNotFoundError as error:
         raise SandboxError("there is no program docker here; install Docker, or set another sandbox.type") from error

@@ -43,7 +43,9 @@ COLLECTIVE = (
     *("rl_megatron/learner", "rl_megatron/weights/transports"),
     *("launcher/rehearsal/links.py", "launcher/calibration/messages.py"),
 )
-IN_ENGINES = (  # which read the environment of an engine's process
+IN_ENGINES = (  # which read the environment of an engine's process, or of another program's
+    "rl_megatron/environments/adapters/verifiers.py",  # which passes it on to that interpreter
+    "rl_megatron/sandbox/docker.py",  # which passes it on to Docker's client
     "rl_megatron/environments/adapters/verifiers_worker.py",  # another interpreter, whose clients read keys there
     "rl_megatron/rollout/servers/engine_token.py",
     "rl_megatron/rollout/servers/sglang/server.py",
@@ -200,6 +202,26 @@ def test_rooms_keep_to_their_own() -> None:
 )
 def test_the_laws_see_what_breaks_them(path: str, source: str, found: int) -> None:
     assert len(violations(Path(path), source)) == found
+
+
+STARTS = {f"subprocess.{name}" for name in ("Popen", "run", "check_call", "check_output")}
+
+
+def without_variables(source: str) -> list[str]:
+    """Calls that start a process and do not name its environment variables. Without them exec reads the C library's
+    own, which another thread may be moving, and then fails with EFAULT."""
+    if not re.search("subprocess", source):
+        return []
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    starts = (one for one in calls if ast.unparse(one.func) in STARTS | {"asyncio.create_subprocess_exec"})
+    return [ast.unparse(one) for one in starts if "env" not in {keyword.arg for keyword in one.keywords}]
+
+
+def test_every_process_gets_its_variables_by_name() -> None:
+    rooms = [path for path in FILES if inside(path, "rl_megatron", "launcher")]
+    found = {str(path): without_variables((REPO / path).read_text(encoding="utf-8")) for path in rooms}
+    assert {path: calls for path, calls in found.items() if calls} == {}
+    assert without_variables("subprocess.run(x, env=y)\nsubprocess.Popen(z)") == ["subprocess.Popen(z)"]
 
 
 def pointers(source: str) -> list[str]:

@@ -87,7 +87,9 @@ class Allocation:
         """
         command = ["squeue", "--noheader", f"--job={self.id}", "--states=all", "--format=%N"]
         try:
-            listed = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=True)
+            listed = subprocess.run(
+                command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=True, env=dict(os.environ)
+            )
             left = {node for line in listed.stdout.split() for node in _expanded(line)}
         except (OSError, subprocess.SubprocessError) as error:
             logger.warning("Slurm does not say which nodes the job has: %s", error)
@@ -168,5 +170,7 @@ def _hosts(variable: str) -> tuple[str, ...]:
 def _expanded(nodes: str) -> tuple[str, ...]:
     """The nodes of a list as Slurm writes it. Raises OSError or SubprocessError."""
     command = ["scontrol", "show", "hostnames", nodes]
-    listed = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=True)
+    listed = subprocess.run(
+        command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=True, env=dict(os.environ)
+    )
     return tuple(listed.stdout.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -178,7 +179,7 @@ def _task(part: Mapping[str, str]) -> str:
 
 def _slurm(*command: str, check: bool = True) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
     except FileNotFoundError as error:
         raise ConfigError(f"{command[0]} is not installed here; run this on a node of a Slurm cluster") from error
     if check and done.returncode:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shlex
 import signal
 from collections.abc import AsyncIterator, Sequence
@@ -43,7 +44,12 @@ async def running_step(command: list[str], line: bytes, folder: Path) -> AsyncIt
     logger.info("starting a step: %s", shlex.join(command))
     with (folder / "step.txt").open("ab") as output:
         step = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env=dict(os.environ),
         )
     try:
         assert step.stdin is not None

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import re
 import subprocess
 import tempfile
@@ -117,7 +118,12 @@ class Interpreter:
         try:
             command = [self._python, str(_WORKER)]
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                start_new_session=True,
+                env=dict(os.environ),
             )
         except OSError as error:
             self._said.write(str(error).encode())

@@ -158,7 +158,9 @@ def _nccl_to_load(library: Path) -> Path | None:
         if found := sorted(Path(path).glob("nvidia/nccl/lib/libnccl.so.*[0-9]")):
             return found[0]
     try:
-        said = subprocess.run(["ldd", str(library)], capture_output=True, text=True, timeout=_SECONDS).stdout
+        said = subprocess.run(
+            ["ldd", str(library)], capture_output=True, text=True, timeout=_SECONDS, env=dict(os.environ)
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
     line = re.search(r"libnccl\.so\S* => (/.+) \(0x", said)
