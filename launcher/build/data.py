@@ -50,6 +50,7 @@ def load_data(config: RunConfig, model_folder: Path) -> Data:
         max_prompt_tokens=config.longest_prompt,
         on_long_prompt=config.on_long_prompt,
         seed=config.seed,
+        pairs=config.kind.pairs,
     )
     train, held_out = load(config.data, on_leak=config.data.on_leak, sets=config.eval.data_of_sets)
     return Data(

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
-from itertools import groupby
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 from launcher.build.data import Data
 from launcher.build.environment import demonstrations, made_environment
 from launcher.build.roles import Parts
 from launcher.build.sampler import sampler_of, samplers_of_sets
+from launcher.build.written import written_job
 from rl_megatron.config.resume import fixed
-from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import FileKeys, weights_of
+from rl_megatron.config.sections.data import weights_of
 from rl_megatron.data.packing import causal_attention_cost, packer_of
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.data.samples import WrittenRow, supervised_rows
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.recorder import Recorder
-from rl_megatron.rollout.batch import GroupSource
-from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.scaling.flops import seconds_at_peak, training_flops
 from rl_megatron.scaling.routes import route_of
@@ -32,16 +25,12 @@ from rl_megatron.training.beside import EvaluationBeside
 from rl_megatron.training.checkpoints import CheckpointStore
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.group_job import GroupJob
-from rl_megatron.training.jobs.pairs import PreferencePairs
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
-from rl_megatron.training.jobs.sft import FineTuning, held_out_parts
-from rl_megatron.training.jobs.supervised import HeldOutLoss, SupervisedSteps
+from rl_megatron.training.jobs.supervised import SupervisedSteps
 from rl_megatron.training.jobs.warm_start import WarmStart, answers
 from rl_megatron.training.loop import Loop, Pace
-from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.training.update import Update
 from rl_megatron.training.waves import WaveUpdate
-from rl_megatron.types import Prompt
 
 
 def loops_of(
@@ -60,7 +49,7 @@ def loops_of(
     looped = partial(Loop, checkpoints=store, recorder=recorder, stop=stop, async_save=saves.async_save)
     every = Pace(steps=config.train.steps, rows=1, evaluations=config.eval.every, checkpoints=saves.every)
     if not config.kind.samples:
-        return None, looped(job=_fine_tuning(config, shape, roles, data), pace=every)
+        return None, looped(job=written_job(parts, roles, data, attention_cost=_attention_cost(shape)), pace=every)
     warm, job = _sampling(parts, shape, roles, data, recorder)
     check = config.warm_start.check_every
     first = Pace(steps=config.warm_start.steps, rows=check, evaluations=check, checkpoints=None)
@@ -103,49 +92,21 @@ def _sampling(
             optimizer_steps=update.policy_steps,
         ),
     )
-    common = {
-        "config": config,
-        "roles": roles,
-        "prompts": PromptStream(
-            data.train, seed=config.seed, weights=weights_of(config.data), curriculum=config.data.curriculum
-        ),
-        "evaluation": evaluation,
-        "update": update,
-        "start_folder": parts.folder / "hf_start",
-        "recorder": recorder,
-        "route": route_of(config).name,
-    }
-    if config.eval.mode == "beside":
-        common["beside"] = EvaluationBeside(evaluation=evaluation, recorder=recorder, at_once=config.eval.at_once)
-    return warm, _on_groups(common, sampler, data, parts.folder)
-
-
-def _fine_tuning(config: RunConfig, shape: ModelShape, roles: Roles, data: Data) -> FineTuning:
-    packer = packer_of(config.learner, attention_cost=_attention_cost(shape))
-    conversations = cache(lambda: WrittenConversations(data.tokenizer, data.stop_token_ids))
-
-    def rows_of(prompts: Sequence[Prompt]) -> list[WrittenRow]:
-        """Of neighbours of one form at once: conversations, or problems, which have tokens, with their answers."""
-        made = []
-        for is_problem, some in groupby(prompts, lambda prompt: bool(prompt.token_ids)):
-            alike = list(some)
-            made += (
-                supervised_rows(alike, answers(alike, 0), data.tokenizer) if is_problem else conversations().rows(alike)
-            )
-        return made
-
-    return FineTuning(
+    prompts = PromptStream(
+        data.train, seed=config.seed, weights=weights_of(config.data), curriculum=config.data.curriculum
+    )
+    beside = EvaluationBeside(evaluation=evaluation, recorder=recorder, at_once=config.eval.at_once)
+    return warm, Reinforcement(
         config=config,
         roles=roles,
-        prompts=PromptStream(data.train, seed=config.seed, weights=weights_of(config.data)),
-        size=len(data.train),
-        rows_of=rows_of,
-        supervised=SupervisedSteps(
-            learner=roles.policy,
-            packer=packer,
-            optimizer_steps=OptimizerSteps(name="policy", most=config.train.most_skipped),
-        ),
-        held_out=HeldOutLoss(learner=roles.policy, packer=packer, parts=held_out_parts(data.held_out, rows_of, config)),
+        prompts=prompts,
+        stream=stream_of(config, prompts, sampler, Ledger(parts.folder / "ledger.jsonl")),
+        evaluation=evaluation,
+        update=update,
+        start_folder=parts.folder / "hf_start",
+        recorder=recorder,
+        route=route_of(config).name,
+        beside=beside if config.eval.mode == "beside" else None,
     )
 
 
@@ -154,11 +115,3 @@ def _attention_cost(shape: ModelShape) -> float:
         linear_parameters=shape.active_parameters,
         attention_width=shape.num_layers * shape.num_heads * shape.head_dim,
     )
-
-
-def _on_groups(common: dict[str, Any], sampler: GroupSource, data: Data, folder: Path) -> GroupJob:
-    """The job on pairs if the data has rejected answers, else reinforcement."""
-    if isinstance(given := common["config"].data, FileKeys) and given.rejected_field is not None:
-        return PreferencePairs(**common, tokenizer=data.tokenizer, eos=data.stop_token_ids[0])
-    ledger = Ledger(folder / "ledger.jsonl")
-    return Reinforcement(**common, stream=stream_of(common["config"], common["prompts"], sampler, ledger))

@@ -9,6 +9,7 @@ from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import HEAD_DIM, make_tiny_model, tiny_shape
 from rl_megatron.weights.layouts.families import read_shape
+from rl_megatron.weights.layouts.learner import job_shape
 
 _LEAST_HEAD_DIM = 32  # that vLLM's attention kernels on CPUs support
 
@@ -21,10 +22,11 @@ def starting_folder(config: RunConfig) -> Path:
 
 
 def starting_shape(config: RunConfig) -> ModelShape:
-    """The starting model's sizes, without making it. Raises ConfigError for a folder without a known model."""
+    """The sizes of the model that the run trains, without making it. Raises ConfigError for a folder without a model
+    that is known and fits the job."""
     if config.model.path is not None:
-        return read_shape(config.model.path, config.learner.model)
-    return tiny_shape(_tiny(config))
+        return job_shape(config, read_shape(config.model.path, config.learner.model))
+    return job_shape(config, tiny_shape(_tiny(config)))
 
 
 def _tiny(config: RunConfig) -> TinyModelSection:

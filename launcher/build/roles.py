@@ -29,6 +29,7 @@ from rl_megatron.observability.progress import Progress
 from rl_megatron.services import Services
 from rl_megatron.training.stopping import unless_stopped
 from rl_megatron.weights.layouts.families import read_shape
+from rl_megatron.weights.layouts.learner import job_shape
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ async def _start(
     stack.callback(thread.close)
     progress.note("preparing the model")
     model_folder = await thread(starting_folder, config)
-    shape = read_shape(model_folder, config.learner.model)
+    shape = job_shape(config, read_shape(model_folder, config.learner.model))
     count = config.learner.dims.world_size
     others = "".join(f", {count} {role} processes" for role in config.roles.separate)
     after = " once servers have started," if config.learner.offload.while_sampling else ""

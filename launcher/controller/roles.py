@@ -19,7 +19,7 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig, speeds: Speed
     """The trainer's view of ready ranks: roles without their own ranks are on the learner's."""
     dims, group = config.learner.dims, groups[LEARNER]
     trained = {"policy": True, "critic": config.algorithm.needs_critic}
-    frozen = {"reference": config.algorithm.needs_reference}
+    frozen = {"reference": config.needs_reference}
     planes = {role: Plane(its, dims) for role, its in groups.items()}
     learners, others = (
         {

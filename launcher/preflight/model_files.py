@@ -21,11 +21,13 @@ from rl_megatron.weights.layouts.learner import learner_layout, role_shape
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Yields a problem for each file that ``model.path`` lacks, and each reason why ``algorithm.kl.reference`` cannot
-    score for it. A tiny model, which the run makes, has none."""
+    """Yields a problem for each file that ``model.path`` lacks, and each reason why a reference cannot score for
+    it. A tiny model, which the run makes, has none."""
     yield from _policy(subject)
-    if subject.config.algorithm.kl.reference is not None and subject.config.algorithm.needs_reference:
-        yield from _reference(subject, subject.config.algorithm.kl.reference)
+    if subject.config.kind.scores:
+        yield from _classifier(subject)
+    if subject.config.reference is not None and subject.config.needs_reference:
+        yield from _reference(subject, subject.config.reference)
 
 
 def _policy(subject: Subject) -> Iterator[Found]:
@@ -58,10 +60,21 @@ def _shown_by_template(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"{key}.template=chat", f"set {key}.template=plain, or give the tokenizer a template"
 
 
+def _classifier(subject: Subject) -> Iterator[Found]:
+    """Yields a problem if no class of transformers could load the reward model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN
+
+    if (family := subject.shape.family) not in KNOWN:
+        yield problem(
+            f"job={subject.config.job}: transformers has no sequence classifier of model_type={family!r}, so nothing "
+            "could load the model; start from a model of another family, as qwen3_moe, qwen3, llama or deepseek_v3"
+        )
+
+
 def _reference(subject: Subject, folder: Path) -> Iterator[Found]:
     """Yields why a reference cannot score the policy's tokens: its sizes, its files, its vocabulary."""
     config, own = subject.config, subject.shape
-    shape, given = role_shape(config, own, "reference"), f"algorithm.kl.reference={folder}"
+    shape, given = role_shape(config, own, "reference"), f"{config.reference_key}={folder}"
     if "reference" not in config.roles.separate and _sizes(shape) != _sizes(own):
         apart = {name for name, size in _sizes(shape).items() if size != _sizes(own)[name]}
         yield problem(
@@ -84,8 +97,8 @@ def _reference(subject: Subject, folder: Path) -> Iterator[Found]:
             refuse(shape, config.learner)
         except ConfigError as error:
             yield problem("\n".join(f"{given}: {line}" for line in str(error).splitlines()))
-    yield from _weights(folder, "algorithm.kl.reference")
-    yield from _same_tokens(subject.model_folder, folder)
+    yield from _weights(folder, config.reference_key)
+    yield from _same_tokens(subject.model_folder, folder, config.reference_key)
 
 
 def _sizes(shape: ModelShape) -> dict[str, object]:
@@ -94,16 +107,16 @@ def _sizes(shape: ModelShape) -> dict[str, object]:
     return {name: size for name, size in named.items() if name not in {"family_at", "max_positions", "draft_layers"}}
 
 
-def _same_tokens(policy: Path | None, reference: Path) -> Iterator[Found]:
+def _same_tokens(policy: Path | None, reference: Path, key: str) -> Iterator[Found]:
     """Yields a problem if the two tokenizers give another id to some token."""
     read = [_token_ids(folder) for folder in (policy, reference)]
     mine, theirs = read
     if mine is None or theirs is None:
-        yield unchecked("that algorithm.kl.reference has the policy's tokens: not both have a tokenizer.json")
+        yield unchecked(f"that {key} has the policy's tokens: not both have a tokenizer.json")
     elif apart := sorted(token for token, number in mine.items() if theirs.get(token) != number):
         token = apart[0]
         yield problem(
-            f"algorithm.kl.reference={reference}: {len(apart)} of the policy's {len(mine)} tokens have other ids, as "
+            f"{key}={reference}: {len(apart)} of the policy's {len(mine)} tokens have other ids, as "
             f"{token!r:.40}, {mine[token]} and {theirs.get(token, 'none')}; give a model of the same tokenizer"
         )
 

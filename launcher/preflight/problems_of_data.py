@@ -18,7 +18,7 @@ ROWS = 1000
 def check(subject: Subject) -> Iterator[Found]:
     """Reads the first rows of ``train`` and ``eval`` of each source, and of ``eval`` of each set, and yields why one
     cannot be read."""
-    named = "rollout.max_prompt_tokens" if subject.config.kind.samples else "sft.max_tokens"
+    named = "rollout.max_prompt_tokens" if subject.config.kind.samples else f"{subject.config.job}.max_tokens"
     for key, data in data_sources(subject.config.data).items():
         if isinstance(data, FileKeys):
             yield from _of(key, data, ("train", "eval"), named)
@@ -40,7 +40,7 @@ def _of(section: str, data: FileKeys, names: Sequence[str], limit: str) -> Itera
         key = f"{section}.{name}"
         try:
             first, *others = files_in(path, key)
-            rows = read_records(first, fields_of(data, path), key=key, limit=ROWS)
+            rows = read_records(first, fields_of(data), key=key, limit=ROWS)
             if data.messages_field is not None:
                 for line, row in enumerate(rows, 1):
                     conversation(row, first, line, data)

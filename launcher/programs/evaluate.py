@@ -32,6 +32,7 @@ from rl_megatron.services import Services
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, checksums
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
+from rl_megatron.weights.layouts.learner import job_shape
 
 
 async def measure_model(target: TrainedModel, name: str | None) -> Path:
@@ -43,7 +44,7 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
     with scratch() as spare, run_log(target.out, role="eval"):
         folder = hugging_face(target, spare)
         config = of_folder(target.config, folder)
-        shape = read_shape(folder, config.learner.model)
+        shape = job_shape(config, read_shape(folder, config.learner.model))
         data, services = load_data(config, folder), Services(config.services)  # of which none serves
         judge = resolve_rewards(config.reward, config.own_rewards, config.sandbox, services)
         print(f"{target.source}: {_described(data.sets)}, by {config.rollout.engine}", flush=True)

@@ -25,6 +25,7 @@ from rl_megatron.rollout.endpoint.open_app import OpenApplication
 from rl_megatron.rollout.endpoint.server import HttpServer
 from rl_megatron.rollout.local.batched import InThisProcess
 from rl_megatron.weights.layouts.families import read_shape
+from rl_megatron.weights.layouts.learner import job_shape
 
 _LEAST_KEY = 16  # characters
 
@@ -40,7 +41,10 @@ async def serve_model(target: TrainedModel, port: int, key_file: Path | None) ->
     with scratch() as spare, run_log(target.out, role="serve"):
         folder = hugging_face(target, spare)
         config = of_folder(target.config, folder)
-        shape, tokenizer = read_shape(folder, config.learner.model), AutoTokenizer.from_pretrained(folder)
+        shape, tokenizer = (
+            job_shape(config, read_shape(folder, config.learner.model)),
+            AutoTokenizer.from_pretrained(folder),
+        )
         async with engine_alone(config, folder, shape, target.out) as sampling:
             app = OpenApplication(
                 engine=sampling,

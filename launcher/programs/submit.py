@@ -86,7 +86,7 @@ def _roles(config: RunConfig) -> str:
     algorithm = config.algorithm
     named = (
         ("critic", algorithm.needs_critic),
-        ("reference", algorithm.needs_reference),
+        ("reference", config.needs_reference),
         ("engine", not config.fills_files),
     )
     held = [name for name, needed in named if needed and name not in config.roles.separate]

@@ -187,11 +187,12 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
 
 
 def _with_steps(config: RunConfig, data: Data, progress: Progress) -> RunConfig:
-    """With as many steps as ``sft.epochs`` of the data take, if it is given."""
-    if config.sft.epochs is None:
+    """With as many steps as ``epochs`` of written data take, if it is given."""
+    if config.kind.samples or config.written.epochs is None:
         return config
-    steps = math.ceil(config.sft.epochs * len(data.train) / config.sft.batch_size)
-    progress.note(f"sft.epochs={config.sft.epochs:g} of {len(data.train)} rows: {steps} steps")
+    section, key = config.written, f"{config.job}.epochs"
+    steps = math.ceil(config.written.epochs * len(data.train) / section.batch_size)
+    progress.note(f"{key}={section.epochs:g} of {len(data.train)} rows: {steps} steps")
     progress.total = steps
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
 

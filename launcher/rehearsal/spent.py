@@ -102,7 +102,7 @@ def planned_metrics(config: RunConfig, shape: ModelShape, guess: Estimate) -> di
 def _hours(config: RunConfig, seconds: float, sampling: float) -> dict[str, float]:
     """Hours of devices by role, of ``seconds`` in all of which ``sampling`` were rollouts."""
     held = {role: count * seconds / _HOUR for role, count in devices(config).items()}
-    if ENGINES not in held and config.kind.samples and not config.offline and config.rollout.server.addresses is None:
+    if ENGINES not in held and config.kind.samples and config.rollout.server.addresses is None:
         held[ENGINES] = held[LEARNER] * sampling / seconds if seconds else 0.0
         held[LEARNER] -= held[ENGINES]
     return held
@@ -121,7 +121,7 @@ def devices(config: RunConfig) -> dict[str, int]:
     if config.run.launcher == "slurm" or (config.run.launcher == "ray" and "SLURM_JOB_ID" in os.environ):
         return gpus_by_role(config)
     held = dict.fromkeys(roles, ranks)
-    seats = () if config.offline else seats_here(config, len(visible_gpus()))
+    seats = () if not config.kind.samples else seats_here(config, len(visible_gpus()))
     sampling, training = {gpu for seat in seats for gpu in seat.gpus}, set(range(ranks * len(roles)))
     if sampling - training:
         whose = LEARNER if sampling & training else ENGINES

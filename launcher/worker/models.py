@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rl_megatron.learner.checkpoint.saving import ShardSave
     from rl_megatron.learner.scorer import MegatronScorer
     from rl_megatron.learner.trained import MegatronLearner
+    from rl_megatron.weights.layouts.layout import Layout
 
 M = TypeVar("M")
 
@@ -46,12 +47,12 @@ class RankModels:
         from rl_megatron.observability import speed
         from rl_megatron.weights.bytes.parked import Parked
         from rl_megatron.weights.layouts.families import hf_layout, read_shape
-        from rl_megatron.weights.layouts.learner import learner_layout, role_shape
+        from rl_megatron.weights.layouts.learner import job_shape, learner_layout, role_shape
 
-        config = setup.config
+        self._config = config = setup.config
         self._rank, self._model_folder, self._leave = rank, setup.model_folder, world.leave
         self._made_up = config.seed if config.model.random_weights else None
-        policy = read_shape(setup.model_folder, config.learner.model)
+        policy = job_shape(config, read_shape(setup.model_folder, config.learner.model))
         self._shape = role_shape(config, policy, setup.role, setup.code)
         self._device = world.join(
             config.learner,
@@ -117,21 +118,33 @@ class RankModels:
         if role in self._learners:
             self._learners[role].unpark()
         random = self._made_up is not None and folder == self._model_folder
+        hf, layout = self._layouts_of(folder)
         if not random and role in self._learners and is_megatron(folder):
-            self._learner(role).load_weights(folder)
+            self._learner(role).load_weights(folder, scored=hf.shape.scores)
             return
         tensors = dict(self._scorer(role).tensors)
+        if self._shape.scores and not hf.shape.scores:
+            tensors.pop("output_layer.weight", None)  # a score layer starts at 0
         if role not in self._scorers:
             self._parked.back("reference")
             tensors = self._reference = {name: torch.empty_like(t) for name, t in tensors.items()}
         like = next(iter(tensors.values()))
-        shapes = self._layout.local_shapes(self._rank).items()  # a critic has no output layer: these values are dropped
+        shapes = layout.local_shapes(self._rank).items()  # a critic has no output layer: these values are dropped
         unused = {name: like.new_empty(shape) for name, shape in shapes if name not in tensors}
-        source: TensorSource = (
-            MadeUp(folder, self._hf.local_shapes(0), self._made_up or 0) if random else HFFolder(folder)
-        )
-        read_boxes(source, self._hf, self._layout, self._rank, tensors | unused)
+        source: TensorSource = MadeUp(folder, hf.local_shapes(0), self._made_up or 0) if random else HFFolder(folder)
+        read_boxes(source, hf, layout, self._rank, tensors | unused)
         self._scorer(role).adopt()
+
+    def _layouts_of(self, folder: Path) -> tuple[Layout, Layout]:
+        """The folder's layout, and its over the ranks. A reward model may start from a policy, whose output layer it
+        drops, or from a reward model."""
+        from rl_megatron.weights.layouts.families import hf_layout, read_shape
+        from rl_megatron.weights.layouts.learner import learner_layout
+
+        if not self._shape.scores:
+            return self._hf, self._layout
+        known = read_shape(folder, self._config.learner.model)
+        return hf_layout(known), learner_layout(self._config, known)
 
     def release(self) -> None:
         """Return to the device what torch's allocator keeps of its memory, and on the learner's ranks what

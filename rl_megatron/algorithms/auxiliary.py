@@ -1,4 +1,5 @@
-"""Losses other than the policy gradient: a critic's value loss, and DPO on pairs. T positions, S sequences."""
+"""Losses other than the policy gradient: a critic's value loss, and those of pairs, DPO and a reward model's. T
+positions, S sequences."""
 
 from __future__ import annotations
 
@@ -85,3 +86,46 @@ class PreferenceLoss:
             "entropy": Metric(value=inputs.entropy.detach().sum() / max(inputs.num_tokens, 1)),
         }
         return LossOutput(loss=loss, metrics=metrics)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreLoss:
+    """A reward model's: mean over pairs of -log σ(s₁ - s₂ - margin) + centring·(s₁ + s₂)², s₁ and s₂ the scores of the
+    better and the worse one (Bradley-Terry, arXiv:2203.02155, eq. 1; arXiv:2312.09244 for the second term).
+
+    Sequences are pairs as `PreferenceLoss` has them. A sequence's score is the value at its only masked-in position,
+    and the ``returns`` of the better one's is the pair's margin. Means over pairs: ``preference/accuracy`` (s₁ above
+    s₂), ``preference/margin`` (s₁ - s₂) and ``reward_model/score_mean`` of both.
+    """
+
+    centring: float = 0.0
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """This rank's share of the loss; its gradient goes through ``inputs.values``. Every rank that shares a sequence
+        calls it."""
+        inputs = masked(inputs)
+        values = required(inputs.values, "values")
+        detached = values.detach()
+        scores, margins = (
+            inputs.segment_sum(column) for column in (detached, required(inputs.returns, "returns").detach())
+        )
+        count = len(scores) // 2 * 2
+        better, worse = scores[:count:2], scores[1:count:2]
+        real = inputs.segment_sum(inputs.mask.to(values.dtype))[:count].reshape(-1, 2).all(1)
+        per_pair = real.to(values.dtype) / (inputs.num_sequences // 2)
+        apart, summed = better - worse - margins[:count:2], better + worse
+
+        def spread(of_pair: Tensor) -> Tensor:
+            """[pairs] -> [T], where masked in; half of it on each of the pair's two positions"""
+            padded = torch.cat([of_pair * per_pair / 2, of_pair.new_zeros(1)])[inputs.segment_ids // 2]
+            return torch.where(inputs.mask, padded, 0.0)
+
+        sign = 1 - inputs.segment_ids % 2 * 2
+        slope = 2 * (spread(2 * self.centring * summed) - sign * spread(torch.sigmoid(-apart)))
+        value = spread(-logsigmoid(apart) + self.centring * summed.square())
+        metrics = {
+            "preference/accuracy": Metric(value=spread((better > worse).to(values.dtype)).sum()),
+            "preference/margin": Metric(value=spread(better - worse).sum()),
+            "reward_model/score_mean": Metric(value=spread(summed / 2).sum()),
+        }
+        return LossOutput(loss=(value + slope * (values - detached)).sum(), metrics=metrics)

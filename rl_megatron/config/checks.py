@@ -10,6 +10,7 @@ from rl_megatron.config.evaluating import problems_of_evaluating
 from rl_megatron.config.keeping import problems_of_keeping
 from rl_megatron.config.modes import problems_of_modes
 from rl_megatron.config.reads import problems_of_job, problems_of_unread_keys
+from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.weights import NODE_MEMORY, TRANSPORT_KINDS
 from rl_megatron.config.services import problems_of_services
@@ -155,7 +156,7 @@ def _batch_problems(c: RunConfig) -> list[str]:
             f"train.minibatches={c.train.minibatches} is more than the {c.completions_per_step} completions of a step "
             f"({c.named_completions}); lower the first or raise the others"
         )
-    longest, pairs = c.longest_sequence, c.algorithm.preference_beta is not None
+    longest, pairs = c.longest_sequence, c.kind.pairs or c.algorithm.preference_beta is not None
     wanted = 2 * longest if pairs else longest
     if wanted > c.learner.max_tokens_per_micro_batch:
         what = "pair of the longest sequences, 2 * (" if pairs else "longest sequence, ("
@@ -165,18 +166,21 @@ def _batch_problems(c: RunConfig) -> list[str]:
         )
     if pairs and c.learner.padding.sequences == 1:
         out.append(
-            "learner.padding.sequences=1 with algorithm.preference_beta: a pair is two sequences of one micro-batch; "
-            "set learner.padding.sequences to 2 or more"
+            "learner.padding.sequences=1: the two sequences of a pair are of one micro-batch; set "
+            "learner.padding.sequences to 2 or more"
         )
-    if pairs and c.rollout.group_size < 2 and not c.offline:
+    if c.algorithm.preference_beta is not None and c.rollout.group_size < 2:
         out.append(
             f"algorithm.preference_beta pairs a group's completions, but rollout.group_size={c.rollout.group_size}; "
             "set rollout.group_size=2 or more"
         )
-    if c.offline and not pairs:
-        out.append(
-            "data.rejected_field makes pairs, which algorithm=dpo trains on; set algorithm=dpo, or leave the field out"
-        )
+    if c.kind.pairs:
+        for key, source in data_sources(c.data).items():
+            if isinstance(source, FileKeys) and source.rejected_field is None:
+                out.append(
+                    f"job={c.job} trains on pairs of answers, and {key}.rejected_field is not given; set it to the "
+                    f"field of the worse one (of the better one: {key}.answer_field={source.answer_field})"
+                )
     return out
 
 
@@ -283,26 +287,14 @@ def _quantization_problems(c: RunConfig) -> list[str]:
 
 
 def _route_problems(c: RunConfig) -> list[str]:
-    """Engines' routes that are not there, and noise on routers that no engine of the run adds."""
-    out, noise = [], f"rollout.router_noise={c.rollout.router_noise:g}"
-    if c.algorithm.routing_replay == "r3" and c.offline:
-        out.append(
-            "algorithm.routing_replay=r3 replays the engine's choice of experts, but no engine sampled the completions "
-            "of data.rejected_field; set algorithm.routing_replay=r2 or off"
-        )
-    if c.train.route_flips and c.offline:
-        out.append(
-            "train.route_flips=true compares the learner's experts with the engine's, but no engine sampled the "
-            "completions of data.rejected_field; leave it out"
-        )
-    if c.rollout.router_noise and not c.rollout.embedded:
-        out.append(
-            f"{noise} with rollout.engine={c.rollout.engine}: servers compute routers in kernels of their own, "
-            "to which nothing can be added; set rollout.engine=local, or rollout.router_noise=0"
-        )
-    if c.rollout.router_noise and c.offline:
-        out.append(f"{noise}: no engine samples the completions of data.rejected_field; leave it out")
-    return out
+    """Noise on routers that no engine of the run adds."""
+    if not c.rollout.router_noise or c.rollout.embedded:
+        return []
+    return [
+        f"rollout.router_noise={c.rollout.router_noise:g} with rollout.engine={c.rollout.engine}: servers compute "
+        "routers in kernels of their own, to which nothing can be added; set rollout.engine=local, or "
+        "rollout.router_noise=0"
+    ]
 
 
 def _role_problems(c: RunConfig) -> list[str]:
@@ -349,7 +341,7 @@ def _role_problems(c: RunConfig) -> list[str]:
 def _separate_problems(c: RunConfig) -> list[str]:
     """A critic or a reference with ranks of its own, and nodes for them."""
     out, slurm = [], c.slurm
-    needed = {"critic": c.algorithm.needs_critic, "reference": c.algorithm.needs_reference}
+    needed = {"critic": c.algorithm.needs_critic, "reference": c.needs_reference}
     for role in c.roles.separate:
         given = f"roles.{role}=separate"
         if not needed[role]:

@@ -82,8 +82,6 @@ def _combined(c: RunConfig) -> Iterator[tuple[str, str]]:
             f"algorithm.preference_beta={c.algorithm.preference_beta:g}",
             "pairs are of single completions; leave one of them out",
         )
-    elif c.offline:
-        yield "data.rejected_field", "the pairs of a file are single completions; leave one of them out"
     for key, source in data_sources(c.data).items():
         if isinstance(source, FileKeys) and source.chat_template:
             yield (

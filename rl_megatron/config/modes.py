@@ -68,8 +68,6 @@ def _of_no_reward(c: RunConfig) -> Iterator[str]:
 
 def _of_staleness(c: RunConfig) -> Iterator[str]:
     given = f"train.max_staleness={c.train.max_staleness}"
-    if c.offline:
-        yield f"{given} does nothing with data.rejected_field: the run samples no pairs; leave it out"
     recomputed = c.rollout.engine == "sglang" and c.rollout.server.running_requests == "recompute"
     if recomputed and (asking := c.asks_for_routes) is not None:
         yield (
@@ -78,7 +76,7 @@ def _of_staleness(c: RunConfig) -> Iterator[str]:
             "all tokens, also for those that older weights sampled and whose log-probs they do not explain; set "
             "running_requests=abort"
         )
-    if c.rollout.served and c.algorithm.advantage_mean == "greedy" and not c.offline:
+    if c.rollout.served and c.algorithm.advantage_mean == "greedy":
         yield (
             f"{given} with algorithm.advantage_mean=greedy: weights may be pushed between a group's completions and "
             "its greedy one, whose reward would be another policy's baseline; set one of them to its default"

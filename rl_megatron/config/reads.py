@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel
 
 from rl_megatron.config.sections.data import MixtureData, data_sources
-from rl_megatron.config.sections.jobs import JOBS
+from rl_megatron.config.sections.jobs import JOBS, JobKind
 from rl_megatron.config.sections.reward import reward_key
 from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.config.sections.weights import TRANSPORT_KINDS
@@ -112,15 +112,6 @@ PREFERENCE_READS = (
     "routing_replay",
 )
 """The keys that DPO (``preference_beta``) reads; without it, any key may be read."""
-OFFLINE_UNREAD = (
-    "rollout.top_p",
-    "rollout.dynamic_sampling",
-    "rollout.max_seconds",
-    "rollout.max_in_flight",
-    "algorithm.unfinished_reward",
-)
-"""The keys that nothing reads if a file holds the pairs: evaluations have a top_p of their own (eval.sets), and no
-answer is truncated."""
 
 
 def problems_of_job(config: RunConfig) -> list[str]:
@@ -134,23 +125,25 @@ def problems_of_job(config: RunConfig) -> list[str]:
             every[name] = value, section.get_default(call_default_factory=True)
     for key, source in data_sources(config.data).items():
         every |= {leaf: value for leaf, value in _leaves(key, source) if key != "data"}
-    unread = {leaf for name in kind.unread for leaf in _set(every, name)}
-    unread |= {
-        leaf for leaf in _set_below_sources(every) for name in kind.unread if f"data.{leaf.split('.')[-1]}" == name
-    }
-    if kind.reads is not None:
-        read = {leaf for name in kind.reads for leaf in _set(every, name)}
-        unread |= {leaf for leaf, (value, default) in every.items() if value != default} - read
-    others = " or ".join(f"job={name}" for name in JOBS if name != config.job)
+    unread = sorted(leaf for leaf, (value, default) in every.items() if value != default and not _read(kind, leaf))
+    readers = {leaf: [f"job={name}" for name, other in JOBS.items() if _read(other, leaf)] for leaf in unread}
     return [
-        f"{leaf}={_text(every[leaf][0])}: job={config.job} does not read it, {others} may; leave it out, or set it to "
-        f"its default, {_text(every[leaf][1])}"
-        for leaf in sorted(unread)
+        f"{leaf}={_text(every[leaf][0])}: job={config.job} does not read it, {' or '.join(readers[leaf])} may; leave "
+        f"it out, or set it to its default, {_text(every[leaf][1])}"
+        for leaf in unread
     ]
 
 
-def _set_below_sources(leaves: Mapping[str, tuple[object, object]]) -> list[str]:
-    return _set({leaf: value for leaf, value in leaves.items() if leaf.count(".") > 1}, "data.sources")
+def _read(kind: JobKind, leaf: str) -> bool:
+    """Whether jobs of the kind read a key; a source of a mixture has the keys of ``data``."""
+    names = [leaf, f"data.{leaf.split('.')[-1]}"] if leaf.startswith("data.sources.") else [leaf]
+    unread = any(_is_in(one, key) for key in kind.unread for one in names)
+    return not unread and (kind.reads is None or any(_is_in(one, key) for key in kind.reads for one in names))
+
+
+def _is_in(leaf: str, key: str) -> bool:
+    """Whether the leaf is the key, or in the section of that name."""
+    return leaf == key or leaf.startswith(f"{key}.")
 
 
 def problems_of_unread_keys(config: RunConfig) -> list[str]:
@@ -170,9 +163,6 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
             if leaf not in read:
                 out[leaf] = f"algorithm.preference_beta={config.algorithm.preference_beta} trains on pairs without it"
     rollout, reward = dict(_leaves("rollout", config.rollout)), dict[str, tuple[object, object]]()
-    if config.offline:
-        reason = "with data.rejected_field the run trains on a file's pairs and samples none"
-        out |= {leaf: reason for key in OFFLINE_UNREAD for leaf in _set(algorithm | rollout, key)}
     if config.rollout.dynamic_sampling == OFF:
         reason = "rollout.dynamic_sampling=off samples one batch per step"
         out |= dict.fromkeys(_set(rollout, "rollout.max_refills"), reason)
@@ -277,7 +267,7 @@ def _named(choice: str, values: list[str]) -> str:
 
 def _set(leaves: Mapping[str, tuple[object, object]], key: str) -> list[str]:
     """The key, or all keys of the section ``key``, whose value is not the default."""
-    inside = (leaf for leaf in leaves if leaf == key or leaf.startswith(f"{key}."))
+    inside = (leaf for leaf in leaves if _is_in(leaf, key))
     return [leaf for leaf in inside if leaves[leaf][0] != leaves[leaf][1]]
 
 

@@ -54,6 +54,8 @@ FREE: Mapping[str, bool] = {
     "weights": True,
     "warm_start": False,
     "sft": False,
+    "dpo": False,
+    "reward_model": False,
     "train": True,
     "eval": True,
     "checkpoint": True,

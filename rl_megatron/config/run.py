@@ -14,10 +14,18 @@ from pydantic import Field, model_validator
 
 from rl_megatron.config.checks import problems_of
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.config.sections.data import ArithmeticRunData, FileKeys, FileRunData, HubRunData, MixtureData
+from rl_megatron.config.sections.data import ArithmeticRunData, FileRunData, HubRunData, MixtureData
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.eval import EvalSection
-from rl_megatron.config.sections.jobs import JOBS, JobKind, JobName, SftSection
+from rl_megatron.config.sections.jobs import (
+    JOBS,
+    DpoSection,
+    JobKind,
+    JobName,
+    RewardTrainingSection,
+    SftSection,
+    WrittenSection,
+)
 from rl_megatron.config.sections.learner import LearnerSection, RolesSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
@@ -176,7 +184,8 @@ class RunConfig(Section):
     """The whole configuration of one run."""
 
     job: JobName = "rl"
-    """What the run does: reinforcement learning, or on a file's pairs DPO (rl), or supervised fine-tuning (sft)."""
+    """What the run does: reinforcement learning (rl), supervised fine-tuning (sft), direct preference optimisation on
+    written pairs (dpo), or training of a reward model on such pairs (reward_model)."""
     seed: NonNegative = 0
     """Seed of the tiny model, the data, sampling and minibatches."""
     run: RunSection = RunSection()
@@ -196,6 +205,8 @@ class RunConfig(Section):
     warm_start: WarmStartSection = WarmStartSection()
     train: TrainSection = TrainSection()
     sft: SftSection = SftSection()
+    dpo: DpoSection = DpoSection()
+    reward_model: RewardTrainingSection = RewardTrainingSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
@@ -224,9 +235,29 @@ class RunConfig(Section):
         return self.run.watchdog_seconds or 0.8 * self.learner.timeout_seconds
 
     @property
-    def offline(self) -> bool:
-        """Whether the data holds the pairs to train on, so that engines sample none."""
-        return isinstance(self.data, FileKeys) and self.data.rejected_field is not None
+    def written(self) -> WrittenSection:
+        """The section of a job that samples nothing, which has the job's name."""
+        sections: Mapping[JobName, WrittenSection] = {
+            "sft": self.sft,
+            "dpo": self.dpo,
+            "reward_model": self.reward_model,
+        }
+        return sections[self.job]
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen model scores what is trained on."""
+        return self.kind.reference or (self.kind.samples and self.algorithm.needs_reference)
+
+    @property
+    def reference(self) -> Path | None:
+        """The Hugging Face folder of the reference; None: the model that training starts from."""
+        return self.dpo.reference if self.kind.reference else self.algorithm.kl.reference
+
+    @property
+    def reference_key(self) -> str:
+        """The key of ``reference``, for messages."""
+        return f"{self.job}.reference" if self.kind.reference else "algorithm.kl.reference"
 
     @property
     def source_rewards(self) -> Mapping[str, RewardSection]:
@@ -269,20 +300,20 @@ class RunConfig(Section):
     @property
     def longest_prompt(self) -> int:
         """Most tokens of a prompt; where nothing is sampled, of a whole sequence."""
-        return self.rollout.max_prompt_tokens if self.kind.samples else self.sft.max_tokens
+        return self.rollout.max_prompt_tokens if self.kind.samples else self.written.max_tokens
 
     @property
     def on_long_prompt(self) -> Literal["fail", "drop"]:
         """What to do with a prompt of more tokens: of one that fills a sequence, there is no answer to cut."""
         if self.kind.samples:
             return self.rollout.on_long_prompt
-        return "fail" if self.sft.on_long == "fail" else "drop"
+        return "fail" if self.written.on_long == "fail" else "drop"
 
     @property
     def named_longest(self) -> str:
         """The keys that give ``longest_sequence``, for messages."""
         if not self.kind.samples:
-            return f"sft.max_tokens={self.sft.max_tokens}"
+            return f"{self.job}.max_tokens={self.written.max_tokens}"
         after = "rollout.max_new_tokens" if self.environment.function is None else "environment.max_tokens"
         return f"rollout.max_prompt_tokens={self.rollout.max_prompt_tokens} + {after}={self.most_sampled}"
 
@@ -310,18 +341,20 @@ class RunConfig(Section):
 
     @property
     def completions_per_step(self) -> int:
-        """Completions in one batch: sampled ones, the two of each pair in a file, or what somebody wrote."""
+        """Completions in one batch: sampled ones, or what somebody wrote, of a pair both."""
         if not self.kind.samples:
-            return self.sft.batch_size
-        return self.rollout.prompts_per_step * (2 if self.offline else self.rollout.group_size)
+            return self.written.batch_size * (2 if self.kind.pairs else 1)
+        return self.rollout.prompts_per_step * self.rollout.group_size
 
     @property
     def named_completions(self) -> str:
         """The keys that give ``completions_per_step``, for messages."""
         if not self.kind.samples:
-            return f"sft.batch_size={self.sft.batch_size}"
-        each = "2 of a pair (data.rejected_field)" if self.offline else f"rollout.group_size={self.rollout.group_size}"
-        return f"rollout.prompts_per_step={self.rollout.prompts_per_step} * {each}"
+            pairs = " * 2 of a pair" if self.kind.pairs else ""
+            return f"{self.job}.batch_size={self.written.batch_size}{pairs}"
+        return (
+            f"rollout.prompts_per_step={self.rollout.prompts_per_step} * rollout.group_size={self.rollout.group_size}"
+        )
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:

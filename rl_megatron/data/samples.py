@@ -62,11 +62,13 @@ def _turns_of(turns: Sequence[Sequence[tuple[int, LogProbs]]], cu_seqlens: Tenso
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WrittenRow:
-    """Tokens [L] int32 of the prompt ``id``, and the turns in them to learn: first token, and the token behind."""
+    """Tokens [L] int32 of the prompt ``id``, and the turns in them to learn: first token, and the token behind. The
+    better answer of a pair has the ``margin`` that is wanted between the scores of both."""
 
     id: str
     token_ids: TokenIds
     turns: tuple[tuple[int, int], ...]
+    margin: float = 0.0
 
 
 def supervised_rows(

@@ -16,10 +16,10 @@ cpu.install()  # before the modules below bind megatron's functions
 
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 
-from rl_megatron.learner.heads import Float32Head, ValueHead, VocabHead  # noqa: E402
+from rl_megatron.learner.heads import Float32Head, Head, ValueHead, VocabHead  # noqa: E402
 from rl_megatron.learner.model.build import build_chunks, make_config  # noqa: E402
 from rl_megatron.learner.model.hidden import stop_before_output_layer  # noqa: E402
-from rl_megatron.learner.model.value import put_value_layer  # noqa: E402
+from rl_megatron.learner.model.value import ScoreLayer, ValueLayer, put_layer  # noqa: E402
 from rl_megatron.learner.scorer import MegatronScorer, modules  # noqa: E402
 from rl_megatron.learner.trained import MegatronLearner  # noqa: E402
 
@@ -29,7 +29,8 @@ L = TypeVar("L", bound=MegatronLearner)
 def make_policy(
     shape: ModelShape, learner: LearnerSection, device: torch.device, *, temperature: float
 ) -> MegatronLearner:
-    """This rank's part of a policy's learner, after `world.join`. Every rank calls it."""
+    """This rank's part of the learner of a policy, or of a reward model, whose ``shape`` scores; after `world.join`.
+    Every rank calls it."""
     return make_policy_as(MegatronLearner, shape, learner, device, temperature=temperature)
 
 
@@ -39,7 +40,11 @@ def make_policy_as(
     """As `make_policy`, a learner of another class."""
     config = make_config(shape, learner)
     models = build_chunks(shape, learner, config)
-    head = _vocab_head(shape, learner, models, temperature)
+    head: Head = ValueHead()
+    if shape.scores:
+        put_layer(ScoreLayer, models, config)
+    else:
+        head = _vocab_head(shape, learner, models, temperature)
     return kind(shape, learner, device, config, models, head)
 
 
@@ -59,7 +64,7 @@ def make_critic(shape: ModelShape, learner: LearnerSection, device: torch.device
     untied = replace(shape, tie_embeddings=False)
     config = make_config(untied, learner)
     chunks = build_chunks(untied, learner, config)
-    put_value_layer(chunks, config)
+    put_layer(ValueLayer, chunks, config)
     return MegatronLearner(untied, learner, device, config, chunks, ValueHead())
 
 

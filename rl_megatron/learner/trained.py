@@ -98,11 +98,12 @@ class MegatronLearner(MegatronScorer):
         gathers otherwise."""
         self._buckets.gather()
 
-    def load_weights(self, folder: Path) -> None:
-        """Load the model of a ``torch_dist`` checkpoint, except a critic's value layer. Raises CheckpointError."""
+    def load_weights(self, folder: Path, *, scored: bool = False) -> None:
+        """Load the model of a ``torch_dist`` checkpoint; without its output layer where that is a vocabulary's and this
+        model's is not. ``scored``: the checkpoint is a reward model's. Raises CheckpointError."""
         self.unpark()
-        is_critic = isinstance(self._head, ValueHead)
-        loading.load_weights(folder, self._trained, without="output_layer." if is_critic else None)
+        without = "output_layer." if isinstance(self._head, ValueHead) and not scored else None
+        loading.load_weights(folder, self._trained, without=without)
         self.adopt()
 
     def park(self, *, pushed: bool) -> None:

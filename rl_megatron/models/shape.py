@@ -86,7 +86,8 @@ class ModelShape:
     ``shared_width`` in total. ``qk_norm`` is over each head, over all heads at once, or absent. ``windows`` has for
     each layer how many positions a query attends to, its own included; 0 means all, and empty means 0 for every layer.
     ``expert_bias`` and ``clamped_swiglu`` (the limit, 0 for plain SwiGLU) are gpt-oss's. Some checkpoints have
-    ``draft_layers`` behind the decoder, for multi-token prediction; nothing here reads or writes them.
+    ``draft_layers`` behind the decoder, for multi-token prediction; nothing here reads or writes them. A model that
+    ``scores`` has one output in place of the vocabulary's: transformers' ``…ForSequenceClassification`` with one label.
 
     ``family`` is the ``model_type`` of config.json. ``family_at`` names the definition of a family of the user's own,
     as ``package.module:name``, so that every process that gets the shape can import it.
@@ -122,6 +123,7 @@ class ModelShape:
     expert_bias: bool = False
     clamped_swiglu: float = 0.0
     draft_layers: int = 0
+    scores: bool = False
 
     @property
     def rotary_dim(self) -> int:
@@ -143,7 +145,8 @@ class ModelShape:
         """Number of weights that one token is multiplied by: of experts only its own, and the output layer."""
         sparse, width = len(self.moe_layers), self.experts_per_token * self.expert_width + self.shared_width
         experts = sparse * (3 * width + self.num_experts) + (self.num_layers - sparse) * 3 * self.dense_width
-        return self.hidden_size * (self.num_layers * self._attention_columns + experts + self.vocab_size)
+        outputs = 1 if self.scores else self.vocab_size
+        return self.hidden_size * (self.num_layers * self._attention_columns + experts + outputs)
 
     @property
     def _attention_columns(self) -> int:

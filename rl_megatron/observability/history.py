@@ -101,7 +101,8 @@ def headline_figures(run: Run) -> dict[str, str]:
 
 def _says_steps(run: Run) -> bool:
     """Whether the configuration says how many steps there are, and not how often all data is trained on."""
-    return "train.steps" in run.config and run.config.get("sft.epochs", "null") == "null"
+    epochs = f"{run.config.get('job', '')}.epochs"
+    return "train.steps" in run.config and run.config.get(epochs, "null") == "null"
 
 
 def _share(values: Sequence[float]) -> str:

@@ -45,7 +45,7 @@ class OutputHead(Option):
         which torch frees the logits, but published peaks have it; or, with a float32 head, hidden states, their
         gradient, a float32 block of the weight, and its gradient in float32, unless all are added up in that; then,
         where gradients overlap, zeros of its size for autograd."""
-        if rank.stage < learner.pp - 1:
+        if rank.stage < learner.pp - 1 or shape.scores:
             return {**terms, "logits": 0.0}
         rows, size = shape.vocab_size / learner.tp, BYTES[learner.dtype]
         chunk = rows * min(rank.tokens, learner.logprob_chunk_tokens) * 4

@@ -179,8 +179,6 @@ def _unpredicted(config: RunConfig) -> str:
         return f"they are of steps that sample, and job={config.job} samples nothing"
     if (function := config.environment.function) is not None:
         return f"they are of single completions, and environment.function={function} has several turns"
-    if config.offline:
-        return "they are of steps that sample, and data.rejected_field has pairs of a file"
     if not config.rollout.served:
         return f"they are of servers that sample, and rollout.engine={config.rollout.engine}"
     if server.addresses is not None:
@@ -230,7 +228,7 @@ def gpus_by_role(config: RunConfig) -> dict[str, int]:
     slurm, server = config.slurm, config.rollout.server
     if not slurm.gpus_per_node:
         ranks = dict.fromkeys((LEARNER, *config.roles.separate), config.learner.dims.world_size)
-        own = config.rollout.served and server.addresses is None and not config.offline
+        own = config.rollout.served and server.addresses is None
         apart = own and (slurm.engines.nodes or not (server.colocated or server.memory_fraction))
         return ranks | ({"engines": server.count * server.ranks} if apart else {})
     of = {role: slurm.gpus_per_node if role == LEARNER else slurm.gpus_of(role) for role in made_up_nodes(config)}

@@ -233,7 +233,7 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
     own["step"] = max(own["step"] - own["activations"] - own["logits"], 0.0)  # after the passes
     if role == "reference":
         own |= {"gradients": 0.0, "optimizer": 0.0, "activations": in_forward(learner, shape, rank), "step": 0.0}
-    beside = {"critic": algorithm.needs_critic, "reference": algorithm.needs_reference}
+    beside = {"critic": algorithm.needs_critic, "reference": config.needs_reference}
     here = {name for name, needed in beside.items() if needed and name not in config.roles.separate}
     reserved = RESERVED * (config.slurm.gpu_memory_gb or 0) * GB
     terms = {**dict.fromkeys(CHANGES, 0.0), **own, "reserved": reserved}

@@ -237,7 +237,7 @@ def _others(config: RunConfig, forward: float, of_reference: float, parts: Mappi
     """Seconds of a reference and a critic, whose passes take ``of_reference`` and ``forward``: on ranks of their own
     they compute beside the policy, and the step waits for what is longer."""
     out, beside = {}, parts.get("log-probs", 0.0)
-    if config.algorithm.needs_reference:
+    if config.needs_reference:
         apart = "reference" in config.roles.separate
         out["reference"] = max(0.0, of_reference - beside) if apart else of_reference
         beside += out["reference"]

@@ -132,35 +132,6 @@ def test_dpo_on_pairs_of_the_group(place: Place) -> None:
     assert all(1 <= row["preference/pairs"] <= 4 and row["grad_norm"] > 0 for row in rows)
 
 
-def test_dpo_on_pairs_of_a_file_samples_nothing(place: Place) -> None:
-    sums = [{"q": f"{a}+{b}=", "a": str(a + b), "bad": str(a + b + 1)} for a in range(6) for b in range(6)]
-    train, held_out = place.folder / "pairs.jsonl", place.folder / "held_out.jsonl"
-    train.write_text("".join(json.dumps(row) + "\n" for row in sums))
-    held_out.write_text(json.dumps({"q": "1+1=", "a": "2"}) + "\n")
-    keys = (
-        "data=gsm8k",
-        f"data.train={train}",
-        f"data.eval={held_out}",
-        "data.on_leak=keep",
-        "data.prompt_template={prompt}",
-        "data.prompt_field=q",
-        "data.answer_field=a",
-        "rollout.prompts_per_step=36",
-        "warm_start.steps=0",
-        "train.steps=8",
-        "train.learning_rate=3e-3",
-    )
-    run = place.fork("offline", "algorithm=dpo", *keys, "data.rejected_field=bad")
-    run.finish()
-    rows = [row for row in run.rows() if row["step"]]
-    assert [row["preference/pairs"] for row in rows] == [36] * 8
-    assert rows[0]["loss"] == pytest.approx(0.693, abs=0.01)  # log 2: the policy is the reference
-    assert rows[-1]["preference/accuracy"] > 0.9
-    refused = place.fork("refused", *keys, "data.rejected_field=bad")
-    assert refused.end() != 0
-    assert "data.rejected_field makes pairs, which algorithm=dpo trains on" in refused.text()
-
-
 def test_old_log_probs_between_stale_rollouts_and_the_policy(place: Place) -> None:
     keys = ("algorithm=decoupled_ppo", "algorithm.old_logprobs=interpolated", "train.max_staleness=2", HALF_RIGHT)
     run = place.fork("interpolated", *keys, "train.steps=4")

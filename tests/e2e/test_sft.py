@@ -133,8 +133,8 @@ def test_losses_gradients_and_weights_are_those_of_transformers_and_adamw(place:
             held = float(loss_of(reference, model, held_out))
         assert row["eval/loss"] == pytest.approx(held, rel=1e-4)
         assert row["eval/perplexity"] == pytest.approx(np.exp(held), rel=1e-3)
-        assert row["sft/tokens"] == sum(sum(tokens_of(model, messages)[1]) for messages in batch)
-        assert row["tokens/train"] >= row["sft/tokens"]
+        assert row["tokens/learnt"] == sum(sum(tokens_of(model, messages)[1]) for messages in batch)
+        assert row["tokens/train"] >= row["tokens/learnt"]
         assert row["learning_rate"] == pytest.approx(rate)
     assert headline_figures(load_runs([run.folder])[0])["steps"] == str(STEPS)  # and not of train.steps
     exported = AutoModelForCausalLM.from_pretrained(run.folder / f"hf_step_{STEPS:06d}", dtype=torch.float32)
@@ -190,9 +190,9 @@ def test_long_conversations_are_cut_or_left_out_and_counted(place: Place, model:
     lengths = [len(tokens_of(model, train[n])[0]) - 1 for n in order()[:SIZE]]  # the last line's end is not trained on
     long = sum(length > 60 for length in lengths)
     assert 0 < long < SIZE
-    assert (found["drop"]["sft/dropped"], found["drop"]["sft/cut"]) == (long, 0)
-    assert found["cut"]["sft/dropped"] + found["cut"]["sft/cut"] == long
-    assert found["cut"]["sft/cut"] > 0
+    assert (found["drop"]["data/dropped"], found["drop"]["data/cut"]) == (long, 0)
+    assert found["cut"]["data/dropped"] + found["cut"]["data/cut"] == long
+    assert found["cut"]["data/cut"] > 0
 
 
 def test_a_run_on_problems_is_evaluated_and_reinforced_and_one_on_conversations_says_what_is_missing(

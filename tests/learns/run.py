@@ -1,4 +1,5 @@
-"""``make test-learns``: do the recipes calculator and sft_tiny learn, with each of three seeds, within their bars?
+"""``make test-learns``: do the recipes calculator, sft_tiny, dpo_tiny and reward_tiny learn, with each of three seeds,
+within their bars?
 
 Each run is ``rl-megatron train --config RECIPE`` in a process of its own, one after the other. The command ends with 1
 where a bar is missed.
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 from rl_megatron.evaluation.results import read_results
@@ -20,6 +22,7 @@ from tests.e2e.processes import Place, Run
 
 MOST_BEFORE, LEAST_AFTER, LIMIT_SECONDS = 0.35, 0.95, 300.0
 LEAST_FINE_TUNED = 0.9  # of held-out sums, sampled greedily
+LEAST_PREFERRED = 0.78  # of held-out pairs, in the right order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +94,42 @@ def fine_tuned(call: Callable[..., Run], place: Place, *, seed: int) -> FineTune
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preferred:
+    """Held-out loss of a recipe on pairs before the first step and after the last, the share of pairs in the right
+    order then, and seconds."""
+
+    recipe: str
+    seed: int
+    before: float
+    after: float
+    accuracy: float
+    seconds: float
+
+    @property
+    def within_bars(self) -> bool:
+        """Whether it learned enough, soon enough."""
+        return self.accuracy >= LEAST_PREFERRED and self.seconds <= LIMIT_SECONDS
+
+
+def preferred(call: Callable[..., Run], place: Place, recipe: str, *, seed: int) -> Preferred:
+    """Train the recipe in ``place``."""
+    start, name = time.monotonic(), f"{recipe}-{seed}"
+    keys = (f"seed={seed}", f"run.name={name}", f"model.cache_dir={place.cache}")
+    run = call("train", "--config", recipe, *keys, "learner.threads=1", "log.tensorboard=false")
+    run.folder = place.folder / "runs" / name
+    run.finish()
+    rows = [row for row in run.rows() if "eval/loss" in row]
+    return Preferred(
+        recipe=recipe,
+        seed=seed,
+        before=rows[0]["eval/loss"],
+        after=rows[-1]["eval/loss"],
+        accuracy=rows[-1]["eval/preference_accuracy"],
+        seconds=round(time.monotonic() - start, 1),
+    )
+
+
 def main() -> int:
     """Trains with each seed and prints what it learned beside the bars."""
     parser = argparse.ArgumentParser(prog="make test-learns", description=__doc__)
@@ -103,7 +142,7 @@ def main() -> int:
     options = parser.parse_args()
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    place, rows = Place(folder=folder, cache=folder / "models"), list[Learned | FineTuned]()
+    place, rows = Place(folder=folder, cache=folder / "models"), list[Learned | FineTuned | Preferred]()
     print(
         f"bars: held out at most {MOST_BEFORE} before, at least {LEAST_AFTER} behind it, {LIMIT_SECONDS:g} s",
         flush=True,
@@ -125,6 +164,15 @@ def main() -> int:
             print(
                 f"seed {seed}: loss {tuned.before:.2f} before, {tuned.after:.3f} after, {tuned.accuracy:.3f} right, "
                 f"{tuned.seconds:.0f} s{'' if tuned.within_bars else ': MISSED'}",
+                flush=True,
+            )
+        print(f"pairs: at least {LEAST_PREFERRED} of held-out ones, {LIMIT_SECONDS:g} s", flush=True)
+        for recipe, seed in product(("dpo_tiny", "reward_tiny"), options.seeds):
+            made = preferred(place.call, place, recipe, seed=seed)
+            rows.append(made)
+            print(
+                f"{recipe}, seed {seed}: loss {made.before:.3f} before, {made.after:.3f} after, {made.accuracy:.3f} in "
+                f"order, {made.seconds:.0f} s{'' if made.within_bars else ': MISSED'}",
                 flush=True,
             )
     finally:

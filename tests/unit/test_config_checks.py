@@ -67,28 +67,49 @@ def test_groups_of_one_and_filters_are_taken_where_they_mean_something(keys: lis
 PAIRS = {"type": "files", "train": "a.jsonl", "eval": "b.jsonl", "rejected_field": "bad"}
 
 
-@pytest.mark.parametrize("pairs", [True, False])
+@pytest.mark.parametrize("job", ["rl", "sft"])
+def test_pairs_of_a_file_are_for_jobs_on_pairs(job: str) -> None:
+    said = rf"data\.rejected_field=bad: job={job} does not read it, job=dpo or job=reward_model may; leave it out"
+    with pytest.raises(ValueError, match=said):
+        RunConfig.model_validate({"job": job, "data": PAIRS})
+
+
+@pytest.mark.parametrize("job", ["dpo", "reward_model"])
+def test_a_job_on_pairs_asks_for_the_worse_answer_of_every_source(job: str) -> None:
+    RunConfig.model_validate({"job": job, "data": PAIRS})
+    RunConfig.model_validate({"job": job})  # generated sums have wrong ones
+    files = {key: value for key, value in PAIRS.items() if key != "rejected_field"}
+    with pytest.raises(
+        ValueError, match=rf"job={job} trains on pairs of answers, and data\.rejected_field is not given"
+    ):
+        RunConfig.model_validate({"job": job, "data": files})
+    mixture = {"type": "mixture", "sources": {"good": PAIRS, "bad": files}}
+    with pytest.raises(ValueError, match=r"and data\.sources\.bad\.rejected_field is not given"):
+        RunConfig.model_validate({"job": job, "data": mixture})
+
+
 @pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [("rollout", "top_p", 0.9), ("rollout", "dynamic_sampling", "refill"), ("algorithm", "unfinished_reward", -1.0)],
+    ("keys", "said"),
+    [
+        (["job=dpo", "reward_model.centring=0.1"], "reward_model.centring=0.1: job=dpo does not read it, job=reward_m"),
+        (
+            ["job=sft", "data=gsm8k", "data.margin_field=m"],
+            "margin_field=m: job=sft does not read it, job=reward_model",
+        ),
+        (["job=reward_model", "learner.head_dtype=float32"], "head_dtype=float32: job=reward_model does not read it"),
+        (
+            ["job=reward_model", "roles.reference=separate"],
+            "roles.reference=separate: job=reward_model does not read it",
+        ),
+        (["job=dpo", "algorithm=dpo"], "algorithm.preference_beta=0.1: job=dpo does not read it, job=rl may"),
+        (["job=dpo", "learner.padding.sequences=1"], "the two sequences of a pair are of one micro-batch"),
+        (["job=dpo", "dpo.max_tokens=9000"], "less than the pair of the longest sequences, 2 * (dpo.max_tokens=9000)"),
+        (["job=dpo", "dpo.on_long=cut"], "dpo.on_long='cut': must be 'fail' or 'drop'"),
+        (["job=reward_model", "reward_model.centring=-1"], "reward_model.centring=-1"),
+    ],
 )
-def test_what_only_sampled_completions_read_is_refused_with_pairs_of_a_file(
-    pairs: bool, section: str, key: str, value: object
-) -> None:
-    tree: dict[str, dict[str, object]] = {"algorithm": {"preference_beta": 0.1}, "rollout": {}}
-    tree[section][key] = value
-    if not pairs:
-        RunConfig.model_validate(tree)
-        return
-    with pytest.raises(ValueError, match=rf"{section}\.{key}={value} does nothing: with data\.rejected_field"):
-        RunConfig.model_validate(tree | {"data": PAIRS})
-
-
-def test_a_step_of_pairs_from_a_file_has_two_completions_of_each() -> None:
-    tree = {"algorithm": {"preference_beta": 0.1}, "data": PAIRS, "rollout": {"prompts_per_step": 2}}
-    RunConfig.model_validate(tree | {"train": {"minibatches": 4}})
-    with pytest.raises(ValueError, match=r"minibatches=5 is more than the 4 completions of a step .* \* 2 of a pair"):
-        RunConfig.model_validate(tree | {"train": {"minibatches": 5}})
+def test_keys_that_a_job_on_pairs_cannot_use_are_refused(keys: list[str], said: str) -> None:
+    assert said in (problem(*keys) or "").replace("\n", " ")
 
 
 def test_options_see_the_critics_own_optimizer() -> None:
@@ -116,18 +137,6 @@ def test_options_see_the_critics_own_optimizer() -> None:
 )
 def test_noise_and_flips_of_routers_that_nobody_reaches_are_refused(keys: list[str], reason: str) -> None:
     assert reason in (problem(*keys) or "")
-
-
-@pytest.mark.parametrize(
-    ("tree", "reason"),
-    [
-        ({"rollout": {"router_noise": 0.1}}, r"router_noise=0\.1: no engine samples the completions of data\.rejected"),
-        ({"train": {"route_flips": True}}, r"route_flips=true compares .* no engine sampled the completions"),
-    ],
-)
-def test_noise_and_flips_without_sampled_completions_are_refused(tree: dict[str, object], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        RunConfig.model_validate({"algorithm": {"preference_beta": 0.1}, "data": PAIRS} | tree)
 
 
 @pytest.mark.parametrize(

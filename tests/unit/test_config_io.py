@@ -250,14 +250,17 @@ def test_every_shipped_config_loads_with_every_choice(name: str, choice: str) ->
     of_two = choice in ("algorithm=dpo", "algorithm=dpo_norm")  # sequences, in pairs
     pairs = ["learner.max_tokens_per_micro_batch=16384"] if of_two else []
     hub = ["data.repo=a/b", f"data.revision={'a' * 40}", "data.train=a.jsonl", "data.eval=b.jsonl"]
+    if name in ("dpo_tiny", "reward_tiny"):
+        hub, pairs = [*hub, "data.rejected_field=bad"], ["data.rejected_field=bad"] if choice == "data=gsm8k" else []
     given = {"data=mixture": ["data.sources.sums.type=arithmetic"], "data=hub": hub}.get(choice, [])
     keys = [choice, "model.path=/given", *where, *pairs, *given]
     if name in ("calculator", "guess") and (of_two or choice == "algorithm=remax"):  # these compare completions
         with pytest.raises(ConfigError, match=rf"environment\.function={name} with algorithm"):
             load_config(name, keys)
         return
-    if name == "sft_tiny" and (choice.startswith("algorithm=") or choice in ("rollout=vllm", "rollout=sglang")):
-        with pytest.raises(ConfigError, match="job=sft does not read it, job=rl may"):
+    samples_none = name in ("sft_tiny", "dpo_tiny", "reward_tiny")
+    if samples_none and (choice.startswith("algorithm=") or choice in ("rollout=vllm", "rollout=sglang")):
+        with pytest.raises(ConfigError, match=r"job=\w+ does not read it, job=rl may"):
             load_config(name, keys)
         return
     assert isinstance(load_config(name, keys), RunConfig)

@@ -15,7 +15,8 @@ from rl_megatron.weights.checks.libraries import DEFAULTS, FIELDS
 from rl_megatron.weights.transports import connect, engine_ends
 
 REPO = Path(__file__).resolve().parents[2]
-RECIPES = sorted(path.stem for path in (REPO / "conf").glob("*.yaml") if path.stem != "sft_tiny")  # that has no servers
+WRITTEN = {"dpo_tiny", "reward_tiny", "sft_tiny"}  # which have no servers
+RECIPES = sorted(path.stem for path in (REPO / "conf").glob("*.yaml") if path.stem not in WRITTEN)
 SERVED = ["rollout=vllm"]
 OWN = "my_package.moves:Copies"
 

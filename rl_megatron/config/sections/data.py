@@ -42,11 +42,15 @@ class FileKeys(Section):
     answer_field: str = "answer"
     """Field that holds the correct answer."""
     rejected_field: str | None = None
-    """Field of the training file that holds a worse answer: algorithm=dpo then trains on these pairs, and engines
-    sample only for evaluations. null: the file has none."""
+    """Field that holds a worse answer than ``answer_field`` (or the conversation that ends worse than that of
+    ``messages_field``), for job=dpo and job=reward_model. null: a row has none."""
+    margin_field: str | None = None
+    """Field with the number that job=reward_model puts between the scores of a row's two answers, as how much better
+    somebody finds one of them; null: 0."""
     messages_field: str | None = None
-    """Field that holds a conversation, a list of messages, for job=sft: it trains on the assistant's, of which those
-    with a ``weight`` of 0 are context alone. null: a row is a problem and its answer."""
+    """Field that holds a conversation, a list of messages, for jobs on written text: they train on the assistant's, of
+    which those with a ``weight`` of 0 are context alone, and of pairs on what follows the messages that both
+    conversations begin with. null: a row is a problem and its answer."""
     tools_field: str | None = None
     """Field that holds the list of functions that a conversation's chat template shows; null: there are none."""
     prompt_template: str = "{prompt}"
@@ -61,7 +65,6 @@ class FileKeys(Section):
         unread = {
             "prompt_template": self.prompt_template != "{prompt}",
             "chat_template": self.chat_template,
-            "rejected_field": self.rejected_field is not None,
         }
         if self.messages_field is None:
             unread = {"tools_field": self.tools_field is not None}
@@ -190,16 +193,6 @@ class RunKeys(Section):
     name file and line (fail), not train on it (drop), or train on it (keep)."""
     curriculum: CurriculumSection = CurriculumSection()
 
-    @model_validator(mode="after")
-    def _pairs_have_no_rate(self) -> Self:
-        rejected = getattr(self, "rejected_field", None)
-        if rejected is not None and self.curriculum.is_on:
-            raise ValueError(
-                f"data.curriculum with data.rejected_field={rejected}: pairs of a file are not sampled, so "
-                "prompts have no pass rate; leave one of the two out"
-            )
-        return self
-
 
 class ArithmeticRunData(RunKeys, ArithmeticData):
     """Generated sums such as ``37+08=`` with the answer ``540``, lowest digit first; no problem is in both splits."""
@@ -222,16 +215,6 @@ class MixtureData(RunKeys):
         Mapping[SourceName, Annotated[ArithmeticSource | FileSource | HubSource, Field(discriminator="type")]],
         Field(min_length=1),
     ]
-
-    @model_validator(mode="after")
-    def _no_pairs(self) -> Self:
-        for name, source in self.sources.items():
-            if isinstance(source, FileKeys) and source.rejected_field is not None:
-                raise ValueError(
-                    f"data.sources.{name}.rejected_field={source.rejected_field!r}: pairs are trained on from one "
-                    "source alone; leave it out, or set data.type=files for this source"
-                )
-        return self
 
 
 OneSource = ArithmeticData | FileData | HubData

@@ -1,44 +1,68 @@
-"""The jobs of a run, what each reads of the configuration, and the ``sft`` section."""
+"""The jobs of a run, what each reads of the configuration, and the sections of those that train on what is written."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from rl_megatron.section import Positive, PositiveFloat, Section
 
-JobName = Literal["rl", "sft"]
+JobName = Literal["rl", "sft", "dpo", "reward_model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobKind:
-    """``samples``: whether engines sample from the policy. ``reads``: the sections and keys that the job reads; None:
-    all but ``unread``."""
+    """``samples``: whether engines sample from the policy. ``pairs``: whether a row of its data is a better and a worse
+    answer, which are trained on side by side. ``scores``: whether its model gives a text a score in place of
+    log-probs. ``reference``: whether it compares with a frozen model. ``reads``: the sections and keys that the job
+    reads; None: all but ``unread``."""
 
-    samples: bool
+    samples: bool = False
+    pairs: bool = False
+    scores: bool = False
+    reference: bool = False
     reads: tuple[str, ...] | None = None
     unread: tuple[str, ...] = ()
 
 
+_WRITTEN = (
+    *("job", "seed", "run", "model", "data", "learner", "slurm"),
+    *("train.steps", "train.learning_rate", "train.lr_warmup_steps", "train.lr_decay", "train.on_nonfinite"),
+    *("eval.every", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.async_save"),
+    *("log.progress", "log.tensorboard", "log.wandb", "log.wandb_project"),
+)
+_UNREAD = ("data.curriculum", "slurm.engines")
 JOBS: Mapping[JobName, JobKind] = {
-    "rl": JobKind(samples=True, unread=("sft", "data.messages_field", "data.tools_field")),
-    "sft": JobKind(
-        samples=False,
-        reads=(
-            *("job", "seed", "run", "model", "data", "learner", "sft", "slurm"),
-            *("train.steps", "train.learning_rate", "train.lr_warmup_steps", "train.lr_decay", "train.on_nonfinite"),
-            *("eval.every", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.async_save"),
-            *("log.progress", "log.tensorboard", "log.wandb", "log.wandb_project"),
+    "rl": JobKind(
+        samples=True,
+        unread=(
+            *("sft", "dpo", "reward_model"),
+            *("data.messages_field", "data.tools_field", "data.rejected_field", "data.margin_field"),
         ),
-        unread=("data.rejected_field", "data.curriculum", "slurm.engines"),
+    ),
+    "sft": JobKind(reads=(*_WRITTEN, "sft"), unread=(*_UNREAD, "data.rejected_field", "data.margin_field")),
+    "dpo": JobKind(
+        pairs=True,
+        reference=True,
+        reads=(*_WRITTEN, "dpo", "roles.reference"),
+        unread=(*_UNREAD, "data.margin_field"),
+    ),
+    "reward_model": JobKind(
+        pairs=True,
+        scores=True,
+        reads=(*_WRITTEN, "reward_model"),
+        unread=(*_UNREAD, "learner.head_dtype", "learner.logprob_chunk_tokens"),
     ),
 }
 """The jobs by the value of ``job``."""
 
 
-class SftSection(Section):
-    """Supervised fine-tuning on what somebody wrote (docs/sft.md); ``job=sft`` reads this, and no other job does."""
+class WrittenSection(Section):
+    """What every job on written text reads."""
 
     batch_size: Positive = 64
     """Rows of the data for an optimizer step."""
@@ -48,5 +72,39 @@ class SftSection(Section):
     max_tokens: Positive = 1024
     """Most tokens of a sequence, prompt and answers together."""
     on_long: Literal["fail", "drop", "cut"] = "fail"
-    """What to do with a longer sequence: end the run and name it (fail), not train on it (drop), or train on what of
-    it fits, without its end (cut). Metrics count the dropped and the cut ones."""
+    """What to do with a longer sequence: end the run and name it (fail), not train on its row (drop), or train on what
+    of it fits, without its end (cut). Metrics count the dropped and the cut ones."""
+
+
+class SftSection(WrittenSection):
+    """Supervised fine-tuning on what somebody wrote (docs/sft.md); ``job=sft`` reads this, and no other job does."""
+
+
+class PairsSection(WrittenSection):
+    """What jobs on pairs of answers read."""
+
+    on_long: Literal["fail", "drop"] = "fail"
+    """What to do with a pair of which a sequence is longer: end the run and name it (fail), or not train on it (drop),
+    and count it."""
+
+
+class DpoSection(PairsSection):
+    """Direct preference optimisation on written pairs (docs/preferences.md); ``job=dpo`` reads this, and no other job
+    does."""
+
+    beta: PositiveFloat = 0.1
+    """Strength of the pull to the reference: the loss of a pair is -log sigmoid(beta * margin), whose margin is that of
+    the better answer's log pi/ref over the worse one's."""
+    per_token: bool = False
+    """Whether an answer's log pi/ref is the mean over its tokens, not their sum (length-normalised DPO,
+    arXiv:2411.15124, section 5.1); beta is larger then, 5 in that work."""
+    reference: Path | None = None
+    """Hugging Face folder of the frozen model to compare with; null: the model that training starts from."""
+
+
+class RewardTrainingSection(PairsSection):
+    """Training of a reward model (docs/preferences.md); ``job=reward_model`` reads this, and no other job does."""
+
+    centring: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight in the loss of the mean over pairs of the squared sum of both scores, which keeps them around 0
+    (arXiv:2312.09244); 0.01 is common."""

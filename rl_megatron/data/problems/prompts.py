@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,7 @@ def load_prompts(
     max_prompt_tokens: int,
     on_long_prompt: OnLongPrompt,
     seed: int,
+    pairs: bool = False,
     on_leak: OnLeak | None = None,
     sets: Mapping[str, OneSource] | None = None,
 ) -> tuple[Pool, list[Prompt]]:
@@ -47,13 +49,14 @@ def load_prompts(
     follow each other, and their ids begin with its name.
 
     ``Prompt.answer`` is the correct answer, as in the data: rewards compare with it and the warm start trains on it.
+    With ``pairs`` generated problems have a wrong answer, too, as those of files have with their ``rejected_field``.
     A prompt of more than ``max_prompt_tokens`` raises or is dropped, with a warning that counts these. ``on_leak`` says
     what to do with a problem to train on that is held out here or in ``sets`` (by the key of their section), and of
     equal ones the first alone is trained on then; None: nobody trains on them.
     Raises DataError that names files and lines.
     """
     sources = data_sources(data)
-    splits = {key: _problems(key, source, tokenizer, seed) for key, source in sources.items()}
+    splits = {key: _problems(key, source, tokenizer, seed, pairs=pairs) for key, source in sources.items()}
     kept: dict[str, NDArray[np.bool_] | None] = dict.fromkeys(sources)
     if on_leak is not None:
         held = {key: held_out for key, (_, held_out) in splits.items()}
@@ -94,10 +97,7 @@ def _without_leaks(
     wholes = texts
     lists = [one for one in train.values() if not isinstance(one, ParquetRows)]
     if any(problem.rejected for problems in lists for problem in problems):  # a problem may be in several pairs
-        (pairs,) = lists
-        wholes = JoinedTexts(
-            [ListedTexts([one.place for one in pairs], (spaced(one.raw, one.answer, *one.rejected) for one in pairs))]
-        )
+        wholes = JoinedTexts([one if isinstance(one, ParquetRows) else _whole_texts(one) for one in train.values()])
     mask = rows_to_keep(texts, wholes, {key: _texts(problems) for key, problems in held_out.items()}, on_leak)
     kept = dict(zip(train, np.split(mask, texts.starts[1:-1]), strict=True))
     for key, own in kept.items():
@@ -110,27 +110,34 @@ def _texts(problems: Sequence[Problem]) -> ListedTexts:
     return ListedTexts([one.place for one in problems], (spaced(one.raw) for one in problems))
 
 
+def _whole_texts(problems: Sequence[Problem]) -> ListedTexts:
+    """With their answers."""
+    return ListedTexts(
+        [one.place for one in problems], (spaced(one.raw, one.answer, *one.rejected) for one in problems)
+    )
+
+
 def _named(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
     """Of a source of a mixture."""
     return [replace(one, id=f"{source}/{one.id}", source=source) for one in prompts] if source else list(prompts)
 
 
 def _problems(
-    key: str, source: OneSource, tokenizer: PreTrainedTokenizerBase, seed: int
+    key: str, source: OneSource, tokenizer: PreTrainedTokenizerBase, seed: int, *, pairs: bool = False
 ) -> tuple[list[Problem] | ParquetRows, list[Problem]]:
     """Both splits of a source; ``key``: of its section."""
     return (
-        _arithmetic_problems(key, source, seed)
+        _arithmetic_problems(key, source, seed, pairs=pairs)
         if isinstance(source, ArithmeticData)
         else _file_problems(key, source, tokenizer)
     )
 
 
-def fields_of(data: FileKeys, path: Path) -> tuple[str, ...]:
-    """The fields of texts that a row of ``path``, one of the data's two files, must have."""
+def fields_of(data: FileKeys) -> tuple[str, ...]:
+    """The fields of texts that each row must have."""
     if data.messages_field is not None:
         return ()
-    pairs = (data.rejected_field,) if data.rejected_field is not None and path == data.train else ()
+    pairs = () if data.rejected_field is None else (data.rejected_field,)
     return data.prompt_field, data.answer_field, *pairs
 
 
@@ -152,7 +159,7 @@ def first_problem(data: OneSource, key: str) -> tuple[str, str, Mapping[str, Any
         return made.text, made.answer, {}
     files = local_files(data, key)
     file, *_ = files_in(files.train, f"{key}.train")
-    (record,) = read_records(file, fields_of(files, files.train), key=f"{key}.train", limit=1)
+    (record,) = read_records(file, fields_of(files), key=f"{key}.train", limit=1)
     question, answer, *_ = record.texts
     return files.prompt_template.replace("{prompt}", question), answer, record.others
 
@@ -164,9 +171,27 @@ def _arithmetic(a: int, b: int, data: ArithmeticData) -> Problem:
     return Problem(id=text, place=text, text=f"{text}=", raw=text, answer=answer)
 
 
-def _arithmetic_problems(key: str, data: ArithmeticData, seed: int) -> tuple[list[Problem], list[Problem]]:
-    train, held_out = split_sums(digits=data.digits, num_eval=data.num_eval, seed=seed, key=key)
-    return [_arithmetic(a, b, data) for a, b in train], [_arithmetic(a, b, data) for a, b in held_out]
+def _arithmetic_problems(
+    key: str, data: ArithmeticData, seed: int, *, pairs: bool
+) -> tuple[list[Problem], list[Problem]]:
+    train, held_out = (
+        [_arithmetic(a, b, data) for a, b in split]
+        for split in split_sums(digits=data.digits, num_eval=data.num_eval, seed=seed, key=key)
+    )
+    if pairs:
+        train, held_out = ([replace(one, rejected=(wrong(one),)) for one in split] for split in (train, held_out))
+    return train, held_out
+
+
+def wrong(problem: Problem) -> str:
+    """A number of as many digits as the answer, which it is not: with equal chance one digit is another, or any number
+    may be it. It depends on the problem alone."""
+    source, right = random.Random(problem.id), problem.answer
+    if source.random() < 0.5:
+        at = source.randrange(len(right))
+        return right[:at] + str((int(right[at]) + source.randrange(1, 10)) % 10) + right[at + 1 :]
+    other = source.randrange(10 ** len(right) - 1)
+    return f"{other + (other >= int(right)):0{len(right)}}"
 
 
 def _file_problems(
@@ -178,7 +203,7 @@ def _file_problems(
     data = local_files(data, key)
     files = files_in(data.train, f"{key}.train")
     train = (
-        ParquetRows(files, fields_of(data, data.train), f"{key}.train")
+        ParquetRows(files, fields_of(data), f"{key}.train")
         if files[0].suffix == ".parquet" and data.rejected_field is None and data.messages_field is None
         else _all_problems(data.train, f"{key}.train", data, tokenizer)
     )
@@ -189,7 +214,7 @@ def _all_problems(
     path: Path, key: str, data: FileKeys, tokenizer: PreTrainedTokenizerBase, most: int | None = None
 ) -> list[Problem]:
     """Of the files' first ``most`` rows: no others are read."""
-    fields, found = fields_of(data, path), list[Problem]()
+    fields, found = fields_of(data), list[Problem]()
     for file in files_in(path, key):
         left = None if most is None else most - len(found)
         if left == 0:

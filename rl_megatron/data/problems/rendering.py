@@ -57,23 +57,26 @@ def rendered(record: Record, path: Path, line: int, data: FileKeys, tokenizer: P
 
 
 def conversation(record: Record, path: Path, line: int, data: FileKeys) -> Problem:
-    """The conversation in a row of a file: its ``text`` is that of its messages and tools, in JSON.
+    """The conversation in a row of a file, or the pair of them: its ``text`` is that of messages and tools, in JSON.
 
     Raises DataError for a row without messages of which one is the assistant's.
     """
     assert data.messages_field is not None
     place, found = f"{path}:{line}", dict[str, Any]()
-    for name in filter(None, (data.messages_field, data.tools_field)):
+    for name in filter(None, (data.messages_field, data.rejected_field, data.tools_field)):
         if name not in record.others:
             raise DataError(f"{place}: {missing_field(name, record.others)}")
         value = record.others[name]
         found[name] = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
         if not isinstance(found[name], list | None) or not all(isinstance(one, dict) for one in found[name] or ()):
             raise DataError(f"{place}: field {name!r} is {value!r:.80}; it must be a list of objects")
-    messages, tools = found[data.messages_field], found.get(data.tools_field or "") or []
-    if not any(one.get("role") == "assistant" for one in messages or ()):
-        raise DataError(f"{place}: field {data.messages_field!r} has no message of the role 'assistant' to train on")
-    text = json.dumps({"messages": messages, "tools": tools}, ensure_ascii=False)
+    whole = {"messages": found[data.messages_field], "tools": found.get(data.tools_field or "") or []}
+    if data.rejected_field is not None:
+        whole["rejected"] = found[data.rejected_field]
+    for name in filter(None, (data.messages_field, data.rejected_field)):
+        if not any(one.get("role") == "assistant" for one in found[name] or ()):
+            raise DataError(f"{place}: field {name!r} has no message of the role 'assistant' to train on")
+    text = json.dumps(whole, ensure_ascii=False)
     return Problem(id=f"{path.stem}:{line}", place=place, text=text, answer="", raw=text, meta=record.others)
 
 

@@ -71,6 +71,10 @@ class QuantizationFields(JsonFields):
     transform_config: dict[str, Any] | None = None
 
 
+CLASSIFIER = "ForSequenceClassification"
+"""Ends the architecture of a model that scores a text."""
+
+
 class ConfigFields(JsonFields):
     """config.json: the keys of every family; a reader asks for its own."""
 

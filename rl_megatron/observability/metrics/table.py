@@ -50,7 +50,7 @@ _FAMILIES = [
     if "<" in name
 ]
 
-STEPS = ("rl", "sft")
+STEPS = ("rl", "sft", "dpo", "reward_model")
 """The phases of rows of a job's steps."""
 PHASES = ("warm_start", *STEPS, "eval")
 

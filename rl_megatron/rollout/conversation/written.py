@@ -25,6 +25,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenConversation:
+    """The conversation of the prompt ``id``, of which what is before message ``first`` is context alone."""
+
+    id: str
+    messages: Sequence[Mapping[str, Any]]
+    tools: Tools
+    first: int = 0
+
+
 @dataclass(slots=True)
 class _Texts:
     """The texts of a row, one after the other, and whether each is a turn to learn."""
@@ -48,26 +58,43 @@ class WrittenConversations:
         )
 
     def rows(self, prompts: Sequence[Prompt]) -> list[WrittenRow]:
-        """The rows of the prompts, of each one or several, in their order.
+        """The rows of the prompts, of each one or several, in their order. Raises as ``rows_of``."""
+        read = [(one.id, json.loads(one.text)) for one in prompts]
+        found = self.rows_of(
+            [WrittenConversation(id=name, messages=said["messages"], tools=said["tools"]) for name, said in read]
+        )
+        return [row for rows in found for row in rows]
 
-        Raises DataError that names the prompt: the template refuses its messages, does not show a turn behind its own
+    def rows_of(self, conversations: Sequence[WrittenConversation]) -> list[list[WrittenRow]]:
+        """The rows of each conversation.
+
+        Raises DataError that names its prompt: the template refuses its messages, does not show a turn behind its own
         prompt, or writes no token there that ends sampling.
         """
-        made = []
-        for prompt in prompts:
-            said = json.loads(prompt.text)
+        made = list[list[_Texts]]()
+        for one in conversations:
             try:
-                made += [(prompt.id, row) for row in self._texts(said["messages"], said["tools"])]
+                made.append(self._texts(one))
             except MessagesRefused as error:
-                raise DataError(f"prompt {prompt.id!r}: {error}") from error
-        texts = [text for _, row in made for text, _ in row.parts]
+                raise DataError(f"prompt {one.id!r}: {error}") from error
+        texts = [text for rows in made for row in rows for text, _ in row.parts]
         encoded = iter(self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
-        return [self._row(name, row, [next(encoded) for _ in row.parts]) for name, row in made]
+        return [
+            [self._row(one.id, row, [next(encoded) for _ in row.parts]) for row in rows]
+            for one, rows in zip(conversations, made, strict=True)
+        ]
 
-    def _texts(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[_Texts]:
-        weights = [_weight(place, message) for place, message in enumerate(messages)]
-        known = tidied([{key: value for key, value in one.items() if key != "weight"} for one in messages])
-        rows = list[_Texts]()
+    def whole(self, conversation: WrittenConversation) -> str:
+        """The template's text of all messages. Raises DataError that names the prompt."""
+        try:
+            return self._template.render(tidied(_unweighted(conversation.messages)), conversation.tools, opened=False)
+        except MessagesRefused as error:
+            raise DataError(f"prompt {conversation.id!r}: {error}") from error
+
+    def _texts(self, conversation: WrittenConversation) -> list[_Texts]:
+        messages, tools, rows = conversation.messages, conversation.tools, list[_Texts]()
+        weights = [place >= conversation.first and _weight(place, message) for place, message in enumerate(messages)]
+        known = tidied(_unweighted(messages))
         for place, message in enumerate(known):
             if message["role"] != "assistant" or not weights[place]:
                 continue
@@ -121,6 +148,10 @@ class WrittenConversations:
                 turns.append((len(tokens), len(tokens) + int(ends[-1]) + 1))
             tokens += ids
         return WrittenRow(id=name, token_ids=np.array(tokens[: turns[-1][1]], np.int32), turns=tuple(turns))
+
+
+def _unweighted(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in one.items() if key != "weight"} for one in messages]
 
 
 def _weight(place: int, message: Mapping[str, Any]) -> int:

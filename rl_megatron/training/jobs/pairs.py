@@ -1,59 +1,159 @@
-"""Offline DPO: trains on preference pairs from the data instead of sampled completions."""
+"""What jobs on pairs learn: to prefer answers (``job=dpo``), or to score texts (``job=reward_model``)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from asyncio import to_thread
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-import numpy as np
+import torch
+from torch import Tensor
 from typing_extensions import override
 
-from rl_megatron.data.trajectories import single_turns
-from rl_megatron.errors import DataError
-from rl_megatron.rollout.batch import RolloutBatch
-from rl_megatron.training.group_job import GroupJob
-from rl_megatron.types import Completion, Prompt, RolloutGroup, Span
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from rl_megatron.algorithms.auxiliary import PreferenceLoss, ScoreLoss
+from rl_megatron.algorithms.segments import segment_sum, sequence_ids
+from rl_megatron.data.packing import Packer, unpack
+from rl_megatron.data.pairs import with_margins
+from rl_megatron.data.samples import WrittenRow, written_samples
+from rl_megatron.interfaces import Roles, Scorer
+from rl_megatron.observability.recorder import Row, Stopwatch
+from rl_megatron.training.jobs.written import JobObjective
+from rl_megatron.training.measures import Made
+from rl_megatron.training.optimizer_steps import OptimizerSteps
+from rl_megatron.types import Loss, LossInputs, Prompt, Samples, Want
 
 
 @dataclass(slots=True, kw_only=True)
-class PreferencePairs(GroupJob):
-    """Makes groups of two: a prompt's answer with reward 1 and its rejected one with reward 0, both ended by ``eos``.
+class Preferences(JobObjective):
+    """DPO: log-probs of both answers beside those of the frozen reference, whose held-out ones are computed once."""
 
-    Their log-probs are 0, as no policy sampled them.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    eos: int
+    loss: PreferenceLoss
+    roles: Roles
+    packer: Packer
+    optimizer_steps: OptimizerSteps
+    parts: list[Samples]  # held out
+    reference: Path | None  # None: the model that training starts from, which is kept in the folder below
+    start_folder: Path
+    _referred: bool = False
 
     @override
-    async def take(self) -> RolloutBatch:
-        """Pairs of the next prompts. Raises DataError for an answer that is too long."""
-        prompts = self.prompts.take(self.config.rollout.prompts_per_step)
-        groups = tuple(self._group(prompt, self.number - 1) for prompt in prompts)
-        return RolloutBatch(groups=groups, num_completions=2 * len(groups), reward_sum=float(len(groups)))
+    @staticmethod
+    def samples_of(rows: Sequence[WrittenRow]) -> Samples:
+        return written_samples(rows)
 
-    def _group(self, prompt: Prompt, version: int) -> RolloutGroup:
-        texts = (prompt.answer, *prompt.rejected)
-        completions = tuple(self._completion(prompt, text, version) for text in texts)
-        return single_turns(prompt, completions, texts, (1.0, 0.0))
+    @override
+    async def begin(self, *, fresh: bool) -> None:
+        if fresh and self.reference is None:
+            await self.roles.weights.push(0)
+            await self.roles.weights.export(self.start_folder)
+        await self.roles.frozen["reference"].start_from(self.reference or self.start_folder)
 
-    def _completion(self, prompt: Prompt, text: str, version: int) -> Completion:
-        tokens, most = (*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.eos), self._longest
-        if len(tokens) > most:
-            raise DataError(
-                f"prompt {prompt.id!r}: the answer {text!r:.60} has {len(tokens)} tokens, its end included, but "
-                f"rollout.max_new_tokens={most}; raise it"
-            )
-        return Completion(
-            token_ids=np.array(tokens, np.int32),
-            logprobs=np.zeros(len(tokens), np.float32),
-            finish_reason="stop",
-            spans=(Span(0, version),),
-        )
+    @override
+    async def step(self, samples: Samples, rate: float, prompts: Sequence[Prompt], watch: Stopwatch) -> Made | None:
+        with watch("reference"):
+            samples = await self._with_reference(samples)
+        with watch("train"):
+            batch = self.packer.pack(samples)
+            made = await self.optimizer_steps.step(self.roles.policy, batch, self.loss, rate, prompts)
+        await _forget(self.roles)
+        return made
 
-    @property
-    def _longest(self) -> int:
-        return self.config.rollout.max_new_tokens
+    async def _with_reference(self, samples: Samples) -> Samples:
+        scores = await _scores(self.roles.frozen["reference"], self.packer, samples, "logprobs")
+        return replace(samples, ref_logprobs=scores)
+
+    @override
+    async def held_out(self) -> Row:
+        if not self._referred:
+            self.parts = [await self._with_reference(part) for part in self.parts]
+            self._referred = True
+        found = []
+        for part in self.parts:
+            scores = await _scores(self.roles.policy, self.packer, part, "logprobs")
+            found.append(_measured(self.loss, part, logprobs=scores))
+            await _forget(self.roles)
+        return _eval_row(found, self.parts)
+
+
+@dataclass(slots=True, kw_only=True)
+class Scoring(JobObjective):
+    """A reward model: the score of the better answer above that of the worse."""
+
+    loss: ScoreLoss
+    roles: Roles
+    packer: Packer
+    optimizer_steps: OptimizerSteps
+    parts: Sequence[Samples]  # held out
+
+    @override
+    @staticmethod
+    def samples_of(rows: Sequence[WrittenRow]) -> Samples:
+        return with_margins(rows)
+
+    @override
+    async def begin(self, *, fresh: bool) -> None:
+        """There is no other model."""
+
+    @override
+    async def step(self, samples: Samples, rate: float, prompts: Sequence[Prompt], watch: Stopwatch) -> Made | None:
+        with watch("train"):
+            batch = self.packer.pack(samples)
+            made = await self.optimizer_steps.step(self.roles.policy, batch, self.loss, rate, prompts)
+        await _forget(self.roles)
+        return made
+
+    @override
+    async def held_out(self) -> Row:
+        found = []
+        for part in self.parts:
+            scores = await _scores(self.roles.policy, self.packer, part, "values")
+            found.append(_measured(self.loss, part, values=scores))
+            await _forget(self.roles)
+        return _eval_row(found, self.parts)
+
+
+async def _scores(model: Scorer, packer: Packer, samples: Samples, want: Want) -> Tensor:
+    batch = packer.pack(samples)
+    said = await model.score(batch, frozenset({want}))
+    return await to_thread(unpack, batch, said[want], samples)
+
+
+async def _forget(roles: Roles) -> None:
+    for model in roles.models.values():
+        await model.forget()
+
+
+def _measured(
+    loss: Loss, samples: Samples, *, logprobs: Tensor | None = None, values: Tensor | None = None
+) -> dict[str, float]:
+    """The loss and its metrics of all samples at once."""
+    ids, zeros = sequence_ids(samples.cu_seqlens), torch.zeros(len(samples.targets))
+    inputs = LossInputs(
+        logprobs=zeros if logprobs is None else logprobs,
+        values=values,
+        entropy=zeros,
+        old_logprobs=samples.old_logprobs,
+        rollout_logprobs=samples.rollout_logprobs,
+        advantages=samples.advantages,
+        ref_logprobs=samples.ref_logprobs,
+        returns=samples.returns,
+        mask=samples.mask,
+        segment_ids=ids,
+        segment_sum=lambda values: segment_sum(values, ids, samples.num_sequences),
+        num_tokens=int(samples.mask.sum()),
+        num_sequences=samples.num_sequences,
+    )
+    output = loss(inputs)
+    return {"loss": float(output.loss), **{name: float(metric.value) for name, metric in output.metrics.items()}}
+
+
+def _eval_row(found: Sequence[Mapping[str, float]], parts: Sequence[Samples]) -> Row:
+    """Means over all pairs of the parts."""
+    pairs = [part.num_sequences // 2 for part in parts]
+    named = {"eval/loss": "loss", "eval/preference_accuracy": "preference/accuracy"}
+    named |= {"eval/preference_margin": "preference/margin"}
+    return {
+        name: sum(one[key] * count for one, count in zip(found, pairs, strict=True)) / sum(pairs)
+        for name, key in named.items()
+    }

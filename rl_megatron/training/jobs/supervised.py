@@ -1,4 +1,4 @@
-"""Optimizer steps on written text, and its loss on held-out text."""
+"""Cross-entropy on written text: optimizer steps, and the loss on held-out text (``job=sft``)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from typing_extensions import override
 
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.data.packing import Packer, unpack
+from rl_megatron.data.samples import WrittenRow, written_samples
 from rl_megatron.interfaces import Learner
-from rl_megatron.observability.recorder import Row
+from rl_megatron.observability.recorder import Row, Stopwatch
+from rl_megatron.training.jobs.written import JobObjective
 from rl_megatron.training.measures import Made
 from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.types import Batch, Prompt, Samples
@@ -54,3 +57,29 @@ class HeldOutLoss:
             await self.learner.forget()
         loss = total / tokens
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FineTuning(JobObjective):
+    """Cross-entropy on what the rows' turns say."""
+
+    supervised: SupervisedSteps
+    loss: HeldOutLoss
+
+    @override
+    @staticmethod
+    def samples_of(rows: Sequence[WrittenRow]) -> Samples:
+        return written_samples(rows)
+
+    @override
+    async def begin(self, *, fresh: bool) -> None:
+        """There is no other model."""
+
+    @override
+    async def step(self, samples: Samples, rate: float, prompts: Sequence[Prompt], watch: Stopwatch) -> Made | None:
+        with watch("train"):
+            return await self.supervised.step(samples, rate, prompts)
+
+    @override
+    async def held_out(self) -> Row:
+        return await self.loss.row()

@@ -31,6 +31,7 @@ from rl_megatron.weights.formats.hf_folder import (
 )
 from rl_megatron.weights.formats.quantize import read_quantised
 from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.tables.rows import SCORE
 from rl_megatron.weights.plans.plan import plan
 
 
@@ -131,7 +132,7 @@ def write_folder(
     try:
         _write_tensors(tensors, partial, max_shard_bytes)
         dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
-        (partial / "config.json").write_text(config_text(source_folder, dtypes))
+        (partial / "config.json").write_text(config_text(source_folder, dtypes, scores=SCORE in tensors))
         for path in companions(source_folder):
             shutil.copyfile(path, partial / path.name)
         publish_folder(partial, out)

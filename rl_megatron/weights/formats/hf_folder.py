@@ -12,7 +12,7 @@ from pydantic import Field
 
 from rl_megatron.config.errors import shorten
 from rl_megatron.errors import CheckpointError, WeightError
-from rl_megatron.models.families.fields import ConfigFields
+from rl_megatron.models.families.fields import CLASSIFIER, ConfigFields
 from rl_megatron.models.json_files import JsonFields, read_json
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.boxes import Shape
@@ -132,11 +132,13 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
-def config_text(source_folder: Path, dtypes: set[str], quantization: Mapping[str, object] | None = None) -> str:
+def config_text(
+    source_folder: Path, dtypes: set[str], quantization: Mapping[str, object] | None = None, *, scores: bool = False
+) -> str:
     """The source's config.json, changed only so that it describes the written weights.
 
     ``dtypes`` are torch's names; ``quantization`` is the ``quantization_config`` of what is written: None for plain
-    weights.
+    weights. With ``scores`` it is that of a sequence classifier with one label.
     """
     text = (source_folder / "config.json").read_text()
     read_json(source_folder / "config.json", ConfigFields)  # raises if it is torn
@@ -148,6 +150,11 @@ def config_text(source_folder: Path, dtypes: set[str], quantization: Mapping[str
         new[key] = str(*dtypes)
     if quantization is not None:
         new["quantization_config"] = quantization
+    if scores:
+        known = config.get("architectures")
+        of_family = str(known[0] if isinstance(known, list) and known else "").removesuffix("ForCausalLM")
+        new["architectures"] = [of_family.removesuffix(CLASSIFIER) + CLASSIFIER]
+        new |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
     return text if new == config else json.dumps(new, indent=2) + "\n"
 
 

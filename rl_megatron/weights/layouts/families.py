@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl_megatron.config.errors import shorten
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.families.fields import ConfigFields
+from rl_megatron.models.families.fields import CLASSIFIER, ConfigFields
 from rl_megatron.models.json_files import Fields, read_json
 from rl_megatron.models.shape import ModelShape, shape_problems
 from rl_megatron.types import ParallelDims
@@ -37,7 +37,8 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
     """The sizes of the model in a Hugging Face folder, read by the family of its ``model_type``, or by the user's own
     at ``family``, ``package.module:name``.
 
-    Raises ConfigError for an unknown ``model_type``, for an object that is not a `Family`, and as readers do.
+    A sequence classifier's scores, and has no logits. Raises ConfigError for an unknown ``model_type``, for an object
+    that is not a `Family`, and as readers do.
     """
     known = FAMILIES if family is None else {name: _own(family) for name in _own(family).model_types}
     path = folder / "config.json"
@@ -48,7 +49,10 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
     if model_type is None or model_type not in known:
         allowed = ", ".join(map(repr, known)) + (f", of {family}" if family else "")
         raise ConfigError(f"{path}: model_type={shorten(model_type)} is not supported; allowed: {allowed}")
+    scores = any(name.endswith(CLASSIFIER) for name in raw.get("architectures") or ())
     shape = replace(known[model_type].read(raw, path), family=model_type, family_at=family)
+    if scores:
+        shape = replace(shape, scores=True, tie_embeddings=False)
     if found := list(shape_problems(shape)):
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in found))
     return shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rl_megatron.config.run import RunConfig
@@ -20,13 +21,26 @@ def learner_layout(config: RunConfig, shape: ModelShape) -> Layout:
         raise ConfigError("\n".join(f"learner: {line}" for line in str(error).splitlines())) from error
 
 
+def job_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
+    """The sizes of the model that a run trains which starts from a model of ``shape``. Raises ConfigError for a model
+    that scores where log-probs are trained."""
+    if config.kind.scores:
+        return replace(shape, scores=True, tie_embeddings=False)
+    if shape.scores:
+        raise ConfigError(
+            f"model.path={config.model.path} is a sequence classifier, which scores texts; job={config.job} needs a "
+            "model with an output layer: give the one that it was trained from"
+        )
+    return shape
+
+
 def role_shape(config: RunConfig, shape: ModelShape, role: str, base: Path | None = None) -> ModelShape:
-    """The sizes of the model on the ranks of ``role``: a separate reference has those of ``algorithm.kl.reference``, a
-    path from ``base`` (the working directory), all others the policy's ``shape``. Raises ConfigError as readers do."""
-    folder = config.algorithm.kl.reference
+    """The sizes of the model on the ranks of ``role``: a separate reference has those of `RunConfig.reference`, a path
+    from ``base`` (the working directory), all others the policy's ``shape``. Raises ConfigError as readers do."""
+    folder = config.reference
     if role != "reference" or folder is None:
         return shape
     try:
         return read_shape((base or Path()) / folder, config.learner.model)
     except ConfigError as error:
-        raise ConfigError(str(error).replace("model.path=", "algorithm.kl.reference=")) from error
+        raise ConfigError(str(error).replace("model.path=", f"{config.reference_key}=")) from error

@@ -15,7 +15,6 @@ from pydantic import TypeAdapter
 
 from rl_megatron.columns import ColumnReader, ColumnWriter
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import CurriculumSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
@@ -183,9 +182,3 @@ def test_what_a_curriculum_refuses(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config("tiny_cpu", [f"data.curriculum.{one}" for one in overrides])
     assert said in str(error.value)
-
-
-def test_pairs_of_a_file_have_no_pass_rate() -> None:
-    files = {"type": "files", "train": "a.jsonl", "eval": "b.jsonl", "rejected_field": "bad"}
-    with pytest.raises(ValueError, match="pairs of a file are not sampled, so prompts have no pass rate"):
-        RunConfig.model_validate({"data": {**files, "curriculum": {"retire_above": 0.9}}})

@@ -74,9 +74,9 @@ def test_of_equal_problems_the_first_is_kept(tmp_path: Path, caplog: pytest.LogC
 def test_a_problem_may_be_in_several_pairs(tmp_path: Path) -> None:
     path = written(tmp_path / "p.jsonl", ["a"], bad="x")
     path.write_text(path.read_text() + written(tmp_path / "q.jsonl", ["a", "a "], bad="y").read_text())
-    held_out = written(tmp_path / "e.jsonl", ["z"])
+    held_out = written(tmp_path / "e.jsonl", ["z"], bad="x")
     data = {"type": "files", "train": path, "eval": held_out, "rejected_field": "bad"}
-    config = load_config("tiny_cpu", ["algorithm=dpo"]).model_copy(update={"data": FileRunData.model_validate(data)})
+    config = load_config("dpo_tiny", []).model_copy(update={"data": FileRunData.model_validate(data)})
     assert [one.rejected for one in load(config)] == [("x",), ("y",)]
 
 

@@ -168,7 +168,7 @@ def test_a_mixture_is_saved_checked_rehearsed_and_its_weights_may_change(yaml: P
             ["data.sources.files.weight=1"],
             "data.sources.files.type: required, but not given; one of: arithmetic, files, hub",
         ),
-        (["data.sources.math.rejected_field=bad"], "rejected_field='bad': pairs are trained on from one source alone"),
+        (["data.sources.math.rejected_field=bad"], "math.rejected_field=bad: job=rl does not read it, job=dpo or job="),
         (["data.digits=2"], "data.digits=2: data.type=mixture has these keys in each of data.sources"),
         (
             ["data.sources.math.reward.length.max_tokens=5"],

@@ -62,14 +62,3 @@ def test_flips_and_noise_of_routes_that_a_model_has_not_are_refused() -> None:
     noise = RunConfig.model_validate({"rollout": {"router_noise": 0.25}})
     assert "rollout.router_noise=0.25 changes nothing in a model of 1 experts; leave it out" in told(noise, one)
     assert told(noise, SHAPE) == told(flips, SHAPE) == told(flips, one) == ""
-
-
-def test_an_engines_routes_of_completions_that_no_engine_sampled_are_refused() -> None:
-    pairs = {"type": "files", "train": "a.jsonl", "eval": "b.jsonl", "rejected_field": "bad"}
-    for replay in ("off", "r2"):
-        RunConfig.model_validate({"algorithm": {"routing_replay": replay, "preference_beta": 0.1}, "data": pairs})
-    with pytest.raises(
-        ValueError,
-        match=r"routing_replay=r3 .* but no engine sampled the completions of data\.rejected_field",
-    ):
-        RunConfig.model_validate({"algorithm": {"routing_replay": "r3", "preference_beta": 0.1}, "data": pairs})

@@ -89,7 +89,7 @@ def test_a_name_outside_the_family_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [{"phase": "rl"}, {"step": 1}, {"step": 1.0, "phase": "rl"}, {"step": 1, "phase": "dpo"}]
+    "row", [{"phase": "rl"}, {"step": 1}, {"step": 1.0, "phase": "rl"}, {"step": 1, "phase": "sleep"}]
 )
 def test_a_row_without_step_or_phase_is_refused(row: dict[str, float | str]) -> None:
     with pytest.raises(ValueError, match="integer step and a phase"):

@@ -39,6 +39,8 @@ RECIPES: Mapping[str, list[str]] = {  # what is the user's to give
     "calculator": [],
     "guess": [],
     "gsm8k_tiny": FILES,
+    "dpo_tiny": [],
+    "reward_tiny": [],
     "sft_tiny": [],
     "tiny_cpu": [],
 }

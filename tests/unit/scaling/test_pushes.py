@@ -32,7 +32,8 @@ from rl_megatron.weights.plans.plan import plan
 from rl_megatron.weights.transports import engine_ends
 
 REPO = Path(__file__).resolve().parents[3]
-RECIPES = sorted(path.stem for path in (REPO / "conf").glob("*.yaml") if path.stem != "sft_tiny")  # that pushes none
+WRITTEN = {"dpo_tiny", "reward_tiny", "sft_tiny"}  # which push none
+RECIPES = sorted(path.stem for path in (REPO / "conf").glob("*.yaml") if path.stem not in WRITTEN)
 ENGINES = sorted(path.stem for path in (REPO / "conf" / "rollout").glob("*.yaml"))
 SHAPE = tiny_shape(load_config("tiny_cpu", []).model.tiny.model_copy(update={"head_dim": 32}))
 APART = "slurm.engines.nodes=0"

@@ -58,8 +58,9 @@ def test_no_row_is_without_a_model(family: str, saved: Path) -> None:
     shapes = [read_shape(saved / name) for name, (kind, _) in MODELS.items() if kind == family]
     for table in FAMILIES[family].tables.values():
         used = set()
-        for shape, tied, pp in product(shapes, (False, True), (1, 2)):
-            layout = Layout(table=table, shape=replace(shape, tie_embeddings=tied), dims=ParallelDims(pp=pp))
+        for shape, tied, scores, pp in product(shapes, (False, True), (False, True), (1, 2)):
+            known = replace(shape, tie_embeddings=tied, scores=scores)
+            layout = Layout(table=table, shape=known, dims=ParallelDims(pp=pp))
             used |= {id(row) for row in layout.rows() if layout.layer_stages(row)}
         assert [row.name for row in table if id(row) not in used] == []
 

@@ -22,13 +22,16 @@ from rl_megatron.weights.layouts.tables.rows import (
     HEAD,
     LAYER,
     NORM,
+    SCORE,
     Size,
     cut_vector,
     each,
     expert_width,
+    has_score,
     hidden,
     matrix,
     num_experts,
+    one,
     row_cut,
     tied_over_stages,
     untied,
@@ -69,6 +72,7 @@ def decoder(*blocks: Block, planned: bool = True) -> Tables:
         *(row for block in blocks for row in block.hf),
         vector(NORM, NORM, hidden),
         replace(matrix(HEAD, whole(HEAD, vocab)), exists=untied),
+        replace(matrix(SCORE, whole(SCORE, one)), exists=has_score),
     )
     megatron = (
         vocabulary("embedding.word_embeddings.weight", EMBED, stage="first"),
@@ -76,6 +80,7 @@ def decoder(*blocks: Block, planned: bool = True) -> Tables:
         vector("decoder.final_layernorm.weight", NORM, hidden, stage="last"),
         vocabulary("output_layer.weight", HEAD, stage="last", exists=untied),
         vocabulary("output_layer.weight", EMBED, stage="last", exists=tied_over_stages),
+        replace(matrix("output_layer.weight", whole(SCORE, one)), stage="last", exists=has_score),
     )
     engine = (
         vocabulary(EMBED, EMBED, stage="first"),

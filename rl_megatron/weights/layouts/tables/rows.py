@@ -16,7 +16,7 @@ Size = Callable[[ModelShape], int]
 Others = Callable[[ModelShape], Shape]
 LayerRange = Callable[[ModelShape], range]
 
-EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+EMBED, HEAD, NORM, SCORE = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "score.weight"
 LAYER, DECODER = "model.layers.{layer}.", "decoder.layers.{layer}."
 
 
@@ -51,13 +51,18 @@ def one(_m: ModelShape) -> int:
 
 
 def untied(m: ModelShape, _dims: ParallelDims) -> bool:
-    """Whether the output matrix is not tied to the embedding."""
-    return not m.tie_embeddings
+    """Whether there is an output matrix that is not tied to the embedding."""
+    return not m.tie_embeddings and not m.scores
 
 
 def tied_over_stages(m: ModelShape, dims: ParallelDims) -> bool:
     """Whether the last stage needs a copy of the embedding; with one stage megatron-core uses the embedding itself."""
     return m.tie_embeddings and dims.pp > 1
+
+
+def has_score(m: ModelShape, _dims: ParallelDims) -> bool:
+    """Whether the output is a score."""
+    return m.scores
 
 
 def whole(hf: str, rows: Size) -> Bands:

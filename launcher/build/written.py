@@ -1,0 +1,165 @@
+"""Builds the job of a run that trains on what somebody wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+from launcher.build.data import Data
+from launcher.build.roles import Parts
+from rl_megatron.algorithms.auxiliary import PreferenceLoss, ScoreLoss
+from rl_megatron.config.sections.data import FileKeys, data_sources, name_of, weights_of
+from rl_megatron.config.sections.jobs import JobName
+from rl_megatron.data.packing import Packer, packer_of
+from rl_megatron.data.pairs import Pair, answer_pairs, margin_of, scored_pairs
+from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.samples import supervised_rows
+from rl_megatron.interfaces import Roles
+from rl_megatron.rollout.conversation.pairs import paired_answers, paired_texts
+from rl_megatron.rollout.conversation.written import WrittenConversations
+from rl_megatron.training.jobs.pairs import Preferences, Scoring
+from rl_megatron.training.jobs.supervised import FineTuning, HeldOutLoss, SupervisedSteps
+from rl_megatron.training.jobs.warm_start import answers
+from rl_megatron.training.jobs.written import JobObjective, SamplesOf, Unit, UnitsOf, WrittenJob, held_out_parts
+from rl_megatron.training.optimizer_steps import OptimizerSteps
+from rl_megatron.types import Prompt, Samples
+
+
+@dataclass(kw_only=True)
+class _Rows:
+    """Makes the rows of prompts, which are problems, with tokens, or conversations, without."""
+
+    data: Data
+    margin_fields: Mapping[str, str | None]  # by the source of a mixture
+
+    @cached_property
+    def _conversations(self) -> WrittenConversations:
+        return WrittenConversations(self.data.tokenizer, self.data.stop_token_ids)
+
+    def learnt(self, prompts: Sequence[Prompt]) -> list[Unit]:
+        """What each says."""
+        made = list[Unit]()
+        for is_problem, some in _runs(prompts):
+            if is_problem:
+                rows = supervised_rows(some, answers(some, 0), self.data.tokenizer)
+            else:
+                rows = self._conversations.rows(some)
+            made += [(row,) for row in rows]
+        return made
+
+    def preferred(self, prompts: Sequence[Prompt]) -> list[Unit]:
+        """Both answers of each."""
+        made = list[Unit]()
+        for is_problem, some in _runs(prompts):
+            made += answer_pairs(some, self.data.tokenizer) if is_problem else paired_answers(some, self._conversations)
+        return made
+
+    def scored(self, prompts: Sequence[Prompt]) -> list[Unit]:
+        """Both whole texts of each, as ``reward.function=hf:`` reads them: with special tokens, which a chat template
+        writes itself."""
+        made = list[Unit]()
+        for is_problem, some in _runs(prompts):
+            texts = (
+                [(one.text + one.answer, one.text + one.rejected[0]) for one in some]
+                if is_problem
+                else paired_texts(some, self._conversations)
+            )
+            made += self._pairs(some, texts, add_special_tokens=is_problem)
+        return made
+
+    def _pairs(
+        self, prompts: Sequence[Prompt], texts: Sequence[tuple[str, str]], *, add_special_tokens: bool
+    ) -> list[Pair]:
+        margins = [margin_of(one, self.margin_fields[one.source]) for one in prompts]
+        return scored_pairs(prompts, texts, margins, self.data.tokenizer, add_special_tokens=add_special_tokens)
+
+
+def _runs(prompts: Sequence[Prompt]) -> list[tuple[bool, list[Prompt]]]:
+    """Neighbours of one form, and whether they are problems."""
+    return [(is_problem, list(some)) for is_problem, some in groupby(prompts, lambda one: bool(one.token_ids))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Building:
+    """What an objective is built from."""
+
+    parts: Parts
+    roles: Roles
+    data: Data
+    rows: _Rows
+    attention_cost: float
+
+    def held_out(self, units_of: UnitsOf, samples_of: SamplesOf) -> list[Samples]:
+        return held_out_parts(self.data.held_out, units_of, samples_of, self.parts.config)
+
+    def packer(self, unit: int = 1) -> Packer:
+        return packer_of(self.parts.config.learner, attention_cost=self.attention_cost, unit=unit)
+
+    @property
+    def steps(self) -> OptimizerSteps:
+        return OptimizerSteps(name="policy", most=self.parts.config.train.most_skipped)
+
+
+def _fine_tuning(b: _Building) -> tuple[UnitsOf, FineTuning]:
+    policy, packer, units_of = b.roles.policy, b.packer(), b.rows.learnt
+    return units_of, FineTuning(
+        supervised=SupervisedSteps(learner=policy, packer=packer, optimizer_steps=b.steps),
+        loss=HeldOutLoss(learner=policy, packer=packer, parts=b.held_out(units_of, FineTuning.samples_of)),
+    )
+
+
+def _preferences(b: _Building) -> tuple[UnitsOf, Preferences]:
+    section, units_of = b.parts.config.dpo, b.rows.preferred
+    return units_of, Preferences(
+        loss=PreferenceLoss(beta=section.beta, per_token=section.per_token),
+        roles=b.roles,
+        packer=b.packer(unit=2),
+        optimizer_steps=b.steps,
+        parts=b.held_out(units_of, Preferences.samples_of),
+        reference=section.reference,
+        start_folder=b.parts.folder / "hf_start",
+    )
+
+
+def _scoring(b: _Building) -> tuple[UnitsOf, Scoring]:
+    units_of = b.rows.scored
+    return units_of, Scoring(
+        loss=ScoreLoss(centring=b.parts.config.reward_model.centring),
+        roles=b.roles,
+        packer=b.packer(unit=2),
+        optimizer_steps=b.steps,
+        parts=b.held_out(units_of, Scoring.samples_of),
+    )
+
+
+_OBJECTIVES: Mapping[JobName, tuple[str, Callable[[_Building], tuple[UnitsOf, JobObjective]]]] = {
+    "sft": ("fine-tuning", _fine_tuning),
+    "dpo": ("preferences", _preferences),
+    "reward_model": ("reward model", _scoring),
+}
+"""What progress calls a job, and the builder of its rows and its objective."""
+
+
+def written_job(parts: Parts, roles: Roles, data: Data, *, attention_cost: float) -> WrittenJob:
+    """The job of ``parts.config.job``, which samples nothing. ``attention_cost`` as in `causal_attention_cost`."""
+    config = parts.config
+    fields = {
+        name_of(key): source.margin_field if isinstance(source, FileKeys) else None
+        for key, source in data_sources(config.data).items()
+    }
+    rows = _Rows(data=data, margin_fields=fields)
+    name, built = _OBJECTIVES[config.job]
+    units_of, objective = built(
+        _Building(parts=parts, roles=roles, data=data, rows=rows, attention_cost=attention_cost)
+    )
+    return WrittenJob(
+        config=config,
+        roles=roles,
+        prompts=PromptStream(data.train, seed=config.seed, weights=weights_of(config.data)),
+        size=len(data.train),
+        units_of=units_of,
+        objective=objective,
+        name=name,
+    )

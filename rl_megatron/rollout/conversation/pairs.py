@@ -1,0 +1,68 @@
+"""Pairs of conversations that somebody wrote: what follows the messages that both begin with is the better and the
+worse answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from rl_megatron.data.pairs import Pair
+from rl_megatron.errors import DataError
+from rl_megatron.rollout.conversation.written import WrittenConversation, WrittenConversations
+from rl_megatron.types import Prompt
+
+_SIDES = ("better", "worse")
+
+
+def paired_answers(prompts: Sequence[Prompt], conversations: WrittenConversations) -> list[Pair]:
+    """The rows of either conversation's turns behind their common beginning.
+
+    Raises DataError that names the prompt: as `WrittenConversations.rows_of`; the conversations first differ in what
+    the assistant did not say; or a template shows one of these turns otherwise later on, so that they are in several
+    rows.
+    """
+    found = conversations.rows_of([side for prompt in prompts for side in _behind_common(prompt)])
+    pairs = []
+    for number, prompt in enumerate(prompts):
+        for which, rows in zip(_SIDES, found[2 * number : 2 * number + 2], strict=True):
+            if len(rows) != 1:
+                raise DataError(
+                    f"prompt {prompt.id!r}: the turns of its {which} conversation that the other lacks are in "
+                    f"{len(rows)} rows, because the chat template shows one of them otherwise later on; end both "
+                    "conversations with the first message that differs"
+                )
+        pairs.append((found[2 * number][0], found[2 * number + 1][0]))
+    return pairs
+
+
+def paired_texts(prompts: Sequence[Prompt], conversations: WrittenConversations) -> list[tuple[str, str]]:
+    """The chat template's texts of both conversations. Raises DataError that names the prompt."""
+    sides = (_read(prompt) for prompt in prompts)
+    return [(conversations.whole(better), conversations.whole(worse)) for better, worse in sides]
+
+
+def _behind_common(prompt: Prompt) -> tuple[WrittenConversation, WrittenConversation]:
+    better, worse = _read(prompt)
+    alike = zip(better.messages, worse.messages, strict=False)
+    first = next((place for place, (one, other) in enumerate(alike) if one != other), None)
+    if first is None:
+        raise DataError(f"prompt {prompt.id!r}: one conversation of its pair begins with the whole of the other")
+    for side in (better, worse):
+        if (role := side.messages[first].get("role")) != "assistant":
+            raise DataError(
+                f"prompt {prompt.id!r}: its conversations first differ in message {first + 1}, of the role "
+                f"{role!r:.40}; a pair has two answers of the assistant to the same messages"
+            )
+    return _from(better, first), _from(worse, first)
+
+
+def _read(prompt: Prompt) -> tuple[WrittenConversation, WrittenConversation]:
+    said = json.loads(prompt.text)
+    better, worse = (
+        WrittenConversation(id=prompt.id, messages=said[side], tools=said["tools"]) for side in ("messages", "rejected")
+    )
+    return better, worse
+
+
+def _from(side: WrittenConversation, first: int) -> WrittenConversation:
+    return WrittenConversation(id=side.id, messages=side.messages, tools=side.tools, first=first)

@@ -1,0 +1,203 @@
+"""Jobs on what somebody wrote: an optimizer step on each ``batch_size`` rows of the data, and a measurement on held-out
+rows. What is learnt from the rows is the `JobObjective`'s."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.data.problems.mixture import MixtureState
+from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.samples import WrittenRow
+from rl_megatron.errors import DataError
+from rl_megatron.interfaces import Learner, Roles
+from rl_megatron.observability.recorder import Row, Stopwatch
+from rl_megatron.training.checkpoints import TrainerState
+from rl_megatron.training.measures import Made, policy_row
+from rl_megatron.training.schedule import learning_rate
+from rl_megatron.types import Prompt, Samples
+
+Unit = tuple[WrittenRow, ...]
+"""Rows that are trained on together or not at all: one, or the two of a pair."""
+UnitsOf = Callable[[Sequence[Prompt]], list[Unit]]
+"""The units of prompts, in their order; of each prompt one or several."""
+SamplesOf = Callable[[Sequence[WrittenRow]], Samples]
+
+
+class JobObjective(Protocol):
+    """What a job learns from rows, and how it is measured on held-out ones."""
+
+    @staticmethod
+    def samples_of(rows: Sequence[WrittenRow]) -> Samples:
+        """The samples of rows, those of a unit beside each other."""
+        ...
+
+    async def begin(self, *, fresh: bool) -> None:
+        """Load the models that it needs besides the one that is trained."""
+        ...
+
+    async def step(self, samples: Samples, rate: float, prompts: Sequence[Prompt], watch: Stopwatch) -> Made | None:
+        """Make one optimizer step; None if it was skipped. Raises as `OptimizerSteps.step`."""
+        ...
+
+    async def held_out(self) -> Row:
+        """The metrics of the held-out rows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """Units whose rows have at most so many tokens, and how many rows were left out and cut for that."""
+
+    units: Sequence[Unit]
+    dropped: int
+    cut: int
+
+    @property
+    def rows(self) -> list[WrittenRow]:
+        """Those of all units."""
+        return [row for unit in self.units for row in unit]
+
+
+def fitted(units: Sequence[Unit], config: RunConfig) -> Fitted:
+    """Units whose rows fit the job's ``max_tokens``. Raises DataError that names the first longer row, where
+    ``on_long`` is fail."""
+    section, spare = config.written, int(config.kind.scores)  # a scored row has a token behind its text
+    most, kept, cut, dropped = section.max_tokens + spare, list[Unit](), 0, 0
+    for unit in units:
+        long = [row for row in unit if len(row.token_ids) > most]
+        if not long:
+            kept.append(unit)
+            continue
+        if section.on_long == "fail":
+            raise DataError(
+                f"prompt {long[0].id!r} has {len(long[0].token_ids) - spare} tokens with its answers, {config.job}."
+                f"max_tokens={section.max_tokens}; raise it, or set {config.job}.on_long=drop"
+                + ("" if config.kind.pairs else " or cut")
+            )
+        short = [shorter for row in unit if (shorter := _cut(row, most)) is not None]
+        if section.on_long == "cut" and len(short) == len(unit):
+            kept.append(tuple(short))
+            cut += len(long)
+        else:
+            dropped += len(unit)
+    return Fitted(units=kept, dropped=dropped, cut=cut)
+
+
+def _cut(row: WrittenRow, most: int) -> WrittenRow | None:
+    """Without what is behind ``most`` tokens, and behind the last turn before that; None if that is all."""
+    turns = tuple((start, min(stop, most)) for start, stop in row.turns if start < most)
+    return replace(row, token_ids=np.array(row.token_ids[: turns[-1][1]]), turns=turns) if turns else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """The prompts of a step, being made into rows, and the place in the data before them."""
+
+    before: dict[str, int] | MixtureState
+    prompts: list[Prompt]
+    rows: Future[Fitted]
+
+
+@dataclass(slots=True, kw_only=True)
+class WrittenJob:
+    """A Job of ``training.loop``. The rows of the next step are made while this one trains."""
+
+    config: RunConfig
+    roles: Roles
+    prompts: PromptStream
+    size: int  # of the data, in rows
+    units_of: UnitsOf
+    objective: JobObjective
+    name: str
+    first_step_is_saved: bool = False
+    number: int = 0  # of the last step
+    _next: _Drawn | None = None
+    _maker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rows"))
+
+    async def start(self, *, fresh: bool) -> Row | None:
+        """Read ahead, load other models, and measure the model that training starts from."""
+        await asyncio.to_thread(self.prompts.read_ahead)
+        await self.objective.begin(fresh=fresh)
+        return {**self._row(), **await self.objective.held_out()} if fresh else None
+
+    async def step(self, number: int, watch: Stopwatch) -> Row:
+        """Make an optimizer step; without a row that fits, none is made. Its loss is missing if it was skipped."""
+        drawn, self.number = self._next or self._draw(), number
+        began = time.perf_counter()
+        found = await asyncio.wrap_future(drawn.rows)
+        watch.note("data/seconds", time.perf_counter() - began)
+        self._next = self._draw() if number < self.config.train.steps else None
+        rate = learning_rate(self.config, number)
+        row: Row = {**self._row(), "learning_rate": rate, "tokens/train": 0}
+        row |= {"data/dropped": found.dropped, "data/cut": found.cut}
+        row["data/epoch"] = number * self.config.written.batch_size / self.size
+        if found.units:
+            samples = self.objective.samples_of(found.rows)
+            made = await self.objective.step(samples, rate, drawn.prompts, watch)
+            row |= {"tokens/train": len(samples.input_ids), "tokens/learnt": int(samples.mask.sum())}
+            watch.count("train", len(samples.input_ids))
+            row |= policy_row([] if made is None else [made])
+        return {**row, **self.roles.rank_metrics()}
+
+    def _draw(self) -> _Drawn:
+        before = self.prompts.state()
+        prompts = self.prompts.take(self.config.written.batch_size)
+        return _Drawn(before, prompts, self._maker.submit(lambda: fitted(self.units_of(prompts), self.config)))
+
+    def _row(self) -> Row:
+        return {"step": self.number, "phase": self.config.job}
+
+    async def evaluate(self, watch: Stopwatch) -> Row:
+        """The metrics of held-out rows, timed as ``eval``."""
+        with watch("eval"):
+            return await self.objective.held_out()
+
+    def enough(self, row: Row) -> bool:
+        """Always False: the job makes all its steps."""
+        return False
+
+    def learners(self) -> dict[str, Learner]:
+        """The trained model alone, keyed by its subfolder of a checkpoint."""
+        return {"learner": self.roles.policy}
+
+    async def before_save(self) -> None:
+        """What is drawn ahead is drawn again by a resume."""
+
+    def state(self) -> TrainerState:
+        """The position in the data behind the last step."""
+        prompts = self.prompts.state() if self._next is None else self._next.before
+        return TrainerState(step=self.number, prompts=prompts, stream=None)
+
+    async def restore(self, state: TrainerState) -> None:
+        """Continue from ``state``."""
+        self.number = state.step
+        await asyncio.to_thread(self.prompts.digest)
+        self.prompts.restore(state.prompts)
+
+    async def close(self) -> None:
+        """End the making of rows."""
+        self._maker.shutdown(wait=False, cancel_futures=True)
+
+
+def held_out_parts(
+    prompts: Sequence[Prompt], units_of: UnitsOf, samples_of: SamplesOf, config: RunConfig
+) -> list[Samples]:
+    """Held-out rows that fit, in parts of ``batch_size`` prompts. Raises DataError if none does."""
+    section, parts = config.written, list[Samples]()
+    for start in range(0, len(prompts), section.batch_size):
+        found = fitted(units_of(prompts[start : start + section.batch_size]), config)
+        if found.units:
+            parts.append(samples_of(found.rows))
+    if not parts:
+        raise DataError(
+            f"all {len(prompts)} held-out rows have more tokens than {config.job}.max_tokens={section.max_tokens}"
+        )
+    return parts

@@ -1,0 +1,294 @@
+"""Jobs on pairs of conversations: losses, gradients and weights of DPO and of a reward model are those of transformers
+and AdamW of torch; a stopped and resumed run is equal to the bit; and a reward model trained here rewards a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+
+from rl_megatron.config.run import TinyModelSection
+from rl_megatron.config.sections.reward import RewardModelSection
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.observability.metrics.table import deterministic
+from rl_megatron.rewards.classifier import ClassifierReward
+from tests.e2e.processes import Place, Run
+
+SIZE, ROWS, STEPS, RATE = 6, 18, 3, 1e-3
+BETA, CENTRING = 0.3, 0.05
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{{ '<eos>' if m['role'] == 'assistant' else '' }}\n"
+    "{% endfor %}{{ 'assistant:' if add_generation_prompt else '' }}"
+)
+Messages = list[dict[str, str]]
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def pair(rng: random.Random, number: int) -> dict[str, object]:
+    """Half of them have a turn before, which both conversations begin with."""
+    before = [said("user", "1+1?"), said("assistant", "It is 2.")] if rng.random() < 0.5 else []
+    a, b = rng.randint(0, 99), rng.randint(0, 99)
+    asked = [*before, said("user", f"{a}+{b}?")]
+    return {
+        "good": [*asked, said("assistant", f"It is {a + b}.")],
+        "bad": [*asked, said("assistant", rng.choice([f"It is {a + b + rng.randint(1, 9)}, I think.", "No."]))],
+        "apart": rng.choice([0, 0.5, 1]),
+        "id": number,
+    }
+
+
+@pytest.fixture(scope="module")
+def model(place: Place) -> Path:
+    """A tiny model whose chat template ends turns with its end-of-sequence token; beside it the data."""
+    folder = place.folder / "model"
+    shutil.copytree(make_tiny_model(TinyModelSection(), place.cache, 0), folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"split_special_tokens": False}))
+    rng = random.Random(0)
+    for name, count in (("train", ROWS), ("eval", 7)):
+        rows = [pair(rng, number) for number in range(count)]
+        (place.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def keys(model: Path, job: str, *more: str) -> tuple[str, ...]:
+    return (
+        *("--config", f"{job.removesuffix('_model')}_tiny", f"model.path={model}", "data.type=files"),
+        *("data.train=train.jsonl", "data.eval=eval.jsonl", "data.messages_field=good", "data.rejected_field=bad"),
+        *(f"{job}.batch_size={SIZE}", f"{job}.max_tokens=256", f"train.steps={STEPS}", f"train.learning_rate={RATE}"),
+        *("train.lr_decay=none", "eval.every=1", "learner.threads=1", "log.tensorboard=false"),
+        *("learner.optimizer.clip_grad=0.5", "learner.optimizer.weight_decay=0.1", *more),
+    )
+
+
+DPO = ("checkpoint.every=2", f"dpo.beta={BETA}")
+REWARD = ("checkpoint.every=2", "data.margin_field=apart", f"reward_model.centring={CENTRING}")
+
+
+@pytest.fixture(scope="module")
+def dpo(place: Place, model: Path) -> Run:
+    run = place.fork_alone("dpo", *keys(model, "dpo", *DPO))
+    run.finish()
+    return run
+
+
+@pytest.fixture(scope="module")
+def reward(place: Place, model: Path) -> Run:
+    run = place.fork_alone("reward", *keys(model, "reward_model", *REWARD))
+    run.finish()
+    return run
+
+
+def read(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def order() -> list[int]:
+    """Rows in the order of an epoch with seed 0, by numpy's generator."""
+    return [int(row) for row in np.random.default_rng([0, 0]).permutation(ROWS)]
+
+
+def text(messages: Messages) -> str:
+    return "".join(f"{m['role']}:{m['content']}{'<eos>' * (m['role'] == 'assistant')}\n" for m in messages)
+
+
+def answer_logprob(
+    model: PreTrainedModel, tokenizer: Callable[..., dict[str, list[int]]], whole: Messages
+) -> torch.Tensor:
+    """Of the last message with its end, by the letters of the template: a byte is a token."""
+    ids = tokenizer(text(whole), add_special_tokens=False)["input_ids"][:-1]  # without the line's end
+    count = len(tokenizer(whole[-1]["content"] + "<eos>", add_special_tokens=False)["input_ids"])
+    logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return logprobs[torch.arange(len(ids) - 1 - count, len(ids) - 1), ids[-count:]].sum()
+
+
+class Dpo:
+    """The mean over pairs of -log sigmoid(beta * margin of log pi/ref), of transformers' models."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model, self.frozen = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def margin(self, row: dict[str, object]) -> torch.Tensor:
+        with torch.no_grad():
+            frozen = [answer_logprob(self.frozen, self.tokenizer, row[side]) for side in ("good", "bad")]  # type: ignore[arg-type]
+        good, bad = (answer_logprob(self.model, self.tokenizer, row[side]) for side in ("good", "bad"))  # type: ignore[arg-type]
+        return BETA * (good - frozen[0] - bad + frozen[1])
+
+    def loss(self, rows: list[dict[str, object]]) -> torch.Tensor:
+        return -torch.stack([logsigmoid(self.margin(row)) for row in rows]).mean()
+
+
+class Reward:
+    """A sequence classifier of transformers, whose score starts at 0."""
+
+    def __init__(self, folder: Path) -> None:
+        kind = AutoModelForSequenceClassification
+        self.model = kind.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+        self.model.score.weight.data.zero_()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def scores(self, row: dict[str, object]) -> tuple[torch.Tensor, torch.Tensor]:
+        good, bad = (
+            self.model(torch.tensor([self.tokenizer(text(row[side]), add_special_tokens=False)["input_ids"]])).logits[
+                0, 0
+            ]  # type: ignore[arg-type]
+            for side in ("good", "bad")
+        )
+        return good, bad
+
+    def margin(self, row: dict[str, object]) -> torch.Tensor:
+        good, bad = self.scores(row)
+        return good - bad
+
+    def loss(self, rows: list[dict[str, object]]) -> torch.Tensor:
+        found = []
+        for row in rows:
+            good, bad = self.scores(row)
+            found.append(-logsigmoid(good - bad - float(row["apart"])) + CENTRING * (good + bad).square())  # type: ignore[arg-type]
+        return torch.stack(found).mean()
+
+
+@pytest.mark.parametrize(("job", "oracle"), [("dpo", Dpo), ("reward", Reward)])
+def test_losses_gradients_and_weights_are_those_of_transformers_and_adamw(
+    place: Place, model: Path, job: str, oracle: type[Dpo] | type[Reward], request: pytest.FixtureRequest
+) -> None:
+    run, known = request.getfixturevalue(job), oracle(model)
+    train, held_out, rows = read(place.folder / "train.jsonl"), read(place.folder / "eval.jsonl"), run.rows()
+    vectors = [p for p in known.model.parameters() if p.ndim == 1]  # norms' weights, which do not decay
+    others = [p for p in known.model.parameters() if p.ndim > 1]
+    groups = [{"params": vectors, "weight_decay": 0.0}, {"params": others}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    for step in range(STEPS + 1):
+        with torch.no_grad():
+            margins = torch.stack([known.margin(row) for row in held_out])
+            assert rows[step]["eval/loss"] == pytest.approx(float(known.loss(held_out)), rel=1e-5)
+            assert rows[step]["eval/preference_margin"] == pytest.approx(float(margins.mean()), rel=1e-3, abs=1e-6)
+            assert rows[step]["eval/preference_accuracy"] == pytest.approx(float((margins > 0).double().mean()))
+        if step == STEPS:
+            break
+        batch = [train[number] for number in order()[SIZE * step : SIZE * (step + 1)]]
+        optimizer.zero_grad()
+        loss = known.loss(batch)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(known.model.parameters(), 0.5)
+        assert rows[step + 1]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert rows[step + 1]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        optimizer.step()
+    exported = type(known.model).from_pretrained(run.folder / f"hf_step_{STEPS:06d}", dtype=torch.float32)
+    for name, tensor in exported.state_dict().items():
+        torch.testing.assert_close(tensor, known.model.state_dict()[name], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(("job", "more"), [("dpo", DPO), ("reward_model", REWARD)])
+def test_a_run_that_is_stopped_and_resumed_is_equal_to_the_bit(
+    place: Place, model: Path, job: str, more: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    """It stops once it has a checkpoint of step 2: step 3's rows were then drawn, and are drawn again."""
+    name = job.removesuffix("_model")
+    whole, arguments = request.getfixturevalue(name), keys(model, job, *more)
+    first = place.fork_alone(f"{name}-stopped", *arguments)
+    first.until_file("checkpoints/step_000002/manifest.json")
+    os.kill(first.process.pid, signal.SIGTERM)
+    first.end()
+    again = place.fork_alone(f"{name}-stopped", *arguments, resume=True)
+    again.finish()
+    assert [deterministic(row) for row in again.rows()] == [deterministic(row) for row in whole.rows()]
+    last = f"hf_step_{STEPS:06d}/model.safetensors"
+    assert (again.folder / last).read_bytes() == (whole.folder / last).read_bytes()
+
+
+def test_an_exported_reward_model_scores_texts_as_its_run_did(place: Place, reward: Run) -> None:
+    """By the classifier that ``reward.function=hf:`` is, on the held-out conversations."""
+    section = RewardModelSection(chat_template=False)
+    judge = ClassifierReward(reward.folder / f"hf_step_{STEPS:06d}", section, key="reward.function")
+    rows = read(place.folder / "eval.jsonl")
+    scores = [[one.total for one in judge._score("", [text(row["good"]), text(row["bad"])])] for row in rows]  # type: ignore[arg-type]
+    found = sum(good - bad for good, bad in scores) / len(scores)
+    assert reward.rows()[-1]["eval/preference_margin"] == pytest.approx(found, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("job", "more", "said"),
+    [
+        (
+            "dpo",
+            ("dpo.max_tokens=20",),
+            "tokens with its answers, dpo.max_tokens=20; raise it, or set dpo.on_long=drop",
+        ),
+        ("dpo", ("data.rejected_field=good",), "one conversation of its pair begins with the whole of the other"),
+        ("reward_model", ("data.margin_field=id2",), "field 'id2' is None; it must be a finite number"),
+        ("dpo", ("data.rejected_field=worse",), "no field 'worse'; it has"),
+    ],
+)
+def test_what_cannot_be_trained_on_ends_the_run_before_a_step(
+    place: Place, model: Path, job: str, more: tuple[str, ...], said: str
+) -> None:
+    run = place.fork_alone(f"refused-{len(place.runs)}", *keys(model, job, *more))
+    assert run.end() != 0
+    assert said in run.text().replace("\n", " ")
+    assert "Traceback" not in run.text()
+
+
+def test_a_classifier_is_no_policy(place: Place, reward: Run) -> None:
+    folder = reward.folder / f"hf_step_{STEPS:06d}"
+    run = place.fork_alone("policy", f"model.path={folder}", "train.steps=1")
+    assert run.end() != 0
+    assert "is a sequence classifier, which scores texts; job=rl needs a model with an output layer" in run.text()
+    measured = place.call_in_fork("eval", "runs/reward")
+    assert measured.end() == 1
+    assert "job=reward_model: its model scores texts and samples none" in measured.text()
+
+
+TIED = (
+    "--config",
+    "reward_tiny",
+    "learner.ep=1",
+    "model.tiny.tie_embeddings=true",
+    "train.steps=3",
+    "data.num_eval=16",
+)
+LAYOUTS = (("learner.tp=2",), ("learner.pp=2",), ("learner.cp=2",), ("learner.dp=2", "learner.ep=2"))
+
+
+@pytest.fixture(scope="module")
+def alone(place: Place) -> Run:
+    run = place.fork_alone("alone", *TIED, "eval.every=1", "checkpoint.every=1", "log.tensorboard=false")
+    run.finish()
+    return run
+
+
+def assert_alike(run: Run, alone: Run) -> None:
+    for row, wanted in zip(run.rows(), alone.rows(), strict=True):
+        for name in ("loss", "grad_norm", "eval/loss", "eval/preference_margin"):
+            assert row.get(name, 0) == pytest.approx(wanted.get(name, 0), rel=2e-4, abs=1e-6), (name, row["step"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda keys: keys[0])
+def test_every_layout_trains_the_same_reward_model(place: Place, alone: Run, layout: tuple[str, ...]) -> None:
+    """Of a model whose embedding is tied to the output layer that it loses; a resume goes on in one process."""
+    name = f"layout-{len(place.runs)}"
+    arguments = (*TIED, "eval.every=1", "checkpoint.every=1", "log.tensorboard=false")
+    place.fork_alone(name, *arguments, *layout).finish()
+    run = place.runs[-1]
+    assert_alike(run, alone)
+    shutil.rmtree(run.folder / "checkpoints" / "step_000003")
+    again = place.fork_alone(name, *arguments, resume=True)
+    again.finish()
+    assert "resuming from" in again.text()
+    assert_alike(again, alone)

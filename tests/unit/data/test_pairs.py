@@ -1,0 +1,121 @@
+"""Pairs of answers become rows: of generated sums, of problems and of conversations, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from rl_megatron.data.pairs import answer_pairs, margin_of, scored_pairs, with_margins
+from rl_megatron.data.problems.prompts import wrong
+from rl_megatron.data.problems.rendering import Problem
+from rl_megatron.errors import DataError
+from rl_megatron.models.tiny import byte_tokenizer
+from rl_megatron.rollout.conversation.pairs import paired_answers, paired_texts
+from rl_megatron.rollout.conversation.written import WrittenConversations
+from rl_megatron.types import Prompt
+
+TOKENIZER = byte_tokenizer()
+EOS = TOKENIZER.eos_token_id
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}{{ eos_token if m['role'] == 'assistant' else '' }}\n"
+    "{% endfor %}{{ 'a:' if add_generation_prompt else '' }}"
+)
+
+
+def said(text: str) -> list[dict[str, str]]:
+    """``u:x|a:y`` as messages."""
+    roles = {"u": "user", "a": "assistant", "s": "system"}
+    return [{"role": roles[part[0]], "content": part[2:]} for part in text.split("|")]
+
+
+def conversations() -> WrittenConversations:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template, tokenizer.split_special_tokens = TEMPLATE, False
+    return WrittenConversations(tokenizer, [EOS])
+
+
+def prompt(better: str, worse: str) -> Prompt:
+    text = json.dumps({"messages": said(better), "rejected": said(worse), "tools": []})
+    return Prompt(id="p:1", text=text, token_ids=(), answer="")
+
+
+def test_wrong_sums_have_the_answers_length_are_never_right_and_always_the_same() -> None:
+    problems = [Problem(id=f"{n}", place="", text="", raw="", answer=f"{n % 200:03d}") for n in range(2000)]
+    made = [wrong(one) for one in problems]
+    assert made == [wrong(one) for one in problems]
+    assert all(len(one) == 3 and one.isdigit() and one != two.answer for one, two in zip(made, problems, strict=True))
+    apart = [sum(a != b for a, b in zip(one, two.answer, strict=True)) for one, two in zip(made, problems, strict=True)]
+    assert 0.4 < apart.count(1) / len(apart) < 0.65  # half of them by intent, and few of the others
+
+
+def test_answers_of_problems_end_with_the_end_of_sequence_token_and_share_their_prompt() -> None:
+    one = Prompt(id="p", text="ab", token_ids=(7, 8), answer="x", rejected=("yz",))
+    ((better, worse),) = answer_pairs([one], TOKENIZER)
+    x, y, z = (TOKENIZER(letter, add_special_tokens=False)["input_ids"][0] for letter in "xyz")
+    assert (better.token_ids.tolist(), better.turns) == ([7, 8, x, EOS], ((2, 4),))
+    assert (worse.token_ids.tolist(), worse.turns) == ([7, 8, y, z, EOS], ((2, 5),))
+
+
+def test_a_scored_text_is_learnt_at_its_last_token_and_the_better_one_has_the_margin() -> None:
+    one = Prompt(id="p", text="ab", token_ids=(7, 8), answer="", rejected=())
+    pairs = scored_pairs([one], [("abc", "ad")], [0.5], TOKENIZER, add_special_tokens=False)
+    samples = with_margins([row for pair in pairs for row in pair])
+    ids = TOKENIZER("abcad", add_special_tokens=False)["input_ids"]
+    assert samples.input_ids.tolist() == ids
+    assert samples.mask.tolist() == [False, False, True, False, True]
+    assert samples.returns is not None
+    torch.testing.assert_close(samples.returns, torch.tensor([0, 0, 0.5, 0, 0]))
+    assert samples.cu_seqlens.tolist() == [0, 3, 5]
+
+
+def test_of_two_conversations_what_is_behind_their_common_messages_is_learnt() -> None:
+    ((better, worse),) = paired_answers([prompt("u:1|a:2|u:3|a:good", "u:1|a:2|u:3|a:no")], conversations())
+    for row, text in ((better, "good"), (worse, "no")):
+        ((start, stop),) = row.turns
+        assert TOKENIZER.decode(row.token_ids[start : stop - 1]) == text
+        assert row.token_ids[stop - 1] == EOS
+        assert TOKENIZER.decode(row.token_ids[:start]).replace(TOKENIZER.eos_token, "") == "u:1\na:2\nu:3\na:"
+    ((whole, _),) = paired_texts([prompt("u:1|a:2", "u:1|a:3")], conversations())
+    assert whole == f"u:1\na:2{TOKENIZER.eos_token}\n"
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "reason"),
+    [
+        ("u:1|a:2", "u:1|a:2", "one conversation of its pair begins with the whole of the other"),
+        ("u:1|a:2", "u:1|a:2|u:3|a:4", "one conversation of its pair begins with the whole of the other"),
+        (
+            "u:1|a:2",
+            "u:9|a:2",
+            "its conversations first differ in message 1, of the role 'user'; a pair has two answers",
+        ),
+        ("u:1|a:2", "u:1|u:3|a:2", "its conversations first differ in message 2, of the role 'user'"),
+    ],
+)
+def test_conversations_that_are_no_pair_are_refused_by_name(better: str, worse: str, reason: str) -> None:
+    with pytest.raises(DataError, match=f"prompt 'p:1': {reason}"):
+        paired_answers([prompt(better, worse)], conversations())
+
+
+def test_a_weight_of_0_takes_the_only_turn_from_a_pair() -> None:
+    one = json.loads(prompt("u:1|a:2", "u:1|a:3").text)
+    one["messages"][-1]["weight"] = 0
+    with pytest.raises(DataError, match="that the other lacks are in 0 rows"):
+        paired_answers([Prompt(id="p", text=json.dumps(one), token_ids=(), answer="")], conversations())
+
+
+@pytest.mark.parametrize("value", ["1", None, True, float("nan"), float("inf"), [1]])
+def test_a_margin_that_is_no_finite_number_is_refused(value: Any) -> None:
+    one = Prompt(id="p:3", text="", token_ids=(), answer="", meta={"m": value})
+    with pytest.raises(DataError, match=r"prompt 'p:3': field 'm' is .*; it must be a finite number"):
+        margin_of(one, "m")
+    assert margin_of(one, None) == 0
+
+
+def test_a_text_without_a_token_is_refused() -> None:
+    one = Prompt(id="p:3", text="", token_ids=(), answer="")
+    with pytest.raises(DataError, match="prompt 'p:3': a text of its pair has no token to score"):
+        scored_pairs([one], [("a", "")], [0], TOKENIZER, add_special_tokens=False)
