@@ -151,10 +151,11 @@ def _carried_problems(c: RunConfig, given: str) -> Iterator[str]:
 
 def _batch_problems(c: RunConfig) -> list[str]:
     out = []
-    if c.kind.samples and c.completions_per_step < c.train.minibatches:
+    parts, named = c.parts_of_minibatches
+    if c.kind.samples and parts < c.train.minibatches:
         out.append(
-            f"train.minibatches={c.train.minibatches} is more than the {c.completions_per_step} completions of a step "
-            f"({c.named_completions}); lower the first or raise the others"
+            f"train.minibatches={c.train.minibatches} is more than the {parts} {named}; lower the first or raise the "
+            "others"
         )
     longest, pairs = c.longest_sequence, c.kind.pairs or c.algorithm.preference_beta is not None
     wanted = 2 * longest if pairs else longest
@@ -188,8 +189,7 @@ def _group_problems(c: RunConfig) -> list[str]:
     """Groups that give no gradient, and groups that dynamic sampling would drop although they give one."""
     a, r, out = c.algorithm, c.rollout, []
     levels = {f"algorithm.advantage_mean={a.advantage_mean}", f"algorithm.advantage_std={a.advantage_std}"}
-    ends = ("=group",), ("=batch", "=advantages")
-    over_group, over_batch = (sorted(key for key in levels if key.endswith(over)) for over in ends)
+    over_group, over_batch = (sorted(k for k in levels if k.endswith(e)) for e in ("=group", ("=batch", "=advantages")))
     over_batch += ["algorithm.whiten=true"] if a.whiten and a.credit == "completion" else []
     of_turns = a.credit == "turn" and a.turn_baseline == "all"  # which one trajectory has several of
     if r.group_size == 1 and over_group and a.preference_beta is None and not of_turns:

@@ -178,6 +178,9 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
     for leaf, reason in _without_effect(config.algorithm):
         for _ in _set(algorithm, leaf):
             out.setdefault(leaf, reason)
+    train = dict(_leaves("train", config.train))
+    if reason := _groups_are_whole_anyway(config):
+        out |= dict.fromkeys(_set(train, "train.whole_groups"), reason)
     weights = dict(_leaves("weights", config.weights))
     for key, reason in _unread_weights(config):
         out |= dict.fromkeys(_set(weights, f"weights.{key}"), reason)
@@ -188,8 +191,17 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
     environment = dict(_leaves("environment", config.environment))
     if config.environment.function is None:
         out |= dict.fromkeys(_set(environment, "environment"), "without environment.function there is no environment")
-    every = algorithm | rollout | reward | weights | sandbox | environment
+    every = algorithm | rollout | reward | train | weights | sandbox | environment
     return [_does_nothing(leaf, *every[leaf], out[leaf]) for leaf in every if leaf in out]
+
+
+def _groups_are_whole_anyway(config: RunConfig) -> str:
+    """Why ``train.whole_groups`` can move no completion; empty if it can."""
+    if config.train.minibatches == 1:
+        return "with train.minibatches=1 a minibatch is the whole batch"
+    if config.algorithm.preference_beta is not None:
+        return f"algorithm.preference_beta={config.algorithm.preference_beta} keeps each group's pair together"
+    return "with rollout.group_size=1 a group is one completion" if config.rollout.group_size == 1 else ""
 
 
 def problems_of_own_objective(row: AlgorithmSection, read: Collection[str]) -> list[str]:

@@ -114,6 +114,8 @@ class TrainSection(Section):
     """Number of rollout batches to train on."""
     minibatches: Positive = 2
     """Number of minibatches of a rollout batch; each is one optimizer step."""
+    whole_groups: bool = False
+    """Whether all completions of a prompt are in one minibatch; false: completions are shuffled one by one."""
     epochs: Positive = 1
     """Passes over a rollout batch, each with its own split into minibatches."""
     learning_rate: PositiveFloat = 1e-3
@@ -355,6 +357,14 @@ class RunConfig(Section):
         return (
             f"rollout.prompts_per_step={self.rollout.prompts_per_step} * rollout.group_size={self.rollout.group_size}"
         )
+
+    @property
+    def parts_of_minibatches(self) -> tuple[int, str]:
+        """How many indivisible parts minibatches are made of, and what they are, with their keys, for messages."""
+        if self.train.whole_groups:
+            prompts = self.rollout.prompts_per_step
+            return prompts, f"whole groups of a step (rollout.prompts_per_step={prompts})"
+        return self.completions_per_step, f"completions of a step ({self.named_completions})"
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:

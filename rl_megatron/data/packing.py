@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.gathered import MicroBatches, computed_lengths
-from rl_megatron.data.samples import members_of, split_minibatches, tokens_of, trajectory_parts
+from rl_megatron.data.samples import members_of, split_minibatches, tokens_of, whole_parts
 from rl_megatron.errors import DataError
 from rl_megatron.options.padding import PaddingSection, padded_tokens
 from rl_megatron.types import Batch, ParallelDims, Samples
@@ -75,7 +75,8 @@ def pack(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packer:
-    """Packs for the ranks of one learner; the first fields are arguments of `pack`.
+    """Packs for the ranks of one learner; the first fields are arguments of `pack`. ``whole_groups``: a group's
+    sequences are in one minibatch.
 
     ``padding`` has the most sequences of a micro-batch, and what the learner pads it to.
     """
@@ -85,6 +86,7 @@ class Packer:
     attention_cost: float
     unit: int = 1
     padding: PaddingSection = field(default_factory=PaddingSection)
+    whole_groups: bool = False
 
     def pack(
         self, samples: Samples, *, part: NDArray[np.int64] | None = None, ranks: NDArray[np.int64] | None = None
@@ -126,8 +128,9 @@ class Packer:
     ) -> Iterator[Batch]:
         """Split and pack the samples once for each seed, each time in a new order.
 
-        Into ``most`` parts, or as many as there are units; a trajectory's sequences stay together. The ``nll_weights``
-        of a batch are divided by how many of its tokens have one; ``weighted`` gives it other columns for its part.
+        Into ``most`` parts, or as many as there are units or whole groups; a trajectory's sequences stay together. The
+        ``nll_weights`` of a batch are divided by how many of its tokens have one; ``weighted`` gives it other columns
+        for its part.
         """
         for seed in seeds:
             for part in self._parts(samples, most, seed):
@@ -148,8 +151,9 @@ class Packer:
         return out
 
     def _parts(self, samples: Samples, most: int, seed: int) -> list[NDArray[np.int64]]:
-        if samples.trajectory_of is not None:
-            return trajectory_parts(samples.trajectory_of, most, seed)
+        together = samples.group_of if self.whole_groups else samples.trajectory_of
+        if together is not None:
+            return whole_parts(together, most, seed)
         num = min(most, samples.num_sequences // self.unit)
         return split_minibatches(samples.num_sequences, num, seed, unit=self.unit)
 
@@ -179,10 +183,17 @@ class Packer:
         }
 
 
-def packer_of(learner: LearnerSection, *, attention_cost: float, unit: int = 1) -> Packer:
+def packer_of(learner: LearnerSection, *, attention_cost: float, unit: int = 1, whole_groups: bool = False) -> Packer:
     """The packer for the learner's layout and its most tokens per micro-batch."""
     most = learner.max_tokens_per_micro_batch
-    return Packer(dims=learner.dims, max_tokens=most, attention_cost=attention_cost, unit=unit, padding=learner.padding)
+    return Packer(
+        dims=learner.dims,
+        max_tokens=most,
+        attention_cost=attention_cost,
+        unit=unit,
+        padding=learner.padding,
+        whole_groups=whole_groups,
+    )
 
 
 def plan_packing(

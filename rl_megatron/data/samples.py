@@ -161,10 +161,11 @@ def members_of(units: NDArray[np.int64], unit: int) -> NDArray[np.int64]:
     return (units[:, None] * unit + np.arange(unit)).reshape(-1)
 
 
-def trajectory_parts(trajectory_of: Tensor, most: int, seed: int) -> list[NDArray[np.int64]]:
-    """The sequences of each of at most ``most`` parts, shuffled: those of a trajectory are neighbours in one part."""
-    counts = np.unique(trajectory_of.numpy(), return_counts=True)[1]
-    sequences = np.split(np.argsort(trajectory_of.numpy(), kind="stable"), np.cumsum(counts)[:-1])
+def whole_parts(ids: Tensor, most: int, seed: int) -> list[NDArray[np.int64]]:
+    """The sequences of each of at most ``most`` parts, shuffled: those of equal ``ids`` [S], of a trajectory or of a
+    group, are neighbours in one part."""
+    counts = np.unique(ids.numpy(), return_counts=True)[1]
+    sequences = np.split(np.argsort(ids.numpy(), kind="stable"), np.cumsum(counts)[:-1])
     parts = split_minibatches(len(counts), min(most, len(counts)), seed)
     return [np.concatenate([sequences[one] for one in part]) for part in parts]
 

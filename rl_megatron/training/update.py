@@ -83,8 +83,8 @@ class Update:
         check_own_objective(self.config.algorithm)
         self.state = AlgorithmState(kl_coefficient=self.config.algorithm.kl.coefficient)
         self._selection = selection_of(self.config.algorithm)
-        cost, unit = self.attention_cost, self._selection.unit
-        self._packer = packer_of(self.config.learner, attention_cost=cost, unit=unit)
+        cost, unit, whole = self.attention_cost, self._selection.unit, self.config.train.whole_groups
+        self._packer = packer_of(self.config.learner, attention_cost=cost, unit=unit, whole_groups=whole)
         self.policy_steps, self.critic_steps = (
             OptimizerSteps(name=name, most=self.config.train.most_skipped) for name in ("policy", "critic")
         )
@@ -164,9 +164,8 @@ class Update:
     def _samples_of(self, groups: Sequence[RolloutGroup]) -> Samples:
         """Samples of the groups, with the engine's routes if the run needs them. Raises DataError if it has none."""
         section, asking = self.config.algorithm, self.config.asks_for_routes
-        samples = to_samples(
-            groups, groups_of=section.aggregation == "prompt_mean", turns_of=section.ratio_level == "turn"
-        )
+        groups_of = section.aggregation == "prompt_mean" or self.config.train.whole_groups
+        samples = to_samples(groups, groups_of=groups_of, turns_of=section.ratio_level == "turn")
         if section.preference_beta is not None and samples.trajectory_of is not None:
             raise DataError("algorithm.preference_beta pairs completions of one row; these trajectories have several")
         if asking is None:
