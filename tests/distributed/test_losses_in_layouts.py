@@ -84,12 +84,15 @@ def jobs() -> dict[str, tuple[Loss, int, Samples]]:
     """Loss, unit of packing and samples of each row of conf/algorithm/, and of the terms beside them."""
     samples = make_samples()
     plain = replace(samples, proximal_share=None, nll_weights=None, old_kl_weights=None)
+    grouped = replace(plain, group_of=torch.arange(samples.num_sequences) // 6)
     out: dict[str, tuple[Loss, int, Samples]] = {}
     for name in NAMES:
         config = load_config("tiny_cpu", [f"algorithm={name}"])
         unit = 1 if config.algorithm.preference_beta is None else 2
         held = samples.old_kl_weights if config.algorithm.tokens.choose == "kl_cov" else None
-        out[name] = of(config), unit, replace(plain, nll_weights=samples.nll_weights, old_kl_weights=held)
+        weight = token_weight(grouped, config.algorithm.aggregation, max_length=1)
+        row = replace(plain, nll_weights=samples.nll_weights, old_kl_weights=held, token_weight=weight)
+        out[name] = of(config), unit, row
     config = load_config("tiny_cpu", ["algorithm=grpo", "algorithm.entropy_coefficient=0.1"])
     out["kl and entropy"] = of(config, 0.3), 1, plain
     out["interpolated"] = of(load_config("tiny_cpu", ["algorithm=decoupled_ppo"])), 1, samples
