@@ -10,7 +10,7 @@
 # make test-pretended-gpu                      the learner's tests again, on pretended GPUs: ten minutes on two cores
 # make test-gpu [HALF=1|2] [GPU_PYTHON=python3]  the kit for one GPU, ten minutes a half; prints a table of figures
 # make test-kills [ARGS="--points 20"]         a run with servers, killed at 100 points: is a prompt lost or trained twice?
-# make test-learns                             the recipes calculator, sft_tiny, dpo_tiny, reward_tiny with three seeds: do they learn? a minute each
+# make test-learns                             calculator, sft_tiny, dpo_tiny, reward_tiny, distill_tiny, three seeds of each: do they learn?
 # make test-images                             the learner's steps of an image, in a new environment: minutes, and the index
 # make mutants [ARGS="--sample 40 --seed 1"]   are 400 faults put into the arithmetic seen by a test? up to an hour
 # make lint                                    linters alone (what pre-commit runs)

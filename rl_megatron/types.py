@@ -186,8 +186,7 @@ class Scored:
     total: float  # the reward; of a weighted sum, the sum
     parts: Mapping[str, float] = field(default_factory=dict)  # of a weighted sum, by name, before their weights
     error: str | None = None  # why there is no finite reward
-    answer: str | None = None  # what was read out of the completion, alike for equal answers; "": nothing was found.
-    # None: this reward reads none
+    answer: str | None = None  # read out of the completion, alike for equal answers; "": none there; None: none read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +221,7 @@ class Samples:
     rollout_logprobs: Tensor  # [N] float32
     old_logprobs: Tensor  # [N] float32
     ref_logprobs: Tensor | None = None  # [N] float32, of the frozen reference
+    ref_top: Tensor | None = None  # [N, 2, k] float32, its most probable tokens and their log-probs
     old_values: Tensor | None = None  # [N] float32, of the critic at the start of the update
     returns: Tensor | None = None  # [N] float32, what the critic learns
     proximal_share: Tensor | None = None  # [N] float32, how far the old policy is from the rollout's to the current
@@ -255,7 +255,7 @@ class Samples:
 class LossInputs:
     """The input of a loss: one micro-batch on one rank. T positions, S sequences (some only in part, under CP).
 
-    A policy's loss has a gradient through ``logprobs`` and ``entropy``; a critic's only through ``values``, and its
+    A policy's loss has a gradient through log-probs and ``entropy``; a critic's only through ``values``, and its
     ``logprobs`` and ``entropy`` are zeros. ``segment_sum`` maps a detached [T] tensor to [S], the sums over each
     sequence and over all ranks that share it; ``turn_sum`` maps it to [T], the sums over each token's turn.
     ``num_tokens`` and ``num_sequences`` are the **global** denominators of the whole (mini)batch.
@@ -268,6 +268,8 @@ class LossInputs:
     advantages: Tensor  # [T] float32
     mask: Tensor  # [T] bool
     values: Tensor | None = None  # [T] float32
+    top_logprobs: Tensor | None = None  # [T, k] float32 with a gradient, of the tokens of ``ref_top``
+    ref_top: Tensor | None = None  # [T, 2, k]
     ref_logprobs: Tensor | None = None  # [T] float32; this and the rest as in Samples
     old_values: Tensor | None = None
     returns: Tensor | None = None
@@ -333,18 +335,17 @@ class Batch:
     last_tokens: bool = False  # whether each sequence has its last target as one more input
 
 
-Want = Literal["logprobs", "entropy", "values", "routes", "logits"]
+Want = Literal["logprobs", "entropy", "values", "routes", "logits", "top"]
 """What a model can compute for positions: ``logprobs`` of the targets and the ``entropy`` (nats), and a critic's
 ``values``, [N] float32 for each micro-batch; ``routes``, the experts that the pass took, [N, MoE layers, top_k];
-``logits`` at temperature 1 of the m masked-in positions, [m, V] float32."""
+``logits`` at temperature 1 of the m masked-in positions, [m, V] float32; ``top`` as Samples.ref_top, [N, 2, k]."""
 Scores = Sequence[Sequence["Tensor"]]
 """[D][M]: the requested quantity for each of a batch's micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The result of one optimizer step. ``metrics`` are what the ranks' observers measured since the step before, under
-    the names of docs/metrics.md."""
+    """The result of one optimizer step. ``metrics`` are what observers measured since the step before it."""
 
     grad_norm: float  # before clipping
     metrics: Mapping[str, Metric[float]] = field(default_factory=dict)
@@ -363,10 +364,7 @@ class Culprit:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedStep:
     """An optimizer step that the learner skipped because its gradient was not finite: no bit of weights and moments
-    changed.
-
-    If ``culprits`` is empty, no micro-batch alone reproduced such a gradient.
-    """
+    changed. Without ``culprits``, no micro-batch alone reproduced such a gradient."""
 
     grad_norm: float
     culprits: tuple[Culprit, ...]

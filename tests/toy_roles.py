@@ -34,7 +34,7 @@ from rl_megatron.types import (
 )
 from tests.completions import completion
 
-VOCABULARY = 12
+VOCABULARY, NAMED = 12, 5
 NOT_OF_A_LOSS = ("input_ids", "targets", "routes", "turn_of")
 
 
@@ -86,6 +86,11 @@ class Toy:
             found = await self.score(batch, want - {"entropy"})
             tables = [[looked_up(self.weights, m).log_softmax(-1) for m in row] for row in batch.micro_batches]
             return {**found, "entropy": [[-(x.exp() * x).sum(-1) for x in row] for row in tables]}
+        if "top" in want:
+            found = await self.score(batch, want - {"top"})
+            logits = [[looked_up(self.weights, m) for m in row] for row in batch.micro_batches]
+            tables = [[x.log_softmax(-1).topk(NAMED) for x in row] for row in logits]
+            return {**found, "top": [[torch.stack([x.indices.float(), x.values], 1) for x in row] for row in tables]}
         if "routes" not in want:
             return {mine: self._scores(batch, "score")}
         chosen = [[(m.input_ids % 2).to(torch.uint8).reshape(-1, 1, 1) for m in row] for row in batch.micro_batches]
@@ -124,6 +129,9 @@ class Toy:
             logprobs=zeros if self.is_critic else of,
             entropy=zeros if logits is None else -(logits.exp() * logits).sum(-1),
             values=of if self.is_critic else None,
+            top_logprobs=None
+            if logits is None or samples.ref_top is None
+            else logits.gather(1, samples.ref_top[:, 0].long()),
             segment_ids=ids,
             segment_sum=partial(segment_sum, ids=ids, num_segments=samples.num_sequences),
             turn_sum=turn_sum(ids, samples),

@@ -160,7 +160,9 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
     """Train, and export the model unless the run will soon be resumed. Returns whether every step was made."""
     async with started(parts, progress, stop) as (roles, data, shape):
         parts = replace(parts, config=_with_steps(parts.config, data, progress))
-        with contextlib.closing(Recorder(parts.folder, parts.config.log, progress, loop_watch.row)) as recorder:
+        section, is_taught = parts.config.log, parts.config.algorithm.needs_top
+        made = Recorder(parts.folder, section, progress, loop_watch.row, is_taught=is_taught)
+        with contextlib.closing(made) as recorder:
             warm_start, loop = loops_of(parts, shape, roles, data, recorder, stop)
             loop_watch.begin()
             of_warm_start = start is None or start.state.warm_start_step is not None

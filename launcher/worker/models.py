@@ -53,7 +53,7 @@ class RankModels:
         self._rank, self._model_folder, self._leave = rank, setup.model_folder, world.leave
         self._made_up = config.seed if config.model.random_weights else None
         policy = job_shape(config, read_shape(setup.model_folder, config.learner.model))
-        self._shape = role_shape(config, policy, setup.role, setup.code)
+        self._shape, self._vocab_size = role_shape(config, policy, setup.role, setup.code), policy.vocab_size
         self._device = world.join(
             config.learner,
             rank=rank,
@@ -88,7 +88,11 @@ class RankModels:
         made = {}
         if role == LEARNER:
             made["policy"] = make_policy(
-                self._shape, config.learner, self._device, temperature=config.rollout.temperature
+                self._shape,
+                config.learner,
+                self._device,
+                temperature=config.rollout.temperature,
+                top_k=config.algorithm.kl.top_k,
             )
         if role == ("critic" if "critic" in config.roles.separate else LEARNER) and config.algorithm.needs_critic:
             section = config.algorithm.critic
@@ -101,8 +105,15 @@ class RankModels:
 
         if role != "reference":
             return {}
-        temperature = config.rollout.temperature
-        return {"reference": make_frozen(self._shape, config.learner, self._device, temperature=temperature)}
+        made = make_frozen(
+            self._shape,
+            config.learner,
+            self._device,
+            temperature=config.rollout.temperature,
+            top_k=config.algorithm.kl.top_k,
+            top_below=self._vocab_size,
+        )
+        return {"reference": made}
 
     def start_from(self, role: str, folder: Path) -> None:
         """Load this rank's part of a model from a Hugging Face folder, or from a megatron checkpoint.

@@ -7,8 +7,10 @@ negative, k1 unbiased, k2 biased with little variance (verl calls it mse).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, required
@@ -17,6 +19,7 @@ from rl_megatron.config.sections.algorithm import KLSection
 from rl_megatron.types import LossInputs
 
 Estimator = Callable[[Tensor, Tensor], Tensor]
+LEAST_REST = 1e-6  # float32 sums of probabilities are as exact
 _OF_THE_GRADIENT = ("k2",)  # estimators whose mean gradient, not whose value, is the KL's
 
 
@@ -41,7 +44,8 @@ def absolute(logprobs: Tensor, reference: Tensor) -> Tensor:
     return (reference - logprobs).abs()
 
 
-ESTIMATORS: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
+ESTIMATORS: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute, "top_k": k1}
+"""At a sampled token. Under ``top_k`` the loss has the divergence itself, and metrics and the controller have k1."""
 
 
 def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, estimator: str) -> Tensor:
@@ -68,14 +72,41 @@ def kl_term(inputs: LossInputs, section: KLSection) -> Tensor:
 
     ``importance_weighted`` multiplies each token by pi / pi_rollout, so that for any policy that sampled, and any gap
     between engine and learner, the mean over tokens has the gradient of KL(pi‖ref). k1 and k3 estimate the value, so
-    their weight has a gradient (DeepSeek-V3.2); k2 estimates the gradient, so its weight is detached.
+    their weight has a gradient (DeepSeek-V3.2); k2 estimates the gradient, so its weight is detached. ``top_k`` is no
+    estimate, but the `divergence` at each position.
     """
+    if section.estimator == "top_k":
+        reference = required(inputs.ref_top, "ref_top")[:, 1]
+        return divergence(required(inputs.top_logprobs, "top_logprobs"), reference, beta=section.beta)
     per_token = ESTIMATORS[section.estimator](inputs.logprobs, required(inputs.ref_logprobs, "ref_logprobs"))
     if not section.importance_weighted:
         return per_token
     log_ratio = inputs.logprobs - inputs.rollout_logprobs
     weight = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     return per_token * (weight.detach() if section.estimator in _OF_THE_GRADIENT else weight)
+
+
+def divergence(logprobs: Tensor, reference: Tensor, *, beta: float) -> Tensor:
+    """Generalised Jensen-Shannon divergence [T] of two policies' log-probs [T, k] of the same tokens, and of one bucket
+    of all others: beta KL(ref‖m) + (1 - beta) KL(pi‖m), m = beta ref + (1 - beta) pi (arXiv:2306.13649); at 0 it is
+    KL(ref‖pi), at 1 KL(pi‖ref). The bucket has a probability of ``LEAST_REST`` or more."""
+    pi, ref = (_with_rest(x) for x in (logprobs, reference))
+    if beta == 0:
+        return _kl(ref, pi)
+    if beta == 1:
+        return _kl(pi, ref)
+    mixed = torch.logaddexp(ref + math.log(beta), pi + math.log1p(-beta))
+    return beta * _kl(ref, mixed) + (1 - beta) * _kl(pi, mixed)
+
+
+def _with_rest(logprobs: Tensor) -> Tensor:
+    """[T, k] -> [T, k + 1]"""
+    rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=LEAST_REST)
+    return torch.cat([logprobs, rest.log()], -1)
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q)).sum(-1)
 
 
 def adaptive_beta(beta: float, kl: float, *, target: float, num_samples: int, horizon: int = 10_000) -> float:

@@ -29,6 +29,8 @@ _VALUES = (
     "advantages",
     "values",
     "ref_logprobs",
+    "ref_top",
+    "top_logprobs",
     "old_values",
     "returns",
     "proximal_share",
@@ -46,7 +48,9 @@ def masked(inputs: LossInputs) -> LossInputs:
     """
     given = {name: x for name in _VALUES if (x := getattr(inputs, name)) is not None}
     wide = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in given.items()}
-    cut: dict[str, Any] = {name: torch.where(inputs.mask, x, 0.0) for name, x in wide.items()}
+    cut: dict[str, Any] = {
+        name: torch.where(inputs.mask.view(-1, *[1] * (x.dim() - 1)), x, 0.0) for name, x in wide.items()
+    }
     return replace(inputs, **cut)
 
 

@@ -36,7 +36,12 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
             "learner.deterministic=true with weights.transport=process_group into servers: the learner's ranks choose "
             f"NCCL's algorithm by NCCL_ALGO, {_ONE_GROUP}"
         )
-    if not (c.algorithm.kl.coefficient > 0 and c.algorithm.kl.placement != "loss"):
+    if c.algorithm.needs_top and c.learner.head_dtype is not None:
+        yield (
+            f"learner.head_dtype={c.learner.head_dtype} with algorithm.kl.estimator=top_k: it makes logits of a few "
+            "positions at a time and keeps none; leave it out, or set kl.estimator=k1, k2 or k3"
+        )
+    if not (c.algorithm.needs_top or (c.algorithm.kl.coefficient > 0 and c.algorithm.kl.placement != "loss")):
         yield from _of_no_reward(c)
     if c.rollout.server.batch_invariant:
         yield from _of_servers(c)
@@ -62,7 +67,7 @@ def _of_no_reward(c: RunConfig) -> Iterator[str]:
         if section.only_records:
             yield (
                 f"{key}.parts: the weights of {', '.join(section.parts)} are all 0, and no KL is part of the reward; "
-                "give one a weight, or set algorithm.kl (algorithm=distill does)"
+                "give one a weight, or set algorithm.kl (algorithm=distill and gkd do)"
             )
 
 

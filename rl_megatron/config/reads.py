@@ -28,7 +28,9 @@ OWN = "package.module:name"
 """The state of a choice that is code of the user's own."""
 _CORRECTION = ("correction.level", "correction.low", "correction.high", "correction.of")
 _OF_THE_GAP = ("correction.mode", "correction.times", "correction.veto")
-_KL = tuple(f"kl.{key}" for key in ("placement", "estimator", "importance_weighted", "target", "horizon"))
+_KL = tuple(
+    f"kl.{key}" for key in ("placement", "estimator", "importance_weighted", "target", "horizon", "top_k", "beta")
+)
 _OF_OBJECTIVES = (
     "ratio_level",
     "clip_low",
@@ -94,6 +96,8 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "kl.coefficient": {OFF: (), ON: _KL},
     "kl.placement": {"loss": ("kl.importance_weighted",), "token_reward": (), "completion_reward": ()},
     "kl.target": {OFF: (), ON: ("kl.horizon",)},
+    "kl.estimator": dict.fromkeys(("k1", "k2", "k3", "abs"), ("kl.importance_weighted",))
+    | {"top_k": ("kl.top_k", "kl.beta")},
     "overlong_buffer": {OFF: (), ON: ("overlong_factor",)},
 }
 """For each choice of the ``algorithm`` section and each of its values: the keys and inner sections that it reads."""

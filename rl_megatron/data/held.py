@@ -144,7 +144,7 @@ def _decoded(form: Form, sent: Tensor, lengths: Tensor, mask: Tensor | None, ids
         return targets
     if form == "masked":
         assert mask is not None
-        out = torch.zeros(total)
+        out = torch.zeros(total, *sent.shape[1:])
         out[mask] = sent
         return out
     if form in ("trained", "spread"):

@@ -87,8 +87,8 @@ class Sent:
                 missing.setdefault(new.tobytes(), (new, []))[1].append(name)
         pieces = [_as_int32(rows), _as_int32(np.array([len(ids) for ids in plan]))]
         empty = any(not len(ids) for ids in plan)
-        spare = [name for name in TO_SCORE if empty and name in columns and name != "mask"]
-        pieces += [_whole(columns[name][: batch.spare].numpy()) for name in spare]
+        spare = [n for n in columns if empty and n != "mask" and (n in TO_SCORE or columns[n].dim() > 1)]
+        pieces += [_whole(_spare(columns[name], name, batch.spare)) for name in spare]
         blocks = []
         for new, names in sorted(missing.values(), key=lambda block: "mask" not in block[1]):  # others are cut by it
             forms, more = self._block(new, names)
@@ -174,10 +174,10 @@ def _shifted(ids: NDArray[np.int64], targets: NDArray[np.int64], rows: _Rows) ->
 
 def _form(column: NDArray[np.float32], rows: _Rows) -> Form:
     bits, of_rows = column.view(np.int32), column[rows.some]
-    left: list[Form] = ["trained", "spread", "masked"]
+    left: list[Form] = ["trained", "spread", "masked"] if column.ndim == 1 else ["masked"]
     for of_part, places in rows.parts:
         part, mask = bits[places], rows.mask[places]
-        everywhere = torch.from_numpy(np.repeat(of_rows[of_part], rows.lengths[of_part]))
+        everywhere = torch.from_numpy(np.repeat(of_rows[of_part], rows.lengths[of_part], axis=0))
         holds = {
             "trained": lambda: _equal(everywhere * torch.from_numpy(mask), part),  # noqa: B023  called at once
             "spread": lambda: _equal(everywhere, part),  # noqa: B023
@@ -209,6 +209,12 @@ def _narrowed(numbers: NDArray[Any]) -> tuple[NDArray[Any], np.dtype[Any]]:
     if numbers.dtype != np.int64 or (len(numbers) and (numbers.min() < -(2**31) or numbers.max() >= 2**31)):
         return numbers, numbers.dtype
     return numbers, np.dtype(np.int32)
+
+
+def _spare(column: Tensor, name: str, count: int) -> NDArray[Any]:
+    """As `gathered` has it behind no sequence."""
+    first = column[:count]
+    return (first if name in TO_SCORE else torch.zeros_like(first)).numpy()
 
 
 def _whole(array: NDArray[Any]) -> Pieces:

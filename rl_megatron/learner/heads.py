@@ -12,9 +12,13 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from typing_extensions import override
 
+from rl_megatron.learner.chosen import logits_of, top_tokens
 from rl_megatron.learner.logprobs import float32_logits, head_logprobs, token_logprobs
 from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.types import Want
+
+EXACT = 2**24
+"""Smaller integers are exact in float32."""
 
 
 class Head(Protocol):
@@ -36,15 +40,29 @@ class Head(Protocol):
 class VocabHead(Head):
     """A policy: logits [1, t, V / tp] become log-probs of the targets and the entropy."""
 
-    says: ClassVar[frozenset[Want]] = frozenset(("logprobs", "entropy", "logits"))
+    says: ClassVar[frozenset[Want]] = frozenset(("logprobs", "entropy", "logits", "top"))
     temperature: float
     vocab_size: int
     chunk: int
+    top_k: int = 0
+    """How many tokens ``top`` names."""
+    top_below: int = EXACT
+    """``top`` names tokens with smaller ids alone."""
 
     @override
     def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
         logprobs, entropy = self._logprobs(output.squeeze(0), micro_batch.targets)
-        return {"logprobs": logprobs, "entropy": entropy}
+        found = {"logprobs": logprobs, "entropy": entropy}
+        if (named := micro_batch.columns.get("ref_top")) is not None:
+            found["top_logprobs"] = self._logprobs_of(output.squeeze(0), micro_batch.targets, logprobs, named[:, 0])
+        return found
+
+    def _logprobs_of(self, logits: Tensor, targets: Tensor, logprobs: Tensor, tokens: Tensor) -> Tensor:
+        """Log-probs [t, k] of ``tokens`` [t, k], by those of the targets."""
+        cut = self._cut(logits.shape[-1])
+        every = torch.cat([tokens.long(), targets[:, None]], 1)
+        x = logits_of(logits, every, vocab_start=cut["vocab_start"], group=cut["group"]) / self.temperature
+        return x[:, :-1] - x[:, -1:] + logprobs[:, None]
 
     def _logprobs(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return token_logprobs(logits, targets, **self._cut(logits.shape[-1]))
@@ -67,12 +85,24 @@ class VocabHead(Head):
     @override
     def scores(self, output: Tensor, micro_batch: PackedMicroBatch, want: frozenset[Want]) -> dict[Want, Tensor]:
         found: dict[Want, Tensor] = {}
-        if want & {"logprobs", "entropy"}:
+        if want & {"logprobs", "entropy", "top"}:
             every = self(output, micro_batch)
             found |= {name: every[name] for name in want & {"logprobs", "entropy"}}
+            if "top" in want:
+                found["top"] = self._top(output.squeeze(0), micro_batch, every["logprobs"])
         if "logits" in want:
             found["logits"] = self._masked_in(output, micro_batch)
         return found
+
+    def _top(self, logits: Tensor, micro_batch: PackedMicroBatch, logprobs: Tensor) -> Tensor:
+        """[t, 2, k]; zeros outside the mask. ``logprobs`` [t] are those of the targets."""
+        cut, mask = self._cut(logits.shape[-1]), micro_batch.columns["mask"]
+        below = min(self.vocab_size, self.top_below)
+        tokens = top_tokens(logits[mask], min(self.top_k, below), below, cut["vocab_start"], cut["group"])
+        found = self._logprobs_of(logits[mask], micro_batch.targets[mask], logprobs[mask], tokens)
+        out = found.new_zeros(len(logits), 2, tokens.shape[1])
+        out[mask] = torch.stack([tokens.float(), found], 1)
+        return out
 
     def _masked_in(self, output: Tensor, micro_batch: PackedMicroBatch) -> Tensor:
         """Logits before the temperature, over the whole vocabulary, so only of the masked-in positions."""

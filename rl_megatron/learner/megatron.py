@@ -16,7 +16,7 @@ cpu.install()  # before the modules below bind megatron's functions
 
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 
-from rl_megatron.learner.heads import Float32Head, Head, ValueHead, VocabHead  # noqa: E402
+from rl_megatron.learner.heads import EXACT, Float32Head, Head, ValueHead, VocabHead  # noqa: E402
 from rl_megatron.learner.model.build import build_chunks, make_config  # noqa: E402
 from rl_megatron.learner.model.hidden import stop_before_output_layer  # noqa: E402
 from rl_megatron.learner.model.value import ScoreLayer, ValueLayer, put_layer  # noqa: E402
@@ -27,15 +27,26 @@ L = TypeVar("L", bound=MegatronLearner)
 
 
 def make_policy(
-    shape: ModelShape, learner: LearnerSection, device: torch.device, *, temperature: float
+    shape: ModelShape,
+    learner: LearnerSection,
+    device: torch.device,
+    *,
+    temperature: float,
+    top_k: int = 0,
 ) -> MegatronLearner:
     """This rank's part of the learner of a policy, or of a reward model, whose ``shape`` scores; after `world.join`.
-    Every rank calls it."""
-    return make_policy_as(MegatronLearner, shape, learner, device, temperature=temperature)
+    Every rank calls it. ``top_k``: see `VocabHead`."""
+    return make_policy_as(MegatronLearner, shape, learner, device, temperature=temperature, top_k=top_k)
 
 
 def make_policy_as(
-    kind: type[L], shape: ModelShape, learner: LearnerSection, device: torch.device, *, temperature: float
+    kind: type[L],
+    shape: ModelShape,
+    learner: LearnerSection,
+    device: torch.device,
+    *,
+    temperature: float,
+    top_k: int = 0,
 ) -> L:
     """As `make_policy`, a learner of another class."""
     config = make_config(shape, learner)
@@ -44,17 +55,23 @@ def make_policy_as(
     if shape.scores:
         put_layer(ScoreLayer, models, config)
     else:
-        head = _vocab_head(shape, learner, models, temperature)
+        head = _vocab_head(shape, learner, models, temperature, top_k=top_k)
     return kind(shape, learner, device, config, models, head)
 
 
 def make_frozen(
-    shape: ModelShape, learner: LearnerSection, device: torch.device, *, temperature: float
+    shape: ModelShape,
+    learner: LearnerSection,
+    device: torch.device,
+    *,
+    temperature: float,
+    top_k: int = 0,
+    top_below: int = EXACT,
 ) -> MegatronScorer:
     """As `make_policy`, without gradients, optimizer or CUDA graphs."""
     config = make_config(shape, learner.model_copy(update={"cuda_graphs": False}))
     models = build_chunks(shape, learner, config)
-    head = _vocab_head(shape, learner, models, temperature)
+    head = _vocab_head(shape, learner, models, temperature, top_k=top_k, top_below=top_below)
     chunks = [module.to(device).requires_grad_(False) for module in modules(config, models)]
     return MegatronScorer(shape, learner, device, models, head, chunks)
 
@@ -69,11 +86,17 @@ def make_critic(shape: ModelShape, learner: LearnerSection, device: torch.device
 
 
 def _vocab_head(
-    shape: ModelShape, learner: LearnerSection, models: Sequence[GPTModel], temperature: float
+    shape: ModelShape,
+    learner: LearnerSection,
+    models: Sequence[GPTModel],
+    temperature: float,
+    *,
+    top_k: int,
+    top_below: int = EXACT,
 ) -> VocabHead:
     vocab_size, chunk = shape.vocab_size, learner.logprob_chunk_tokens
     if learner.head_dtype is None:
-        return VocabHead(temperature=temperature, vocab_size=vocab_size, chunk=chunk)
+        return VocabHead(temperature=temperature, vocab_size=vocab_size, chunk=chunk, top_k=top_k, top_below=top_below)
     stop_before_output_layer(models)
     announces = learner.overlap.gradients
     return Float32Head(

@@ -117,7 +117,7 @@ def pack_micro_batch(
     take = source.where(real, (mine - total if sizes else 0) % len(samples.input_ids))
     ids = samples.input_ids[take] if sizes else samples.input_ids[take].where(real, 0)
     columns = {
-        name: torch.where(real, column[take], torch.zeros((), dtype=column.dtype)).to(device)
+        name: column[take].masked_fill_(~real.view(-1, *[1] * (column.dim() - 1)), 0).to(device)
         for name, column in samples.columns.items()
         if name not in ("input_ids", "routes")
     }

@@ -30,14 +30,21 @@ class Recorder:
     """Records everything of a run. ``process`` has metrics of the controller itself. Controller process only."""
 
     def __init__(
-        self, folder: Path, log: LogSection, progress: Progress, process: Callable[[], Mapping[str, float]] = dict
+        self,
+        folder: Path,
+        log: LogSection,
+        progress: Progress,
+        process: Callable[[], Mapping[str, float]] = dict,
+        *,
+        is_taught: bool = False,
     ) -> None:
+        """``is_taught``: a teacher's distribution is learnt from, whatever the rewards."""
         self._metrics = MetricsWriter(
             folder, tensorboard=log.tensorboard, wandb=log.wandb, wandb_project=log.wandb_project
         )
         self._samples, self._timeline = SamplesWriter(folder), Timeline(folder)
         self._per_step = log.samples_per_step
-        self._idle_steps, self._warned = 0, False  # latest steps in a row without a gradient
+        self._idle_steps, self._warned = 0, is_taught  # latest steps in a row without a gradient
         self._file = folder / "samples.jsonl"
         self.progress, self._process = progress, process
 

@@ -14,10 +14,21 @@ from torch import Tensor
 
 from rl_megatron.algorithms.mismatch import expert_metrics, gap_metrics, mismatch_metrics
 from rl_megatron.algorithms.quantiles import ratio_quantiles
+from rl_megatron.config.run import RunConfig
 from rl_megatron.observability.recorder import Row
-from rl_megatron.types import Counts, Metric, Over, RolloutGroup, Samples, StepResult
+from rl_megatron.types import Counts, Metric, Over, RolloutGroup, Samples, StepResult, Want
 
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+LOGPROBS: frozenset[Want] = frozenset({"logprobs"})
+
+
+def wanted_of_policy(config: RunConfig) -> frozenset[Want]:
+    """Log-probs; the learner's routes if they are to be replayed, or compared and not replayed; the entropy if it
+    chooses tokens."""
+    replay = config.algorithm.routing_replay
+    chosen = replay == "r2" or (replay == "off" and config.train.route_flips)
+    wanted: frozenset[Want] = LOGPROBS | {"routes"} if chosen else LOGPROBS
+    return wanted | {"entropy"} if config.algorithm.tokens.choose == "top_entropy" else wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from rl_megatron.training.credit import (
 )
 from rl_megatron.training.flips import engine_flips, update_flips
 from rl_megatron.training.measures import (
+    LOGPROBS,
     Made,
     Measured,
     advantage_row,
@@ -50,6 +51,7 @@ from rl_megatron.training.measures import (
     mismatch_row,
     policy_row,
     token_versions,
+    wanted_of_policy,
 )
 from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.training.schedule import critic_learning_rate, learning_rate, seed_of
@@ -59,7 +61,6 @@ from rl_megatron.types import Batch, Prompt, RolloutGroup, Samples, Want
 T = TypeVar("T")
 Ranks: TypeAlias = NDArray[np.int64]
 """The data-parallel rank of each sequence [S]."""
-LOGPROBS: frozenset[Want] = frozenset({"logprobs"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -189,9 +190,10 @@ class Update:
         async with AtOnce(watch) as at_once:
             policy = reference = critic = None
             if asked:
-                policy = at_once.begin("logprobs", roles.policy.score(batch, self._wanted_of_policy))
+                policy = at_once.begin("logprobs", roles.policy.score(batch, wanted_of_policy(self.config)))
             if "reference" in roles.models:
-                reference = at_once.begin("reference", roles.models["reference"].score(without_routes(batch), LOGPROBS))
+                wanted: frozenset[Want] = LOGPROBS | {"top"} if section.needs_top else LOGPROBS
+                reference = at_once.begin("reference", roles.models["reference"].score(without_routes(batch), wanted))
             if "critic" in roles.models:
                 critic = at_once.begin("values", self._values(samples, roles.models["critic"], ranks))
             if policy is not None:
@@ -208,6 +210,8 @@ class Update:
             if reference is not None:
                 said = await at_once.end(reference)
                 samples = replace(samples, ref_logprobs=await to_thread(unpack, batch, said["logprobs"], samples))
+                if "top" in said:
+                    samples = replace(samples, ref_top=await to_thread(unpack, batch, said["top"], samples))
             if critic is not None:
                 values, next_values = await at_once.end(critic)
                 samples = replace(samples, old_values=values)
@@ -218,15 +222,6 @@ class Update:
         seed = seed_of(self.config.seed, step, 0)
         ranks = self._packer.ranks(samples, most=self.config.train.minibatches, seed=seed)
         return ranks, self._packer.pack(samples, ranks=ranks)
-
-    @property
-    def _wanted_of_policy(self) -> frozenset[Want]:
-        """Log-probs; the learner's routes if they are to be replayed, or compared and not replayed; the entropy if it
-        chooses tokens."""
-        replay = self.config.algorithm.routing_replay
-        chosen = replay == "r2" or (replay == "off" and self.config.train.route_flips)
-        wanted: frozenset[Want] = LOGPROBS | {"routes"} if chosen else LOGPROBS
-        return wanted | {"entropy"} if self.config.algorithm.tokens.choose == "top_entropy" else wanted
 
     async def _flips(self, found: Measured, step: int, watch: Stopwatch) -> Row:
         """The routes and ratios of the new policy beside the old one's, by one more pass, if the run asks for it.

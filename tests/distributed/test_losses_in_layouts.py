@@ -7,11 +7,13 @@ import functools
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from rl_megatron.algorithms.aggregation import Denominator, token_weight
 from rl_megatron.algorithms.auxiliary import ValueLoss
@@ -41,10 +43,11 @@ IN_WAVES = (
     "decoupled_ppo",
     "kl and entropy",
     "kl_cov",
+    "gkd",
     "interpolated",
 )
 """Losses of every aggregation, ratio level and term, each with one denominator."""
-CRITIC_STEPS = 3
+CRITIC_STEPS, TOP = 3, 9
 LAYOUTS = {
     "alone": {},
     "dp2": {"dp": 2},
@@ -63,6 +66,7 @@ def make_samples() -> Samples:
     position = torch.arange(n) - torch.repeat_interleave(cu[:-1], lengths)
     near = -5.5 + 0.3 * torch.randn(3, n, generator=g)  # of a random policy over 256 tokens
     mask = position >= 2
+    named = torch.randn(n, 256, generator=g).log_softmax(1).topk(7)
     return Samples(
         input_ids=torch.randint(0, 256, (n,), generator=g),
         targets=torch.randint(0, 256, (n,), generator=g),
@@ -76,6 +80,7 @@ def make_samples() -> Samples:
         proximal_share=torch.rand(n, generator=g),
         nll_weights=0.01 * (position % 3 == 0) * mask,
         old_kl_weights=2.0 * (position % 5 == 0) * mask,
+        ref_top=torch.stack([named.indices.float(), named.values], 1),
         cu_seqlens=cu,
     )
 
@@ -83,7 +88,7 @@ def make_samples() -> Samples:
 def jobs() -> dict[str, tuple[Loss, int, Samples]]:
     """Loss, unit of packing and samples of each row of conf/algorithm/, and of the terms beside them."""
     samples = make_samples()
-    plain = replace(samples, proximal_share=None, nll_weights=None, old_kl_weights=None)
+    plain = replace(samples, proximal_share=None, nll_weights=None, old_kl_weights=None, ref_top=None)
     grouped = replace(plain, group_of=torch.arange(samples.num_sequences) // 6)
     out: dict[str, tuple[Loss, int, Samples]] = {}
     for name in NAMES:
@@ -92,7 +97,8 @@ def jobs() -> dict[str, tuple[Loss, int, Samples]]:
         held = samples.old_kl_weights if config.algorithm.tokens.choose == "kl_cov" else None
         weight = token_weight(grouped, config.algorithm.aggregation, max_length=1)
         row = replace(plain, nll_weights=samples.nll_weights, old_kl_weights=held, token_weight=weight)
-        out[name] = of(config), unit, row
+        taught = config.algorithm.needs_top
+        out[name] = of(config, float(taught)), unit, replace(row, ref_top=samples.ref_top if taught else None)
     config = load_config("tiny_cpu", ["algorithm=grpo", "algorithm.entropy_coefficient=0.1"])
     out["kl and entropy"] = of(config, 0.3), 1, plain
     out["interpolated"] = of(load_config("tiny_cpu", ["algorithm=decoupled_ppo"])), 1, samples
@@ -161,7 +167,7 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
         assert not isinstance(result, SkippedStep)
         return None if result is None else [result.loss, result.step.grad_norm, *numbers_and_counts(result)]
 
-    policy = make_policy(shape, learner, device, temperature=0.7)
+    policy = make_policy(shape, learner, device, temperature=0.7, top_k=TOP)
     fill(policy)
     for name, job in jobs().items():
         seen[name] = step(policy, *job, 0.0)
@@ -171,11 +177,12 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
     samples = make_samples()
     batch = pack(samples, dims=learner.dims, max_tokens=max_tokens)
     for name, weights in (("own", None), ("halved", halved), ("own again", None)):
-        said = policy.score(batch.micro_batches[dp], frozenset({"logprobs", "entropy"}), weights)
+        said = policy.score(batch.micro_batches[dp], frozenset({"logprobs", "entropy", "top"}), weights)
         if said is not None:
             ours = replace(batch, sequences=(batch.sequences[dp],))
             seen[f"score {name}"] = unpack(ours, [said["logprobs"]], samples).tolist()
             seen[f"entropy {name}"] = unpack(ours, [said["entropy"]], samples).tolist()
+            seen[f"top {name}"] = unpack(ours, [said["top"]], samples).tolist()
     critic = make_critic(shape, learner, device)
     fill(critic)
     value_loss = ValueLoss(clip=0.2)
@@ -294,7 +301,7 @@ def test_losses_critic_and_reference_do_not_depend_on_the_layout(
     assert trained == restored
     assert any(value != 0 for values in trained for value in values)
     for name in ("own", "halved", "own again"):
-        for key in (f"score {name}", f"entropy {name}"):
+        for key in (f"score {name}", f"entropy {name}", f"top {name}"):
             parts = [torch.tensor(seen[key]) for seen in ranks if key in seen]
             torch.testing.assert_close(torch.stack(parts).sum(0), torch.tensor(alone[key]), rtol=0, atol=1e-5)
 
@@ -307,6 +314,22 @@ def test_waves_of_any_cut_are_the_whole_batch(layout: str, of_layout: Callable[[
         gaps = [(gap, of, name) for name, found in rank["waves"].items() for of, gap in found.items()]
         assert max(gap for gap in gaps if gap[1] != "loss")[0] < 1e-6, sorted(gaps)[-5:]
         assert max(gaps)[0] < 1e-5, sorted(gaps)[-5:]
+
+
+def test_the_most_probable_tokens_are_those_of_transformers(alone: dict[str, Any], model: Path) -> None:
+    """And their log-probs at the temperature; outside the mask there are zeros."""
+    samples = make_samples()
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    found = torch.tensor(alone["top own"])
+    assert found.shape == (len(samples.mask), 2, TOP)
+    assert not found[~samples.mask].any()
+    for first, stop in pairwise(samples.cu_seqlens.tolist()):
+        with torch.no_grad():
+            logprobs = (theirs(samples.input_ids[None, first:stop]).logits[0] / 0.7).log_softmax(-1)
+        mask, named = samples.mask[first:stop], found[first:stop]
+        wanted = logprobs.topk(TOP).values[mask]
+        torch.testing.assert_close(named[mask][:, 1], wanted, rtol=0, atol=1e-4)
+        torch.testing.assert_close(logprobs[mask].gather(1, named[mask][:, 0].long()), wanted, rtol=0, atol=1e-4)
 
 
 def test_the_reference_pass_leaves_the_policy_as_it_was(alone: dict[str, Any]) -> None:

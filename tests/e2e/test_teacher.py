@@ -1,8 +1,9 @@
-"""A teacher of another size on ranks of its own: its log-probs and the advantages that they make are transformers'."""
+"""A teacher of another size on ranks of its own: its log-probs and what they make of a loss are transformers'."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,24 +24,33 @@ def keeps(prompt, completions, texts):
                 file.write(json.dumps([list(map(int, prompt.token_ids)), one.token_ids.tolist()]) + "\\n")
     return [0.0] * len(completions)
 '''
-DISTILL = (
-    *("algorithm=distill", "reward.function=keeping:keeps", "rollout.dynamic_sampling=off", "eval.every=0"),
-    *("learner.ep=1", "roles.reference=separate", "warm_start.steps=0", "train.steps=2"),
+GIVEN = (
+    *("reward.function=keeping:keeps", "rollout.dynamic_sampling=off", "eval.every=0"),
+    *("learner.ep=1", "roles.reference=separate", "warm_start.steps=0"),
 )
 
 
-def test_each_token_of_a_student_is_judged_by_a_wider_and_deeper_teacher(place: Place) -> None:
+def trained(
+    place: Place, name: str, *keys: str
+) -> tuple[list[dict[str, Any]], list[list[list[int]]], list[torch.nn.Module]]:
+    """Rows of a student's run with a teacher of other sizes, what it sampled in the first step, and both models."""
     wide = TinyModelSection(hidden_size=96, num_layers=3, num_experts=4, expert_width=48)
     student, teacher = (make_tiny_model(one, place.cache, seed) for one, seed in ((TinyModelSection(), 0), (wide, 5)))
     (place.folder / "keeping.py").write_text(KEEPS)
-    run = place.fork("distill", *DISTILL, f"model.path={student}", f"algorithm.kl.reference={teacher}")
+    (place.folder / "sampled.jsonl").unlink(missing_ok=True)
+    run = place.fork(
+        name, *GIVEN, f"algorithm={name}", *keys, f"model.path={student}", f"algorithm.kl.reference={teacher}"
+    )
     run.finish()
-    rows = [row for row in run.rows() if row["step"]]
     sampled = [json.loads(line) for line in (place.folder / "sampled.jsonl").read_text().splitlines()]
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (student, teacher)]
-    first = sampled[: len(sampled) // 2]
+    assert len(sampled) >= 16
+    return [row for row in run.rows() if row["step"]], sampled[:16], models
+
+
+def test_each_token_of_a_student_is_judged_by_a_wider_and_deeper_teacher(place: Place) -> None:
+    rows, first, models = trained(place, "distill", "train.steps=2")
     means = [np.mean(np.subtract(*(logprobs(model, *one) for model in models))) for one in first]
-    assert len(first) == 16
     np.testing.assert_allclose(rows[0]["kl/reference"], np.mean(means), rtol=1e-4)
     assert rows[0]["kl/reference"] > 0.1  # they differ
     tokens = np.concatenate([np.subtract(*(logprobs(model, *one) for model in models)) for one in first])
@@ -49,8 +59,28 @@ def test_each_token_of_a_student_is_judged_by_a_wider_and_deeper_teacher(place: 
     assert rows[0]["reward/mean"] == 0 < rows[0]["grad_norm"]
 
 
-def logprobs(model: torch.nn.Module, prompt: list[int], completion: list[int]) -> np.ndarray:
-    """Log-probs [T] of a completion's tokens."""
+def test_the_tokens_that_a_teacher_names_are_learnt_from(place: Place) -> None:
+    """Of three tokens and a bucket, KL(student‖teacher), at a temperature."""
+    keys = ("algorithm.kl.top_k=3", "algorithm.kl.beta=1", "rollout.temperature=0.8", "train.minibatches=1")
+    rows, first, models = trained(place, "gkd", *keys, "train.steps=1")
+    found: list[float] = []
+    for one in first:
+        student, teacher = (distribution(model, *one, temperature=0.8) for model in models)
+        for pi, ref in zip(student, teacher, strict=True):
+            named = np.argsort(-ref)[:3]
+            p, q = (np.append(x[named], 1 - x[named].sum()) for x in (pi, ref))
+            found.append(float((p * np.log(p / q)).sum()))
+    np.testing.assert_allclose(rows[0]["loss/kl"], np.mean(found), rtol=1e-4)
+    assert rows[0]["reward/mean"] == 0 < rows[0]["grad_norm"]
+
+
+def distribution(model: torch.nn.Module, prompt: list[int], completion: list[int], temperature: float) -> np.ndarray:
+    """Probabilities [T, V] where a completion's tokens were sampled."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1)[range(len(completion)), completion].double().numpy()
+    return (logits.double() / temperature).softmax(-1).numpy()
+
+
+def logprobs(model: torch.nn.Module, prompt: list[int], completion: list[int]) -> np.ndarray:
+    """Log-probs [T] of a completion's tokens."""
+    return np.log(distribution(model, prompt, completion, 1.0)[range(len(completion)), completion])

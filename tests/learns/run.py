@@ -1,5 +1,5 @@
-"""``make test-learns``: do the recipes calculator, sft_tiny, dpo_tiny and reward_tiny learn, with each of three seeds,
-within their bars?
+"""``make test-learns``: do the recipes calculator, sft_tiny, dpo_tiny, reward_tiny and distill_tiny learn, with each of
+three seeds, within their bars? The teacher of distill_tiny is what sft_tiny trained.
 
 Each run is ``rl-megatron train --config RECIPE`` in a process of its own, one after the other. The command ends with 1
 where a bar is missed.
@@ -23,6 +23,7 @@ from tests.e2e.processes import Place, Run
 MOST_BEFORE, LEAST_AFTER, LIMIT_SECONDS = 0.35, 0.95, 300.0
 LEAST_FINE_TUNED = 0.9  # of held-out sums, sampled greedily
 LEAST_PREFERRED = 0.78  # of held-out pairs, in the right order
+LEAST_DISTILLED = 0.8  # of held-out sums, of a student that begins at a tenth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,27 +37,47 @@ class Learned:
     step: int
     seconds: float
 
+    least: float = LEAST_AFTER
+
     @property
     def within_bars(self) -> bool:
         """Whether it learned enough, from little enough, soon enough."""
-        return self.before <= MOST_BEFORE and self.after >= LEAST_AFTER and self.seconds <= LIMIT_SECONDS
+        return self.before <= MOST_BEFORE and self.after >= self.least and self.seconds <= LIMIT_SECONDS
+
+    def __str__(self) -> str:
+        return (
+            f"seed {self.seed}: {self.before:.3f} before, {self.after:.3f} after step {self.step}, "
+            f"{self.seconds:.0f} s (load {os.getloadavg()[0]:.1f}){'' if self.within_bars else ': MISSED'}"
+        )
 
 
 def learned(call: Callable[..., Run], place: Place, *, seed: int, steps: int) -> Learned:
     """Train the recipe for ``steps`` steps in ``place``; ``call`` is its command line. Fails if that does."""
+    return _reinforced(call, place, "calculator", f"seed-{seed}", seed, LEAST_AFTER, f"train.steps={steps}")
+
+
+def distilled(call: Callable[..., Run], place: Place, *, seed: int) -> Learned:
+    """Train the recipe distill_tiny in ``place`` by the teacher that `fine_tuned` left."""
+    (teacher,) = (place.folder / "runs" / f"sft-{seed}").glob("hf_step_*")
+    keys = (f"distill-{seed}", seed, LEAST_DISTILLED, f"algorithm.kl.reference={teacher}")
+    return _reinforced(call, place, "distill_tiny", *keys)
+
+
+def _reinforced(
+    call: Callable[..., Run], place: Place, recipe: str, name: str, seed: int, least: float, key: str
+) -> Learned:
     start = time.monotonic()
-    keys = (f"seed={seed}", f"train.steps={steps}", f"run.name=seed-{seed}", f"model.cache_dir={place.cache}")
-    run = call("train", "--config", "calculator", *keys, "learner.threads=1", "log.tensorboard=false")
-    run.folder = place.folder / "runs" / f"seed-{seed}"
+    keys = (f"seed={seed}", key, f"run.name={name}", f"model.cache_dir={place.cache}")
+    run = call("train", "--config", recipe, *keys, "learner.threads=1", "log.tensorboard=false")
+    run.folder = place.folder / "runs" / name
     run.finish()
     held_out = {
         row["step"]: row["eval/accuracy"] for row in run.rows() if row["phase"] == "rl" and "eval/accuracy" in row
     }
     before = held_out.pop(0)
     step = max(held_out, key=lambda one: held_out[one])
-    return Learned(
-        seed=seed, before=before, after=held_out[step], step=step, seconds=round(time.monotonic() - start, 1)
-    )
+    took = round(time.monotonic() - start, 1)
+    return Learned(seed=seed, before=before, after=held_out[step], step=step, seconds=took, least=least)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,14 +170,8 @@ def main() -> int:
     )
     try:
         for seed in options.seeds:
-            load = os.getloadavg()[0]
-            found = learned(place.call, place, seed=seed, steps=options.steps)
-            rows.append(found)
-            print(
-                f"seed {found.seed}: {found.before:.3f} before, {found.after:.3f} after step {found.step}, "
-                f"{found.seconds:.0f} s (load {load:.1f}){'' if found.within_bars else ': MISSED'}",
-                flush=True,
-            )
+            rows.append(learned(place.call, place, seed=seed, steps=options.steps))
+            print(rows[-1], flush=True)
         print(f"sft_tiny: at least {LEAST_FINE_TUNED} of held-out sums, {LIMIT_SECONDS:g} s", flush=True)
         for seed in options.seeds:
             tuned = fine_tuned(place.call, place, seed=seed)
@@ -175,6 +190,10 @@ def main() -> int:
                 f"order, {made.seconds:.0f} s{'' if made.within_bars else ': MISSED'}",
                 flush=True,
             )
+        print(f"distill_tiny: at least {LEAST_DISTILLED} of held-out sums, {LIMIT_SECONDS:g} s", flush=True)
+        for seed in options.seeds:
+            rows.append(distilled(place.call, place, seed=seed))
+            print(rows[-1], flush=True)
     finally:
         place.clear()
     if options.json:

@@ -67,7 +67,10 @@ def scored(samples: Samples, kinds: list[str], seed: int) -> Samples:
     mask = samples.mask & (torch.rand(len(samples.mask), generator=g) > 0.1)
     targets = samples.targets.flip(0) if seed % 2 else samples.targets
     turns = torch.randint(0, 3, (len(samples.mask),), generator=g, dtype=torch.int32) if seed % 3 else None
-    return replace(samples, **chosen, targets=targets, routes=routes, mask=mask, turn_of=turns)
+    top = torch.randn(len(mask), 2, 3, generator=g) if seed % 5 else None
+    if top is not None and seed % 7:
+        top[~mask] = 0
+    return replace(samples, **chosen, targets=targets, routes=routes, mask=mask, turn_of=turns, ref_top=top)
 
 
 def bits(samples: Samples) -> dict[str, bytes]:

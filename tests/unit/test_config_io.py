@@ -253,7 +253,8 @@ def test_every_shipped_config_loads_with_every_choice(name: str, choice: str) ->
     if name in ("dpo_tiny", "reward_tiny"):
         hub, pairs = [*hub, "data.rejected_field=bad"], ["data.rejected_field=bad"] if choice == "data=gsm8k" else []
     given = {"data=mixture": ["data.sources.sums.type=arithmetic"], "data=hub": hub}.get(choice, [])
-    keys = [choice, "model.path=/given", *where, *pairs, *given]
+    plain = ["learner.head_dtype=null"] if choice == "algorithm=gkd" else []
+    keys = [choice, "model.path=/given", *where, *pairs, *given, *plain]
     if name in ("calculator", "guess") and (of_two or choice == "algorithm=remax"):  # these compare completions
         with pytest.raises(ConfigError, match=rf"environment\.function={name} with algorithm"):
             load_config(name, keys)
@@ -265,6 +266,10 @@ def test_every_shipped_config_loads_with_every_choice(name: str, choice: str) ->
     samples_none = name in ("sft_tiny", "dpo_tiny", "reward_tiny")
     if samples_none and (choice.startswith("algorithm=") or choice in ("rollout=vllm", "rollout=sglang")):
         with pytest.raises(ConfigError, match=r"job=\w+ does not read it, job=rl may"):
+            load_config(name, keys)
+        return
+    if name == "distill_tiny" and choice.startswith("algorithm=") and choice[10:] not in ("gkd", "distill"):
+        with pytest.raises(ConfigError, match=r"reward\.parts: the weights of exact_match are all 0|preference_beta"):
             load_config(name, keys)
         return
     assert isinstance(load_config(name, keys), RunConfig)

@@ -54,6 +54,7 @@ BASE = [
 ]
 NOT_OF_A_STEP = ("rollout.engine", "rollout.python", "rollout.server")  # what samples: tests of engines
 ELSEWHERE = {  # keys that act outside of a step, and where that is shown
+    "algorithm.kl.top_k": "tests/distributed/test_losses_in_layouts.py",
     "algorithm.critic.optimizer": "launcher/worker/models.py",
     "reward.timeout_seconds": "tests/unit/rollout/test_rollout_sampler.py",
     "roles.critic": "tests/unit/launcher/test_memory.py",

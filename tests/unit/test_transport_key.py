@@ -47,7 +47,7 @@ def test_recipes_fill_the_mirror_over_the_process_group(recipe: str) -> None:
     section = config.weights.filling(served=config.rollout.served)
     assert (section.transport, section.verify, section.delta) == ("process_group", True, False)
     assert section.bucket_mb == (
-        64 if recipe in {"calculator", "guess", "tiny_cpu", "gsm8k_tiny", "qwen3_30b_a3b_80gb"} else 256
+        64 if recipe in {"calculator", "distill_tiny", "guess", "tiny_cpu", "gsm8k_tiny", "qwen3_30b_a3b_80gb"} else 256
     )
 
 

@@ -101,8 +101,14 @@ class KLSection(Section):
     """Weight of the KL; with ``target``, the initial weight."""
     placement: Literal["loss", "token_reward", "completion_reward"] = "loss"
     """Add the KL to the loss, or subtract it from each token's reward, or from the completion's."""
-    estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """Estimator of the KL at a sampled token (docs/algorithms.md)."""
+    estimator: Literal["k1", "k2", "k3", "abs", "top_k"] = "k3"
+    """Estimator of the KL at a sampled token (docs/algorithms.md); top_k: no estimate but a divergence over the
+    reference's most probable tokens and one bucket of all others (docs/distillation.md)."""
+    top_k: Positive = 64
+    """estimator=top_k: how many tokens the reference names at each position; all, where it has no more."""
+    beta: Fraction = 0.5
+    """estimator=top_k: 0 is KL(reference‖policy), 1 is KL(policy‖reference); between them, the generalised
+    Jensen-Shannon divergence."""
     importance_weighted: bool = True
     """placement=loss: weight each token by pi / pi_rollout, so that the expected gradient of k1, k2 and k3 is that of
     the KL (docs/algorithms.md); false: all tokens weigh the same, as in DeepSeekMath's k3."""
@@ -257,6 +263,11 @@ class AlgorithmSection(Section):
         """Whether the loss or the rewards need log-probs of a frozen reference."""
         return self.kl.coefficient > 0 or self.preference_beta is not None
 
+    @property
+    def needs_top(self) -> bool:
+        """Whether the loss needs the reference's most probable tokens."""
+        return self.kl.coefficient > 0 and self.kl.estimator == "top_k"
+
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
         problems = [*_credit_problems(self), *_ratio_problems(self), *_kl_problems(self)]
@@ -353,6 +364,12 @@ def _kl_problems(a: AlgorithmSection) -> list[str]:
         out.append(
             "algorithm.kl.placement=token_reward with credit=completion: an advantage of the whole completion has no "
             "place for a token's reward; set kl.placement=completion_reward, or credit=discounted or gae"
+        )
+    if kl.coefficient > 0 and kl.placement != "loss" and kl.estimator == "top_k":
+        out.append(
+            f"algorithm.kl.estimator=top_k with placement={kl.placement}: a divergence over tokens that were not "
+            "sampled has a gradient of its own, and is no reward of the one that was; set kl.placement=loss or "
+            "estimator=k1"
         )
     if kl.coefficient > 0 and kl.placement == "loss" and kl.estimator in {"k1", "abs"} and not kl.importance_weighted:
         out.append(

@@ -37,6 +37,7 @@ FILES = ["data.train=train.jsonl", "data.eval=test.jsonl"]
 RECIPES: Mapping[str, list[str]] = {  # what is the user's to give
     **{name: [*FILES, "model.path=/models/given"] for name in LARGE},
     "calculator": [],
+    "distill_tiny": [],
     "guess": [],
     "gsm8k_tiny": FILES,
     "dpo_tiny": [],
