@@ -1,6 +1,7 @@
-"""The baseline of bench.sft: TRL's SFTTrainer. Runs in TRL's own environment, not in ours.
+"""The baseline of bench.written: TRL's SFTTrainer, DPOTrainer or RewardTrainer. Runs in TRL's own environment, not in
+ours.
 
-    python bench/trl_sft.py SPEC.json     (bench.sft writes it)
+    python bench/trl_written.py SPEC.json     (bench.written writes it)
 
 Set for speed on CPUs as `trl_gspo`: float32, no gradient checkpointing, no router loss, experts by grouped_mm,
 attention by sdpa, AdamW fused, nothing logged or saved. Sequences are padded to the longest of a micro-batch: TRL packs
@@ -21,26 +22,42 @@ def run(spec: dict[str, Any]) -> list[float]:
     import torch
     from datasets import load_dataset
     from torch.utils.data import SequentialSampler
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
-
-    torch.set_num_threads(spec["threads"])
-    model = AutoModelForCausalLM.from_pretrained(
-        spec["model"], dtype=torch.float32, experts_implementation="grouped_mm", attn_implementation="sdpa"
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        TrainerCallback,
     )
+    from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+    trainers: dict[str, tuple[Any, Any, Any, dict[str, Any], dict[str, Any]]] = {
+        "sft": (
+            *(SFTTrainer, SFTConfig, AutoModelForCausalLM),
+            *({}, {"completion_only_loss": True, "router_aux_loss_coef": 0.0, "packing": False}),
+        ),
+        "dpo": (DPOTrainer, DPOConfig, AutoModelForCausalLM, {}, {}),
+        "reward_model": (RewardTrainer, RewardConfig, AutoModelForSequenceClassification, {"num_labels": 1}, {}),
+    }
+    trained, config, kind, labels, own = trainers[spec["job"]]
+    torch.set_num_threads(spec["threads"])
+    model = kind.from_pretrained(
+        spec["model"], dtype=torch.float32, experts_implementation="grouped_mm", attn_implementation="sdpa", **labels
+    )
+    tokenizer = AutoTokenizer.from_pretrained(spec["model"])
+    model.config.pad_token_id = tokenizer.pad_token_id
     ends: list[float] = []
 
     class Clock(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             ends.append(time.perf_counter())
 
-    class InOrder(SFTTrainer):
+    class InOrder(trained):  # type: ignore[misc]
         def _get_train_sampler(self, *_: Any) -> SequentialSampler:
             return SequentialSampler(self.train_dataset)
 
     trainer = InOrder(
         model=model,
-        args=SFTConfig(
+        args=config(
             output_dir=spec["work"],
             per_device_train_batch_size=spec["micro_batch"],
             gradient_accumulation_steps=spec["batch_size"] // spec["micro_batch"],
@@ -48,9 +65,7 @@ def run(spec: dict[str, Any]) -> list[float]:
             max_length=spec["max_tokens"],
             learning_rate=spec["learning_rate"],
             lr_scheduler_type="constant",
-            completion_only_loss=True,
-            router_aux_loss_coef=0.0,
-            packing=False,
+            **own,
             optim="adamw_torch_fused",
             weight_decay=0.0,
             use_cpu=True,
@@ -62,7 +77,7 @@ def run(spec: dict[str, Any]) -> list[float]:
             report_to=[],
         ),
         train_dataset=load_dataset("json", data_files=spec["rows"], split="train", cache_dir=spec["work"]),
-        processing_class=AutoTokenizer.from_pretrained(spec["model"]),
+        processing_class=tokenizer,
         callbacks=[Clock()],
     )
     began = time.perf_counter()

@@ -1,12 +1,12 @@
-"""Measure trained tokens per second of ``job=sft`` beside TRL's SFTTrainer, on two CPU cores.
+"""Measure trained tokens per second of jobs on written text beside TRL's trainers, on two CPU cores.
 
-    python -m bench.sft [--workload equal "long tail"] [--steps 9] [--repeats 2] [--json FILE]
+    python -m bench.written [--job sft dpo reward_model] [--workload equal "long tail"] [--steps 9] [--repeats 2]
 
-Same random weights (*mid* of bench.end_to_end), rows and float32; an optimizer step has 32 rows. *equal*: each row has
-the limit's length. *long tail*: lengths are geometric with a mean of an eighth of the limit, and at most the limit.
-Tokens are those of rows, without padding. A figure is the median over the steps after the second of all repeats, which
-take turns; ours is that of the fastest layout, TRL's that of its fastest micro-batch (8 is its default). TRL gets its
-own environment (``--trl-venv``).
+Same random weights (*mid* of bench.end_to_end), rows and float32; an optimizer step has 32 sequences, of jobs on pairs
+16 pairs of them. *equal*: each has the limit's length. *long tail*: lengths are geometric with a mean of an eighth of
+the limit, and at most the limit. Tokens are those of sequences, without padding. A figure is the median over the steps
+after the second of all repeats, which take turns; ours is that of the fastest layout, TRL's that of its fastest
+micro-batch (8 rows are its default). TRL gets its own environment (``--trl-venv``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from bench.end_to_end import CORES, LAYOUTS, ROOT, SIZES, VOCABULARY, WARM_UP_ST
 from bench.results import parse, write
 from rl_megatron.models.tiny import make_tiny_model
 
-ROWS, MOST, PROMPT = 32, 512, 8  # of a step; tokens of a row and of its prompt, at most and always
+ROWS, MOST, PROMPT = 32, 512, 8  # sequences of a step; tokens of one and of its prompt, at most and always
+EACH = {"sft": 1, "dpo": 2, "reward_model": 2}  # sequences of a row, by the job
 MICRO_BATCHES = (1, 4, 8)  # TRL's: rows that it pads together
 BARS = {"equal": 1.4, "long tail": 3.0}
 LEARNING_RATE = 1e-5
@@ -34,6 +36,7 @@ LEARNING_RATE = 1e-5
 def main() -> None:
     """Measure the chosen workloads, all sides in turns, and print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--job", nargs="+", choices=EACH, default=list(EACH))
     parser.add_argument("--workload", nargs="+", choices=BARS, default=list(BARS))
     parser.add_argument("--steps", type=int, default=9, help=f"of a run; the first {WARM_UP_STEPS} are not counted")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each side, in turns")
@@ -42,10 +45,10 @@ def main() -> None:
     python, rows = trl_environment(args.trl_venv), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(prefix="sft-") as folder:
         model = make_tiny_model(SIZES["mid"][0], Path(folder) / "models", seed=0, vocab_size=VOCABULARY)
-        for workload in args.workload:
-            found = measure(Path(folder), model, workload, args.steps, args.repeats, python)
+        for job, workload in product(args.job, args.workload):
+            found = measure(Path(folder), model, job, workload, args.steps, args.repeats, python)
             rows += found
-            show(workload, found)
+            show(f"{job}, {workload}", found, BARS[workload])
     write(args, rows)
 
 
@@ -57,42 +60,61 @@ def lengths_of(workload: str, count: int) -> list[int]:
     return [min(MOST, PROMPT + 2 + int(draw.expovariate(8 / MOST))) for _ in range(count)]
 
 
-def measure(folder: Path, model: Path, workload: str, steps: int, repeats: int, python: Path) -> list[dict[str, Any]]:
-    """Tokens per second of each side's steps."""
-    lengths, draw = lengths_of(workload, ROWS * steps), random.Random(1)
-    path = folder / f"{workload}.jsonl"
-    texts = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz ", k=length)) for length in lengths]
-    rows = [
-        {"prompt": f"{n:07}=", "completion": text[: length - PROMPT - 1]}
-        for n, (length, text) in enumerate(zip(lengths, texts, strict=True))
+def written_rows(job: str, lengths: Sequence[int]) -> list[dict[str, str]]:
+    """Rows whose sequences have these lengths, their ends included, in the order of ``lengths``."""
+    draw, each = random.Random(1), EACH[job]
+    names = ("completion",) if each == 1 else ("chosen", "rejected")
+    answers = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz ", k=length - PROMPT - 1)) for length in lengths]
+    return [
+        {"prompt": f"{n:07}=", **dict(zip(names, answers[each * n : each * (n + 1)], strict=True))}
+        for n in range(len(lengths) // each)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def measure(
+    folder: Path, model: Path, job: str, workload: str, steps: int, repeats: int, python: Path
+) -> list[dict[str, Any]]:
+    """Tokens per second of each side's steps."""
+    lengths, path = lengths_of(workload, ROWS * steps), folder / f"{job} {workload}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in written_rows(job, lengths)))
     rates: dict[str, list[float]] = {}
     for _ in range(repeats):
         for micro_batch in MICRO_BATCHES:
-            took = trl_steps(folder, model, path, steps, micro_batch, python)
+            took = trl_steps(folder, model, job, path, steps, micro_batch, python)
             tokens = [sum(lengths[i * ROWS : (i + 1) * ROWS]) - ROWS for i in range(steps)]
             found = [count / seconds for count, seconds in zip(tokens, took, strict=True)]
             rates.setdefault(f"TRL, {micro_batch} rows at once", []).extend(found[WARM_UP_STEPS:])
         for layout, keys in LAYOUTS.items():
-            rates.setdefault(f"here, {layout}", []).extend(our_rates(folder, model, path, steps, keys)[WARM_UP_STEPS:])
+            rates.setdefault(f"here, {layout}", []).extend(
+                our_rates(folder, model, job, path, steps, keys)[WARM_UP_STEPS:]
+            )
         print(
-            f"{workload}: { ({side: round(statistics.median(all_)) for side, all_ in rates.items()}) }", file=sys.stderr
+            f"{job}, {workload}: { ({side: round(statistics.median(all_)) for side, all_ in rates.items()}) }",
+            file=sys.stderr,
         )
     return [
-        {"workload": workload, "side": side, "tokens_per_second": statistics.median(found), "steps": len(found)}
+        {
+            "job": job,
+            "workload": workload,
+            "side": side,
+            "tokens_per_second": statistics.median(found),
+            "steps": len(found),
+        }
         for side, found in rates.items()
     ]
 
 
-def trl_steps(folder: Path, model: Path, rows: Path, steps: int, micro_batch: int, python: Path) -> list[float]:
+def trl_steps(
+    folder: Path, model: Path, job: str, rows: Path, steps: int, micro_batch: int, python: Path
+) -> list[float]:
     """Seconds of TRL's steps."""
     with tempfile.TemporaryDirectory(dir=folder) as work:
         spec = {
+            "job": job,
             "model": str(model),
             "rows": str(rows),
-            "batch_size": ROWS,
-            "micro_batch": micro_batch,
+            "batch_size": ROWS // EACH[job],
+            "micro_batch": min(micro_batch, ROWS // EACH[job]),
             "steps": steps,
             "max_tokens": MOST,
             "learning_rate": LEARNING_RATE,
@@ -101,18 +123,18 @@ def trl_steps(folder: Path, model: Path, rows: Path, steps: int, micro_batch: in
             "out": f"{work}/steps.json",
         }
         Path(work, "spec.json").write_text(json.dumps(spec))
-        run([str(python), str(ROOT / "bench" / "trl_sft.py"), f"{work}/spec.json"])
+        run([str(python), str(ROOT / "bench" / "trl_written.py"), f"{work}/spec.json"])
         took: list[float] = json.loads(Path(work, "steps.json").read_text())
         return took
 
 
-def our_rates(folder: Path, model: Path, rows: Path, steps: int, layout: Sequence[str]) -> list[float]:
+def our_rates(folder: Path, model: Path, job: str, rows: Path, steps: int, layout: Sequence[str]) -> list[float]:
     """Tokens per second of our steps."""
     with tempfile.TemporaryDirectory(dir=folder) as work:
         held_out = Path(work, "held_out.jsonl")  # measured before the first step and after the last, in no step's time
         held_out.write_text(rows.read_text().partition("\n")[0])
         config = {
-            "job": "sft",
+            "job": job,
             "run": {"dir": work, "name": "run"},
             "model": {"path": str(model)},
             "data": {
@@ -121,9 +143,10 @@ def our_rates(folder: Path, model: Path, rows: Path, steps: int, layout: Sequenc
                 "eval": str(held_out),
                 "on_leak": "keep",
                 "prompt_field": "prompt",
-                "answer_field": "completion",
+                "answer_field": "completion" if EACH[job] == 1 else "chosen",
+                **({} if EACH[job] == 1 else {"rejected_field": "rejected"}),
             },
-            "sft": {"batch_size": ROWS, "max_tokens": MOST},
+            job: {"batch_size": ROWS // EACH[job], "max_tokens": MOST},
             "train": {"steps": steps, "learning_rate": LEARNING_RATE},
             "eval": {"every": 0},
             "checkpoint": {"every": 0},
@@ -137,7 +160,7 @@ def our_rates(folder: Path, model: Path, rows: Path, steps: int, layout: Sequenc
         ]
 
 
-def show(workload: str, rows: Sequence[dict[str, Any]]) -> None:
+def show(named: str, rows: Sequence[dict[str, Any]], bar: float) -> None:
     """Print every side, with the ratio of the fastest of ours to the fastest of TRL."""
     best = {
         ours: max(
@@ -147,10 +170,10 @@ def show(workload: str, rows: Sequence[dict[str, Any]]) -> None:
         for ours in (True, False)
     }
     ratio = best[True]["tokens_per_second"] / best[False]["tokens_per_second"]
-    print(f"{workload}: tokens/s, medians of {rows[0]['steps']} steps")
+    print(f"{named}: tokens/s, medians of {rows[0]['steps']} steps")
     for row in rows:
         print(f"  {row['side']:22} {row['tokens_per_second']:8,.0f}")
-    print(f"  {best[True]['side']} over {best[False]['side']}: {ratio:.2f} (bar {BARS[workload]})", flush=True)
+    print(f"  {best[True]['side']} over {best[False]['side']}: {ratio:.2f} (bar {bar})", flush=True)
 
 
 if __name__ == "__main__":
