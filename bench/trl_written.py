@@ -17,28 +17,27 @@ from pathlib import Path
 from typing import Any
 
 
+def trainer_of(job: str) -> tuple[Any, Any, Any, dict[str, Any], dict[str, Any]]:
+    """The trainer, its configuration, the kind of model, and keywords of the model and of the configuration."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+    if job == "sft":
+        own = {"completion_only_loss": True, "router_aux_loss_coef": 0.0, "packing": False}
+        return SFTTrainer, SFTConfig, AutoModelForCausalLM, {}, own
+    if job == "dpo":
+        return DPOTrainer, DPOConfig, AutoModelForCausalLM, {}, {}
+    return RewardTrainer, RewardConfig, AutoModelForSequenceClassification, {"num_labels": 1}, {}
+
+
 def run(spec: dict[str, Any]) -> list[float]:
     """Train; return the seconds of each optimizer step."""
     import torch
     from datasets import load_dataset
     from torch.utils.data import SequentialSampler
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-        TrainerCallback,
-    )
-    from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+    from transformers import AutoTokenizer, TrainerCallback
 
-    trainers: dict[str, tuple[Any, Any, Any, dict[str, Any], dict[str, Any]]] = {
-        "sft": (
-            *(SFTTrainer, SFTConfig, AutoModelForCausalLM),
-            *({}, {"completion_only_loss": True, "router_aux_loss_coef": 0.0, "packing": False}),
-        ),
-        "dpo": (DPOTrainer, DPOConfig, AutoModelForCausalLM, {}, {}),
-        "reward_model": (RewardTrainer, RewardConfig, AutoModelForSequenceClassification, {"num_labels": 1}, {}),
-    }
-    trained, config, kind, labels, own = trainers[spec["job"]]
+    trained, config, kind, labels, own = trainer_of(spec["job"])
     torch.set_num_threads(spec["threads"])
     model = kind.from_pretrained(
         spec["model"], dtype=torch.float32, experts_implementation="grouped_mm", attn_implementation="sdpa", **labels

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.build.tokenizer import read_tokenizer
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import OneSource
 from rl_megatron.config.sections.eval import EvalSetSection, RunData
@@ -37,13 +38,7 @@ class Data:
 def load_data(config: RunConfig, model_folder: Path) -> Data:
     """Read tokenizer and data. Raises ConfigError, and DataError that names the row."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads would take the learners' cores
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    except Exception as error:  # its Rust part raises bare ones for torn files
-        said = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise ConfigError(f"{model_folder}: transformers cannot read its tokenizer: {said[0][:500]}") from error
+    tokenizer = read_tokenizer(model_folder, config.model.template_variables)
     load = partial(
         load_prompts,
         tokenizer=tokenizer,

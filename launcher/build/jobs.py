@@ -49,7 +49,9 @@ def loops_of(
     looped = partial(Loop, checkpoints=store, recorder=recorder, stop=stop, async_save=saves.async_save)
     every = Pace(steps=config.train.steps, rows=1, evaluations=config.eval.every, checkpoints=saves.every)
     if not config.kind.samples:
-        return None, looped(job=written_job(parts, roles, data, attention_cost=_attention_cost(shape)), pace=every)
+        return None, looped(
+            job=written_job(parts, shape, roles, data, attention_cost=_attention_cost(shape)), pace=every
+        )
     warm, job = _sampling(parts, shape, roles, data, recorder)
     check = config.warm_start.check_every
     first = Pace(steps=config.warm_start.steps, rows=check, evaluations=check, checkpoints=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 
 from launcher.build.data import Data
@@ -17,8 +17,10 @@ from rl_megatron.data.pairs import Pair, answer_pairs, margin_of, scored_pairs
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.samples import supervised_rows
 from rl_megatron.interfaces import Roles
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.conversation.pairs import paired_answers, paired_texts
 from rl_megatron.rollout.conversation.written import WrittenConversations
+from rl_megatron.scaling.flops import seconds_at_peak, training_flops
 from rl_megatron.training.jobs.pairs import Preferences, Scoring
 from rl_megatron.training.jobs.supervised import FineTuning, HeldOutLoss, SupervisedSteps
 from rl_megatron.training.jobs.warm_start import answers
@@ -142,7 +144,7 @@ _OBJECTIVES: Mapping[JobName, tuple[str, Callable[[_Building], tuple[UnitsOf, Jo
 """What progress calls a job, and the builder of its rows and its objective."""
 
 
-def written_job(parts: Parts, roles: Roles, data: Data, *, attention_cost: float) -> WrittenJob:
+def written_job(parts: Parts, shape: ModelShape, roles: Roles, data: Data, *, attention_cost: float) -> WrittenJob:
     """The job of ``parts.config.job``, which samples nothing. ``attention_cost`` as in `causal_attention_cost`."""
     config = parts.config
     fields = {
@@ -162,4 +164,6 @@ def written_job(parts: Parts, roles: Roles, data: Data, *, attention_cost: float
         units_of=units_of,
         objective=objective,
         name=name,
+        seconds_at_peak=seconds_at_peak(shape, roles.gpus),
+        training_flops=partial(training_flops, shape),
     )

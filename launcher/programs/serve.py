@@ -10,10 +10,9 @@ import signal
 import stat
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from launcher.build.alone import engine_alone
 from launcher.build.data import stop_token_ids
+from launcher.build.tokenizer import read_tokenizer
 from launcher.build.trained import TrainedModel, hugging_face, of_folder
 from launcher.preflight import engine
 from launcher.preflight.subject import Subject
@@ -43,7 +42,7 @@ async def serve_model(target: TrainedModel, port: int, key_file: Path | None) ->
         config = of_folder(target.config, folder)
         shape, tokenizer = (
             job_shape(config, read_shape(folder, config.learner.model)),
-            AutoTokenizer.from_pretrained(folder),
+            read_tokenizer(folder, config.model.template_variables),
         )
         async with engine_alone(config, folder, shape, target.out) as sampling:
             app = OpenApplication(

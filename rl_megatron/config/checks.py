@@ -10,7 +10,6 @@ from rl_megatron.config.evaluating import problems_of_evaluating
 from rl_megatron.config.keeping import problems_of_keeping
 from rl_megatron.config.modes import problems_of_modes
 from rl_megatron.config.reads import problems_of_job, problems_of_unread_keys
-from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.weights import NODE_MEMORY, TRANSPORT_KINDS
 from rl_megatron.config.services import problems_of_services
@@ -175,13 +174,6 @@ def _batch_problems(c: RunConfig) -> list[str]:
             f"algorithm.preference_beta pairs a group's completions, but rollout.group_size={c.rollout.group_size}; "
             "set rollout.group_size=2 or more"
         )
-    if c.kind.pairs:
-        for key, source in data_sources(c.data).items():
-            if isinstance(source, FileKeys) and source.rejected_field is None:
-                out.append(
-                    f"job={c.job} trains on pairs of answers, and {key}.rejected_field is not given; set it to the "
-                    f"field of the worse one (of the better one: {key}.answer_field={source.answer_field})"
-                )
     return out
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
-from rl_megatron.config.sections.data import MixtureData, data_sources
+from rl_megatron.config.sections.data import FileKeys, MixtureData, data_sources
 from rl_megatron.config.sections.jobs import JOBS, JobKind
 from rl_megatron.config.sections.reward import reward_key
 from rl_megatron.config.sections.services import SERVICE
@@ -131,11 +131,22 @@ def problems_of_job(config: RunConfig) -> list[str]:
         every |= {leaf: value for leaf, value in _leaves(key, source) if key != "data"}
     unread = sorted(leaf for leaf, (value, default) in every.items() if value != default and not _read(kind, leaf))
     readers = {leaf: [f"job={name}" for name, other in JOBS.items() if _read(other, leaf)] for leaf in unread}
-    return [
+    found = [
         f"{leaf}={_text(every[leaf][0])}: job={config.job} does not read it, {' or '.join(readers[leaf])} may; leave "
         f"it out, or set it to its default, {_text(every[leaf][1])}"
         for leaf in unread
     ]
+    return [*found, *_without_pairs(config)]
+
+
+def _without_pairs(config: RunConfig) -> Iterator[str]:
+    """The sources of a job on pairs that have none."""
+    for key, source in data_sources(config.data).items() if config.kind.pairs else ():
+        if isinstance(source, FileKeys) and source.rejected_field is None:
+            yield (
+                f"job={config.job} trains on pairs of answers, and {key}.rejected_field is not given; set it to the "
+                f"field of the worse one (of the better one: {key}.answer_field={source.answer_field})"
+            )
 
 
 def _read(kind: JobKind, leaf: str) -> bool:
@@ -179,6 +190,11 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
     if isinstance(config.data, MixtureData) and len(config.source_rewards) == len(config.data.sources):
         reason = "every source of data.sources has a reward of its own"
         out |= dict.fromkeys(_set(reward, "reward"), reason)
+    variables = "model.template_variables"
+    model = {leaf: value for leaf, value in _leaves("model", config.model) if leaf == variables}
+    if not _applies_a_template(config):
+        reason = "no data has chat_template=true or messages_field, and no environment has template=chat"
+        out |= dict.fromkeys(_set(model, variables), reason)
     for leaf, reason in _without_effect(config.algorithm):
         for _ in _set(algorithm, leaf):
             out.setdefault(leaf, reason)
@@ -195,7 +211,7 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
     environment = dict(_leaves("environment", config.environment))
     if config.environment.function is None:
         out |= dict.fromkeys(_set(environment, "environment"), "without environment.function there is no environment")
-    every = algorithm | rollout | reward | train | weights | sandbox | environment
+    every = model | algorithm | rollout | reward | train | weights | sandbox | environment
     return [_does_nothing(leaf, *every[leaf], out[leaf]) for leaf in every if leaf in out]
 
 
@@ -234,6 +250,13 @@ def _reward_options(reward: RewardSection) -> dict[str, bool]:
         "http": any(name.startswith(("http://", "https://", SERVICE)) for name in names),
         "model": any(name.startswith("hf:") for name in names),
     }
+
+
+def _applies_a_template(config: RunConfig) -> bool:
+    """Whether any part of the run makes tokens by the tokenizer's chat template."""
+    sources = (*data_sources(config.data).values(), *config.eval.data_of_sets.values())
+    shown = any(isinstance(one, FileKeys) and (one.chat_template or one.messages_field) for one in sources)
+    return shown or any(one.template == "chat" for one in config.environments.values())
 
 
 def _unread_weights(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -77,6 +77,9 @@ class TinyModelSection(Section):
     tie_embeddings: bool = False
 
 
+TemplateVariable = bool | int | float | str
+
+
 class ModelSection(Section):
     """The model to train: a Hugging Face folder, or a generated tiny model."""
 
@@ -87,6 +90,10 @@ class ModelSection(Section):
     any."""
     random_weights: bool = False
     """Whether the run starts from random weights in the sizes of ``path``, whose weights are not read: a rehearsal."""
+    template_variables: Mapping[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], TemplateVariable] = Field(
+        default_factory=dict
+    )
+    """Variables of the tokenizer's chat template, by name, wherever the run applies it: enable_thinking: false."""
     tiny: TinyModelSection = TinyModelSection()
     cache_dir: Path = Path("runs/.cache")
     """Folder that caches the tiny model between runs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -117,6 +117,10 @@ class WrittenJob:
     units_of: UnitsOf
     objective: JobObjective
     name: str
+    seconds_at_peak: Callable[[Iterable[int]], float] | None = None
+    """Seconds at the GPUs' peak of training on sequences of these lengths; None where that is not known."""
+    training_flops: Callable[[Iterable[int]], float] | None = None
+    """Operations of training on them."""
     first_step_is_saved: bool = False
     number: int = 0  # of the last step
     _next: _Drawn | None = None
@@ -144,8 +148,16 @@ class WrittenJob:
             made = await self.objective.step(samples, rate, drawn.prompts, watch)
             row |= {"tokens/train": len(samples.input_ids), "tokens/learnt": int(samples.mask.sum())}
             watch.count("train", len(samples.input_ids))
+            row |= self._work(samples, watch)
             row |= policy_row([] if made is None else [made])
         return {**row, **self.roles.rank_metrics()}
+
+    def _work(self, samples: Samples, watch: Stopwatch) -> Row:
+        """What training on the samples takes, into the row and the phase's seconds at the GPUs' peak."""
+        lengths = samples.cu_seqlens.diff().tolist()
+        if self.seconds_at_peak is not None:
+            watch.at_peak("train", self.seconds_at_peak(lengths))
+        return {} if self.training_flops is None else {"flops/train": self.training_flops(lengths)}
 
     def _draw(self) -> _Drawn:
         before = self.prompts.state()

@@ -1,0 +1,90 @@
+"""Variables of a chat template reach every place where a run applies it, and are refused where nothing reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher.build.data import load_data
+from launcher.build.tokenizer import read_tokenizer
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.tiny import make_tiny_model
+
+TEMPLATE = (
+    "{% macro shown(m) %}{{ m['content'] }}{% if style is defined %}[{{ style }}]{% endif %}{% endmacro %}"
+    "{% for m in messages %}{{ shown(m) }}{% endfor %}"
+    "{% if add_generation_prompt %}{% if enable_thinking is defined and enable_thinking is false %}no{% else %}yes"
+    "{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = make_tiny_model(TinyModelSection(), tmp_path, 0)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, "hiyes"),
+        ({"enable_thinking": False}, "hino"),
+        ({"enable_thinking": True, "style": 1.5}, "hi[1.5]yes"),
+        ({"style": "it's {% x %} \\n"}, "hi[it's {% x %} \\n]yes"),
+    ],
+)
+def test_a_template_is_applied_with_its_variables(model: Path, given: dict[str, bool | str], text: str) -> None:
+    tokenizer = read_tokenizer(model, given)
+    told = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert told == text
+
+
+def test_a_runs_prompts_have_them(model: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "hi", "answer": "x"}\n')
+    data = {"type": "files", "train": rows, "eval": rows, "chat_template": True, "on_leak": "keep"}
+    given = {"path": model, "template_variables": {"enable_thinking": False}}
+    config = RunConfig.model_validate({"model": given, "data": data})
+    assert load_data(config, model).train[0].text == "hino"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"enable_thought": False}, "enable_thought=false: the chat template of .* does not read enable_thought"),
+        ({"hinking": 1}, "does not read hinking"),
+    ],
+)
+def test_a_variable_that_the_template_does_not_read_is_refused(model: Path, given: dict[str, bool], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_tokenizer(model, given)
+    (model / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="has no chat template; leave it out"):
+        read_tokenizer(model, given)
+
+
+@pytest.mark.parametrize("key", ["a b", "1a", "x%}"])
+def test_names_that_are_none_are_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=r"template_variables"):
+        RunConfig.model_validate({"model": {"template_variables": {key: True}}})
+
+
+def test_variables_without_a_template_are_refused() -> None:
+    with pytest.raises(ConfigError, match="does nothing: no data has chat_template=true or messages_field"):
+        load_config("tiny_cpu", ["model.template_variables.enable_thinking=false"])
+    environment = ["environment.function=calculator", "environment.template=chat", "environment.max_turns=2"]
+    assert "template_variables" not in str(_refused([*environment, "model.template_variables.enable_thinking=false"]))
+
+
+def _refused(keys: list[str]) -> ConfigError | None:
+    try:
+        load_config("calculator", keys)
+    except ConfigError as error:
+        return error
+    return None
