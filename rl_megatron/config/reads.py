@@ -98,6 +98,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "kl.target": {OFF: (), ON: ("kl.horizon",)},
     "kl.estimator": dict.fromkeys(("k1", "k2", "k3", "abs"), ("kl.importance_weighted",))
     | {"top_k": ("kl.top_k", "kl.beta")},
+    "entropy_target": {OFF: (), ON: ("entropy_step",)},
     "overlong_buffer": {OFF: (), ON: ("overlong_factor",)},
 }
 """For each choice of the ``algorithm`` section and each of its values: the keys and inner sections that it reads."""

@@ -100,6 +100,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Clipped with a ratio above 1", metric="clip_fraction/high", hide_constant=True),
             Curve(title="KL to the reference", metric="kl/reference"),
             Curve(title="Coefficient of that KL", metric="kl/coefficient", hide_constant=True),
+            Curve(title="Weight of the entropy bonus", metric="entropy/coefficient", hide_constant=True),
             Curve(title="Preference pairs: share with the right order", metric="preference/accuracy"),
             Curve(title="Preference pairs: margin", metric="preference/margin"),
             Curve(title="Preference pairs of a step", metric="preference/pairs"),

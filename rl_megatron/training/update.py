@@ -21,7 +21,6 @@ from torch import Tensor
 from rl_megatron.algorithms.aggregation import token_weight
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.corrections import proximal_share, second_moment_mask
-from rl_megatron.algorithms.kl import adaptive_beta
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.own import check_own_objective
 from rl_megatron.config.run import RunConfig
@@ -35,9 +34,8 @@ from rl_megatron.training.credit import (
     AlgorithmState,
     Rewards,
     assign_credit,
+    controlled,
     explained_variance,
-    mean_over_completions,
-    reference_kl,
     shape_rewards,
 )
 from rl_megatron.training.flips import engine_flips, update_flips
@@ -56,7 +54,7 @@ from rl_megatron.training.measures import (
 from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.training.schedule import critic_learning_rate, learning_rate, seed_of
 from rl_megatron.training.selection import Selection, selection_of, token_choice
-from rl_megatron.types import Batch, Prompt, RolloutGroup, Samples, Want
+from rl_megatron.types import Batch, Loss, Prompt, RolloutGroup, Samples, Want
 
 T = TypeVar("T")
 Ranks: TypeAlias = NDArray[np.int64]
@@ -82,7 +80,10 @@ class Update:
 
     def __post_init__(self) -> None:
         check_own_objective(self.config.algorithm)
-        self.state = AlgorithmState(kl_coefficient=self.config.algorithm.kl.coefficient)
+        section = self.config.algorithm
+        self.state = AlgorithmState(
+            kl_coefficient=section.kl.coefficient, entropy_coefficient=section.entropy_coefficient
+        )
         self._selection = selection_of(self.config.algorithm)
         cost, unit, whole = self.attention_cost, self._selection.unit, self.config.train.whole_groups
         self._packer = packer_of(self.config.learner, attention_cost=cost, unit=unit, whole_groups=whole)
@@ -116,7 +117,7 @@ class Update:
             samples = await to_thread(self._with_second_moment_limited, samples, found.current, row)
         row |= await self._train(found, samples, step, watch, [group.prompt for group in groups])
         row |= await self._flips(found, step, watch)
-        self.state = await to_thread(self._with_kl_controlled, state, samples, row)
+        self.state = await to_thread(controlled, state, samples, section, row)
         return row
 
     async def forget(self) -> None:
@@ -279,23 +280,11 @@ class Update:
         versions = token_versions(groups, samples)
         return replace(samples, proximal_share=proximal_share(versions, proximal_version=step - 1, version=step))
 
-    def _with_kl_controlled(self, state: AlgorithmState, samples: Samples, row: Row) -> AlgorithmState:
-        """Adapt the KL coefficient to this batch's KL if a target is set; write both into the row."""
-        section = self.config.algorithm
-        if not section.kl.coefficient:
-            return state
-        kl = mean_over_completions(reference_kl(samples, section), samples)
-        row |= {"kl/reference": kl, "kl/coefficient": state.kl_coefficient}
-        if section.kl.target is None:
-            return state
-        beta = adaptive_beta(
-            state.kl_coefficient,
-            kl,
-            target=section.kl.target,
-            num_samples=samples.num_trajectories,
-            horizon=section.kl.horizon,
-        )
-        return replace(state, kl_coefficient=beta)
+    def _loss(self) -> Loss:
+        """The policy's loss under the coefficients of this step."""
+        weight = self.state.entropy_weight(self.config.algorithm)
+        row = self.config.algorithm.model_copy(update={"entropy_coefficient": weight})
+        return loss_of(row, kl_coefficient=self.state.kl_coefficient, max_new_tokens=self.config.most_sampled)
 
     async def _train(
         self, found: Measured, samples: Samples, step: int, watch: Stopwatch, prompts: Sequence[Prompt]
@@ -304,7 +293,7 @@ class Update:
         computed beside the first: ranks do not wait for them."""
         c, roles = self.config, self.roles
         rate, critic_rate = learning_rate(c, step), critic_learning_rate(c, step)
-        loss = loss_of(c.algorithm, kl_coefficient=self.state.kl_coefficient, max_new_tokens=c.most_sampled)
+        loss = self._loss()
         value_loss = ValueLoss(clip=c.algorithm.critic.clip)
         seeds = [seed_of(c.seed, step, epoch) for epoch in range(c.train.epochs)]
         choice = token_choice(c.algorithm.tokens, found, seed_of(c.seed, step, c.train.epochs))

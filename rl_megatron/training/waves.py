@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.aggregation import Denominator
-from rl_megatron.algorithms.losses import PolicyLoss, loss_of
+from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.config.waves import micro_batches_filled
 from rl_megatron.data.packing import padded_lengths
 from rl_megatron.observability.recorder import Row, Stopwatch
-from rl_megatron.training.credit import shape_rewards
+from rl_megatron.training.credit import controlled, shape_rewards
 from rl_megatron.training.measures import Measured, advantage_row, policy_row
 from rl_megatron.training.schedule import learning_rate
 from rl_megatron.training.update import Update, positions_of
@@ -59,8 +59,7 @@ class WaveUpdate(Update):
 
         The phase ``rollout`` has only the seconds of waiting without a full wave.
         """
-        c = self.config
-        loss = loss_of(c.algorithm, kl_coefficient=self.state.kl_coefficient, max_new_tokens=c.most_sampled)
+        loss = self._loss()
         assert isinstance(loss, PolicyLoss)  # of pairs: refused
         trained, waiting, early, more = _Trained(loss=loss), list[RolloutGroup](), 0, True
         while more:
@@ -144,7 +143,7 @@ class WaveUpdate(Update):
         row["steps/skipped"] = int(made is None)
         row |= policy_row([] if made is None else [made])
         row |= await self._flips(found, step, watch)
-        self.state = await to_thread(self._with_kl_controlled, self.state, samples, row)
+        self.state = await to_thread(controlled, self.state, samples, self.config.algorithm, row)
         return row
 
 

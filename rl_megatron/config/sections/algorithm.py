@@ -214,7 +214,12 @@ class AlgorithmSection(Section):
     """Mask the batch's tokens of largest squared log-ratio until the mean of the rest is at most this (M2PO); null is
     off."""
     entropy_coefficient: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus, in nats."""
+    """Weight of the entropy bonus, in nats; with ``entropy_target``, the weight at first."""
+    entropy_target: PositiveFloat | None = None
+    """Entropy in nats that an adaptive weight aims at: a step with less raises it by ``entropy_step``, one with more
+    lowers it, and after the latter it does not act (Skywork-OR1). null: the weight is fixed."""
+    entropy_step: PositiveFloat = 0.005
+    """By how much the adaptive weight of the entropy bonus changes a step; it is never below 0."""
     nll_coefficient: NonNegativeFloat = 0.0
     """Weight of -log pi on the tokens of right completions (VAPO), whose reward is at least eval.success_reward."""
     preference_beta: PositiveFloat | None = None

@@ -95,6 +95,7 @@ LEARNING = (
     ("kl/old_policy", "nats", "KL(old || current) per token: k3 estimate from the samples, mean over the minibatches"),
     ("kl/rollout", "nats", "KL(engine || learner) per token before the update: k3 estimate of their mismatch"),
     ("entropy", "nats", "mean entropy of the policy's next-token distribution at sampled positions"),
+    ("entropy/coefficient", "", "weight of the entropy bonus in this step; only with algorithm.entropy_target"),
     ("clip_fraction", "", "share of tokens (of sequences, for a sequence ratio) whose gradient the clip removes"),
     ("clip_fraction/low", "", "the part of clip_fraction with a ratio below 1"),
     ("clip_fraction/high", "", "the part of clip_fraction with a ratio of 1 or above"),

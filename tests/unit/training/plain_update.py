@@ -49,6 +49,7 @@ class PlainUpdate:
         self.config, self.a = config, config.algorithm
         self.policy, self.reference, self.critic = policy.double(), reference.double(), critic.double()
         self.beta, self.rewards_seen, self.baseline = self.a.kl.coefficient, list[float](), None
+        self.bonus, self.bonus_acts, self.entropies = self.a.entropy_coefficient, True, list[float]()
 
     @property
     def routed(self) -> bool:
@@ -88,6 +89,10 @@ class PlainUpdate:
                 (gradient,) = torch.autograd.grad(self._value_loss(said, critic), critic)
                 self.critic = self.critic - self.config.train.learning_rate * gradient
         self._control(said)
+        if self.a.entropy_target is not None:
+            seen, self.entropies = statistics.fmean(self.entropies), []
+            self.bonus_acts = seen <= self.a.entropy_target
+            self.bonus = max(self.bonus + (1 if self.bonus_acts else -1) * self.a.entropy_step, 0.0)
 
     def _reward(self, said: list[Said]) -> None:
         a = self.a
@@ -200,6 +205,11 @@ class PlainUpdate:
         a, total = self.a, torch.zeros((), dtype=torch.float64)
         trained = [s for s in said if s.trained]
         tokens = sum(len(s.targets) for s in trained)
+        if self.a.entropy_target is not None:
+            of_tables = [_table(policy, s, self.routed) for s in trained]
+            mean = sum((-(x.exp() * x).sum() for x in of_tables), start=total) / tokens
+            self.entropies.append(float(mean.detach()))
+            total = total - self.bonus * self.bonus_acts * mean
         right = sum(len(s.targets) for s in trained if s.raw >= self.config.eval.success_reward)
         for s in trained:
             for t, logp in enumerate(logprobs(policy, s, routed=self.routed)):

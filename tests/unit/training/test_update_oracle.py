@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.training.credit import AlgorithmState
 from rl_megatron.training.update import Update
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Routes
 from tests.completions import completion
@@ -57,6 +59,10 @@ PATHS: dict[str, dict[str, Any]] = {
     "whitened over the cut ones, which are left out": ALIKE | {"whiten": True, "drop_truncated": True},
     "NLL of right completions under scaled rewards": CRITIC | {"reward_scale": 0.5, "nll_coefficient": 0.7},
     "running moments and a clip": ALIKE | {"whiten_rewards": True, "reward_clip": 0.8, "reward_scale": 1.0},
+    **{
+        f"an entropy bonus, {name}": {"entropy_coefficient": 0.2, "entropy_target": target, "entropy_step": 0.15}
+        for name, target in (("raised", 9.0), ("stopped", 0.1), ("up and down", 2.1))
+    },
     "a moving baseline": {"advantage_mean": "moving", "advantage_std": "none", "baseline_decay": 0.5},
     "the learner's routes are the policy's alone": CRITIC | REWARDED_KL | {"routing_replay": "r2"},
     "the engine's routes are the policy's alone": CRITIC | REWARDED_KL | {"routing_replay": "r3"},
@@ -201,3 +207,27 @@ def test_the_policys_share_of_its_gpus_peak_is_of_every_sequence_of_every_pass()
     assert row["flops/train"] == 5.0 * sum(3 * whole)
     found = watch.row()
     assert found["mfu/train"] == pytest.approx(float(row["tokens/train"] or 0) / found["seconds/train"])
+
+
+def test_the_entropy_bonus_goes_on_from_a_checkpoints_state_to_the_bit() -> None:
+    config = RunConfig.model_validate({"algorithm": PATHS["an entropy bonus, up and down"], "train": {"epochs": 2}})
+    written, unused = TypeAdapter(AlgorithmState), Toy(torch.zeros(1))
+    whole, resumed = (Toy(table(VOCABULARY, VOCABULARY, seed=1)) for _ in range(2))
+
+    def update_of(toy: Toy) -> Update:
+        roles: Any = Roles(learners={"policy": toy}, frozen={}, engine=unused, weights=unused)
+        return Update(config=config, roles=roles, attention_cost=0.0)
+
+    unbroken, state, weights = update_of(whole), b"", []
+    for step in (*STEPS, 6):
+        sampled = groups(step, table(VOCABULARY, VOCABULARY, seed=4))
+        other = update_of(resumed)  # a new process at each step
+        other.state = written.validate_json(state) if state else other.state
+        row, again = (asyncio.run(each(sampled, step, Stopwatch())) for each in (unbroken, other))
+        assert row["entropy/coefficient"] == again["entropy/coefficient"]
+        assert torch.equal(whole.weights, resumed.weights)
+        assert other.state == unbroken.state
+        state = written.dump_json(other.state)
+        weights.append(row["entropy/coefficient"])
+    assert len(set(weights)) > 1
+    assert 0.0 in weights

@@ -57,7 +57,11 @@ def shipped() -> dict[str, dict[str, Any]]:
         except ValueError:
             continue
         out[name] = row
-    names = "decoupled ppo, interpolated", "KL in the loss beside a correction, adaptive"
+    names = (
+        "decoupled ppo, interpolated",
+        "KL in the loss beside a correction, adaptive",
+        "an entropy bonus, up and down",
+    )
     out |= {name: PATHS[name] for name in names}
     out["cut ones are left out"] = {"drop_truncated": True, "aggregation": "seq_mean_token_mean"}
     out["KL in rewards"] = {"kl": {"coefficient": 0.3, "placement": "completion_reward"}, "advantage_std": "none"}
@@ -110,6 +114,7 @@ def test_tables_and_rows_are_those_of_the_whole_batch(name: str) -> None:
             assert found[key] == pytest.approx(wanted[key], rel=1e-6, abs=1e-6, nan_ok=True), key
         torch.testing.assert_close(other.weights, one.weights, rtol=1e-6, atol=1e-6)
     assert waves.state.kl_coefficient == pytest.approx(whole.state.kl_coefficient)
+    assert waves.state.entropy_coefficient == whole.state.entropy_coefficient
     assert not torch.equal(one.weights, table(VOCABULARY, VOCABULARY, seed=1))
 
 
@@ -117,6 +122,7 @@ PLAIN = {
     "grpo": PATHS["grpo"],
     "interpolated": PATHS["decoupled ppo, interpolated"],
     "KL": PATHS["KL in the loss beside a correction, adaptive"],
+    "entropy": PATHS["an entropy bonus, up and down"],
     "cut ones are left out": ALIKE | {"drop_truncated": True},
 }
 
