@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
@@ -13,6 +14,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.learner.model.refusals import refuse
+from rl_megatron.models.families.fields import CLASSIFIER
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.kind import is_megatron
@@ -62,9 +64,12 @@ def _shown_by_template(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _classifier(subject: Subject) -> Iterator[Found]:
     """Yields a problem if no class of transformers could load the reward model."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN
-
-    if (family := subject.shape.family) not in KNOWN:
+    family = subject.shape.family
+    spec = find_spec("transformers")  # its import takes seconds
+    assert spec is not None
+    assert spec.origin is not None
+    code = Path(spec.origin).parent / "models" / family / f"modeling_{family}.py"
+    if not code.is_file() or CLASSIFIER not in code.read_text(encoding="utf-8"):
         yield problem(
             f"job={subject.config.job}: transformers has no sequence classifier of model_type={family!r}, so nothing "
             "could load the model; start from a model of another family, as qwen3_moe, qwen3, llama or deepseek_v3"

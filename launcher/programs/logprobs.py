@@ -59,6 +59,11 @@ def compare_logprobs(
             f"--layers={layers!r:.200}: it must be auto, torch or your own package.module:name"
         ) from error
     shape = read_shape(config or (reference if is_megatron(folder) else folder), family)
+    if shape.scores:
+        raise ConfigError(
+            f"{folder} is a sequence classifier, which scores texts and has no log-probs; give the model that it was "
+            "trained from"
+        )
     texts = made_up_texts(shape.vocab_size, min(_TOKENS, shape.max_positions), num_texts)
     ours = _learner(folder, shape, learner, texts, threads)
     theirs = _transformers(reference, texts, threads)

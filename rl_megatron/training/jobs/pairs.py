@@ -71,7 +71,7 @@ class Preferences(JobObjective):
         found = []
         for part in self.parts:
             scores = await _scores(self.roles.policy, self.packer, part, "logprobs")
-            found.append(_measured(self.loss, part, logprobs=scores))
+            found.append(await to_thread(_measured, self.loss, part, logprobs=scores))
             await _forget(self.roles)
         return _eval_row(found, self.parts)
 
@@ -108,7 +108,7 @@ class Scoring(JobObjective):
         found = []
         for part in self.parts:
             scores = await _scores(self.roles.policy, self.packer, part, "values")
-            found.append(_measured(self.loss, part, values=scores))
+            found.append(await to_thread(_measured, self.loss, part, values=scores))
             await _forget(self.roles)
         return _eval_row(found, self.parts)
 

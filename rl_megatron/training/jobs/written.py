@@ -99,11 +99,12 @@ def _cut(row: WrittenRow, most: int) -> WrittenRow | None:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """The prompts of a step, being made into rows, and the place in the data before them."""
+    """The prompts of a step, being made into rows and samples (None: no row fits), and the place in the data before
+    them."""
 
     before: dict[str, int] | MixtureState
     prompts: list[Prompt]
-    rows: Future[Fitted]
+    made: Future[tuple[Fitted, Samples | None]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,15 +137,14 @@ class WrittenJob:
         """Make an optimizer step; without a row that fits, none is made. Its loss is missing if it was skipped."""
         drawn, self.number = self._next or self._draw(), number
         began = time.perf_counter()
-        found = await asyncio.wrap_future(drawn.rows)
+        found, samples = await asyncio.wrap_future(drawn.made)
         watch.note("data/seconds", time.perf_counter() - began)
         self._next = self._draw() if number < self.config.train.steps else None
         rate = learning_rate(self.config, number)
         row: Row = {**self._row(), "learning_rate": rate, "tokens/train": 0}
         row |= {"data/dropped": found.dropped, "data/cut": found.cut}
         row["data/epoch"] = number * self.config.written.batch_size / self.size
-        if found.units:
-            samples = self.objective.samples_of(found.rows)
+        if samples is not None:
             made = await self.objective.step(samples, rate, drawn.prompts, watch)
             row |= {"tokens/train": len(samples.input_ids), "tokens/learnt": int(samples.mask.sum())}
             watch.count("train", len(samples.input_ids))
@@ -162,7 +162,11 @@ class WrittenJob:
     def _draw(self) -> _Drawn:
         before = self.prompts.state()
         prompts = self.prompts.take(self.config.written.batch_size)
-        return _Drawn(before, prompts, self._maker.submit(lambda: fitted(self.units_of(prompts), self.config)))
+        return _Drawn(before, prompts, self._maker.submit(self._made, prompts))
+
+    def _made(self, prompts: Sequence[Prompt]) -> tuple[Fitted, Samples | None]:
+        found = fitted(self.units_of(prompts), self.config)
+        return found, self.objective.samples_of(found.rows) if found.units else None
 
     def _row(self) -> Row:
         return {"step": self.number, "phase": self.config.job}

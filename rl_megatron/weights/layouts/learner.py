@@ -41,6 +41,12 @@ def role_shape(config: RunConfig, shape: ModelShape, role: str, base: Path | Non
     if role != "reference" or folder is None:
         return shape
     try:
-        return read_shape((base or Path()) / folder, config.learner.model)
+        found = read_shape((base or Path()) / folder, config.learner.model)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{config.reference_key}=")) from error
+    if found.scores:
+        raise ConfigError(
+            f"{config.reference_key}={folder} is a sequence classifier, which has no log-probs to compare with; give a "
+            "model with an output layer"
+        )
+    return found

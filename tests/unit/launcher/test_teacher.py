@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,30 @@ def test_a_reference_that_cannot_score_is_refused(
     (problem,) = problems(config_of(folders, reference, *more, policy=policy))
     assert said in problem
     assert str(folders[reference]) in problem
+
+
+def test_a_classifier_has_no_log_probs_to_compare_with(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "classifier"
+    shutil.copytree(folders["like it"], folder)
+    known = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(known | {"architectures": ["Qwen3MoeForSequenceClassification"]}))
+    with pytest.raises(ConfigError, match=r"algorithm\.kl\.reference=.*classifier is a sequence classifier"):
+        problems(config_of(folders | {"scores": folder}, "scores"))
+    with pytest.raises(ConfigError, match=r"model\.path=.*classifier is a sequence classifier, which scores texts"):
+        starting_shape(load_config("tiny_cpu", ["run.name=x", f"model.path={folder}"]))
+    scored = starting_shape(load_config("reward_tiny", ["run.name=x", f"model.path={folder}"]))
+    assert scored.scores
+    assert not problems(load_config("reward_tiny", ["run.name=x", f"model.path={folders['policy']}"]))
+
+
+def test_a_reward_model_that_nothing_could_load_is_refused(tmp_path: Path) -> None:
+    from transformers import Glm4MoeConfig
+
+    settings = Glm4MoeConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    settings.architectures = ["Glm4MoeForCausalLM"]
+    settings.save_pretrained(tmp_path)
+    found = problems(load_config("reward_tiny", ["run.name=x", f"model.path={tmp_path}"]))
+    assert any("transformers has no sequence classifier of model_type='glm4_moe'" in one for one in found)
 
 
 def test_a_reference_with_other_tokens_or_without_weights_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
