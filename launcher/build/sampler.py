@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from launcher.build.data import Data
@@ -9,9 +11,13 @@ from launcher.build.environment import environment_sampler, made_environment
 from rl_megatron.config.run import RunConfig
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
+from rl_megatron.rollout.conversation.templates import tokens_of_text
+from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.policy_sampler import PolicySampler
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.services import Services
+
+logger = logging.getLogger(__name__)
 
 
 def sampler_of(
@@ -27,10 +33,12 @@ def sampler_of(
     gives rewards itself."""
     if made is not None:
         return environment_sampler(config, made, engine, data, vocab_size=vocab_size)
+    decode = partial(data.tokenizer.decode, skip_special_tokens=True)
     return RolloutSampler(
         engine=engine,
         reward_function=reward,
-        decode=partial(data.tokenizer.decode, skip_special_tokens=True),
+        decode=decode,
+        interruption=_interruption(config, data, decode),
         rollout=config.rollout,
         reward=config.reward,
         own_rewards=config.own_rewards,
@@ -40,6 +48,21 @@ def sampler_of(
         routes=config.asks_for_routes is not None,
         apart=config.one_by_one,
     )
+
+
+def _interruption(config: RunConfig, data: Data, decode: Callable[[Sequence[int]], str]) -> Interruption | None:
+    section = config.rollout.interrupt
+    if not section.earliest:
+        return None
+    text, ends = (tokens_of_text(data.tokenizer, one) for one in (section.text, section.thinking_ends))
+    latest = section.between(config.rollout.max_new_tokens)[1]
+    if latest + len(text) >= config.rollout.max_new_tokens:
+        logger.warning(
+            "rollout.interrupt.text has %d tokens, which do not fit behind token %d of rollout.max_new_tokens=%d: such "
+            "completions are not interrupted",
+            *(len(text), latest, config.rollout.max_new_tokens),
+        )
+    return Interruption(section=section, token_ids=text, ends=ends, decode=decode)
 
 
 def samplers_of_sets(

@@ -55,6 +55,8 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
             "batch in one call of the learner's processes, which ends no completion before the others; set "
             "rollout.server.replicas, or rollout=vllm or sglang, or leave it out"
         )
+    if c.rollout.interrupt.earliest:
+        yield from _of_interruptions(c)
     if c.rollout.max_in_flight is not None:
         yield from _of_a_limit(c.rollout, c.rollout.max_in_flight)
     if c.rollout.embedded and c.rollout.served:
@@ -86,6 +88,25 @@ def _of_staleness(c: RunConfig) -> Iterator[str]:
             f"{given} with algorithm.advantage_mean=greedy: weights may be pushed between a group's completions and "
             "its greedy one, whose reward would be another policy's baseline; set one of them to its default"
         )
+
+
+def _of_interruptions(c: RunConfig) -> Iterator[str]:
+    given = f"rollout.interrupt.earliest={c.rollout.interrupt.earliest:g}"
+    first, last = c.rollout.interrupt.between(c.rollout.max_new_tokens)
+    if not first <= last < max(c.rollout.max_new_tokens, 2):
+        yield (
+            f"{given}: completions of at most rollout.max_new_tokens={c.rollout.max_new_tokens} would be interrupted "
+            f"after {first} to {last} sampled tokens; make the first at most the second, and both less than that"
+        )
+    others = {
+        "environment.function": c.environment.function,
+        "algorithm.preference_beta": c.algorithm.preference_beta,
+        "rollout.max_seconds": c.rollout.max_seconds,
+    }
+    for key in (key for key, value in others.items() if value is not None):
+        yield f"{given} with {key}={others[key]}: only single completions without a time limit can be; leave one out"
+    if (asking := c.asks_for_routes) is not None:
+        yield f"{given} with {asking}: routes are of one request, and what is interrupted takes two; leave one out"
 
 
 def _of_a_limit(rollout: RolloutSection, most: int) -> Iterator[str]:

@@ -20,6 +20,7 @@ from rl_megatron.interfaces import RewardFunction
 from rl_megatron.observability.timeline.spans import FreeLanes
 from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.rollout.batch import Answered, Drawn
+from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.policy_sampler import PolicySampler, Tell
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams
@@ -42,6 +43,7 @@ class RolloutSampler(PolicySampler):
     )  # by source, of prompts not judged by ``reward``
     greedy_baseline: bool = False  # whether each group also gets a greedy completion
     routes: bool = False  # whether to request routes of the completions that are trained on
+    interruption: Interruption | None = None  # of thinking that is too long
     apart: bool = False  # whether each completion of a group is requested by itself
     sampled: dict[str, Completion] = field(default_factory=dict)  # of groups that are not scored yet, by their requests
 
@@ -153,13 +155,13 @@ class RolloutSampler(PolicySampler):
         self, prompt: Prompt, request: GenerationRequest, begun: Mapping[str, Sequence[Completion | None]] | None
     ) -> Answered:
         if not self.apart or begun is None:
-            return await self._scored(prompt, await self._generated(request))
+            return await self._scored(prompt, await self._generated(request), request)
         before = begun[request.id] or (None,) * request.num_completions
         parts = [_alone(request, i, one) for i, one in enumerate(before)]
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._completion(part)) for part in parts]
-            return await self._scored(prompt, tuple(task.result() for task in running))
+            return await self._scored(prompt, tuple(task.result() for task in running), request)
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from failed
         finally:
@@ -172,12 +174,37 @@ class RolloutSampler(PolicySampler):
         return completion
 
     async def _generated(self, request: GenerationRequest) -> tuple[Completion, ...]:
+        place = None if self.interruption is None else self.interruption.place(request)
+        if self.interruption is None or place is None:
+            return await self._asked(request)
+        first = await self._asked(self.interruption.until(request, place))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(self._gone_on(request, place, *one)) for one in enumerate(first)]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+        return tuple(task.result() for task in running)
+
+    async def _gone_on(self, request: GenerationRequest, place: int, number: int, sampled: Completion) -> Completion:
+        """The whole of a completion that was asked for up to ``place``."""
+        assert self.interruption is not None
+        rest = self.interruption.behind(request, place, sampled, number)
+        if rest is None:
+            return sampled
+        if request.group is not None:
+            self.sampled[request.id] = sampled  # a checkpoint has this much of it
+        (more,) = await self._asked(rest)
+        return self.interruption.whole(sampled, more)
+
+    async def _asked(self, request: GenerationRequest) -> tuple[Completion, ...]:
         with _IN_FLIGHT.during("generate", request=request.id) as span:
             completions = tuple(await self.engine.generate(request))
             span.say(**_said(completions))
         return completions
 
-    async def _scored(self, prompt: Prompt, completions: tuple[Completion, ...]) -> Answered:
+    async def _scored(
+        self, prompt: Prompt, completions: tuple[Completion, ...], request: GenerationRequest
+    ) -> Answered:
         section = self.own_rewards.get(prompt.source, self.reward)
         texts = await asyncio.to_thread(self._texts, completions)  # decoding long ones would block the event loop
         with _SCORING.during("reward", prompt=prompt.id):
@@ -193,6 +220,8 @@ class RolloutSampler(PolicySampler):
                 return Answered(group=None, reason="reward_error", scored=scored)
         rewards = tuple(one.total if one.error is None else float(on_error) for one in scored)
         group = single_turns(prompt, completions, texts, rewards)
+        if self.interruption is not None and (place := self.interruption.place(request)) is not None:
+            group = self.interruption.in_turns(group, completions, place)
         return Answered(group=group, rewards=rewards, scored=scored)
 
 

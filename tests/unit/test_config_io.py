@@ -259,6 +259,10 @@ def test_every_shipped_config_loads_with_every_choice(name: str, choice: str) ->
         with pytest.raises(ConfigError, match=rf"environment\.function={name} with algorithm"):
             load_config(name, keys)
         return
+    if name in ("calculator", "guess") and choice == "algorithm=scalerl":
+        with pytest.raises(ConfigError, match=rf"environment\.function={name}: only single completions"):
+            load_config(name, keys)
+        return
     if choice == "algorithm=scalerl" and load_config(name, keys[1:2]).rollout.server.colocated:
         with pytest.raises(ConfigError, match=r"with train\.max_staleness=8 servers sample while the learner trains"):
             load_config(name, keys)

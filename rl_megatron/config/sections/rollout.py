@@ -139,6 +139,39 @@ class ServerSection(Section):
         return value
 
 
+class InterruptSection(Section):
+    """Ends thinking that is too long: a text follows that the model did not sample and is not trained on, and the model
+    goes on behind it (ScaleRL). Completions to train on alone."""
+
+    earliest: NonNegativeFloat = 0.0
+    """Sampled tokens after which a completion that goes on thinking is interrupted, or below 1, this share of
+    max_new_tokens; 0 is off. None is where no token would follow the text within max_new_tokens."""
+    latest: NonNegativeFloat | None = None
+    """The place is drawn for each group, from ``earliest`` to this; null: it is ``earliest``."""
+    text: Annotated[str, Field(min_length=1)] = (
+        "\n\nOkay, time is up. Let me stop thinking and formulate a final answer now.\n</think>\n\n"
+    )
+    """What follows."""
+    thinking_ends: Annotated[str, Field(min_length=1)] = "</think>"
+    """The text that ends thinking: a completion that has it by then is not interrupted."""
+
+    def between(self, max_new_tokens: int) -> tuple[int, int]:
+        """The first and the last place, in sampled tokens."""
+        latest = self.earliest if self.latest is None else self.latest
+        first, last = (int(one if one >= 1 else one * max_new_tokens) for one in (self.earliest, latest))
+        return max(first, 1), max(last, 1)
+
+    @model_validator(mode="after")
+    def _keys_act(self) -> InterruptSection:
+        unread = [key for key in ("latest", "text", "thinking_ends") if key in self.model_fields_set]
+        unread = [key for key in unread if getattr(self, key) != type(self).model_fields[key].default]
+        if not self.earliest and unread:
+            raise PydanticCustomError(
+                "does_nothing", "{key} does nothing without earliest; set that, or leave it out", {"key": unread[0]}
+            )
+        return self
+
+
 class RolloutSection(Section):
     """The engine, and how it samples a step's completions."""
 
@@ -176,6 +209,7 @@ class RolloutSection(Section):
     max_refills: Positive = 8
     """dynamic_sampling=refill, drop: most prompts to draw for one step, as multiples of prompts_per_step; the step then
     trains on the groups that it has."""
+    interrupt: InterruptSection = InterruptSection()
     router_noise: NonNegativeFloat = 0.0
     """Standard deviation, in logits, of Gaussian noise on the routers of the in-process engine while it samples the
     completions to train on, so that its routes differ from the learner's by a known level (docs/algorithms.md). It is

@@ -1,0 +1,120 @@
+"""Ends thinking that is too long by a text that the model did not sample (ScaleRL, arXiv:2510.13786).
+
+A completion that has sampled so many tokens and goes on thinking is asked for again behind them and the text, so any
+engine can do it. Which tokens are the text's follows from the tokens and the request's name; nothing is kept of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rl_megatron.columns import TokenIds
+from rl_megatron.config.sections.rollout import InterruptSection
+from rl_megatron.seeds import text_seed
+from rl_megatron.types import Chain, Completion, GenerationRequest, RolloutGroup, Span, Trajectory, Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interruption:
+    """The text's tokens, and when they come; ``decode`` is without special tokens."""
+
+    section: InterruptSection
+    token_ids: TokenIds  # of the text
+    ends: TokenIds  # of the end of thinking
+    decode: Callable[[Sequence[int]], str]
+
+    def place(self, request: GenerationRequest) -> int | None:
+        """After how many sampled tokens: one place for a group; None if no token would follow the text, or for a
+        request of what is not trained on."""
+        most = request.params.max_new_tokens
+        first, last = self.section.between(most)
+        name = request.group or request.id
+        at = first + text_seed(f"interruption of {name}") % (last - first + 1)
+        fits = at + len(self.token_ids) < most
+        return at if fits and request.exact_logprobs else None
+
+    def until(self, request: GenerationRequest, place: int) -> GenerationRequest:
+        """The request for what comes before the text, or for all of a completion that went on from behind it."""
+        begun = request.begun
+        if begun is not None and len(begun.token_ids) > place:
+            return request
+        return replace(request, params=replace(request.params, max_new_tokens=place))
+
+    def behind(
+        self, request: GenerationRequest, place: int, completion: Completion, number: int
+    ) -> GenerationRequest | None:
+        """The request that goes on from the completion ``number`` of its group, at most as long in all; None for one
+        that has ended."""
+        if completion.finish_reason != "length" or len(completion.token_ids) != place:
+            return None
+        tail = np.concatenate((completion.token_ids, self._given(completion.token_ids)))
+        params = request.params
+        return replace(
+            request,
+            id=f"{request.id}, behind token {place} of {number}",
+            token_ids=(*request.token_ids, *tail.tolist()),
+            num_completions=1,
+            begun=None,
+            birth=completion.spans[0].version,
+            params=replace(
+                params,
+                max_new_tokens=params.max_new_tokens - len(tail),
+                seed=text_seed(f"{params.seed} {number} behind {place}"),
+            ),
+        )
+
+    def whole(self, completion: Completion, more: Completion) -> Completion:
+        """The completion up to its place, the text if it was given, and ``more``; log-probs of the text are 0."""
+        if not len(more.token_ids):
+            return replace(completion, finish_reason=more.finish_reason)
+        given = self._given(completion.token_ids)
+        before = len(completion.token_ids) + len(given)
+        same = more.spans[0].version == completion.spans[-1].version
+        behind = (Span(before + one.start, one.version) for one in more.spans[same:])
+        return Completion(
+            token_ids=np.concatenate((completion.token_ids, given, more.token_ids)),
+            logprobs=np.concatenate((completion.logprobs, np.zeros(len(given), np.float32), more.logprobs)),
+            finish_reason=more.finish_reason,
+            spans=(*completion.spans, *behind),
+        )
+
+    def in_turns(self, group: RolloutGroup, completions: Sequence[Completion], place: int) -> RolloutGroup:
+        """The group with two turns of each completion that was interrupted, the text between them."""
+        parts = zip(group.trajectories, completions, strict=True)
+        return replace(group, trajectories=tuple(self._apart(one, completion, place) for one, completion in parts))
+
+    def _apart(self, trajectory: Trajectory, completion: Completion, place: int) -> Trajectory:
+        behind = place + len(self.token_ids)
+        text, said = completion.token_ids[place:behind], completion.logprobs[place:behind]
+        if len(completion.token_ids) <= behind or not np.array_equal(text, self.token_ids) or said.any():
+            return trajectory
+        ((chain,), (turn,)) = trajectory.chains, trajectory.turns
+        older = [span for span in turn.spans if span.start <= behind]
+        first = Turn(
+            start=turn.start,
+            logprobs=completion.logprobs[:place],
+            finish_reason="length",
+            spans=tuple(span for span in turn.spans if span.start < place),
+            text=self.decode(completion.token_ids[:place].tolist()),
+        )
+        second = Turn(
+            start=turn.start + behind,
+            logprobs=completion.logprobs[behind:],
+            finish_reason=turn.finish_reason,
+            spans=tuple(Span(max(one.start - behind, 0), one.version) for one in turn.spans[len(older) - 1 :]),
+            text=self.decode(completion.token_ids[behind:].tolist()),
+        )
+        return replace(trajectory, chains=(Chain(token_ids=chain.token_ids, turns=(first, second)),))
+
+    def _given(self, sampled: TokenIds) -> TokenIds:
+        return self.token_ids[: 0 if self._thought(sampled) else None]
+
+    def _thought(self, sampled: TokenIds) -> bool:
+        """Whether its thinking has ended."""
+        if self.section.thinking_ends in self.decode(sampled.tolist()):
+            return True
+        count = len(self.ends)  # as one special token, which is not decoded
+        return any(np.array_equal(sampled[at : at + count], self.ends) for at in range(len(sampled) - count + 1))
