@@ -107,8 +107,8 @@ def _kind(field: Schema) -> str:
 
 
 def _plain(value: object) -> str:
-    """A default as a user writes it on a command line."""
-    return value if isinstance(value, str) else json.dumps(value)
+    """A default as a user writes it on a command line; a text of several lines is quoted."""
+    return value if isinstance(value, str) and "\n" not in value else json.dumps(value)
 
 
 def _target(reference: Schema) -> str:

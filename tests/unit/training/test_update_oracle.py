@@ -63,6 +63,7 @@ PATHS: dict[str, dict[str, Any]] = {
         f"an entropy bonus, {name}": {"entropy_coefficient": 0.2, "entropy_target": target, "entropy_step": 0.15}
         for name, target in (("raised", 9.0), ("stopped", 0.1), ("up and down", 2.1))
     },
+    "an entropy bonus, never below 0": {"entropy_coefficient": 0.01, "entropy_target": 2.1, "entropy_step": 0.15},
     "a moving baseline": {"advantage_mean": "moving", "advantage_std": "none", "baseline_decay": 0.5},
     "the learner's routes are the policy's alone": CRITIC | REWARDED_KL | {"routing_replay": "r2"},
     "the engine's routes are the policy's alone": CRITIC | REWARDED_KL | {"routing_replay": "r3"},
