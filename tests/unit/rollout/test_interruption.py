@@ -126,6 +126,7 @@ def test_places_are_drawn_for_each_group_and_do_not_depend_on_how_it_is_asked_fo
         found = groups(sampler(engine, {"earliest": 0.3, "latest": 9}, apart=apart))
         seen.append([{len(one.turns[0].logprobs) for one in g.trajectories if len(one.turns) == 2} for g in found])
     assert all(one == other for one, other in zip(*seen, strict=True) if one and other)
+    assert all(sum(map(bool, places)) >= 4 for places in seen)
     drawn_places = [place for places in seen[0] for place in places]
     assert all(len(places) <= 1 for places in seen[0])
     assert len(set(drawn_places)) > 1
