@@ -77,7 +77,13 @@ class TinyModelSection(Section):
     tie_embeddings: bool = False
 
 
-TemplateVariable = bool | int | float | str
+_LARGEST = 2**53  # whole numbers up to it are exact in JSON
+TemplateVariable = (
+    bool
+    | Annotated[int, Field(ge=-_LARGEST, le=_LARGEST)]
+    | Annotated[float, Field(ge=-_LARGEST, le=_LARGEST, allow_inf_nan=False)]
+    | str
+)
 
 
 class ModelSection(Section):
