@@ -25,6 +25,11 @@ def test_every_mean_has_one_denominator_which_the_loss_names(name: str) -> None:
     if loss.denominator("loss") == "num_prompts":  # a count that is in the controller's weights
         lengths = torch.tensor([3.0, 5.0, 2.0], dtype=torch.float64)
         inputs = replace(inputs, token_weight=(1 / (3 * lengths))[inputs.segment_ids])
+    if section.kl.estimator == "top_k":  # of a vocabulary of five
+        mine, theirs = torch.randn(2, 10, 5, generator=torch.Generator().manual_seed(2)).double().log_softmax(-1)
+        top = theirs.topk(3)
+        chosen = torch.stack([top.indices.double(), top.values], 1)
+        inputs = replace(inputs, ref_top=chosen, top_logprobs=mine.gather(1, top.indices))
     said = loss(inputs)
     means = {"loss": said.loss} | {n: m.value for n, m in said.metrics.items() if m.over == "mean"}
     assert {"loss", "loss/kl", "entropy", "ratio/mean", "clip_fraction"} <= set(means)
