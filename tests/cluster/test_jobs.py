@@ -26,7 +26,7 @@ def plant():
         from rl_megatron.observability.speed import _Meter
 
         once = _Meter._multiply
-        _Meter._multiply = lambda self: [once(self) for _ in range(20)]
+        _Meter._multiply = lambda self: [once(self) for _ in range(200)]
 
 os.register_at_fork(after_in_child=plant)
 """
