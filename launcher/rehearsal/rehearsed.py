@@ -19,6 +19,7 @@ from launcher.processes.last_words import end_of
 from launcher.rehearsal.settings import STEPS
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.observability.files import read_jsonl
+from rl_megatron.observability.metrics.table import STEPS as PHASES_OF_STEPS
 
 _LOOK_SECONDS = 0.2
 _END_SECONDS = 60.0
@@ -51,7 +52,7 @@ class RehearsedRun:
         """The rows of metrics of the steps so far, from the first on."""
         path = self.folder / "metrics.jsonl"
         rows = read_jsonl(path) if path.is_file() else []
-        return [row for row in rows if row["phase"] == "rl" and row["step"]]
+        return [row for row in rows if row["phase"] in PHASES_OF_STEPS and row["step"]]
 
     def start(self, limit: float) -> FirstAttempt:
         """Make the first steps, each with its checkpoint, and kill the last rank. Raises NotReached."""

@@ -11,6 +11,7 @@ from launcher.hosts.sites import visible_gpus
 from launcher.hosts.threads import threads_per_worker
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.observability.metrics.table import STEPS
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.seats import seats_here
 from rl_megatron.scaling.estimates import Estimate, Predicted, gpus_by_role
@@ -43,12 +44,12 @@ class RunCost:
 
 
 def spent(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> RunCost:
-    """What the RL steps of ``rows`` of metrics.jsonl took; of a warm start see `warm_start_hours`.
+    """What the job's steps in ``rows`` of metrics.jsonl took; of a warm start see `warm_start_hours`.
 
     Devices of a role are held by it all the time, but those that learner and engines share are the engines' while they
     sample (seconds/rollout).
     """
-    steps = _timed(rows, "rl")
+    steps = _timed(rows, STEPS)
     seconds = sum(float(row["seconds/step"]) for row in steps)
     sampling = sum(float(row.get("seconds/rollout") or 0.0) for row in steps)
     return RunCost(
@@ -62,11 +63,11 @@ def spent(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> RunCost:
 
 def warm_start_hours(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> float:
     """Hours of all roles' devices in the steps of a warm start, which no plan has; 0 without one."""
-    return sum(devices(config).values()) * sum(float(r["seconds/step"]) for r in _timed(rows, "warm_start")) / _HOUR
+    return sum(devices(config).values()) * sum(float(r["seconds/step"]) for r in _timed(rows, ("warm_start",))) / _HOUR
 
 
-def _timed(rows: Sequence[Mapping[str, Any]], phase: str) -> list[Mapping[str, Any]]:
-    return [row for row in rows if row.get("phase") == phase and row.get("seconds/step") is not None]
+def _timed(rows: Sequence[Mapping[str, Any]], phases: Sequence[str]) -> list[Mapping[str, Any]]:
+    return [row for row in rows if row.get("phase") in phases and row.get("seconds/step") is not None]
 
 
 def planned(config: RunConfig, found: Predicted, steps: int) -> RunCost:

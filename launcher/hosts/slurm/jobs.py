@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.files import read_jsonl
+from rl_megatron.observability.metrics.table import STEPS
 
 
 def describe(run: Path) -> str:
@@ -26,7 +27,7 @@ def describe(run: Path) -> str:
         [f"{run}: a run without a job"] if local else [f"{run}: job {job_of(run)}, {status_of(job_of(run), run).text}"]
     )
     metrics = run / "metrics.jsonl"
-    steps = [row["step"] for row in read_jsonl(metrics) if row.get("phase") == "rl"] if metrics.is_file() else []
+    steps = [row["step"] for row in read_jsonl(metrics) if row.get("phase") in STEPS] if metrics.is_file() else []
     lines.append(f"step {steps[-1]}" if steps else "no step yet")
     log = run / "log.txt" if local else run / "jobs" / f"{job_of(run)}.txt"
     if log.is_file() and (said := log.read_text(errors="replace").splitlines()):

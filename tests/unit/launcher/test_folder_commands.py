@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from launcher.__main__ import app, main
 from launcher.programs.logprobs import differences
+from rl_megatron.observability.metrics.table import STEPS
 from tests.family_models import save_model
 
 LAYERS = """
@@ -128,11 +129,14 @@ def test_convert_says_what_it_made_and_what_it_lacks(
     assert capsys.readouterr().err.strip().endswith("made exists; remove it or give another name")
 
 
-def test_the_status_of_a_run_without_a_job_is_its_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("phase", STEPS)
+def test_the_status_of_a_run_without_a_job_is_its_last_step(
+    phase: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main_of("status", tmp_path) == 1
     assert "it holds no run, and no job was submitted from it" in capsys.readouterr().err
     (tmp_path / "log.txt").write_text("the last words\n")
-    (tmp_path / "metrics.jsonl").write_text('{"phase": "rl", "step": 7}\n')
+    (tmp_path / "metrics.jsonl").write_text(f'{{"phase": "{phase}", "step": 7}}\n')
     assert main_of("status", tmp_path) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["step 7", "the last words"]
 

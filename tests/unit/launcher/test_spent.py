@@ -58,6 +58,13 @@ def test_roles_with_nodes_of_their_own_hold_them_all_the_time() -> None:
     assert found.hours == pytest.approx({"learner": 96 * 0.05, "engines": 32 * 0.05})
 
 
+def test_a_job_on_written_text_has_spent_its_own_steps() -> None:
+    config = load_config("dpo_tiny", ["learner.threads=3"])
+    found = spent(config, [{"phase": "dpo", "step": n, "seconds/step": 90.0, "tokens/train": 5000} for n in (1, 2)])
+    assert (found.steps, found.trained, found.sampled) == (2, 10000, 0)
+    assert found.hours == pytest.approx({"learner": 3 * config.learner.dims.world_size * 0.05})
+
+
 def test_cores_are_counted_on_cpus() -> None:
     config = load_config("tiny_cpu", ["learner.threads=3", "learner.dp=2", "algorithm=ppo", "roles.critic=separate"])
     ranks = config.learner.dims.world_size
