@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from launcher.preflight.subject import Found, Subject, note
+from rl_megatron.config.run import RunConfig
 from rl_megatron.config.waves import micro_batches_filled
 
 
@@ -12,7 +13,9 @@ def check(subject: Subject) -> Iterator[Found]:
     """Yields notes if an optimizer step has fewer sequences than data-parallel ranks, or a mean batch no early wave."""
     config, ranks = subject.config, subject.config.learner.dims.dp
     sequences = config.completions_per_step // config.train.minibatches
-    if sequences < ranks:
+    if not config.kind.samples:
+        yield from _written(config, ranks)
+    elif sequences < ranks:
         yield note(
             f"an optimizer step has {sequences} sequences ({config.named_completions} / train.minibatches="
             f"{config.train.minibatches}) for {ranks} data-parallel ranks (learner.dp), so {ranks - sequences} of them "
@@ -28,3 +31,13 @@ def check(subject: Subject) -> Iterator[Found]:
                 f"micro-batches on each data-parallel rank, and a wave has train.stream_micro_batches={wave}, so it "
                 "mostly begins when the batch is whole; lower the latter"
             )
+
+
+def _written(config: RunConfig, ranks: int) -> Iterator[Found]:
+    """The same of a step on rows or pairs of the data, which has no minibatches; ranks do not share a pair."""
+    size, what = config.written.batch_size, "pairs" if config.kind.pairs else "rows"
+    if size < ranks:
+        yield note(
+            f"an optimizer step has {size} {what} ({config.job}.batch_size) for {ranks} data-parallel ranks "
+            f"(learner.dp), so {ranks - size} of them are idle; raise {config.job}.batch_size, or lower learner.dp"
+        )
