@@ -9,7 +9,7 @@ from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.data.problems.files import files_in, local_files, read_records
 from rl_megatron.data.problems.prompts import check_template, fields_of
-from rl_megatron.data.problems.rendering import conversation
+from rl_megatron.data.problems.rendering import check_pair, conversation
 from rl_megatron.errors import ConfigError, RLMegatronError
 
 ROWS = 1000
@@ -41,9 +41,11 @@ def _of(section: str, data: FileKeys, names: Sequence[str], limit: str) -> Itera
         try:
             first, *others = files_in(path, key)
             rows = read_records(first, fields_of(data), key=key, limit=ROWS)
-            if data.messages_field is not None:
-                for line, row in enumerate(rows, 1):
+            for line, row in enumerate(rows, 1):
+                if data.messages_field is not None:
                     conversation(row, first, line, data)
+                else:
+                    check_pair(row, f"{first}:{line}", data)
         except RLMegatronError as error:
             yield problem(str(error))
         else:

@@ -231,7 +231,7 @@ def test_an_exported_reward_model_scores_texts_as_its_run_did(place: Place, rewa
             ("dpo.max_tokens=20",),
             "tokens with its answers, dpo.max_tokens=20; raise it, or set dpo.on_long=drop",
         ),
-        ("dpo", ("data.rejected_field=good",), "one conversation of its pair begins with the whole of the other"),
+        ("dpo", ("data.rejected_field=good",), "train.jsonl:1: fields 'good' and 'good' are equal"),
         ("reward_model", ("data.margin_field=id2",), "field 'id2' is None; it must be a finite number"),
         ("dpo", ("data.rejected_field=worse",), "no field 'worse'; it has"),
     ],

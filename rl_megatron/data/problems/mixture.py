@@ -101,10 +101,10 @@ class Epochs:
 
 
 def digest_of_prompts(prompts: Sequence[Prompt]) -> str:
-    """Of their ids, texts and answers, in their order."""
+    """Of their ids, texts and answers, of pairs both, in their order."""
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
-        for text in (prompt.id, prompt.text, prompt.answer):
+        for text in (prompt.id, prompt.text, prompt.answer, *prompt.rejected):
             data = text.encode()
             digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()

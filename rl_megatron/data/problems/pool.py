@@ -75,8 +75,7 @@ class Pool(Sequence[Prompt]):
         if isinstance(row, slice):
             return [self[one] for one in range(*row.indices(len(self)))]
         at = range(len(self))[row]  # IndexError, and rows from the end
-        rows = np.arange(at, len(self), dtype=np.uint32)
-        prompt = self.at(at, lambda start, stop: rows[start:stop])
+        prompt = self.at(at, lambda start, stop: np.arange(at + start, min(at + stop, len(self)), dtype=np.uint32))
         if prompt is None:
             raise DataError(f"prompt {self.name_of(at)!r} is longer than rollout.max_prompt_tokens; raise it")
         return prompt

@@ -26,6 +26,7 @@ from rl_megatron.data.problems.files import files_in, local_files, read_records
 from rl_megatron.data.problems.leaks import JoinedTexts, ListedTexts, OnLeak, rows_to_keep, spaced
 from rl_megatron.data.problems.parquet import ParquetRows
 from rl_megatron.data.problems.pool import Joined, Listed, Pool, RowForm, RowsOfPrompts
+from rl_megatron.data.problems.records import listed
 from rl_megatron.data.problems.rendering import OnLongPrompt, Problem, conversation, rendered, tokenized, unrendered
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.types import Prompt
@@ -213,8 +214,8 @@ def _file_problems(
 def _all_problems(
     path: Path, key: str, data: FileKeys, tokenizer: PreTrainedTokenizerBase, most: int | None = None
 ) -> list[Problem]:
-    """Of the files' first ``most`` rows: no others are read."""
-    fields, found = fields_of(data), list[Problem]()
+    """Of the files' first ``most`` rows: no others are read. Raises DataError that names all bad rows."""
+    fields, found, bad = fields_of(data), list[Problem](), list[str]()
     for file in files_in(path, key):
         left = None if most is None else most - len(found)
         if left == 0:
@@ -222,7 +223,12 @@ def _all_problems(
         records = read_records(file, fields, key=key, limit=left)
         for line, record in enumerate(records, 1):
             whole = data.messages_field is not None
-            found.append(
-                conversation(record, file, line, data) if whole else rendered(record, file, line, data, tokenizer)
-            )
+            try:
+                found.append(
+                    conversation(record, file, line, data) if whole else rendered(record, file, line, data, tokenizer)
+                )
+            except DataError as error:
+                bad.append(str(error))
+    if bad:
+        raise DataError(listed(bad))
     return found

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 1000  # prompts that a tokenizer gets in one call
 _MOST_CHARACTERS = 100  # per token, on average over a prompt
+_EQUAL = "fields {!r} and {!r} are equal, so nothing says which is better; remove the row"
+MOST_MARGIN = 10_000
+"""Largest size of a pair's margin: beside it a score of float32 still has three digits behind the point."""
 
 OnLongPrompt = Literal["fail", "drop"]
 
@@ -39,7 +42,8 @@ class Problem:
 
 
 def rendered(record: Record, path: Path, line: int, data: FileKeys, tokenizer: PreTrainedTokenizerBase) -> Problem:
-    """The problem in a row of a file, with its templates."""
+    """The problem in a row of a file, with its templates. Raises DataError as `check_pair` does."""
+    check_pair(record, f"{path}:{line}", data)
     question, answer, *rejected = record.texts
     text = data.prompt_template.replace("{prompt}", question)
     if data.chat_template:
@@ -56,28 +60,66 @@ def rendered(record: Record, path: Path, line: int, data: FileKeys, tokenizer: P
     )
 
 
+def check_pair(record: Record, place: str, data: FileKeys) -> None:
+    """Raises DataError for a pair of equals, for one whose answers are no texts, and for a bad margin."""
+    if (field := data.margin_field) is not None:
+        value = record.others.get(field)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -MOST_MARGIN <= value <= MOST_MARGIN:
+            raise DataError(
+                f"{place}: field {field!r} is {_start_of(value)}; it must be a finite number, from -{MOST_MARGIN} to "
+                f"{MOST_MARGIN}"
+            )
+    if data.rejected_field is None or data.messages_field is not None:
+        return
+    for name in (data.answer_field, data.rejected_field):
+        if isinstance(record.others.get(name), list | dict):
+            raise DataError(
+                f"{place}: field {name!r} is {_start_of(record.others[name])}; an answer is a text. If it is a "
+                "conversation, name it in messages_field, and the worse one in rejected_field"
+            )
+    _, answer, rejected = record.texts
+    if answer == rejected:
+        raise DataError(f"{place}: {_EQUAL.format(data.answer_field, data.rejected_field)}")
+
+
 def conversation(record: Record, path: Path, line: int, data: FileKeys) -> Problem:
     """The conversation in a row of a file, or the pair of them: its ``text`` is that of messages and tools, in JSON.
 
-    Raises DataError for a row without messages of which one is the assistant's.
+    Raises DataError for a row without messages of which one is the assistant's, and as `check_pair` does.
     """
     assert data.messages_field is not None
     place, found = f"{path}:{line}", dict[str, Any]()
+    check_pair(record, place, data)
     for name in filter(None, (data.messages_field, data.rejected_field, data.tools_field)):
         if name not in record.others:
             raise DataError(f"{place}: {missing_field(name, record.others)}")
-        value = record.others[name]
-        found[name] = json.loads(value) if isinstance(value, str) and value.startswith("[") else value
+        value = found[name] = record.others[name]
+        if isinstance(value, str) and value.startswith("["):
+            try:
+                found[name] = json.loads(value)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{place}: field {name!r} is text that begins a list, and not JSON: {error}") from error
         if not isinstance(found[name], list | None) or not all(isinstance(one, dict) for one in found[name] or ()):
-            raise DataError(f"{place}: field {name!r} is {value!r:.80}; it must be a list of objects")
+            raise DataError(f"{place}: field {name!r} is {_start_of(value)}; it must be a list of objects")
     whole = {"messages": found[data.messages_field], "tools": found.get(data.tools_field or "") or []}
     if data.rejected_field is not None:
         whole["rejected"] = found[data.rejected_field]
     for name in filter(None, (data.messages_field, data.rejected_field)):
         if not any(one.get("role") == "assistant" for one in found[name] or ()):
             raise DataError(f"{place}: field {name!r} has no message of the role 'assistant' to train on")
+        if name == data.rejected_field and found[name] == found[data.messages_field]:
+            raise DataError(f"{place}: {_EQUAL.format(data.messages_field, data.rejected_field)}")
     text = json.dumps(whole, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{place}: its messages hold a lone surrogate, which is not valid text") from error
     return Problem(id=f"{path.stem}:{line}", place=place, text=text, answer="", raw=text, meta=record.others)
+
+
+def _start_of(value: object) -> str:
+    """The start of a bad value, for errors."""
+    return f"{value!r:.80}"
 
 
 def unrendered(conversations: Sequence[Problem]) -> list[Prompt]:

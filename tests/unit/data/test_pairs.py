@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rl_megatron.config.sections.data import FileRunData
 from rl_megatron.data.pairs import answer_pairs, margin_of, scored_pairs, with_margins
-from rl_megatron.data.problems.prompts import wrong
+from rl_megatron.data.problems.mixture import digest_of_prompts
+from rl_megatron.data.problems.prompts import load_prompts, wrong
 from rl_megatron.data.problems.rendering import Problem
 from rl_megatron.errors import DataError
 from rl_megatron.models.tiny import byte_tokenizer
@@ -107,12 +110,78 @@ def test_a_weight_of_0_takes_the_only_turn_from_a_pair() -> None:
         paired_answers([Prompt(id="p", text=json.dumps(one), token_ids=(), answer="")], conversations())
 
 
-@pytest.mark.parametrize("value", ["1", None, True, float("nan"), float("inf"), [1]])
-def test_a_margin_that_is_no_finite_number_is_refused(value: Any) -> None:
-    one = Prompt(id="p:3", text="", token_ids=(), answer="", meta={"m": value})
-    with pytest.raises(DataError, match=r"prompt 'p:3': field 'm' is .*; it must be a finite number"):
-        margin_of(one, "m")
-    assert margin_of(one, None) == 0
+LETTERS = {"q": "1+1", "good": "2", "bad": "3", "m": 0.5}
+TALK = {"good": said("u:1|a:2"), "bad": said("u:1|a:3"), "m": 0.5}
+
+
+def loaded(place: Path, *rows: dict[str, Any] | str, margin_field: str | None = "m") -> list[Prompt]:
+    """By one source of files, whose first row says whether they are problems or conversations."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (place / "train.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    talks = '"q"' not in lines[0]
+    held_out = json.dumps((TALK if talks else LETTERS) | {"q": "held out", "bad": said("u:9|a:9") if talks else "9"})
+    (place / "eval.jsonl").write_text(held_out + "\n")
+    fields = {"messages_field": "good"} if talks else {"prompt_field": "q", "answer_field": "good"}
+    data = FileRunData(
+        type="files",
+        train=place / "train.jsonl",
+        eval=place / "eval.jsonl",
+        rejected_field="bad",
+        margin_field=margin_field,
+        **fields,  # type: ignore[arg-type]
+    )
+    train, _ = load_prompts(
+        data, TOKENIZER, max_prompt_tokens=99, on_long_prompt="fail", seed=0, pairs=True, on_leak="fail"
+    )
+    return train[:]
+
+
+@pytest.mark.parametrize("row", [LETTERS, TALK], ids=["problem", "conversation"])
+@pytest.mark.parametrize("value", ["1", None, True, [1], 1e300, 10_001, -10_001, 10**400])
+def test_a_margin_that_is_no_number_of_a_score_is_refused_before_the_run(
+    tmp_path: Path, row: dict[str, Any], value: Any
+) -> None:
+    with pytest.raises(DataError, match=r"train.jsonl:2: field 'm' is .*; it must be a finite number, from -10000 to"):
+        loaded(tmp_path, row, row | {"m": value, "id": 2})
+
+
+def test_a_margin_is_read_from_its_field(tmp_path: Path) -> None:
+    one, other = loaded(tmp_path, LETTERS, LETTERS | {"q": "2", "m": -10_000})
+    assert (margin_of(one, "m"), margin_of(other, "m"), margin_of(other, None)) == (0.5, -10_000, 0)
+
+
+def test_pairs_of_equals_are_refused_with_all_their_rows(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as problems:
+        loaded(tmp_path, LETTERS, LETTERS | {"bad": "2"}, LETTERS | {"q": "5", "bad": "2"})
+    assert [line.split("train.jsonl:")[1][:28] for line in str(problems.value).splitlines()] == [
+        "2: fields 'good' and 'bad' a",
+        "3: fields 'good' and 'bad' a",
+    ]
+    with pytest.raises(DataError, match=r"train.jsonl:1: fields 'good' and 'bad' are equal"):
+        loaded(tmp_path, TALK | {"bad": TALK["good"]})
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (LETTERS | {"good": said("u:1|a:2")}, "field 'good' is .*; an answer is a text. If it is a conversation"),
+        (LETTERS | {"bad": {"a": 1}}, "field 'bad' is .*; an answer is a text. If it is a conversation"),
+        (TALK | {"good": "[oops"}, "field 'good' is text that begins a list, and not JSON"),
+        (TALK | {"good": "[" * 100_000}, "field 'good' is text that begins a list, and not JSON"),
+        (json.dumps(TALK | {"good": said("u:1|a:?")}).replace("?", "\\ud800"), "its messages hold a lone surrogate"),
+    ],
+)
+def test_rows_that_are_no_pair_of_texts_are_refused_by_file_and_line(
+    tmp_path: Path, row: dict[str, Any] | str, reason: str
+) -> None:
+    with pytest.raises(DataError, match=f"train.jsonl:1: {reason}"):
+        loaded(tmp_path, row)
+
+
+def test_another_worse_answer_is_another_data_set(tmp_path: Path) -> None:
+    """A resume compares the digest, and so refuses it."""
+    digests = {digest_of_prompts(loaded(tmp_path, LETTERS | {"bad": bad})) for bad in ("3", "4", "3")}
+    assert len(digests) == 2
 
 
 def test_a_text_without_a_token_is_refused() -> None:
