@@ -30,6 +30,7 @@ class ClassifierReward:
             raise ConfigError(f"{where}: it has no config.json; give the folder of a Hugging Face sequence classifier")
         self._section = section
         self._model, self._tokenizer = _load(folder, section, where)
+        self._pad: int | None = self._model.config.pad_token_id  # None: a text's last token is read, whichever it is
         self._label = _label(self._model.config, section.label, where)
         if section.chat_template and not self._tokenizer.chat_template:
             raise ConfigError(
@@ -53,15 +54,20 @@ class ClassifierReward:
 
     def _forward(self, prompt: str, texts: Sequence[str]) -> Tensor:
         """Rewards [len(texts)] float32."""
-        encoded = self._tokenizer(
+        import torch
+
+        rows: list[list[int]] = self._tokenizer(
             [self._whole(prompt, text) for text in texts],
             add_special_tokens=not self._section.chat_template,  # the template writes its own
             truncation=True,
             max_length=self._max_tokens,
-            padding=True,
-            return_tensors="pt",
-        ).to(self._section.device)
-        logits: Tensor = self._model(**encoded).logits.float()
+        )["input_ids"]
+        longest = max(map(len, rows))
+        pad = self._model.config.pad_token_id = _padding(rows) if self._pad is None else self._pad
+        ids = [[*row, *[pad] * (longest - len(row))] for row in rows]
+        attended = [[1] * len(row) + [0] * (longest - len(row)) for row in rows]
+        placed = [torch.tensor(one, device=self._section.device) for one in (ids, attended)]
+        logits: Tensor = self._model(input_ids=placed[0], attention_mask=placed[1]).logits.float()
         return (logits[:, 0] if self._section.label is None else logits.softmax(-1)[:, self._label]).cpu()
 
     def _whole(self, prompt: str, text: str) -> str:
@@ -80,9 +86,7 @@ def _load(folder: Path, section: RewardModelSection, where: str) -> tuple[Any, A
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=getattr(torch, section.dtype), output_loading_info=True, local_files_only=True
         )
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, truncation_side="left", padding_side="right", local_files_only=True
-        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, truncation_side="left", local_files_only=True)
         model = model.to(section.device).eval()
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # RuntimeError: a missing device
         raise ConfigError(f"{where} on reward.model.device={section.device}: {error}") from error
@@ -91,12 +95,13 @@ def _load(folder: Path, section: RewardModelSection, where: str) -> tuple[Any, A
             f"{where}: its files lack {', '.join(sorted(loading['missing_keys']))}, so these weights would be random; "
             "give a folder that was saved as a sequence classifier"
         )
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token is None:
-        raise ConfigError(f"{where}: its tokenizer has neither a padding nor an end token; add one to its files")
-    model.config.pad_token_id = tokenizer.pad_token_id  # a decoder's classifier reads the last other token
     return model, tokenizer
+
+
+def _padding(rows: Sequence[Sequence[int]]) -> int:
+    """A token with which no row ends: a decoder's classifier reads the last one that is not padding, so the row's."""
+    ends = {row[-1] for row in rows if row}
+    return next(token for token in range(len(rows) + 1) if token not in ends)
 
 
 def _label(config: Any, wanted: str | None, where: str) -> int:

@@ -138,7 +138,8 @@ def config_text(
     """The source's config.json, changed only so that it describes the written weights.
 
     ``dtypes`` are torch's names; ``quantization`` is the ``quantization_config`` of what is written: None for plain
-    weights. With ``scores`` it is that of a sequence classifier with one label.
+    weights. With ``scores`` it is that of a sequence classifier with one label, which reads a text's last token: its
+    ``pad_token_id``, which it would pass over, is null where that ends texts.
     """
     text = (source_folder / "config.json").read_text()
     read_json(source_folder / "config.json", ConfigFields)  # raises if it is torn
@@ -155,6 +156,9 @@ def config_text(
         of_family = str(known[0] if isinstance(known, list) and known else "").removesuffix("ForCausalLM")
         new["architectures"] = [of_family.removesuffix(CLASSIFIER) + CLASSIFIER]
         new |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
+        pad, ends = config.get("pad_token_id"), config.get("eos_token_id")
+        if pad is not None and pad in (ends if isinstance(ends, list) else [ends]):
+            new["pad_token_id"] = None
     return text if new == config else json.dumps(new, indent=2) + "\n"
 
 

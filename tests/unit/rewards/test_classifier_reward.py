@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,17 @@ def test_batches_give_what_each_text_alone_gives(tmp_path: Path, batch_size: int
     wanted = expected(folder, [ids_of(PROMPT.text + text) for text in TEXTS])[:, 0]
     torch.testing.assert_close(torch.tensor(score(folder, batch_size=batch_size)), wanted)
     assert len(set(wanted.tolist())) == len(TEXTS)
+
+
+@pytest.mark.parametrize("pad", [None, "c"], ids=["no padding token", "its padding token ends texts"])
+def test_without_padding_in_its_config_a_text_is_read_at_its_last_token(tmp_path: Path, pad: str | None) -> None:
+    """As transformers reads one text alone; with the tokenizer's padding it would be read before its end."""
+    folder = make(tmp_path, num_labels=1)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["pad_token"] = pad
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "c"}))
+    wanted = expected(folder, [ids_of(PROMPT.text + text) for text in TEXTS])[:, 0]
+    torch.testing.assert_close(torch.tensor(score(folder)), wanted)
 
 
 def test_a_label_is_read_as_its_probability_and_the_end_of_a_long_text_counts(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes, write_folder
+from rl_megatron.weights.formats.hf_folder import config_text
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
@@ -237,3 +238,18 @@ def test_a_failed_write_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError):
         write_folder(tensors, folder, tmp_path / "export", max_shard_bytes=4000)
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("pad", "ends", "wanted"), [(7, 7, None), (7, [5, 7], None), (3, 7, 3), (3, None, 3), (None, None, None)]
+)
+def test_a_classifier_passes_over_no_token_that_ends_texts(
+    tmp_path: Path, pad: int | None, ends: int | list[int] | None, wanted: int | None
+) -> None:
+    """transformers reads the score at the last token that is not ``pad_token_id``."""
+    config = {"architectures": ["LlamaForCausalLM"], "pad_token_id": pad, "eos_token_id": ends}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = json.loads(config_text(tmp_path, set(), scores=True))
+    assert made["pad_token_id"] == wanted
+    assert made["architectures"] == ["LlamaForSequenceClassification"]
+    assert json.loads(config_text(tmp_path, set()))["pad_token_id"] == pad
