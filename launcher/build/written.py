@@ -18,7 +18,7 @@ from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.samples import supervised_rows
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.conversation.pairs import paired_answers, paired_texts
+from rl_megatron.rollout.conversation.pairs import check_answers, paired_answers, paired_texts
 from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.scaling.flops import seconds_at_peak, training_flops
 from rl_megatron.training.jobs.pairs import Preferences, Scoring
@@ -114,6 +114,7 @@ def _fine_tuning(b: _Building) -> tuple[UnitsOf, FineTuning]:
 
 def _preferences(b: _Building) -> tuple[UnitsOf, Preferences]:
     section, units_of = b.parts.config.dpo, b.rows.preferred
+    check_answers(one for one in b.data.train if not one.token_ids)
     return units_of, Preferences(
         loss=PreferenceLoss(beta=section.beta, per_token=section.per_token),
         roles=b.roles,

@@ -4,10 +4,12 @@ worse answer."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rl_megatron.data.pairs import Pair
+from rl_megatron.data.problems.records import listed
 from rl_megatron.errors import DataError
+from rl_megatron.rollout.conversation.messages import MessagesRefused
 from rl_megatron.rollout.conversation.written import WrittenConversation, WrittenConversations
 from rl_megatron.types import Prompt
 
@@ -35,6 +37,18 @@ def paired_answers(prompts: Sequence[Prompt], conversations: WrittenConversation
     return pairs
 
 
+def check_answers(prompts: Iterable[Prompt]) -> None:
+    """Raises DataError that names each of the conversations whose two sides `paired_answers` cannot tell apart."""
+    bad = list[str]()
+    for prompt in prompts:
+        try:
+            _behind_common(prompt)
+        except DataError as error:
+            bad.append(str(error))
+    if bad:
+        raise DataError(listed(bad))
+
+
 def paired_texts(prompts: Sequence[Prompt], conversations: WrittenConversations) -> list[tuple[str, str]]:
     """The chat template's texts of both conversations. Raises DataError that names the prompt."""
     sides = (_read(prompt) for prompt in prompts)
@@ -43,7 +57,10 @@ def paired_texts(prompts: Sequence[Prompt], conversations: WrittenConversations)
 
 def _behind_common(prompt: Prompt) -> tuple[WrittenConversation, WrittenConversation]:
     better, worse = _read(prompt)
-    alike = zip(better.messages, worse.messages, strict=False)
+    try:
+        alike = zip(better.tidied(), worse.tidied(), strict=False)
+    except MessagesRefused as error:
+        raise DataError(f"prompt {prompt.id!r}: {error}") from error
     first = next((place for place, (one, other) in enumerate(alike) if one != other), None)
     if first is None:
         raise DataError(f"prompt {prompt.id!r}: one conversation of its pair begins with the whole of the other")

@@ -34,6 +34,10 @@ class WrittenConversation:
     tools: Tools
     first: int = 0
 
+    def tidied(self) -> tuple[ChatMessage, ...]:
+        """The messages in one form, without weights. Raises MessagesRefused."""
+        return tidied([{key: value for key, value in one.items() if key != "weight"} for one in self.messages])
+
 
 @dataclass(slots=True)
 class _Texts:
@@ -87,14 +91,14 @@ class WrittenConversations:
     def whole(self, conversation: WrittenConversation) -> str:
         """The template's text of all messages. Raises DataError that names the prompt."""
         try:
-            return self._template.render(tidied(_unweighted(conversation.messages)), conversation.tools, opened=False)
+            return self._template.render(conversation.tidied(), conversation.tools, opened=False)
         except MessagesRefused as error:
             raise DataError(f"prompt {conversation.id!r}: {error}") from error
 
     def _texts(self, conversation: WrittenConversation) -> list[_Texts]:
         messages, tools, rows = conversation.messages, conversation.tools, list[_Texts]()
         weights = [place >= conversation.first and _weight(place, message) for place, message in enumerate(messages)]
-        known = tidied(_unweighted(messages))
+        known = conversation.tidied()
         for place, message in enumerate(known):
             if message["role"] != "assistant" or not weights[place]:
                 continue
@@ -148,10 +152,6 @@ class WrittenConversations:
                 turns.append((len(tokens), len(tokens) + int(ends[-1]) + 1))
             tokens += ids
         return WrittenRow(id=name, token_ids=np.array(tokens[: turns[-1][1]], np.int32), turns=tuple(turns))
-
-
-def _unweighted(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in one.items() if key != "weight"} for one in messages]
 
 
 def _weight(place: int, message: Mapping[str, Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rl_megatron.data.problems.prompts import load_prompts, wrong
 from rl_megatron.data.problems.rendering import Problem
 from rl_megatron.errors import DataError
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.rollout.conversation.pairs import paired_answers, paired_texts
+from rl_megatron.rollout.conversation.pairs import check_answers, paired_answers, paired_texts
 from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.types import Prompt
 
@@ -101,6 +102,30 @@ def test_of_two_conversations_what_is_behind_their_common_messages_is_learnt() -
 def test_conversations_that_are_no_pair_are_refused_by_name(better: str, worse: str, reason: str) -> None:
     with pytest.raises(DataError, match=f"prompt 'p:1': {reason}"):
         paired_answers([prompt(better, worse)], conversations())
+
+
+def test_all_conversations_that_are_no_pair_are_named_before_the_first_step() -> None:
+    prompts = [replace(prompt("u:1|a:2", worse), id=f"p:{n}") for n, worse in enumerate(("u:1|a:3", "u:9|a:2", "u:1"))]
+    check_answers(prompts[:1])
+    with pytest.raises(DataError) as problems:
+        check_answers(prompts)
+    assert [line.split(":", 2)[:2] for line in str(problems.value).splitlines()] == [
+        ["prompt 'p", "1'"],
+        ["prompt 'p", "2'"],
+    ]
+
+
+def test_messages_that_say_the_same_are_the_same_beginning() -> None:
+    """Null keys of parquet files, contents in parts, and weights of what is before the answers."""
+    one = json.loads(prompt("u:1|a:2|u:3|a:good", "u:1|a:2|u:3|a:no").text)
+    one["messages"][0] |= {"name": None, "content": [{"type": "text", "text": "1"}]}
+    one["messages"][1] |= {"weight": 0}
+    other = Prompt(id="p:1", text=json.dumps(one), token_ids=(), answer="")
+    given, wanted = (
+        paired_answers([each], conversations()) for each in (other, prompt("u:1|a:2|u:3|a:good", "u:1|a:2|u:3|a:no"))
+    )
+    for row, same in zip(given[0], wanted[0], strict=True):
+        assert (row.token_ids.tolist(), row.turns) == (same.token_ids.tolist(), same.turns)
 
 
 def test_a_weight_of_0_takes_the_only_turn_from_a_pair() -> None:
