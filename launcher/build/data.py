@@ -46,6 +46,7 @@ def load_data(config: RunConfig, model_folder: Path) -> Data:
         on_long_prompt=config.on_long_prompt,
         seed=config.seed,
         pairs=config.kind.pairs,
+        limit_keys=config.prompt_limit_keys,
     )
     train, held_out = load(config.data, on_leak=config.data.on_leak, sets=config.eval.data_of_sets)
     return Data(

@@ -18,7 +18,7 @@ ROWS = 1000
 def check(subject: Subject) -> Iterator[Found]:
     """Reads the first rows of ``train`` and ``eval`` of each source, and of ``eval`` of each set, and yields why one
     cannot be read."""
-    named = "rollout.max_prompt_tokens" if subject.config.kind.samples else f"{subject.config.job}.max_tokens"
+    named, _ = subject.config.prompt_limit_keys
     for key, data in data_sources(subject.config.data).items():
         if isinstance(data, FileKeys):
             yield from _of(key, data, ("train", "eval"), named)

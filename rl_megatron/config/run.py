@@ -325,6 +325,13 @@ class RunConfig(Section):
         return "fail" if self.written.on_long == "fail" else "drop"
 
     @property
+    def prompt_limit_keys(self) -> tuple[str, str]:
+        """The keys of ``longest_prompt`` and ``on_long_prompt``, for messages."""
+        if self.kind.samples:
+            return "rollout.max_prompt_tokens", "rollout.on_long_prompt"
+        return f"{self.job}.max_tokens", f"{self.job}.on_long"
+
+    @property
     def named_longest(self) -> str:
         """The keys that give ``longest_sequence``, for messages."""
         if not self.kind.samples:

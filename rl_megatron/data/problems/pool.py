@@ -18,7 +18,7 @@ from typing_extensions import override
 from rl_megatron.config.sections.data import FileKeys
 from rl_megatron.data.problems.mixture import digest_of_prompts
 from rl_megatron.data.problems.parquet import ParquetRows
-from rl_megatron.data.problems.rendering import OnLongPrompt, rendered, tokenized_one
+from rl_megatron.data.problems.rendering import LimitKeys, OnLongPrompt, rendered, tokenized_one
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt
 
@@ -77,7 +77,7 @@ class Pool(Sequence[Prompt]):
         at = range(len(self))[row]  # IndexError, and rows from the end
         prompt = self.at(at, lambda start, stop: np.arange(at + start, min(at + stop, len(self)), dtype=np.uint32))
         if prompt is None:
-            raise DataError(f"prompt {self.name_of(at)!r} is longer than rollout.max_prompt_tokens; raise it")
+            raise DataError(f"prompt {self.name_of(at)!r} has too many tokens")
         return prompt
 
 
@@ -131,6 +131,7 @@ class RowForm:
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
     on_long: OnLongPrompt
+    keys: LimitKeys
 
 
 class RowsOfPrompts(Pool):
@@ -215,9 +216,10 @@ class RowsOfPrompts(Pool):
         return _Held(numbers, tuple(self._rows.selected(numbers, None)))
 
     def _is_long(self, place: str, length: str) -> None:
-        most = f"rollout.max_prompt_tokens={self._form.max_tokens}"
+        tokens, on_long = self._form.keys
+        most = f"{tokens}={self._form.max_tokens}"
         if self._form.on_long == "fail":
-            raise DataError(f"{place}: the prompt has {length}, {most}; raise it or set rollout.on_long_prompt=drop")
+            raise DataError(f"{place}: the prompt has {length}, {most}; raise it or set {on_long}=drop")
         self._too_long += 1
         if not self._too_long & (self._too_long - 1):
             logger.warning(

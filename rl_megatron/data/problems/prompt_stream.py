@@ -133,7 +133,7 @@ class PromptStream:
                 return prompt
             too_long += 1
             if too_long == 2 * len(epochs.rows):
-                raise DataError("every prompt is longer than rollout.max_prompt_tokens; raise it")
+                raise DataError("every prompt has too many tokens; the warnings before name the key to raise")
 
     @property
     def _short_digest(self) -> int:

@@ -27,7 +27,16 @@ from rl_megatron.data.problems.leaks import JoinedTexts, ListedTexts, OnLeak, ro
 from rl_megatron.data.problems.parquet import ParquetRows
 from rl_megatron.data.problems.pool import Joined, Listed, Pool, RowForm, RowsOfPrompts
 from rl_megatron.data.problems.records import listed
-from rl_megatron.data.problems.rendering import OnLongPrompt, Problem, conversation, rendered, tokenized, unrendered
+from rl_megatron.data.problems.rendering import (
+    SAMPLED,
+    LimitKeys,
+    OnLongPrompt,
+    Problem,
+    conversation,
+    rendered,
+    tokenized,
+    unrendered,
+)
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.types import Prompt
 
@@ -43,6 +52,7 @@ def load_prompts(
     on_long_prompt: OnLongPrompt,
     seed: int,
     pairs: bool = False,
+    limit_keys: LimitKeys = SAMPLED,
     on_leak: OnLeak | None = None,
     sets: Mapping[str, OneSource] | None = None,
 ) -> tuple[Pool, list[Prompt]]:
@@ -51,7 +61,8 @@ def load_prompts(
 
     ``Prompt.answer`` is the correct answer, as in the data: rewards compare with it and the warm start trains on it.
     With ``pairs`` generated problems have a wrong answer, too, as those of files have with their ``rejected_field``.
-    A prompt of more than ``max_prompt_tokens`` raises or is dropped, with a warning that counts these. ``on_leak`` says
+    A prompt of more than ``max_prompt_tokens`` raises or is dropped, with a warning that counts these; both name
+    ``limit_keys``. ``on_leak`` says
     what to do with a problem to train on that is held out here or in ``sets`` (by the key of their section), and of
     equal ones the first alone is trained on then; None: nobody trains on them.
     Raises DataError that names files and lines.
@@ -75,12 +86,19 @@ def load_prompts(
             add_special_tokens=bos,
             max_prompt_tokens=max_prompt_tokens,
             on_long_prompt=on_long_prompt,
+            keys=limit_keys,
         )
         if isinstance(source, FileKeys) and source.messages_field is not None:
             form = unrendered
         if isinstance(train, ParquetRows):
             assert isinstance(source, FileKeys)  # only these have rows
-            of_row = RowForm(data=source, tokenizer=tokenizer, max_tokens=max_prompt_tokens, on_long=on_long_prompt)
+            of_row = RowForm(
+                data=source,
+                tokenizer=tokenizer,
+                max_tokens=max_prompt_tokens,
+                on_long=on_long_prompt,
+                keys=limit_keys,
+            )
             pools.append(RowsOfPrompts(train, kept[key], of_row, source=name))
         else:
             mask = kept[key]

@@ -26,6 +26,9 @@ MOST_MARGIN = 10_000
 """Largest size of a pair's margin: beside it a score of float32 still has three digits behind the point."""
 
 OnLongPrompt = Literal["fail", "drop"]
+LimitKeys = tuple[str, str]
+"""The keys of the most tokens of a prompt, and of what to do with a longer one."""
+SAMPLED: LimitKeys = ("rollout.max_prompt_tokens", "rollout.on_long_prompt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +136,7 @@ def tokenized(
     add_special_tokens: bool,
     max_prompt_tokens: int,
     on_long_prompt: OnLongPrompt,
+    keys: LimitKeys,
 ) -> list[Prompt]:
     """The prompts in their order. One that is too long raises DataError, or is dropped with a warning."""
     prompts: list[Prompt] = []
@@ -146,14 +150,14 @@ def tokenized(
     if long and (on_long_prompt == "fail" or not prompts):
         problem, length = long[0]
         raise DataError(
-            f"{problem.place}: the prompt has {length}, rollout.max_prompt_tokens={max_prompt_tokens} "
+            f"{problem.place}: the prompt has {length}, {keys[0]}={max_prompt_tokens} "
             f"({len(long)} of {len(problems)} prompts are too long); raise it"
-            + (" or set rollout.on_long_prompt=drop" if prompts else "")
+            + (f" or set {keys[1]}=drop" if prompts else "")
         )
     if long:
         logger.warning(
-            "dropped %d of %d prompts with more than rollout.max_prompt_tokens=%d tokens; the first is %s with %s",
-            *(len(long), len(problems), max_prompt_tokens, long[0][0].place, long[0][1]),
+            "dropped %d of %d prompts with more than %s=%d tokens; the first is %s with %s",
+            *(len(long), len(problems), keys[0], max_prompt_tokens, long[0][0].place, long[0][1]),
         )
     return prompts
 

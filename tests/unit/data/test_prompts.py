@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import ArithmeticData, FileData
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
@@ -261,6 +262,27 @@ def test_a_prompt_too_long_by_its_characters_is_never_tokenized(
     assert caplog.text.endswith(f"the first is {path}:2 with 1001 characters\n")
     with pytest.raises(DataError, match=r"rows.jsonl:2: the prompt has 1001 characters, rollout.max_prompt_tokens=10"):
         load_prompts(files(path), Picky(), on_long_prompt="fail", **options)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_job_on_written_text_names_its_own_keys_of_long_prompts(
+    tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, short = tmp_path / f"rows{suffix}", tmp_path / "short.jsonl"
+    rows = [{"question": question, "answer": "a"} for question in ("fits", "x" * 30)]
+    short.write_text(json.dumps({"question": "held out", "answer": "a"}) + "\n")
+    if suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    keys = load_config("sft_tiny", []).prompt_limit_keys
+    options = {"max_prompt_tokens": 10, "limit_keys": keys, "seed": 0}
+    data = FileData(type="files", train=path, eval=short)
+    with pytest.raises(DataError, match=r":2: the prompt has 30 tokens, sft.max_tokens=10.* set sft.on_long=drop"):
+        load_prompts(data, byte_tokenizer(), on_long_prompt="fail", **options)[0][:]
+    train, _ = load_prompts(data, byte_tokenizer(), on_long_prompt="drop", **options)
+    PromptStream(train, seed=0).take(2)
+    assert "more tokens than sft.max_tokens=10" in caplog.text or "more than sft.max_tokens=10" in caplog.text
 
 
 def test_prompts_are_tokenized_few_at_a_time_and_stay_in_order(tmp_path: Path) -> None:
