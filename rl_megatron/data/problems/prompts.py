@@ -62,9 +62,8 @@ def load_prompts(
     ``Prompt.answer`` is the correct answer, as in the data: rewards compare with it and the warm start trains on it.
     With ``pairs`` generated problems have a wrong answer, too, as those of files have with their ``rejected_field``.
     A prompt of more than ``max_prompt_tokens`` raises or is dropped, with a warning that counts these; both name
-    ``limit_keys``. ``on_leak`` says
-    what to do with a problem to train on that is held out here or in ``sets`` (by the key of their section), and of
-    equal ones the first alone is trained on then; None: nobody trains on them.
+    ``limit_keys``. ``on_leak`` says what to do with a problem to train on that is held out here or in ``sets`` (by the
+    key of their section), and of equal ones the first alone is trained on then; None: nobody trains on them.
     Raises DataError that names files and lines.
     """
     sources = data_sources(data)
@@ -93,11 +92,7 @@ def load_prompts(
         if isinstance(train, ParquetRows):
             assert isinstance(source, FileKeys)  # only these have rows
             of_row = RowForm(
-                data=source,
-                tokenizer=tokenizer,
-                max_tokens=max_prompt_tokens,
-                on_long=on_long_prompt,
-                keys=limit_keys,
+                data=source, tokenizer=tokenizer, max_tokens=max_prompt_tokens, on_long=on_long_prompt, keys=limit_keys
             )
             pools.append(RowsOfPrompts(train, kept[key], of_row, source=name))
         else:

@@ -1,0 +1,39 @@
+"""What a preflight reports of jobs on written text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.preflight.checks import preflight
+from rl_megatron.config.io import load_config
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "said"),
+    [
+        ("dpo_tiny", ("dpo.batch_size=3", "learner.dp=4"), "3 pairs (dpo.batch_size) for 4 data-parallel ranks"),
+        ("reward_tiny", ("reward_model.batch_size=4", "learner.dp=4"), None),
+        ("sft_tiny", ("sft.batch_size=1", "learner.dp=2"), "1 rows (sft.batch_size) for 2 data-parallel ranks"),
+        ("sft_tiny", ("sft.batch_size=2", "learner.dp=2"), None),
+    ],
+)
+def test_ranks_without_a_row_or_pair_of_written_text_are_noted(name: str, more: tuple[str, ...], said: str) -> None:
+    """Such a step has no minibatches, and no rank has half of a pair."""
+    notes = [text for text in preflight(load_config(name, more)).texts("note") if "data-parallel" in text]
+    assert len(notes) == (said is not None)
+    assert all(said in text and f"raise {said.split('(')[1].split(')')[0]}" in text for text in notes)
+
+
+def test_bad_pairs_are_found_before_the_run(tmp_path: Path) -> None:
+    for name in ("train", "eval"):
+        row = {"question": name, "answer": "2", "worse": "2" if name == "eval" else "3", "m": 10**400}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    files = ("data.type=files", *(f"data.{name}={tmp_path}/{name}.jsonl" for name in ("train", "eval")))
+    keys = (*files, "data.rejected_field=worse")
+    found = "\n".join(preflight(load_config("dpo_tiny", keys)).texts("problem"))
+    assert "eval.jsonl:1: fields 'answer' and 'worse' are equal" in found
+    found = "\n".join(preflight(load_config("reward_tiny", [*keys, "data.margin_field=m"])).texts("problem"))
+    assert "train.jsonl:1: field 'm' is 1000" in found
