@@ -13,6 +13,7 @@ from launcher.build.tokenizer import read_tokenizer
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import OneSource
 from rl_megatron.config.sections.eval import EvalSetSection, RunData
+from rl_megatron.data.problems.pool import Pool
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.evaluation.sets import ProblemSet
@@ -30,7 +31,7 @@ class Data:
 
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
-    train: Sequence[Prompt]
+    train: Pool
     held_out: Sequence[Prompt]
     sets: Sequence[ProblemSet]  # at least one: without ``eval.sets`` it is the held-out prompts
 

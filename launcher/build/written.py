@@ -114,7 +114,7 @@ def _fine_tuning(b: _Building) -> tuple[UnitsOf, FineTuning]:
 
 def _preferences(b: _Building) -> tuple[UnitsOf, Preferences]:
     section, units_of = b.parts.config.dpo, b.rows.preferred
-    check_answers(one for one in b.data.train if not one.token_ids)
+    check_answers(b.data.train.conversations())
     return units_of, Preferences(
         loss=PreferenceLoss(beta=section.beta, per_token=section.per_token),
         roles=b.roles,

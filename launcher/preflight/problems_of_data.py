@@ -8,8 +8,8 @@ from pathlib import Path
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.data.problems.files import files_in, local_files, read_records
-from rl_megatron.data.problems.prompts import check_template, fields_of
-from rl_megatron.data.problems.rendering import check_pair, conversation
+from rl_megatron.data.problems.prompts import check_template
+from rl_megatron.data.problems.rendering import check_pair, conversation, fields_of
 from rl_megatron.errors import ConfigError, RLMegatronError
 
 ROWS = 1000

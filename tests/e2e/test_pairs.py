@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
@@ -62,19 +64,21 @@ def model(place: Place) -> Path:
     for name, count in (("train", ROWS), ("eval", 7)):
         rows = [pair(rng, number) for number in range(count)]
         (place.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        pq.write_table(pa.Table.from_pylist(rows), place.folder / f"{name}.parquet", row_group_size=ROWS // 2)
     return folder
 
 
 def keys(model: Path, job: str, *more: str) -> tuple[str, ...]:
     return (
         *("--config", f"{job.removesuffix('_model')}_tiny", f"model.path={model}", "data.type=files"),
-        *("data.train=train.jsonl", "data.eval=eval.jsonl", "data.messages_field=good", "data.rejected_field=bad"),
+        *(f"data.train={TRAIN[job]}", "data.eval=eval.jsonl", "data.messages_field=good", "data.rejected_field=bad"),
         *(f"{job}.batch_size={SIZE}", f"{job}.max_tokens=256", f"train.steps={STEPS}", f"train.learning_rate={RATE}"),
         *("train.lr_decay=none", "eval.every=1", "learner.threads=1", "log.tensorboard=false"),
         *("learner.optimizer.clip_grad=0.5", "learner.optimizer.weight_decay=0.1", *more),
     )
 
 
+TRAIN = {"dpo": "train.parquet", "reward_model": "train.jsonl"}
 DPO = ("checkpoint.every=2", f"dpo.beta={BETA}")
 REWARD = ("checkpoint.every=2", "data.margin_field=apart", f"reward_model.centring={CENTRING}")
 
@@ -231,7 +235,7 @@ def test_an_exported_reward_model_scores_texts_as_its_run_did(place: Place, rewa
             ("dpo.max_tokens=20",),
             "tokens with its answers, dpo.max_tokens=20; raise it, or set dpo.on_long=drop",
         ),
-        ("dpo", ("data.rejected_field=good",), "train.jsonl:1: fields 'good' and 'good' are equal"),
+        ("dpo", ("data.rejected_field=good",), "train.parquet:1: fields 'good' and 'good' are equal"),
         ("reward_model", ("data.margin_field=id2",), "field 'id2' is None; it must be a finite number"),
         ("dpo", ("data.rejected_field=worse",), "no field 'worse'; it has"),
     ],

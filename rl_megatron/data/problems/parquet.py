@@ -28,6 +28,7 @@ from rl_megatron.errors import DataError
 _BATCH_BYTES = 16 << 20  # of decoded rows
 _BUFFER_BYTES = 1 << 20  # of a column's file that are read at once
 _MOST_ROWS = 1 << 16
+_RECORDS_AT_ONCE = 1024  # rows that are Python objects at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,11 @@ class _Group:
 class ParquetRows:
     """The rows of ``paths``, numbered from 0 through all of them. In memory are their footers alone.
 
-    Of ``fields`` the first must be a column of text. Raises DataError that names file, row group and row.
+    ``fields`` are those of texts, of which the first must be a column of text; ``others`` must be there, too. Raises
+    DataError that names file, row group and row.
     """
 
-    def __init__(self, paths: Sequence[Path], fields: tuple[str, ...], key: str) -> None:
+    def __init__(self, paths: Sequence[Path], fields: tuple[str, ...], key: str, others: tuple[str, ...] = ()) -> None:
         self._fields, self._paths = fields, paths
         self._metadata: dict[Path, Any] = {}
         self._stamps = {}
@@ -59,7 +61,7 @@ class ParquetRows:
                     raise DataError(f"{key}={shortened(str(path))}: no such file")
                 self._stamps[path] = _stamp(path)
                 self._metadata[path] = footer = self._open(path).metadata
-                _check_columns(path, footer.schema.to_arrow_schema(), fields)
+                _check_columns(path, footer.schema.to_arrow_schema(), fields, others)
                 first = 0
                 for index in range(footer.num_row_groups):
                     group = footer.row_group(index)
@@ -155,12 +157,35 @@ class ParquetRows:
 
     def record(self, row: int, batch: Any) -> Record:
         """The row, which ``batch`` has alone. Raises DataError that says what is wrong with it."""
-        names = batch.schema.names
-        whole = decoded_row({name: values_of(batch.column(i))[0] for i, name in enumerate(names)})
-        record = whole if isinstance(whole, str) else record_of(whole, self._fields)
+        (record,) = self._records_of(batch)
         if isinstance(record, str):
             raise DataError(f"{self.place(row)}: {record}")
         return record
+
+    def records(self, rows: NDArray[np.int64], columns: list[str]) -> Iterator[tuple[int, Record | str]]:
+        """These ascending rows, of which these columns are read alone, or what is wrong with one."""
+        numbers = iter(rows.tolist())
+        for batch in self.selected(rows, columns):
+            for start in range(0, len(batch), _RECORDS_AT_ONCE):
+                for record in self._records_of(batch.slice(start, _RECORDS_AT_ONCE)):
+                    yield next(numbers), record
+
+    def _records_of(self, batch: Any) -> Iterator[Record | str]:
+        import pyarrow as pa
+
+        names = batch.schema.names
+        try:
+            columns = [values_of(column) for column in batch.columns]
+        except (pa.ArrowException, ValueError, OverflowError) as error:  # such as bad UTF-8 in a list
+            if len(batch) == 1:
+                yield f"the row cannot be read: {shortened(str(error))}"
+                return
+            for row in range(len(batch)):
+                yield from self._records_of(batch.slice(row, 1))
+            return
+        for values in zip(*columns, strict=True):
+            whole = decoded_row(dict(zip(names, values, strict=True)))
+            yield whole if isinstance(whole, str) else record_of(whole, self._fields)
 
     def _open(self, path: Path) -> Any:
         import pyarrow.parquet as pq  # heavy, and only parquet needs it
@@ -209,19 +234,20 @@ class ParquetRows:
         return problems
 
 
-def _check_columns(path: Path, schema: Any, fields: tuple[str, ...]) -> None:
+def _check_columns(path: Path, schema: Any, fields: tuple[str, ...], others: tuple[str, ...]) -> None:
     import pyarrow as pa
 
     if len(set(schema.names)) < len(schema.names):
         name, count = Counter(schema.names).most_common(1)[0]
         raise DataError(f"{path}: {count} columns are called {shortened(repr(name))}; keep one of them")
-    if missing := [name for name in fields if name not in schema.names]:
+    if missing := [name for name in (*fields, *others) if name not in schema.names]:
         raise DataError(f"{path}: {missing_field(missing[0], schema.names)}")
-    kind = schema.field(fields[0]).type
-    if not (_is_text(kind) or pa.types.is_null(kind)):
-        raise DataError(
-            f"{path}: column {fields[0]!r} is of {shortened(str(kind))}; it must be text, so write it as string"
-        )
+    for name in fields[:1]:
+        kind = schema.field(name).type
+        if not (_is_text(kind) or pa.types.is_null(kind)):
+            raise DataError(
+                f"{path}: column {name!r} is of {shortened(str(kind))}; it must be text, so write it as string"
+            )
 
 
 def _is_text(kind: Any) -> bool:

@@ -5,20 +5,27 @@ from __future__ import annotations
 import hashlib
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from rl_megatron.config.sections.data import FileKeys
+from rl_megatron.data.problems.file_rows import FileRows
 from rl_megatron.data.problems.mixture import digest_of_prompts
-from rl_megatron.data.problems.parquet import ParquetRows
-from rl_megatron.data.problems.rendering import LimitKeys, OnLongPrompt, rendered, tokenized_one
+from rl_megatron.data.problems.rendering import (
+    LimitKeys,
+    OnLongPrompt,
+    conversation,
+    rendered,
+    tokenized_one,
+    unrendered,
+)
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt
 
@@ -43,6 +50,10 @@ class Pool(Sequence[Prompt]):
 
     def read_ahead(self, row: int, upcoming: Upcoming) -> None:
         """Read what `at` needs for this row and some that follow. May take minutes."""
+
+    @abstractmethod
+    def conversations(self) -> Iterator[Prompt]:
+        """The conversations among them, each read once and not held."""
 
     @abstractmethod
     def row_of(self, name: str) -> int:
@@ -95,6 +106,10 @@ class Listed(Pool):
         return self._prompts[row]
 
     @override
+    def conversations(self) -> Iterator[Prompt]:
+        return (one for one in self._prompts if not one.token_ids)
+
+    @override
     def row_of(self, name: str) -> int:
         return self._rows[name]
 
@@ -127,7 +142,6 @@ class Listed(Pool):
 class RowForm:
     """How a row becomes a prompt."""
 
-    data: FileKeys
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
     on_long: OnLongPrompt
@@ -138,12 +152,12 @@ class RowsOfPrompts(Pool):
     """Rows of files, of which those that are drawn next are held: once a window of them is in use, a thread reads the
     following one. The order of draws does not depend on windows."""
 
-    def __init__(self, rows: ParquetRows, kept: NDArray[np.bool_] | None, form: RowForm, *, source: str) -> None:
-        """``kept``: the rows of ``rows`` that are in the pool; None: all."""
-        self._rows, self._form, self._source = rows, form, source
-        whole = np.arange(len(rows), dtype=np.uint32)
+    def __init__(self, files: FileRows, kept: NDArray[np.bool_] | None, form: RowForm, *, source: str) -> None:
+        """``kept``: the rows of ``files`` that are in the pool; None: all."""
+        self._rows, self._files, self._form, self._source = files.rows, files, form, source
+        whole = np.arange(len(self._rows), dtype=np.uint32)
         self._kept = whole if kept is None or kept.all() else whole[kept]
-        self._window = max(1, min(_MOST_ROWS, _WINDOW_BYTES // rows.row_bytes))
+        self._window = max(1, min(_MOST_ROWS, _WINDOW_BYTES // self._rows.row_bytes))
         self._held = _Held(np.zeros(0, np.int64), ())
         self._following: Future[_Held] | None = None
         self._reader = ThreadPoolExecutor(1, "parquet")
@@ -162,16 +176,20 @@ class RowsOfPrompts(Pool):
     def at(self, row: int, upcoming: Upcoming) -> Prompt | None:
         self.read_ahead(row, upcoming)
         number = int(self._kept[row])
-        batch = self._held.batch(number)
-        form = self._form
-        path, line = self._rows.line(number)
-        problem = rendered(self._rows.record(number, batch), path, line, form.data, form.tokenizer)
-        prompt = tokenized_one(problem, form.tokenizer, not form.data.chat_template, form.max_tokens)
+        record, (path, line) = self._rows.record(number, self._held.batch(number)), self._rows.line(number)
+        data, form = self._files.data, self._form
+        if data.messages_field is not None:
+            return self._named(unrendered([conversation(record, path, line, data)])[0])
+        problem = rendered(record, path, line, data, form.tokenizer)
+        prompt = tokenized_one(problem, form.tokenizer, not data.chat_template, form.max_tokens)
         if isinstance(prompt, str):
             self._is_long(problem.place, prompt)
             return None
-        name = f"{self._source}/{prompt.id}" if self._source else prompt.id
-        return replace(prompt, id=name, source=self._source)
+        return self._named(prompt)
+
+    @override
+    def conversations(self) -> Iterator[Prompt]:
+        return map(self._named, self._files.conversations(self._kept.astype(np.int64)))
 
     @override
     def row_of(self, name: str) -> int:
@@ -199,6 +217,10 @@ class RowsOfPrompts(Pool):
     @override
     def numbers(self, field: str) -> NDArray[np.float64]:
         return self._rows.numbers(field)[self._kept]
+
+    def _named(self, prompt: Prompt) -> Prompt:
+        """Of a source of a mixture."""
+        return replace(prompt, id=f"{self._source}/{prompt.id}", source=self._source) if self._source else prompt
 
     def _move(self, upcoming: Upcoming, number: int) -> None:
         """Hold the window that begins with the row that is drawn."""
@@ -263,6 +285,10 @@ class Joined(Pool):
     def read_ahead(self, row: int, upcoming: Upcoming) -> None:
         part, start = self._part(row)
         part.read_ahead(row - start, lambda first, stop: upcoming(first, stop) - np.uint32(start))
+
+    @override
+    def conversations(self) -> Iterator[Prompt]:
+        return chain.from_iterable(part.conversations() for part in self._parts)
 
     @override
     def row_of(self, name: str) -> int:

@@ -22,9 +22,9 @@ from rl_megatron.config.sections.data import (
     name_of,
 )
 from rl_megatron.data.problems.arithmetic import split_sums
+from rl_megatron.data.problems.file_rows import FileRows, file_rows
 from rl_megatron.data.problems.files import files_in, local_files, read_records
 from rl_megatron.data.problems.leaks import JoinedTexts, ListedTexts, OnLeak, rows_to_keep, spaced
-from rl_megatron.data.problems.parquet import ParquetRows
 from rl_megatron.data.problems.pool import Joined, Listed, Pool, RowForm, RowsOfPrompts
 from rl_megatron.data.problems.records import listed
 from rl_megatron.data.problems.rendering import (
@@ -33,6 +33,7 @@ from rl_megatron.data.problems.rendering import (
     OnLongPrompt,
     Problem,
     conversation,
+    fields_of,
     rendered,
     tokenized,
     unrendered,
@@ -89,11 +90,8 @@ def load_prompts(
         )
         if isinstance(source, FileKeys) and source.messages_field is not None:
             form = unrendered
-        if isinstance(train, ParquetRows):
-            assert isinstance(source, FileKeys)  # only these have rows
-            of_row = RowForm(
-                data=source, tokenizer=tokenizer, max_tokens=max_prompt_tokens, on_long=on_long_prompt, keys=limit_keys
-            )
+        if isinstance(train, FileRows):
+            of_row = RowForm(tokenizer=tokenizer, max_tokens=max_prompt_tokens, on_long=on_long_prompt, keys=limit_keys)
             pools.append(RowsOfPrompts(train, kept[key], of_row, source=name))
         else:
             mask = kept[key]
@@ -104,20 +102,23 @@ def load_prompts(
 
 
 def _without_leaks(
-    train: Mapping[str, Sequence[Problem] | ParquetRows], held_out: Mapping[str, Sequence[Problem]], on_leak: OnLeak
+    train: Mapping[str, Sequence[Problem] | FileRows], held_out: Mapping[str, Sequence[Problem]], on_leak: OnLeak
 ) -> dict[str, NDArray[np.bool_]]:
     """Which problems of each source to train on: each once, and without leaks where they are dropped."""
-    texts = JoinedTexts([one if isinstance(one, ParquetRows) else _texts(one) for one in train.values()])
+    texts = JoinedTexts([one.texts if isinstance(one, FileRows) else _texts(one) for one in train.values()])
     wholes = texts
-    lists = [one for one in train.values() if not isinstance(one, ParquetRows)]
-    if any(problem.rejected for problems in lists for problem in problems):  # a problem may be in several pairs
-        wholes = JoinedTexts([one if isinstance(one, ParquetRows) else _whole_texts(one) for one in train.values()])
+    if any(_are_pairs(one) for one in train.values()):  # a problem may be in several pairs
+        wholes = JoinedTexts([one.wholes if isinstance(one, FileRows) else _whole_texts(one) for one in train.values()])
     mask = rows_to_keep(texts, wholes, {key: _texts(problems) for key, problems in held_out.items()}, on_leak)
     kept = dict(zip(train, np.split(mask, texts.starts[1:-1]), strict=True))
     for key, own in kept.items():
         if not own.any():
             raise DataError(f"{key}: all {len(own)} problems to train on are held out, or in sources above it")
     return kept
+
+
+def _are_pairs(train: Sequence[Problem] | FileRows) -> bool:
+    return train.are_pairs if isinstance(train, FileRows) else any(problem.rejected for problem in train)
 
 
 def _texts(problems: Sequence[Problem]) -> ListedTexts:
@@ -138,21 +139,13 @@ def _named(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
 
 def _problems(
     key: str, source: OneSource, tokenizer: PreTrainedTokenizerBase, seed: int, *, pairs: bool = False
-) -> tuple[list[Problem] | ParquetRows, list[Problem]]:
+) -> tuple[list[Problem] | FileRows, list[Problem]]:
     """Both splits of a source; ``key``: of its section."""
     return (
         _arithmetic_problems(key, source, seed, pairs=pairs)
         if isinstance(source, ArithmeticData)
         else _file_problems(key, source, tokenizer)
     )
-
-
-def fields_of(data: FileKeys) -> tuple[str, ...]:
-    """The fields of texts that each row must have."""
-    if data.messages_field is not None:
-        return ()
-    pairs = () if data.rejected_field is None else (data.rejected_field,)
-    return data.prompt_field, data.answer_field, *pairs
 
 
 def check_template(data: FileKeys, key: str) -> None:
@@ -210,15 +203,15 @@ def wrong(problem: Problem) -> str:
 
 def _file_problems(
     key: str, data: FileKeys, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[Problem] | ParquetRows, list[Problem]]:
+) -> tuple[list[Problem] | FileRows, list[Problem]]:
     check_template(data, key)
     if data.chat_template and not tokenizer.chat_template:
         raise ConfigError(f"{key}.chat_template=true, but the model's tokenizer has no chat template; set it to false")
     data = local_files(data, key)
     files = files_in(data.train, f"{key}.train")
     train = (
-        ParquetRows(files, fields_of(data), f"{key}.train")
-        if files[0].suffix == ".parquet" and data.rejected_field is None and data.messages_field is None
+        file_rows(files, data, f"{key}.train")
+        if files[0].suffix == ".parquet"
         else _all_problems(data.train, f"{key}.train", data, tokenizer)
     )
     return train, _all_problems(data.eval, f"{key}.eval", data, tokenizer, data.max_eval)

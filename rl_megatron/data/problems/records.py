@@ -74,7 +74,7 @@ def decoded_row(row: dict[str, Any]) -> Mapping[str, object] | str:
 def as_json(value: object) -> object:
     """Convert a value of a parquet column to JSON: bytes to base64, dates and decimals to text, NaN to null."""
     match value:
-        case None | bool() | int() | str():
+        case str() | None | bool() | int():
             return value
         case float():
             return value if math.isfinite(value) else None

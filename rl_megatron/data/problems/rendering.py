@@ -44,6 +44,14 @@ class Problem:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
+def fields_of(data: FileKeys) -> tuple[str, ...]:
+    """The fields of texts that each row must have."""
+    if data.messages_field is not None:
+        return ()
+    pairs = () if data.rejected_field is None else (data.rejected_field,)
+    return data.prompt_field, data.answer_field, *pairs
+
+
 def rendered(record: Record, path: Path, line: int, data: FileKeys, tokenizer: PreTrainedTokenizerBase) -> Problem:
     """The problem in a row of a file, with its templates. Raises DataError as `check_pair` does."""
     check_pair(record, f"{path}:{line}", data)

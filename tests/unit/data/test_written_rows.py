@@ -1,0 +1,200 @@
+"""Conversations and pairs in parquet: the prompts, draws and verdicts of the same rows in jsonl, without being held."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rl_megatron.config.sections.data import FileRunData, MixtureData
+from rl_megatron.data.problems import parquet, pool
+from rl_megatron.data.problems.parquet import ParquetRows
+from rl_megatron.data.problems.pool import Pool
+from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.problems.prompts import load_prompts
+from rl_megatron.errors import CheckpointError, DataError
+from rl_megatron.models.tiny import byte_tokenizer
+from rl_megatron.rollout.conversation.pairs import check_answers
+
+FORMS: dict[str, dict[str, str]] = {
+    "conversations": {"messages_field": "good"},
+    "pairs of conversations": {"messages_field": "good", "rejected_field": "bad", "margin_field": "m"},
+    "pairs of answers": {
+        "prompt_field": "q",
+        "answer_field": "good",
+        "rejected_field": "bad",
+        "margin_field": "m",
+    },
+}
+
+
+def talk(asked: str, said: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+
+
+def row(form: str, asked: str, good: str, bad: str, m: float = 0.5) -> dict[str, Any]:
+    more = {"m": m, "level": m / 7, "tags": ["a", "b"]}
+    if form == "pairs of answers":
+        return {"q": asked, "good": good, "bad": bad, **more}
+    return {"good": talk(asked, good), "bad": talk(asked, bad), **more}
+
+
+def made(form: str, count: int, seed: int, values: int = 20) -> list[dict[str, Any]]:
+    """Rows of which some differ in white space alone."""
+    draw = random.Random(seed)
+    return [
+        row(
+            form,
+            f"{draw.randrange(values)} {draw.choice(('', ' '))}+ é?",
+            draw.choice("12"),
+            draw.choice("34"),
+            draw.randrange(9),
+        )
+        for _ in range(count)
+    ]
+
+
+def written(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=7)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def loaded(form: str, train: Path, held_out: Path) -> Pool:
+    keys = {"type": "files", "train": train, "eval": held_out, "on_leak": "drop"}
+    data = FileRunData.model_validate(keys | FORMS[form])
+    return load(data, pairs="rejected_field" in FORMS[form])
+
+
+def load(data: FileRunData | MixtureData, *, pairs: bool) -> Pool:
+    given: dict[str, Any] = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "seed": 0, "on_leak": data.on_leak}
+    return load_prompts(data, byte_tokenizer(), **given, pairs=pairs)[0]
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_MOST_ROWS", 5)
+    monkeypatch.setattr(parquet, "_RECORDS_AT_ONCE", 3)
+
+
+def text_of(form: str, one: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a row is compared by: the question of a pair of answers, else everything that is said."""
+    said = (one["q"],) if form == "pairs of answers" else tuple(turn["content"] for turn in one["good"])
+    bad = tuple(turn["content"] for turn in one["bad"]) if form == "pairs of conversations" else ()
+    return tuple(" ".join(text.split()) for text in said + bad)
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_prompts_and_draws_are_those_of_jsonl_and_of_sets(form: str, tmp_path: Path) -> None:
+    rows, held = made(form, 90, 0), made(form, 6, 1)
+    held_out = written(tmp_path / "e.jsonl", held)
+    ours, theirs = (loaded(form, written(tmp_path / f"t.{kind}", rows), held_out) for kind in ("parquet", "jsonl"))
+    gone, seen, kept = {text_of(form, one) for one in held}, set[tuple[str, ...]](), []
+    for number, one in enumerate(rows, 1):
+        text = text_of(form, one)
+        whole = (*text, one["good"], one["bad"]) if form == "pairs of answers" else text
+        if text not in gone and whole not in seen:
+            kept.append(f"t:{number}")
+            seen.add(whole)
+    assert 20 < len(kept) < 80
+    assert [one.id for one in ours] == kept
+    assert list(ours) == list(theirs)
+    assert PromptStream(ours, seed=3).take(200) == PromptStream(theirs, seed=3).take(200)
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_a_resume_draws_what_an_uninterrupted_run_draws_and_refuses_other_rows(form: str, tmp_path: Path) -> None:
+    rows = made(form, 40, 0, values=10**6)
+    path, held_out = written(tmp_path / "t.parquet", rows), written(tmp_path / "e.jsonl", made(form, 1, 5, 10**6))
+    whole = PromptStream(loaded(form, path, held_out), seed=3).take(90)
+    first, again = (PromptStream(loaded(form, path, held_out), seed=3) for _ in range(2))
+    first.take(47)
+    state = first.state()
+    again.restore(state)
+    assert again.take(43) == whole[47:]
+    written(path, [*rows[:-1], row(form, "other", "1", "2")])
+    with pytest.raises(CheckpointError, match="as many training prompts"):
+        PromptStream(loaded(form, path, held_out), seed=3).restore(state)
+
+
+NO_ANSWER = [{"role": "user", "content": "1"}]
+
+
+@pytest.mark.parametrize(
+    ("form", "bad", "said"),
+    [
+        ("conversations", {"good": None}, "field 'good' has no message of the role 'assistant'"),
+        ("conversations", {"good": NO_ANSWER}, "field 'good' has no message of the role 'assistant'"),
+        ("pairs of conversations", {"bad": talk("9", "1"), "good": talk("9", "1")}, "fields 'good' and 'bad' are eq"),
+        ("pairs of conversations", {"bad": NO_ANSWER}, "field 'bad' has no message of the role 'assistant'"),
+        ("pairs of conversations", {"m": 10_001.0}, "field 'm' is 10001.0; it must be a finite number"),
+        ("pairs of answers", {"m": None}, "field 'm' is None; it must be a finite number"),
+        ("pairs of answers", {"good": "7", "bad": "7"}, "fields 'good' and 'bad' are equal"),
+        ("pairs of answers", {"bad": " "}, "field 'bad' is empty"),
+    ],
+)
+def test_bad_rows_are_named_by_file_and_row(form: str, bad: dict[str, Any], said: str, tmp_path: Path) -> None:
+    rows = made(form, 20, 0, values=10**6)
+    for number in (9, 17):
+        rows[number - 1] |= bad
+    held_out = written(tmp_path / "e.jsonl", made(form, 1, 5, 10**6))
+    with pytest.raises(DataError) as error:
+        loaded(form, written(tmp_path / "t.parquet", rows), held_out)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 2
+    for number, line in zip((9, 17), lines, strict=True):
+        assert line.startswith(f"{tmp_path}/t.parquet:{number}: {said}")
+
+
+def test_of_rows_with_text_that_is_not_utf8_each_is_named(tmp_path: Path) -> None:
+    rows = made("conversations", 20, 0, values=10**6)
+    rows[10]["good"][1]["content"] = "QQQQ"
+    path = written(tmp_path / "t.parquet", rows)
+    pq.write_table(pq.read_table(path), path, row_group_size=7, compression="none", use_dictionary=False)
+    data = path.read_bytes()
+    assert data.count(b"QQQQ") <= 3
+    path.write_bytes(data.replace(b"QQQQ", b"Q\xff\xffQ"))
+    held_out = written(tmp_path / "e.jsonl", made("conversations", 1, 5, 10**6))
+    with pytest.raises(DataError, match=r"t\.parquet:11: the row cannot be read: .*utf-8.*0xff") as error:
+        loaded("conversations", path, held_out)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["good", "bad", "m"])
+def test_a_column_that_is_missing_is_told_once_before_rows_are_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{key: value for key, value in one.items() if key != name} for one in made("pairs of conversations", 9, 0)]
+    monkeypatch.setattr(ParquetRows, "_batches", None)
+    with pytest.raises(DataError, match=rf"^{tmp_path}/t\.parquet: no field '{name}'; it has "):
+        loaded("pairs of conversations", written(tmp_path / "t.parquet", rows), tmp_path / "none.jsonl")
+
+
+def test_conversations_are_looked_at_in_one_pass_and_pairs_of_answers_are_none(tmp_path: Path) -> None:
+    rows = {form: made(form, 40, 0, values=10**6) for form in ("pairs of conversations", "pairs of answers")}
+    rows["pairs of conversations"][30] = row("pairs of conversations", "1", "2", "3") | {"bad": talk("2", "3")}
+    sources = {
+        name: {
+            **FORMS[form],
+            "type": "files",
+            "train": written(tmp_path / f"{name}.parquet", rows[form]),
+            "eval": written(tmp_path / f"{name}_e.jsonl", made(form, 1, 5, 10**6)),
+        }
+        for name, form in (("letters", "pairs of answers"), ("talks", "pairs of conversations"))
+    }
+    train = load(MixtureData.model_validate({"type": "mixture", "sources": sources, "on_leak": "drop"}), pairs=True)
+    read = list(train.conversations())
+    assert [(one.id, one.source, one.text) for one in read] == [
+        (one.id, one.source, one.text) for one in train if one.source == "talks"
+    ]
+    assert len(read) == 40
+    with pytest.raises(DataError, match=r"^prompt 'talks/talks:31': its conversations first differ in message 1"):
+        check_answers(train.conversations())
