@@ -107,6 +107,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Response length", metric="response/length_mean", peak="response/length_max"),
             Curve(title="Truncated responses", metric="response/truncated_fraction"),
             Curve(title="Responses ended by rollout.max_seconds", metric="response/late_fraction"),
+            Curve(title="Responses whose thinking was interrupted", metric="response/interrupted_fraction"),
             Curve(title="Ratios beyond float32's range", metric="ratio/clamped_fraction", hide_constant=True),
             Curve(title="Reward of all that was sampled", metric="reward/sampled_mean"),
             Curve(title="Groups trained on", metric="groups/trained", hide_constant=True),

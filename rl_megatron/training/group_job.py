@@ -206,6 +206,7 @@ class GroupJob(ABC):
             "staleness/mean": float(staleness.mean()),
             "staleness/max": int(staleness.max()),
             **late_row(trajectories, self.config.rollout),
+            **interrupted_row(trajectories, self.config.rollout),
             **environment_row(trajectories),
             **(self._describe_ages(trajectories, staleness) if self.config.train.max_staleness else {}),
             "tokens/rollout": int(lengths.sum()),
@@ -314,3 +315,10 @@ def late_row(trajectories: Sequence[Trajectory], section: RolloutSection) -> Row
         return {}
     late = [one.stop == "length" and one.num_sampled < section.max_new_tokens for one in trajectories]
     return {"response/late_fraction": float(np.mean(late))}
+
+
+def interrupted_row(trajectories: Sequence[Trajectory], section: RolloutSection) -> Row:
+    """The share whose thinking was ended by a text: those of two turns."""
+    if not section.interrupt.earliest:
+        return {}
+    return {"response/interrupted_fraction": float(np.mean([len(one.turns) > 1 for one in trajectories]))}

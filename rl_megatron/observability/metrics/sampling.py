@@ -85,6 +85,7 @@ SAMPLING = (
     ("response/length_max", "tokens", "longest completion"),
     ("response/truncated_fraction", "", "share of completions that reached rollout.max_new_tokens, or were ended late"),
     ("response/late_fraction", "", "share of completions that rollout.max_seconds ended"),
+    ("response/interrupted_fraction", "", "share of completions whose thinking rollout.interrupt ended by a text"),
     ("groups/trained", "groups", "groups that the step trains on; 0 if it is skipped because there are none"),
     ("groups/dropped", "groups", "groups left out: failed rewards if the config says so, and `poison` prompts"),
     ("groups/filtered", "groups", "groups of equal shaped rewards, left out by rollout.dynamic_sampling"),

@@ -21,6 +21,7 @@ from rl_megatron.rewards.own import Plain
 from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.sampler import RolloutSampler
+from rl_megatron.training.group_job import interrupted_row
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup
 from tests.completions import drawn
 
@@ -101,6 +102,10 @@ def test_a_text_follows_where_thinking_goes_on_and_only_what_was_sampled_is_trai
             trained = [at + 1 for at, on in enumerate(samples.mask[row].tolist()) if on]
             assert trained == [*range(2, 7), *range(10, 2 + len(tokens))]
     assert 5 < interrupted < 20
+    every = [one for group in found for one in group.trajectories]
+    section = RolloutSection(max_new_tokens=14, interrupt=InterruptSection(earliest=5))
+    assert interrupted_row(every, section) == {"response/interrupted_fraction": pytest.approx(interrupted / 20)}
+    assert interrupted_row(every, RolloutSection()) == {}
 
 
 def test_a_completion_whose_thinking_has_ended_goes_on_without_the_text(make_engine: MakeEngine) -> None:
