@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,6 @@ class Keys:
 
     def __init__(self) -> None:
         self._lines: dict[bytes, OpenConversation] = {}
-        self._makers: dict[bytes, Callable[[str], Served]] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
 
     def open(self, served: Served) -> str:
@@ -53,18 +52,10 @@ class Keys:
         self._lines[_digest(key)] = OpenConversation(served=served)
         return key
 
-    def open_all(self, make: Callable[[str], Served]) -> str:
-        """A key under which each new ``X-Session-ID`` begins a conversation, which ``make`` is asked for."""
-        key = secrets.token_hex(32)
-        self._makers[_digest(key)] = make
-        return key
-
-    def close(self, key: str, session: str | None = None) -> None:
-        """End the key's conversation, or the ``session`` of one that is for all; it may have ended already."""
-        digest = _digest(key, session)
+    def close(self, key: str) -> None:
+        """End the key's conversation; it may have ended already."""
+        digest = _digest(key)
         line = self._lines.pop(digest, None)
-        if session is None:
-            self._makers.pop(digest, None)
         if line is not None:
             line.end()
         self._ended[digest] = None
@@ -81,13 +72,6 @@ class Keys:
         if scheme.lower() != "bearer" or not key:
             raise RequestRefused(401, "no key; send the conversation's as Authorization: Bearer")
         digest = _digest(key.strip())
-        if (make := self._makers.get(digest)) is not None:
-            session = headers.get(b"x-session-id", b"").decode("latin-1")
-            if not session:
-                raise RequestRefused(401, "this key is for all conversations; send X-Session-ID to say which")
-            digest = _digest(key.strip(), session)
-            if digest not in self._lines and digest not in self._ended:
-                self._lines[digest] = OpenConversation(served=make(session))
         if (line := self._lines.get(digest)) is not None:
             return line
         if digest in self._ended:
@@ -95,5 +79,5 @@ class Keys:
         raise RequestRefused(401, "the key is no conversation's")
 
 
-def _digest(key: str, session: str | None = None) -> bytes:
-    return hashlib.sha256(key.encode() if session is None else f"{key}\n{session}".encode()).digest()
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

@@ -84,17 +84,13 @@ class Endpoint:
         """``(base_url, api_key)``, at which the conversation is until `close`."""
         return self._server.listen(), self._keys.open(conversation)
 
-    def open_all(self, make: Callable[[str], Served]) -> tuple[str, str]:
-        """``(base_url, api_key)`` for clients that name a conversation by ``X-Session-ID``: ``make`` begins each."""
-        return self._server.listen(), self._keys.open_all(make)
-
     def requests(self, api_key: str) -> RequestCounts:
         """What clients asked for so far in the key's conversation, which is open."""
         return self._keys.requests(api_key)
 
-    def close(self, api_key: str, session: str | None = None) -> None:
-        """End a key's conversation, or the ``session`` of a key for all. What is being sampled for it is given up."""
-        self._keys.close(api_key, session)
+    def close(self, api_key: str) -> None:
+        """End a key's conversation. What is being sampled for it is given up."""
+        self._keys.close(api_key)
 
     async def stop(self) -> None:
         """Stop listening; requests under way have 2 seconds."""

@@ -99,9 +99,9 @@ class Serving:
 
         return self.do(opened())
 
-    def close(self, key: str, session: str | None = None) -> None:
+    def close(self, key: str) -> None:
         async def closed() -> None:
-            self.endpoint.close(key, session)
+            self.endpoint.close(key)
 
         self.do(closed())
 

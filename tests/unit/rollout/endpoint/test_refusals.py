@@ -10,15 +10,12 @@ import openai
 import pytest
 
 from rl_megatron.rollout.endpoint import bodies, server
-from rl_megatron.rollout.environments.episode import Episode
 from tests.unit.rollout.endpoint.serving import (
     ASK,
     Saying,
     Serving,
     client_of,
-    episode,
     post,
-    trained,
 )
 
 
@@ -60,26 +57,6 @@ def test_keys_and_bodies_that_are_refused_cost_no_turn(serving: Serving) -> None
     assert post(served, good)[0] == 410
     with pytest.raises(openai.APIStatusError, match="has ended"):
         client_of(served).chat.completions.create(model="policy", messages=ASK)
-
-
-def test_one_key_for_all_tells_conversations_by_their_session(serving: Serving) -> None:
-    made = dict[str, Episode]()
-
-    def make(session: str) -> Episode:
-        made[session] = episode(Saying(f"to {session}"), session)
-        return made[session]
-
-    async def opened() -> tuple[str, str]:
-        return serving.endpoint.open_all(make)
-
-    served = serving.do(opened())
-    good = json.dumps({"messages": ASK}).encode()
-    assert post(served, good)[0] == 401
-    for session in "ab":
-        assert post(served, good, X_Session_ID=session)[1]["choices"][0]["message"]["content"] == f"to {session}"
-    serving.close(served[1], "a")
-    assert [post(served, good, X_Session_ID=session)[0] for session in "ab"] == [410, 200]
-    assert [len(trained(made[session])) for session in "ab"] == [1, 2]
 
 
 def test_a_body_or_a_head_that_does_not_arrive_holds_nothing(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
