@@ -37,7 +37,8 @@ class Services:
         serving = list(self._serving[name].values())
         if not serving:
             raise ServiceError(
-                f"service {name}: no replica of it serves now; rl-megatron train starts services, other commands do not"
+                f"service {name}: no replica of it serves now; rl-megatron train and eval start services, other "
+                "commands do not"
             )
         self._turns[name] += 1
         return serving[self._turns[name] % len(serving)]

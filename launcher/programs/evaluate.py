@@ -13,18 +13,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from launcher.build.alone import engine_alone
-from launcher.build.data import load_data
+from launcher.build.data import Data, load_data
 from launcher.build.environment import made_environment
 from launcher.build.sampler import sampler_of, samplers_of_sets
 from launcher.build.trained import TrainedModel, hugging_face, of_folder
+from launcher.hosts.sites import service_sites
 from launcher.preflight import engine, problems_of_data, reward
 from launcher.preflight.subject import Subject
 from launcher.processes.scratch import scratch
+from launcher.servers.services import RunningServices, unless_given_up
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import digest_of
 from rl_megatron.errors import ConfigError
-from rl_megatron.evaluation.results import WHOLE, Results, paired_figures, read_results, result_of
+from rl_megatron.evaluation.results import WHOLE, Results, SetResult, paired_figures, read_results, result_of
 from rl_megatron.evaluation.sets import ProblemSet, measure
+from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.observability.intervals import Interval
 from rl_megatron.observability.log import run_log
 from rl_megatron.rewards.registry import resolve_rewards
@@ -45,21 +48,14 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
         folder = hugging_face(target, spare)
         config = of_folder(target.config, folder)
         shape = job_shape(config, read_shape(folder, config.learner.model))
-        data, services = load_data(config, folder), Services(config.services)  # of which none serves
-        judge = resolve_rewards(config.reward, config.own_rewards, config.sandbox, services)
+        data, services = load_data(config, folder), Services(config.services)
         print(f"{target.source}: {_described(data.sets)}, by {config.rollout.engine}", flush=True)
-        async with engine_alone(config, folder, shape, target.out) as sampling:
-            sets = {}
-            made = made_environment(config, services)
-            sampler = sampler_of(config, made, sampling, judge, data, vocab_size=shape.vocab_size)
-            own = samplers_of_sets(config, sampling, data, vocab_size=shape.vocab_size, services=services)
-            with _display() as bar:
-                for one in data.sets:
-                    task = bar.add_task(one.name or WHOLE, total=len(one.prompts) * one.section.samples)
-                    measured = await measure(
-                        own.get(one.name or "", sampler), one, config.eval, partial(bar.advance, task)
-                    )
-                    sets[one.name or WHOLE] = result_of(one, measured)
+        if config.services:
+            print(f"starting services: {', '.join(config.services)}", flush=True)
+        running = RunningServices(config, target.out, service_sites(config, None), services).running()
+        async with running as watching, engine_alone(config, folder, shape, target.out) as sampling:
+            measuring = _measured(config, sampling, data, services, vocab_size=shape.vocab_size)
+            sets = await unless_given_up(measuring, watching)
         weights = _digest(folder, config, hf_layout(shape).local_shapes(0))
     results = Results(
         model=str(target.source),
@@ -72,6 +68,22 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
     _show(results)
     print(f"written: {path}")
     return path
+
+
+async def _measured(
+    config: RunConfig, engine: RolloutEngine, data: Data, services: Services, *, vocab_size: int
+) -> dict[str, SetResult]:
+    judge = resolve_rewards(config.reward, config.own_rewards, config.sandbox, services)
+    made = made_environment(config, services)
+    sampler = sampler_of(config, made, engine, judge, data, vocab_size=vocab_size)
+    own = samplers_of_sets(config, engine, data, vocab_size=vocab_size, services=services)
+    sets = {}
+    with _display() as bar:
+        for one in data.sets:
+            task = bar.add_task(one.name or WHOLE, total=len(one.prompts) * one.section.samples)
+            measured = await measure(own.get(one.name or "", sampler), one, config.eval, partial(bar.advance, task))
+            sets[one.name or WHOLE] = result_of(one, measured)
+    return sets
 
 
 def show_compared(first: Path, second: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -22,7 +21,7 @@ from launcher.rehearsal.spent import lines_of_spent, planned_metrics
 from launcher.runs.name import claim
 from launcher.runs.resume import find
 from launcher.runs.stop import Stop, stop_signals
-from launcher.servers.services import RunningServices
+from launcher.servers.services import RunningServices, unless_given_up
 from rl_megatron.config.io import save_resolved
 from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import remove_folder, write_atomically
@@ -144,16 +143,7 @@ async def _served(
     async with contextlib.AsyncExitStack() as stack:
         running = RunningServices(parts.config, parts.folder, sites, parts.services).running()
         watching = await unless_stopped(stop, stack.enter_async_context(running))
-        training = asyncio.create_task(_train(parts, progress, stop, start, loop_watch))
-        try:
-            await asyncio.wait({training, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if not training.done():
-                watching.result()  # raises: a watch ends by an error alone
-            return training.result()
-        finally:
-            if not training.done():
-                training.cancel()
-                await asyncio.wait([training])
+        return await unless_given_up(_train(parts, progress, stop, start, loop_watch), watching)
 
 
 async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint | None, loop_watch: LoopWatch) -> bool:

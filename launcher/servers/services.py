@@ -8,9 +8,10 @@ import logging
 import os
 import secrets
 import shlex
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from launcher.processes.guards import Guard, Order
 from launcher.processes.last_words import end_of
@@ -22,6 +23,8 @@ from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.services import ServiceAddress, Services
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _LOOK_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0  # of one look at health
@@ -161,6 +164,20 @@ class RunningServices:
             ended.cancel()
             await server.close()
         raise ServiceError(_ended(one, ended.result()))
+
+
+async def unless_given_up(work: Coroutine[Any, Any, T], watching: asyncio.Task[None]) -> T:
+    """The result of ``work``, which is cancelled once ``watching`` of `RunningServices.running` raises ServiceError."""
+    working = asyncio.create_task(work)
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            watching.result()  # raises: a watch ends by an error alone
+        return working.result()
+    finally:
+        if not working.done():
+            working.cancel()
+            await asyncio.wait([working])
 
 
 def _ended(one: _Replica, how: str) -> str:

@@ -33,8 +33,3 @@ def problems_of_services(c: RunConfig) -> Iterator[str]:
             f"services.{unasked[0]}: nothing asks it; set reward.function={SERVICE}{unasked[0]}/path, or an "
             "environment.function that takes services, or leave it out"
         )
-    if c.run.launcher == "ray":
-        yield (
-            "services with run.launcher=ray: only srun and this machine start services, and Ray places its actors "
-            "where it likes; set run.launcher=slurm, or start the server yourself and give its URL"
-        )

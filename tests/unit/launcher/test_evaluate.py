@@ -4,9 +4,11 @@ it; its file, its refusals, and the comparison of two files. tests/e2e/test_resu
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,9 +19,14 @@ from launcher.build.model import starting_folder
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.errors import DataError
 from rl_megatron.evaluation.bounds import difference_interval, share_interval
-from rl_megatron.evaluation.results import paired_figures, read_results
+from rl_megatron.evaluation.results import WHOLE, paired_figures, read_results
 
+JUDGE = Path(__file__).resolve().parents[2] / "judge.py"
 REWARD = """
+def odd(prompt, completions, texts):
+    return [float(len(text) % 2) for text in texts]
+
+
 def even(prompt, completions, texts):
     return [float(sum(map(int, c.token_ids)) % 2 == 0) for c in completions]
 """
@@ -167,19 +174,27 @@ def test_what_cannot_be_compared_or_evaluated_is_refused(
     assert "exists; remove it, or give another name with --name" in " ".join(text.split())
 
 
-@pytest.mark.parametrize(
-    "asking",
-    [
-        ("reward.function=service:judge/score", "reward.http.retries=0"),
-        ("environment.function=nemo_gym", "environment.options.url=service:judge", "warm_start.steps=0"),
-    ],
-)
-def test_a_service_that_only_a_run_starts_is_named(
-    folder: Path, here: Path, asking: Sequence[str], capsys: pytest.CaptureFixture[str]
+def test_it_starts_services_for_as_long_as_it_measures(
+    folder: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = {"responses_create_params": {"input": [{"role": "user", "content": "q"}]}}
-    (here / "rows.jsonl").write_text(json.dumps({"question": "q", "answer": "a", "nemo_gym": asked}) + "\n")
-    files = ("data.type=files", "data.train=rows.jsonl", "data.eval=rows.jsonl", "data.on_leak=keep")
-    status, text = said(capsys, str(folder), "services.judge.command=python judge.py", *files, *asking)
-    assert status
-    assert "service judge: no replica of it serves now; rl-megatron train starts services" in text
+    """Judged by a server that says whether a text's length is odd, and by a function that does."""
+    monkeypatch.setenv("JUDGE_STARTS", str(here / "starts"))
+    judge = (f"services.judge.command={sys.executable} {JUDGE}", "reward.function=service:judge/score")
+    keys = ("data.num_eval=9", "rollout.max_new_tokens=9", "eval.temperature=1.0")
+    for name, judged in (("served", judge), ("here", ("reward.function=even_rewards:odd",))):
+        status, text = said(capsys, str(folder), "--name", name, *keys, *judged)
+        assert (status, "starting services: judge" in text) == (0, name == "served"), text
+    found = [read_results(here / "eval" / f"{name}.json").sets[WHOLE].measured for name in ("served", "here")]
+    assert found[0].right == found[1].right
+    assert 0 < sum(found[0].right) < 9
+    (started,) = (here / "starts").read_text().splitlines()
+    assert not psutil.pid_exists(int(started.split()[0]))
+    assert "judge listens at" in (here / "eval" / "service_judge_0.log").read_text()
+
+
+def test_a_service_that_does_not_start_is_named(folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"services.judge.command={sys.executable} none.py"
+    status, text = said(capsys, str(folder), command, "reward.function=service:judge/score")
+    assert status == 1
+    assert "service judge, replica 0 (here) ended with status 2" in " ".join(text.split())
+    assert not list((here / "eval").glob("*.json"))

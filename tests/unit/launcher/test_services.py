@@ -136,10 +136,6 @@ def test_one_that_does_not_start_is_named_with_its_last_lines(tmp_path: Path, co
         (["services.judge.command=''"], "empty"),
         (["slurm.services.nodes=1"], "slurm.services.nodes=1, but services have 0 replicas"),
         (
-            ["reward.function=service:j", "services.j.command=x", "run.launcher=ray"],
-            "services with run.launcher=ray: only srun",
-        ),
-        (
             [
                 "reward.function=service:j",
                 "services.j.command=x",
