@@ -114,6 +114,28 @@ def test_keys_that_an_older_version_held_fixed_are_free_and_those_it_lacked_had_
         find(now, run_of(tmp_path, then, {**held, "data.gone": 1}))
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        (("most=1",), ("most=2",), "most: 1 then, 2 now"),
+        ((), ("most=1",), "most: not there then, 1 now"),
+        (("url=http://127.0.0.1:1",), (), "url: 'http://127.0.0.1:1' then, not there now"),
+    ],
+)
+def test_options_of_an_environment_are_those_that_it_was_trained_with(
+    then: tuple[str, ...], now: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    keys = ["environment.function=calculator", "environment.template=plain", "warm_start.steps=0"]
+    first, second = (
+        load_config("tiny_cpu", [*keys, *(f"environment.options.{one}" for one in some)]) for some in (then, now)
+    )
+    run = run_of(tmp_path, first)
+    find(first, run)
+    with pytest.raises(CheckpointError) as caught:
+        find(second, run)
+    assert f"environment.options.{said}" in str(caught.value)
+
+
 @pytest.mark.parametrize("above", ["data.", "data.sources.math."])
 def test_keys_of_sections_of_another_kind_that_an_older_version_lacked_had_their_defaults(
     tmp_path: Path, above: str
