@@ -10,6 +10,7 @@ from itertools import groupby
 from launcher.build.data import Data
 from launcher.build.roles import Parts
 from rl_megatron.algorithms.auxiliary import PreferenceLoss, ScoreLoss
+from rl_megatron.algorithms.own import check_own_pair_loss
 from rl_megatron.config.sections.data import FileKeys, data_sources, name_of, weights_of
 from rl_megatron.config.sections.jobs import JobName
 from rl_megatron.data.packing import Packer, packer_of
@@ -114,9 +115,10 @@ def _fine_tuning(b: _Building) -> tuple[UnitsOf, FineTuning]:
 
 def _preferences(b: _Building) -> tuple[UnitsOf, Preferences]:
     section, units_of = b.parts.config.dpo, b.rows.preferred
+    check_own_pair_loss(section)
     check_answers(b.data.train.conversations())
     return units_of, Preferences(
-        loss=PreferenceLoss(beta=section.beta, per_token=section.per_token),
+        loss=PreferenceLoss(form=section.loss, beta=section.beta, per_token=section.per_token),
         roles=b.roles,
         packer=b.packer(unit=2),
         optimizer_steps=b.steps,

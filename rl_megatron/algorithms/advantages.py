@@ -7,6 +7,7 @@ in any order. Advantages from rewards or values of tokens are in returns.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import torch
@@ -20,6 +21,8 @@ from rl_megatron.algorithms.segments import (
     segment_sum,
     segment_variance,
 )
+from rl_megatron.errors import ConfigError
+from rl_megatron.user_code import describe_error, load_named
 
 LEVELS: Mapping[str, Callable[[Tensor], Tensor] | None] = {
     "none": None,
@@ -40,17 +43,18 @@ def group_advantages(
 ) -> Tensor:
     """Advantages [n] float32 = (reward - mean) / (std + ``eps``), computed in float64.
 
+    ``mean`` is a level, or a function of the user's own that has the rewards' place less their mean (`of_each_group`).
     ``std`` is that of the rewards of the group or the batch, or of the batch's ``advantages`` (rewards less the mean),
     its variance over n - 1, or over n if not ``unbiased``. ``group_ids`` [n] int64 are any integers, equal within a
     group. ``leave_one_out`` takes the mean of the *others*. If the rewards under the mean or the std are all equal, as
     in a group of one, the advantage is exactly 0, never NaN. Raises ValueError for a reward that is not finite, or
     leave-one-out without a mean.
     """
-    mean_of, std_of = LEVELS[mean], LEVELS["batch" if std == "advantages" else std]
+    mean_of, std_of = LEVELS.get(mean), LEVELS["batch" if std == "advantages" else std]
     if leave_one_out and mean_of is None:
         raise ValueError("leave_one_out=True needs a mean to leave one out of; set mean='group' or mean='batch'")
     raw = _finite(rewards).double()
-    advantages = raw
+    advantages = raw if mean in LEVELS else of_each_group(mean, raw, group_ids)
     if mean_of is not None:
         ids = dense(mean_of(group_ids))
         advantages = raw - segment_mean(raw, ids)[ids]
@@ -63,6 +67,35 @@ def group_advantages(
         scale = 1 / (segment_variance(spread, ids, unbiased=unbiased).sqrt() + eps)
         advantages = advantages * torch.where(differ(spread, ids), scale, 0.0)[ids]
     return advantages.float()
+
+
+@functools.cache
+def own_advantages(name: str) -> Callable[[Tensor], Tensor]:
+    """The function of ``advantage_mean=package.module:name``. Raises as `load_named`."""
+    own: Callable[[Tensor], Tensor] = load_named(name, "algorithm.advantage_mean", "function", callable)
+    return own
+
+
+def of_each_group(name: str, rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Advantages [n] float64 by the user's function, which gets one group's rewards [n] float64 at a time.
+
+    Raises ConfigError if it raises, or returns anything but as many finite numbers.
+    """
+    given, advantages = f"algorithm.advantage_mean={name}", torch.empty_like(rewards)
+    for group in group_ids.unique():
+        mine = group_ids == group
+        told = f"{given}, of a group's rewards {rewards[mine].tolist()}"
+        try:
+            found = own_advantages(name)(rewards[mine].clone())
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{told}, {describe_error(error)}") from error
+        if not (isinstance(found, Tensor) and found.shape == rewards[mine].shape and found.isfinite().all()):
+            shown = found.tolist() if isinstance(found, Tensor) else type(found).__name__
+            raise ConfigError(f"{told}, must return a tensor of as many finite advantages; it returned {shown!s:.200}")
+        advantages[mine] = found.double()
+    return advantages
 
 
 def turn_advantages(of_turns: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:

@@ -3,7 +3,9 @@ positions, S sequences."""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,10 @@ from torch.nn.functional import logsigmoid
 
 from rl_megatron.algorithms.ratios import masked, required
 from rl_megatron.types import LossInputs, LossOutput, Metric
+from rl_megatron.user_code import load_named
+
+PairLoss = Callable[[Tensor, Tensor, float], Tensor]
+"""The losses of pairs [P], from log pi/ref of their better answers [P], of their worse ones [P], and beta."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +47,32 @@ class ValueLoss:
         )
 
 
+def dpo(better: Tensor, worse: Tensor, beta: float) -> Tensor:
+    """-log σ(beta·(Δlog pi - Δlog ref)) (arXiv:2305.18290)."""
+    return -logsigmoid(beta * (better - worse))
+
+
+@functools.cache
+def pair_loss_of(name: str) -> PairLoss:
+    """``dpo``, or the user's own at ``package.module:name``. Raises as `load_named`."""
+    if name == "dpo":
+        return dpo
+    own: PairLoss = load_named(name, "dpo.loss", "function", callable)
+    return own
+
+
+def with_slopes(loss: PairLoss, better: Tensor, worse: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Losses of pairs, [P], and their derivatives to the log pi/ref of the better and the worse answer, [P, 2]."""
+    sides = better.detach().clone().requires_grad_(), worse.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        losses = loss(*sides, beta)
+        slopes = torch.autograd.grad(losses.sum(), sides, allow_unused=True, materialize_grads=True)
+    return losses.detach(), torch.stack(slopes, 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceLoss:
-    """DPO: mean over pairs of -log σ(beta·(Δlog pi - Δlog ref)) (arXiv:2305.18290).
+    """Mean over pairs of `pair_loss_of` ``form``.
 
     Sequences 2i and 2i + 1 of a micro-batch are the chosen and the rejected one of a pair; a last one without a
     partner, or one without a trained token, is padding. Log-probs are sums over the trained tokens, or with
@@ -51,6 +80,7 @@ class PreferenceLoss:
     ``preference/accuracy`` (margin above 0) and ``preference/margin``, in nats times beta; over tokens ``entropy``.
     """
 
+    form: str = "dpo"
     beta: float = 0.1
     per_token: bool = False
 
@@ -66,9 +96,9 @@ class PreferenceLoss:
         sums, lengths = inputs.segment_sum(difference), inputs.segment_sum(inputs.mask.to(logprobs.dtype))
         scale = 1 / lengths.clamp(min=1) if self.per_token else torch.ones_like(lengths)
         sums, count = sums * scale, len(sums) // 2 * 2
-        chosen, rejected = sums[:count:2], sums[1:count:2]
+        losses, slopes = with_slopes(pair_loss_of(self.form), sums[:count:2], sums[1:count:2], self.beta)
         of_pairs = lengths[:count].reshape(-1, 2)
-        margin = self.beta * (chosen - rejected)
+        margin = self.beta * (sums[:count:2] - sums[1:count:2])
         per_pair = of_pairs.all(1).to(logprobs.dtype) / (inputs.num_sequences // 2)
         tokens = of_pairs.sum(1)
 
@@ -77,9 +107,9 @@ class PreferenceLoss:
             return torch.cat([of_pair, of_pair.new_zeros(1)])[inputs.segment_ids // 2]
 
         weight = torch.where(inputs.mask, spread(per_pair / tokens), 0.0)
-        slope = spread(self.beta * torch.sigmoid(-margin) * per_pair)
-        sign = (inputs.segment_ids % 2 * 2 - 1) * scale[inputs.segment_ids]
-        loss = (spread(-logsigmoid(margin)) * weight + slope * sign * (logprobs - logprobs.detach())).sum()
+        of_answers = torch.cat([(slopes * per_pair[:, None]).flatten(), slopes.new_zeros(1)])
+        slope = (of_answers[: len(scale)] * scale)[inputs.segment_ids]
+        loss = (spread(losses) * weight + slope * (logprobs - logprobs.detach())).sum()
         metrics = {
             "preference/accuracy": Metric(value=(spread((margin > 0).to(logprobs.dtype)) * weight).sum()),
             "preference/margin": Metric(value=(spread(margin) * weight).sum()),

@@ -1,4 +1,4 @@
-"""Tries the user's own objective (``algorithm.objective=package.module:name``) on made micro-batches before a run.
+"""Tries the user's own objective, advantages and pair loss (``package.module:name``) on made inputs before a run.
 
 Letters as in objectives.py: T positions, S sequences.
 """
@@ -13,11 +13,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from rl_megatron.algorithms.advantages import LEVELS, group_advantages
+from rl_megatron.algorithms.auxiliary import pair_loss_of, with_slopes
 from rl_megatron.algorithms.objectives import OBJECTIVES, Objective, objective_of
 from rl_megatron.algorithms.ratios import RATIO_LEVELS, masked
 from rl_megatron.algorithms.segments import segment_sum
 from rl_megatron.config.reads import problems_of_own_objective
 from rl_megatron.config.sections.algorithm import AlgorithmSection
+from rl_megatron.config.sections.jobs import DpoSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.types import LossInputs
 from rl_megatron.user_code import describe_error
@@ -25,6 +28,8 @@ from rl_megatron.user_code import describe_error
 _LENGTHS = (4, 3, 1, 5)  # of the made sequences; the third has no trained token
 _ADVANTAGES = (0.8, -1.1, 0.6, 0.0)
 _SPREADS = (0.0, 0.1, 2.0)  # of log-ratios: in the first optimizer step all are 0
+_REWARDS = ((0.0, 1.0, 0.0, 0.0), (1.0, 1.0, 0.0, 1.0), (0.0, 0.0, 0.0, 0.0), (1.0, 1.0, 1.0, 1.0))
+_PAIRS = ((0.0, 0.0), (0.5, -1.0), (-30.0, 4.0), (2.0, 40.0))  # log pi/ref of the better and the worse answer, nats
 _COLUMNS = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages", "mask")
 
 
@@ -52,6 +57,48 @@ def check_own_objective(row: AlgorithmSection) -> None:
         )
     if problems := problems_of_own_objective(row, trial.watched.read):
         raise ConfigError("\n".join(problems))
+
+
+def check_own_advantages(row: AlgorithmSection) -> None:
+    """Call the user's function of a group's rewards on some groups. Raises as `advantages.of_each_group`."""
+    if row.advantage_mean in {*LEVELS, "greedy", "moving"}:
+        return
+    rewards = torch.tensor(_REWARDS)
+    ids = torch.arange(len(rewards)).repeat_interleave(rewards.shape[1])
+    group_advantages(rewards.flatten(), ids, mean=row.advantage_mean, std="none", leave_one_out=False)
+
+
+def check_own_pair_loss(section: DpoSection) -> None:
+    """Call a pair loss of the user's own on some pairs; that of the table is left alone.
+
+    Raises ConfigError if it cannot be imported or called, returns anything but one finite loss a pair, has no gradient
+    or one that is not finite, or if a pair's loss depends on other pairs, as it would then change with the packing.
+    """
+    if section.loss == "dpo":
+        return
+    given, loss, pairs = f"dpo.loss={section.loss}", pair_loss_of(section.loss), torch.tensor(_PAIRS)
+    try:
+        losses, slopes = with_slopes(loss, pairs[:, 0], pairs[:, 1], section.beta)
+        alone = [with_slopes(loss, pair[:1], pair[1:], section.beta)[0] for pair in pairs]
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{given}, tried before the run, {describe_error(error)}; it must take (better, worse, beta), the log "
+            "pi/ref of answers [pairs], and return each pair's loss as a tensor with a gradient"
+        ) from error
+    if losses.shape != (len(pairs),) or not losses.isfinite().all() or not slopes.isfinite().all():
+        raise ConfigError(
+            f"{given} must return one finite loss for each of {len(pairs)} pairs, with finite derivatives; it returned "
+            f"{losses.tolist()} and {slopes.tolist()} for log pi/ref of {pairs.tolist()}"
+        )
+    if not slopes.any():
+        raise ConfigError(f"{given}: its losses have no gradient")
+    if not torch.allclose(torch.cat(alone), losses, rtol=1e-4, atol=1e-5):
+        raise ConfigError(
+            f"{given}: losses are {torch.cat(alone).tolist()} of pairs alone and {losses.tolist()} of pairs beside "
+            "others, so they would change with the packing; compute each pair's from its own two numbers"
+        )
 
 
 class _Watched:

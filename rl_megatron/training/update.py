@@ -22,7 +22,7 @@ from rl_megatron.algorithms.aggregation import token_weight
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.corrections import proximal_share, second_moment_mask
 from rl_megatron.algorithms.losses import loss_of
-from rl_megatron.algorithms.own import check_own_objective
+from rl_megatron.algorithms.own import check_own_advantages, check_own_objective
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.gathered import computed_lengths, without_routes
 from rl_megatron.data.packing import Packer, packer_of, unpack
@@ -80,6 +80,7 @@ class Update:
 
     def __post_init__(self) -> None:
         check_own_objective(self.config.algorithm)
+        check_own_advantages(self.config.algorithm)
         section = self.config.algorithm
         self.state = AlgorithmState(
             kl_coefficient=section.kl.coefficient, entropy_coefficient=section.entropy_coefficient

@@ -227,6 +227,18 @@ def test_an_exported_reward_model_scores_texts_as_its_run_did(place: Place, rewa
     assert reward.rows()[-1]["eval/preference_margin"] == pytest.approx(found, rel=1e-4)
 
 
+def test_a_pair_loss_of_ones_own_is_trained_on(place: Place, model: Path) -> None:
+    """IPO before the first step, where policy and reference are one: (1/(2 beta))^2, held out and in training."""
+    ipo = "def ipo(better, worse, beta):\n    return (better - worse - 1 / (2 * beta)) ** 2\n"
+    (place.folder / "my_ipo.py").write_text(ipo)
+    run = place.fork_alone("ipo", *keys(model, "dpo", "dpo.loss=my_ipo:ipo", "dpo.beta=0.25", "train.steps=1"))
+    run.finish()
+    rows = run.rows()
+    assert rows[0]["eval/loss"] == pytest.approx(4.0, rel=1e-4)
+    assert rows[-1]["loss"] == pytest.approx(4.0, rel=1e-4)
+    assert rows[-1]["eval/loss"] < 3.999
+
+
 @pytest.mark.parametrize(
     ("job", "more", "said"),
     [
@@ -238,11 +250,13 @@ def test_an_exported_reward_model_scores_texts_as_its_run_did(place: Place, rewa
         ("dpo", ("data.rejected_field=good",), "train.parquet:1: fields 'good' and 'good' are equal"),
         ("reward_model", ("data.margin_field=id2",), "field 'id2' is None; it must be a finite number"),
         ("dpo", ("data.rejected_field=worse",), "no field 'worse'; it has"),
+        ("dpo", ("dpo.loss=my_pairs:flat",), "dpo.loss=my_pairs:flat must return one finite loss for each"),
     ],
 )
 def test_what_cannot_be_trained_on_ends_the_run_before_a_step(
     place: Place, model: Path, job: str, more: tuple[str, ...], said: str
 ) -> None:
+    (place.folder / "my_pairs.py").write_text("def flat(better, worse, beta):\n    return (better - worse).sum()\n")
     run = place.fork_alone(f"refused-{len(place.runs)}", *keys(model, job, *more))
     assert run.end() != 0
     assert said in run.text().replace("\n", " ")

@@ -148,9 +148,10 @@ class CriticSection(Section):
 class AlgorithmSection(Section):
     """An algorithm is this row of choices (docs/algorithms.md); conf/algorithm/ has a file for each known one."""
 
-    advantage_mean: Literal["none", "group", "batch", "greedy", "moving"] = "group"
+    advantage_mean: Literal["none", "group", "batch", "greedy", "moving"] | OwnCode = "group"
     """The baseline of an advantage is the mean reward of the group or the batch, the reward of a greedy completion
-    (greedy: ReMax), or a moving mean over steps; none: no baseline."""
+    (greedy: ReMax), or a moving mean over steps; none: no baseline. ``package.module:name`` is a function of your own,
+    from the rewards of a group to its advantages."""
     advantage_std: Literal["none", "group", "batch", "advantages"] = "group"
     """Divide advantages by the standard deviation of the rewards of the group or the batch, or of the batch's rewards
     less their groups' means (advantages: ScaleRL); none: do not divide."""

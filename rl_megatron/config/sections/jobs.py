@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rl_megatron.section import Positive, PositiveFloat, Section
+from rl_megatron.section import OwnCode, Positive, PositiveFloat, Section
 
 JobName = Literal["rl", "sft", "dpo", "reward_model"]
 
@@ -92,6 +92,9 @@ class DpoSection(PairsSection):
     """Direct preference optimisation on written pairs (docs/preferences.md); ``job=dpo`` reads this, and no other job
     does."""
 
+    loss: Literal["dpo"] | OwnCode = "dpo"
+    """The loss of a pair as a function of its answers' log pi/ref; ``package.module:name`` is a function of your own
+    (docs/own_algorithms.md)."""
     beta: PositiveFloat = 0.1
     """Strength of the pull to the reference: the loss of a pair is -log sigmoid(beta * margin), whose margin is that of
     the better answer's log pi/ref over the worse one's."""

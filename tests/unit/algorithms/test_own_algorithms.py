@@ -1,0 +1,303 @@
+"""The five files of docs/own_algorithms.md: plain loops over their papers' equations, finite differences, splits; what
+is refused before a run."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_megatron.algorithms.advantages import group_advantages
+from rl_megatron.algorithms.auxiliary import PreferenceLoss
+from rl_megatron.algorithms.own import check_own_advantages, check_own_objective, check_own_pair_loss
+from rl_megatron.config.io import load_config
+from rl_megatron.config.sections.algorithm import AlgorithmSection
+from rl_megatron.config.sections.jobs import DpoSection
+from rl_megatron.errors import ConfigError
+from rl_megatron.interfaces import Roles
+from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.training.update import Update
+from rl_megatron.types import Loss, LossInputs, Trajectory
+from tests.documents import blocks
+from tests.property.test_losses_metrics import batch
+from tests.rows import policy_loss
+from tests.toy_roles import VOCABULARY, Toy, table
+from tests.unit.training.test_update_oracle import groups
+
+PAGE = Path(__file__).parents[3] / "docs" / "own_algorithms.md"
+LENGTHS = [5, 9, 1, 3, 7, 4]
+LOW, HIGH, CAP = 0.2, 0.3, 1.5
+OBJECTIVES = {
+    "cpgd": policy_loss(objective="cpgd:cpgd", clip_low=LOW, clip_high=HIGH),
+    "aspo": policy_loss(objective="aspo:aspo", clip_low=LOW, clip_high=HIGH, cap_high=CAP),
+}
+BETA = 0.3
+PAIRS = {name: PreferenceLoss(form=f"{name}:{name}", beta=BETA) for name in ("ipo", "kto")}
+FAULTY = """
+import torch
+
+def none(rewards):
+    return rewards / rewards.mean()
+
+def one(rewards):
+    return rewards.mean()
+
+def lists(rewards):
+    return rewards.tolist()
+
+def raising(rewards):
+    raise KeyError("a key")
+
+def across(better, worse, beta):
+    return (better - worse - (better - worse).mean()) ** 2
+
+def total(better, worse, beta):
+    return (better - worse).sum()
+
+def flat(better, worse, beta):
+    return better.detach() - worse.detach()
+
+def two(better, worse):
+    return better - worse
+
+def logs(better, worse, beta):
+    return torch.log(better - worse)
+
+def constant(better, worse, beta):
+    return 0 * (better - worse)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for block in blocks(PAGE, "python"):
+        name = block.text.removeprefix("# ").partition(":")[0]
+        (tmp_path / name).write_text(block.text)
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_the_page_has_one_file_for_each() -> None:
+    names = [block.text.partition(".py:")[0].removeprefix("# ") for block in blocks(PAGE, "python")]
+    assert names == ["cpgd", "aspo", "maxrl", "ipo", "kto"]
+
+
+def evaluate(loss: Loss, inputs: LossInputs) -> tuple[float, Tensor]:
+    given = inputs.logprobs.detach().clone().requires_grad_()
+    output = loss(replace(inputs, logprobs=given))
+    return output.loss.item(), torch.autograd.grad(output.loss, given)[0]
+
+
+def cpgd(now: float, old: float, advantage: float, at: float) -> float:
+    """Equation 2, of a token; ``at`` is the log-prob that stop-gradients keep."""
+    log_ratio = now - old
+    clipped = max(min(log_ratio, math.log(1 + HIGH)), math.log(1 - LOW))
+    drift = min(math.exp(at - old) - 1, 2.0) * now
+    return -(min(log_ratio * advantage, clipped * advantage) - 0.1 * drift)
+
+
+def aspo(now: float, old: float, advantage: float, at: float) -> float:
+    """-A log pi under the weight that PPO's clip and the flip leave."""
+    ratio = math.exp(at - old)
+    if (advantage > 0 and ratio > 1 + HIGH) or (advantage <= 0 and ratio < 1 - LOW):
+        return 0.0
+    return -advantage * (min(1 / ratio, CAP) if advantage > 0 else ratio) * now
+
+
+@pytest.mark.parametrize(("name", "equation"), [("cpgd", cpgd), ("aspo", aspo)])
+@pytest.mark.parametrize("seed", range(3))
+def test_objectives_are_their_equations(name: str, equation: Callable[..., float], seed: int) -> None:
+    """The mean over trained tokens, and central differences of it, stop-gradients held where they are."""
+    inputs = batch(LENGTHS, seed, scale=0.6, kept=0.75)
+    now, old, advantages = (x.tolist() for x in (inputs.logprobs, inputs.old_logprobs, inputs.advantages))
+    found, gradient = evaluate(OBJECTIVES[name], inputs)
+    tokens = [t for t in range(len(now)) if inputs.mask[t]]
+    wanted = sum(equation(now[t], old[t], advantages[t], now[t]) for t in tokens) / len(tokens)
+    assert found == pytest.approx(wanted, rel=1e-12)
+    step, slopes = 1e-6, [0.0] * len(now)
+    for t in tokens:
+        up, down = (equation(now[t] + sign * step, old[t], advantages[t], now[t]) for sign in (1, -1))
+        slopes[t] = (up - down) / (2 * step) / len(tokens)
+    torch.testing.assert_close(gradient, torch.tensor(slopes, dtype=torch.float64), rtol=1e-6, atol=1e-8)
+
+
+def test_cpgd_pulls_back_what_has_gone_too_far_by_no_more_than_its_bound() -> None:
+    """An upward token beyond the clip has the drift's gradient alone: min(rho - 1, 2) times alpha."""
+    inputs = batch([3], 0)
+    ratios = torch.tensor([1.2, 2.0, 9.0], dtype=torch.float64)
+    inputs = replace(inputs, logprobs=inputs.old_logprobs + ratios.log(), advantages=torch.ones(3).double())
+    _, gradient = evaluate(OBJECTIVES["cpgd"], inputs)
+    assert gradient.tolist() == pytest.approx([(0.02 - 1) / 3, 0.1 / 3, 0.2 / 3])
+
+
+def test_aspo_weighs_good_tokens_by_the_flipped_ratio_and_bad_ones_by_the_ratio() -> None:
+    inputs = batch([6], 0)
+    ratios = torch.tensor([0.9, 0.5, 1.4, 0.9, 0.7, 1.4], dtype=torch.float64)
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+    inputs = replace(inputs, logprobs=inputs.old_logprobs + ratios.log(), advantages=advantages)
+    _, gradient = evaluate(OBJECTIVES["aspo"], inputs)
+    assert (gradient * 6).tolist() == pytest.approx([-1 / 0.9, -CAP, 0, 0.9, 0, 1.4])
+
+
+@pytest.mark.parametrize("right", [0, 1, 2, 5])
+def test_maxrl_is_the_mean_over_right_completions_less_that_over_all(right: int) -> None:
+    """Of K right ones of G: the gradient of REINFORCE is that of mean log pi(right) - mean log pi(all)."""
+    rewards = [1.0] * right + [0.0] * (5 - right)
+    found = advantages_of([rewards, [0.0, 1.0, 0.5], [2.0, 1.0]])
+    wanted = [(1 / right if reward else 0.0) * 5 - 1 if right else 0.0 for reward in rewards]
+    wanted += [(r - 0.5) / 0.5 for r in (0.0, 1.0, 0.5)] + [(r - 1.5) / 1.5 for r in (2.0, 1.0)]
+    assert found == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+
+
+def advantages_of(groups: Sequence[Sequence[float]]) -> list[float]:
+    """Of groups that are interleaved in the batch."""
+    ids = [g for g, rewards in enumerate(groups) for _ in rewards]
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))
+    rewards = torch.tensor([reward for group in groups for reward in group])
+    found = group_advantages(
+        rewards[order], torch.tensor(ids)[order] + 7, mean="maxrl:maxrl", std="none", leave_one_out=False
+    )
+    return found[order.argsort()].tolist()
+
+
+def test_updates_by_maxrl_are_those_of_rewards_that_were_made_advantages_by_hand() -> None:
+    """Weights of a toy after three steps, a group of four at a time."""
+    keys = ["algorithm=reinforce", "train.minibatches=1", "learner.ep=1", "train.lr_decay=none"]
+    found = []
+    for name, made in (("maxrl:maxrl", list[float]), ("none", by_hand)):
+        policy, unused = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(torch.zeros(1))
+        roles: Any = Roles(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
+        config = load_config("tiny_cpu", [*keys, f"algorithm.advantage_mean={name}"])
+        update, engine = Update(config=config, roles=roles, attention_cost=0.0), table(VOCABULARY, VOCABULARY, seed=4)
+        for step in (3, 4, 5):
+            judged = [
+                replace(g, trajectories=tuple(map(rewarded, g.trajectories, made(g.rewards))))
+                for g in groups(step, engine)
+            ]
+            asyncio.run(update(judged, step, Stopwatch()))
+        found.append(policy.weights)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(found[0], table(VOCABULARY, VOCABULARY, seed=1))
+
+
+def rewarded(one: Trajectory, reward: float) -> Trajectory:
+    return replace(one, reward=reward)
+
+
+def by_hand(rewards: Sequence[float]) -> list[float]:
+    mean = statistics.fmean(rewards)
+    return [(reward - mean) / mean if mean > 0 else 0.0 for reward in rewards]
+
+
+def ipo(better: float, worse: float) -> float:
+    return (better - worse - 1 / (2 * BETA)) ** 2
+
+
+def kto(better: float, worse: float) -> float:
+    def desirability(reward: float) -> float:
+        return 1 / (1 + math.exp(-BETA * reward))
+
+    return ((1 - desirability(better)) + (1 - desirability(-worse))) / 2
+
+
+@pytest.mark.parametrize(("name", "equation"), [("ipo", ipo), ("kto", kto)])
+@pytest.mark.parametrize("per_token", [False, True], ids=["sums", "means"])
+def test_pair_losses_are_their_equations(name: str, equation: Callable[..., float], per_token: bool) -> None:
+    inputs = batch(LENGTHS, 3, scale=0.6, kept=0.75)
+    now, ref = inputs.logprobs.tolist(), inputs.ref_logprobs.tolist()  # type: ignore[union-attr]
+    sides = [[t for t in range(len(now)) if inputs.segment_ids[t] == s and inputs.mask[t]] for s in range(6)]
+    assert sides[2], "the pair with one token"
+
+    def plain(logprobs: Sequence[float]) -> float:
+        total = 0.0
+        for first in range(0, 6, 2):
+            sums = [math.fsum(logprobs[t] - ref[t] for t in sides[s]) for s in (first, first + 1)]
+            total += equation(*(x / len(sides[first + i]) if per_token else x for i, x in enumerate(sums)))
+        return total / 3
+
+    found, gradient = evaluate(replace(PAIRS[name], per_token=per_token), inputs)
+    assert found == pytest.approx(plain(now), rel=1e-12)
+    step = 1e-5
+    for t in range(len(now)):
+        up, down = (plain([*now[:t], now[t] + sign * step, *now[t + 1 :]]) for sign in (1, -1))
+        assert gradient[t].item() == pytest.approx((up - down) / (2 * step), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("loss", [*OBJECTIVES.values(), *PAIRS.values()], ids=[*OBJECTIVES, *PAIRS])
+def test_micro_batches_add_up(loss: Loss) -> None:
+    """Three of two sequences each, under the whole batch's denominators."""
+    inputs = batch(LENGTHS, 3, scale=0.6, kept=0.75)
+    whole, gradient = evaluate(loss, inputs)
+    found = []
+    for first in range(0, 6, 2):
+        part = (inputs.segment_ids >= first) & (inputs.segment_ids < first + 2)
+        ids = inputs.segment_ids[part] - first
+
+        def segment_sum(values: Tensor, ids: Tensor = ids) -> Tensor:
+            assert not values.requires_grad, "segment_sum is given detached tensors only"
+            return values.new_zeros(2).index_add_(0, ids, values)
+
+        names = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages", "mask")
+        cut: dict[str, Any] = {name: getattr(inputs, name)[part] for name in names}
+        found.append(evaluate(loss, replace(inputs, **cut, segment_ids=ids, segment_sum=segment_sum)))
+    assert sum(one for one, _ in found) == pytest.approx(whole, rel=1e-12)
+    torch.testing.assert_close(torch.cat([slopes for _, slopes in found]), gradient, rtol=1e-12, atol=0)
+
+
+def test_the_files_of_the_page_are_not_refused() -> None:
+    for given in ({"objective": "cpgd:cpgd"}, {"objective": "aspo:aspo", "cap_high": 3.0}):
+        check_own_objective(AlgorithmSection.model_validate(given))
+    check_own_advantages(AlgorithmSection(advantage_mean="maxrl:maxrl", advantage_std="none"))
+    for name in PAIRS:
+        check_own_pair_loss(DpoSection(loss=f"{name}:{name}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("faulty:nothing", "'nothing' of faulty is not there"),
+        (
+            "faulty:none",
+            r"of a group's rewards \[0.0, 0.0, 0.0, 0.0\], must return .* finite advantages; it returned \[n",
+        ),
+        ("faulty:one", "must return a tensor of as many finite advantages; it returned 0.25"),
+        ("faulty:lists", "it returned list"),
+        ("faulty:raising", "raised KeyError: 'a key'"),
+    ],
+)
+def test_advantages_that_cannot_train_are_refused_where_the_update_is_made(name: str, reason: str) -> None:
+    config = load_config("tiny_cpu", ["algorithm=reinforce", f"algorithm.advantage_mean={name}"])
+    with pytest.raises(ConfigError, match=rf"algorithm\.advantage_mean=.*{reason}"):
+        Update(config=config, roles=Roles(learners={}, frozen={}, engine=None, weights=None), attention_cost=0.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("faulty:nothing", "'nothing' of faulty is not there"),
+        ("faulty:across", "so they would change with the packing"),
+        ("faulty:total", "must return one finite loss for each of 4 pairs"),
+        ("faulty:flat", r"does not require grad.*it must take \(better, worse, beta\)"),
+        ("faulty:two", r"takes 2 positional arguments but 3 were given; it must take \(better, worse, beta\)"),
+        ("faulty:logs", "one finite loss for each of 4 pairs, with finite derivatives"),
+        ("faulty:constant", "its losses have no gradient"),
+    ],
+)
+def test_pair_losses_that_cannot_train_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s)dpo\.loss=.*{reason}"):
+        check_own_pair_loss(DpoSection(loss=name))
+
+
+def test_names_that_are_neither_known_nor_of_ones_own_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"dpo.loss='ipo': must be 'dpo' .*or package.module:name of your own code"):
+        load_config("dpo_tiny", ["dpo.loss=ipo"])
+    with pytest.raises(ConfigError, match=r"advantage_mean='mode': must be .* or package.module:name of your own code"):
+        load_config("tiny_cpu", ["algorithm.advantage_mean=mode"])
