@@ -185,6 +185,7 @@ class Scored:
 
     total: float  # the reward; of a weighted sum, the sum
     parts: Mapping[str, float] = field(default_factory=dict)  # of a weighted sum, by name, before their weights
+    steps: tuple[tuple[int, float], ...] = ()  # the end of each in the text, in characters, and its part of the total
     error: str | None = None  # why there is no finite reward
     answer: str | None = None  # read out of the completion, alike for equal answers; "": none there; None: none read
 

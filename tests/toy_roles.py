@@ -217,3 +217,14 @@ async def grade(prompt: Prompt, completions: Sequence[Completion], texts: Sequen
     sums = [sum(map(int, text.split())) for text in texts]
     grades = [0.2 * (total % 3) if total % 2 else 1.0 for total in sums]
     return [math.nan, *grades[1:]] if prompt.id == "p3" else grades
+
+
+async def grade_steps(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> Sequence[object]:
+    """``grade``, with a first step of one token's text that has a part of it."""
+    grades = await grade(prompt, completions, texts)
+    return [_in_two(text, one) if math.isfinite(one) else one for text, one in zip(texts, grades, strict=True)]
+
+
+def _in_two(text: str, total: float) -> object:
+    end, part = len(text.partition(" ")[0]), 0.1 * (len(text) % 3)
+    return [(end, part), (len(text), total - part)] if end < len(text) else total

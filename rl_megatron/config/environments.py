@@ -23,12 +23,7 @@ def problems_of_environments(c: RunConfig) -> Iterator[str]:
         yield from _in_itself(key, one)
     yield from _rendered(c)
     if section.function is None:
-        for key, same in (("credit", "completion"), ("ratio_level", "sequence")):
-            if getattr(c.algorithm, key) == "turn":
-                yield (
-                    f"algorithm.{key}=turn: without environment.function a completion is one turn, for which it is "
-                    f"{key}={same}; set that, or environment.function"
-                )
+        yield from _single_turns(c)
         return
     given = f"environment.function={section.function}"
     for key, why in _combined(c):
@@ -37,6 +32,26 @@ def problems_of_environments(c: RunConfig) -> Iterator[str]:
         yield (
             f"{given} with warm_start.steps={c.warm_start.steps}: an environment's demonstrations are plain texts, and "
             "its conversations would be the chat template's; set environment.template=plain, or warm_start.steps=0"
+        )
+
+
+def _single_turns(c: RunConfig) -> Iterator[str]:
+    """What of completions has no turns or steps, without an environment."""
+    in_steps = any(one.steps for one in (c.reward, *c.source_rewards.values()))
+    if c.algorithm.credit == "turn" and not in_steps:
+        yield (
+            "algorithm.credit=turn: without environment.function, and without reward.steps=true, a completion is one "
+            "turn, for which it is credit=completion; set that, or one of the two"
+        )
+    if c.algorithm.ratio_level == "turn":
+        yield (
+            "algorithm.ratio_level=turn: without environment.function a completion is one turn, for which it is "
+            "ratio_level=sequence; set that, or environment.function"
+        )
+    if in_steps and c.rollout.interrupt.earliest:
+        yield (
+            "reward.steps=true with rollout.interrupt: a completion that was interrupted is two turns already; leave "
+            "one of the two out"
         )
 
 

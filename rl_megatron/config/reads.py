@@ -185,6 +185,9 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
         out |= dict.fromkeys(_set(rollout, "rollout.max_refills"), reason)
     for above, its in _rewards(config):
         reward |= _leaves(above, its)
+        if config.algorithm.credit != "turn":
+            reason = f"algorithm.credit={config.algorithm.credit} compares whole completions, credit=turn their steps"
+            out |= dict.fromkeys(_set(reward, f"{above}.steps"), reason)
         for section, does in _reward_options(its).items():
             if not does:
                 reason = f"no reward reads it that {above}.function={its.function} or {above}.parts name"

@@ -1,13 +1,30 @@
-"""Turns completions into trajectories: each becomes a row of its prompt followed by one turn."""
+"""Turns completions into trajectories: each becomes a row of its prompt followed by one turn, or by one for each step
+that a reward tells apart."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from rl_megatron.columns import TokenIds
-from rl_megatron.types import Chain, Completion, FinishReason, Prompt, RolloutGroup, StopReason, Trajectory, Turn
+from rl_megatron.types import (
+    Chain,
+    Completion,
+    FinishReason,
+    Prompt,
+    RolloutGroup,
+    Scored,
+    Span,
+    StopReason,
+    Trajectory,
+    Turn,
+)
+
+Decode = Callable[[Sequence[int]], str]
+_CONTEXT = 8  # tokens that are decoded before those that are counted: some decoders drop what a text begins with
 
 STOPS: Mapping[FinishReason, StopReason] = {"stop": "done", "length": "length", "abort": "abandoned"}
 """Why a trajectory of one turn ended, by how the turn did."""
@@ -37,3 +54,70 @@ def _trajectory(prompt: TokenIds, completion: Completion, text: str, reward: flo
     tokens = np.concatenate((prompt, completion.token_ids))
     chain = Chain(token_ids=tokens, turns=(turn,), routes=completion.routes)
     return Trajectory(chains=(chain,), reward=reward, stop=STOPS[completion.finish_reason])
+
+
+def in_steps(group: RolloutGroup, scored: Sequence[Scored], decode: Decode) -> RolloutGroup:
+    """The group with a turn for each step of its completions, which have one turn.
+
+    A step ends with the token that has its last character; several that end within one token are one step, of the sum
+    of their rewards. What is behind the last step belongs to it.
+    """
+    parts = zip(group.trajectories, scored, strict=True)
+    return replace(
+        group,
+        trajectories=tuple(_cut(one, its, decode) if its.steps and its.error is None else one for one, its in parts),
+    )
+
+
+def _cut(one: Trajectory, scored: Scored, decode: Decode) -> Trajectory:
+    ((chain,), (turn,)) = one.chains, one.turns
+    ends = ends_in_tokens(chain.token_ids[turn.start : turn.stop].tolist(), [end for end, _ in scored.steps], decode)
+    steps: list[tuple[int, int, float]] = []  # tokens, characters, reward
+    for end, (chars, reward) in zip(ends, scored.steps, strict=True):
+        reward += steps.pop()[2] if steps and steps[-1][0] == end else 0.0
+        steps.append((end, chars, reward))
+    steps[-1] = (len(turn.logprobs), len(turn.text), steps[-1][2])
+    turns, start, said = [], 0, 0
+    for end, chars, reward in steps:
+        last = end == len(turn.logprobs)
+        turns.append(
+            Turn(
+                start=turn.start + start,
+                logprobs=turn.logprobs[start:end],
+                finish_reason=turn.finish_reason if last else "stop",
+                spans=_between(turn.spans, start, end),
+                text=turn.text[said:chars],
+                reward=reward,
+            )
+        )
+        start, said = end, chars
+    return replace(one, chains=(replace(chain, turns=tuple(turns)),))
+
+
+def _between(spans: Sequence[Span], start: int, end: int) -> tuple[Span, ...]:
+    """The spans of the tokens from ``start`` to ``end``, counted from ``start``."""
+    first = [span for span in spans if span.start <= start][-1]
+    return (Span(0, first.version), *(Span(s.start - start, s.version) for s in spans if start < s.start < end))
+
+
+def ends_in_tokens(token_ids: Sequence[int], ends: Sequence[int], decode: Decode) -> list[int]:
+    """How many tokens have at least so many characters of the text, for each of the ascending ``ends``; at least 1.
+
+    Decodes pieces of about a step's length, not the text again for each.
+    """
+    found, at, chars = [], 0, 0  # `chars` characters in the first `at` tokens
+    for end in ends:
+        context = max(at - _CONTEXT, 0)
+        before = chars - len(decode(token_ids[context:at]))
+
+        def length(count: int, context: int = context, before: int = before) -> int:
+            return before + len(decode(token_ids[context:count]))
+
+        width = 1
+        while at + width < len(token_ids) and length(at + width) < end:
+            width *= 2
+        most = min(at + width, len(token_ids))
+        at += min(bisect_left(range(at, most), end, key=length), most - at)
+        chars = length(at)
+        found.append(at)
+    return found

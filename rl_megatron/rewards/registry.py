@@ -87,7 +87,7 @@ def _function(name: str, section: RewardSection, key: str, sandbox: Sandbox, ser
     if name.startswith("hf:"):
         return ClassifierReward(Path(name.removeprefix("hf:")).expanduser(), section.model, key=key)
     if ":" in name:
-        return _own(name, key)
+        return _own(name, key, section)
     if name in CONFIGURED:
         return CONFIGURED[name](section)
     if name not in REWARDS:
@@ -101,8 +101,8 @@ def _function(name: str, section: RewardSection, key: str, sandbox: Sandbox, ser
     return REWARDS[name]
 
 
-def _own(path: str, key: str) -> RewardFunction:
+def _own(path: str, key: str, section: RewardSection) -> RewardFunction:
     function = load_named(path, key, "function", callable)
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-        return Async(function)
-    return Plain(function)
+        return Async(function, steps=section.steps)
+    return Plain(function, steps=section.steps)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing_extensions import override
 
 from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.data.trajectories import single_turns
+from rl_megatron.data.trajectories import in_steps, single_turns
 from rl_megatron.errors import PoisonPrompt, RewardError
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.observability.timeline.spans import FreeLanes
@@ -23,7 +23,7 @@ from rl_megatron.rollout.batch import Answered, Drawn
 from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.policy_sampler import PolicySampler, Tell
 from rl_megatron.seeds import text_seed
-from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams
+from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,13 @@ class RolloutSampler(PolicySampler):
             params = self.params(temperature=0.0)
             for i, greedy in zip(asked, await self._run(named, 1, params, max_seconds=limit), strict=True):
                 answered[i] = _with_greedy(answered[i], greedy)
-        return answered
+        return [one if one.group is None else await self._in_steps(one, one.group) for one in answered]
+
+    async def _in_steps(self, answered: Answered, group: RolloutGroup) -> Answered:
+        """With the turns that the reward told apart."""
+        if not any(one.steps for one in answered.scored):
+            return answered
+        return replace(answered, group=await asyncio.to_thread(in_steps, group, answered.scored, self.decode))
 
     @override
     async def interrupt(self) -> None:

@@ -214,7 +214,8 @@ class Rig:
 @pytest.mark.parametrize("row", ROWS)
 def test_every_key_changes_what_a_step_does_or_is_refused(row: str, tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    tree = load_config("tiny_cpu", [f"algorithm={row}", *BASE]).model_dump()
+    given = ["reward.function=tests.toy_roles:grade_steps"] if row == "grpo_process" else []
+    tree = load_config("tiny_cpu", [f"algorithm={row}", *BASE, *given]).model_dump()
     before = [asyncio.run(rig.step(RunConfig.model_validate(tree), batch)) for batch in BATCHES]
     assert all(isinstance(heard[-1], list) for heard in before), before
     silent = []

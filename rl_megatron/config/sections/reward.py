@@ -116,6 +116,9 @@ class RewardSection(Section):
     """exact_match, final_number, math_verify, format, length, tests, an http(s) URL, service:<name>/<path>,
     hf:<folder> or module:function."""
     parts: Mapping[PartName, RewardPart] = Field(default_factory=dict)
+    steps: bool = False
+    """Whether ``function``, of your own, may return rewards of a completion's steps with their ends, which
+    algorithm.credit=turn compares (docs/rewards.md)."""
     on_error: Literal["fail", "drop"] | Finite = "fail"
     """What to do if a reward raises, times out or is not finite: end the run (fail), drop the group, or score the
     completion with a number."""
@@ -133,6 +136,11 @@ class RewardSection(Section):
             raise ValueError(
                 f"reward.function={self.function!r} and reward.parts ({', '.join(self.parts)}) are both given; "
                 "make the function one of the parts, or leave one of the two out"
+            )
+        if self.parts and self.steps:
+            raise ValueError(
+                f"reward.steps=true with reward.parts ({', '.join(self.parts)}): a sum of parts has no steps; add "
+                "up in a function of your own, or set reward.steps=false"
             )
         return self
 

@@ -90,7 +90,11 @@ def raises(error: BaseException) -> Callable[[], object]:
         (lambda: 1.0, f"returned a float{WANTED}"),
         (lambda: ["1.0", "1.0"], f"returned a str '1.0' for completion 0{WANTED}"),
         (lambda: [1.0, None], f"returned None for completion 1{WANTED}"),
-        (lambda: [1.0, [2.0]], "raised TypeError: float() argument must be a string or a real number, not 'list'"),
+        (
+            lambda: [1.0, [2.0]],
+            "returned a list for completion 1; it must return a list with one number for each completion. Steps are "
+            "read with reward.steps=true",
+        ),
         (lambda: [1.0], "returned 1 rewards for 2 completions; it must return one for each"),
         (lambda: [1.0] * 9, "returned 9 rewards for 2 completions; it must return one for each"),
         (lambda: itertools.repeat(1.0), "returned more than 2 rewards for 2 completions; it must return one for each"),

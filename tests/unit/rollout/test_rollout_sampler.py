@@ -68,6 +68,24 @@ def sampled(ours: RolloutSampler, prompts: Sequence[Prompt], step: int) -> Rollo
     return RolloutBatch.of(asyncio.run(ours.groups(drawn(prompts, step))))
 
 
+def test_steps_of_a_reward_are_turns_of_what_is_trained_on_and_not_of_evaluations(make_engine: MakeEngine) -> None:
+    def by_word(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[object]:
+        return [[(end, 0.5) for end in range(1, len(text) + 1) if text[end:][:1] in ("", " ")] for text in texts]
+
+    ours = replace(sampler(make_engine, length_reward), reward_function=Plain(by_word, steps=True))
+    whole = sampled(sampler(make_engine, length_reward), PROMPTS, 3)
+    for group, plain in zip(sampled(ours, PROMPTS, 3).groups, whole.groups, strict=True):
+        for one, before in zip(group.trajectories, plain.trajectories, strict=True):
+            ((row,), (old,)) = one.chains, before.chains
+            assert row.token_ids.tolist() == old.token_ids.tolist()
+            assert [len(turn.logprobs) for turn in row.turns] == [1] * (len(old.token_ids) - 2)
+            assert one.reward == 0.5 * len(row.turns)
+    params = ours.params(temperature=0.0)
+    (held, *_) = asyncio.run(ours.held_out(PROMPTS[:1], params))
+    assert held.group is not None
+    assert [len(one.turns) for one in held.group.trajectories] == [1]
+
+
 def failing_for(bad: str, outcome: object) -> Reward:
     def reward(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> Sequence[float]:
         if prompt.id != bad:
