@@ -20,8 +20,8 @@ from rl_megatron.config.errors import did_you_mean, explain_errors, near_miss, n
 from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
+from rl_megatron.shipped import shipped
 
-_CONF = Path(__file__).resolve().parents[2] / "conf"
 _MAX_FILES = 100  # that defaults may lead to
 _MAX_LINES = 30  # of an error
 _MAX_LINE = 1000  # characters of a line
@@ -30,10 +30,10 @@ _MAX_LINE = 1000  # characters of a line
 def load_config(name: str, overrides: Sequence[str], root: Path | None = None) -> RunConfig:
     """The config ``<root>/<name>.yaml``, or the YAML file ``name``, changed by ``key=value`` overrides.
 
-    ``root`` (default: the conf/ folder beside the package) also holds the groups. Raises one ConfigError for all that
+    ``root`` (default: the shipped conf/) also holds the groups. Raises one ConfigError for all that
     is wrong in files, YAML, overrides, keys and values; it checks rules between keys once each value is valid.
     """
-    root = root or _CONF
+    root = root or shipped("conf")
     if problem := yaml_text.text_problem(name):
         raise ConfigError(f"--config {shorten(name)}: {problem}")
     composer = _Composer(root)

@@ -12,10 +12,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.nodes import beside
+from rl_megatron.shipped import shipped
 
 PACKAGE = Path(__file__).resolve().parents[3]
 """The folder of this code."""
-_TEMPLATES = PACKAGE / "slurm"
 _UNREAD = re.compile(r"[^\w./+:=@,~-]")  # not allowed in a line of #SBATCH: quotes, %, spaces, newlines
 
 
@@ -37,7 +37,7 @@ def job_script(
     sbatch. Raises ConfigError for a run's folder with other characters.
     """
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
+        loader=FileSystemLoader(shipped("slurm")),
         undefined=StrictUndefined,
         trim_blocks=True,
         keep_trailing_newline=True,

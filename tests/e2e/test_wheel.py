@@ -1,0 +1,94 @@
+"""The wheel and the source archive: built, installed without the checkout, and tried in an empty folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+SMALL = (
+    *("learner.ep=1", "learner.dp=1", "learner.threads=1", "log.tensorboard=false", "train.steps=1", "eval.every=1"),
+    *("rollout.prompts_per_step=2", "rollout.group_size=2", "warm_start.steps=1", "warm_start.batch_size=4"),
+)
+LARGEST_BYTES = 3_000_000  # of either archive
+SECONDS = 600  # that a command may take
+
+
+def built(source: Path, kind: str, folder: Path) -> Path:
+    """The archive of ``kind`` that the build backend makes of ``source``."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=SECONDS)
+    (made,) = folder.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(REPO, "wheel", tmp_path_factory.mktemp("wheel"))
+
+
+def installed(wheel: Path, folder: Path) -> Path:
+    """``bin`` of an environment with the wheel and the packages beside this pytest, without the checkout.
+
+    A ``.pth`` line adds a folder and reads no other ``.pth`` in it: an editable installation is not seen.
+    """
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=SECONDS)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [sys.executable, "-m", "pip", f"--python={folder}/bin/python", "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*pip, str(wheel)], check=True, timeout=SECONDS)
+    return folder / "bin"
+
+
+def test_without_the_checkout_it_diagnoses_trains_converts_and_writes_a_job(wheel: Path, tmp_path: Path) -> None:
+    bin_, empty = installed(wheel, tmp_path / "environment"), tmp_path / "empty"
+    empty.mkdir()
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def said(*command: str) -> str:
+        ended = subprocess.run(
+            [str(bin_ / command[0]), *command[1:]],
+            cwd=empty,
+            env=own | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+        assert ended.returncode == 0, f"{command}\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+        return ended.stdout
+
+    packages = bin_.parent / "lib"
+    for name in ("rl_megatron", "launcher.entry", "tools.conversion"):
+        file = said("python", "-c", f"import {name} as it; print(it.__file__)")
+        assert Path(file.strip()).is_relative_to(packages), name
+    assert f"{bin_}/python" in said("rl-megatron", "doctor")
+    assert "step 1/1" in said("rl-megatron", "train", *SMALL, "run.name=one")
+    assert "torch_dist" in said("rl-megatron", "convert", "runs/one/hf_step_000001", "converted")
+    said("rl-megatron", "submit", "tiny_cpu", "run.name=job", "slurm.partition=cpu", "--dry-run")
+    script = (empty / "runs/job/job.sbatch").read_text()
+    assert str(REPO) not in script
+    assert f"export PYTHONPATH={packages}" in script
+    assert (REPO / "slurm" / "job.sh").read_text() in script
+    assert sorted(path.name for path in empty.iterdir()) == ["converted", "runs"]
+
+
+def test_the_source_archive_makes_the_same_wheel_and_holds_no_caches(wheel: Path, tmp_path: Path) -> None:
+    archive = built(REPO, "sdist", tmp_path / "sdist")
+    with tarfile.open(archive) as opened:
+        names = [path.partition("/")[2] for path in opened.getnames()]
+        opened.extractall(tmp_path, filter="data")
+    assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", "runs", "build", ".git/"))]
+    assert {"Makefile", "constraints.txt", "tests/e2e/test_wheel.py", "slurm/train.sbatch"} < {*names}
+    again = built(tmp_path / archive.name.removesuffix(".tar.gz"), "wheel", tmp_path / "again")
+    assert max(archive.stat().st_size, wheel.stat().st_size) < LARGEST_BYTES
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+        assert {file.filename: file.CRC for file in one.infolist()} == {f.filename: f.CRC for f in other.infolist()}
+        shipped = {name.removeprefix("rl_megatron/") for name in one.namelist() if not name.endswith(".py")}
+    assert {str(path.relative_to(REPO)) for path in (REPO / "conf").rglob("*.yaml")} < shipped
