@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from rl_megatron.columns import TokenIds
 from rl_megatron.config.sections.rollout import InterruptSection
@@ -19,7 +20,10 @@ from rl_megatron.types import Chain, Completion, GenerationRequest, RolloutGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interruption:
-    """The text's tokens, and when they come; ``decode`` is without special tokens."""
+    """The text's tokens, and when they come; ``decode`` is without special tokens.
+
+    ``behind``, ``whole`` and ``in_turns`` decode what may be long: they belong in a thread.
+    """
 
     section: InterruptSection
     token_ids: TokenIds  # of the text
@@ -114,7 +118,7 @@ class Interruption:
 
     def _thought(self, sampled: TokenIds) -> bool:
         """Whether its thinking has ended."""
-        if self.section.thinking_ends in self.decode(sampled.tolist()):
-            return True
         count = len(self.ends)  # as one special token, which is not decoded
-        return any(np.array_equal(sampled[at : at + count], self.ends) for at in range(len(sampled) - count + 1))
+        if 0 < count <= len(sampled) and (sliding_window_view(sampled, count) == self.ends).all(1).any():
+            return True
+        return self.section.thinking_ends in self.decode(sampled.tolist())

@@ -194,13 +194,13 @@ class RolloutSampler(PolicySampler):
     async def _gone_on(self, request: GenerationRequest, place: int, number: int, sampled: Completion) -> Completion:
         """The whole of a completion that was asked for up to ``place``."""
         assert self.interruption is not None
-        rest = self.interruption.behind(request, place, sampled, number)
+        rest = await asyncio.to_thread(self.interruption.behind, request, place, sampled, number)
         if rest is None:
             return sampled
         if request.group is not None:
             self.sampled[request.id] = sampled  # a checkpoint has this much of it
         (more,) = await self._asked(rest)
-        return self.interruption.whole(sampled, more)
+        return await asyncio.to_thread(self.interruption.whole, sampled, more)
 
     async def _asked(self, request: GenerationRequest) -> tuple[Completion, ...]:
         with _IN_FLIGHT.during("generate", request=request.id) as span:
@@ -227,7 +227,7 @@ class RolloutSampler(PolicySampler):
         rewards = tuple(one.total if one.error is None else float(on_error) for one in scored)
         group = single_turns(prompt, completions, texts, rewards)
         if self.interruption is not None and (place := self.interruption.place(request)) is not None:
-            group = self.interruption.in_turns(group, completions, place)
+            group = await asyncio.to_thread(self.interruption.in_turns, group, completions, place)
         return Answered(group=group, rewards=rewards, scored=scored)
 
 

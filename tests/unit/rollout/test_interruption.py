@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -125,6 +126,28 @@ def test_a_completion_whose_thinking_has_ended_goes_on_without_the_text(make_eng
             assert len(one.chains[0].token_ids) > 7
 
 
+def test_long_texts_are_decoded_beside_the_event_loop_which_other_requests_need(make_engine: MakeEngine) -> None:
+    seen = set[threading.Thread]()
+
+    def decode(tokens: Sequence[int]) -> str:
+        seen.add(threading.current_thread())
+        return text(tokens)
+
+    ours = sampler(make_engine(8), {"earliest": 5})
+    assert ours.interruption is not None
+    found = groups(replace(ours, interruption=replace(ours.interruption, decode=decode)))
+    assert any(len(one.turns) == 2 for one in found[0].trajectories)
+    assert seen
+    assert threading.current_thread() not in seen
+
+
+def test_an_end_of_thinking_without_tokens_of_its_own_is_looked_for_in_the_text_alone(make_engine: MakeEngine) -> None:
+    ours = sampler(make_engine(8), {"earliest": 5})
+    assert ours.interruption is not None
+    nothing = replace(ours.interruption, ends=np.zeros(0, np.int32))
+    assert any(len(one.turns) == 2 for one in groups(replace(ours, interruption=nothing))[0].trajectories)
+
+
 def test_places_are_drawn_for_each_group_and_do_not_depend_on_how_it_is_asked_for(make_engine: MakeEngine) -> None:
     engine, seen = make_engine(8), []
     for apart in (False, True):
@@ -182,7 +205,8 @@ def test_nothing_is_interrupted_where_no_token_would_follow_and_in_evaluations(m
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        (["rollout.interrupt.latest=9"], "latest does nothing without earliest"),
+        (["rollout.interrupt.latest=9"], "^rollout.interrupt.latest does nothing without earliest"),
+        (["algorithm=scalerl", "rollout.interrupt.earliest=0"], "^rollout.interrupt.latest does nothing without earl"),
         (["rollout.interrupt.earliest=6"], "after 6 to 6 sampled tokens; make the first at most the second"),
         (["rollout.interrupt.earliest=4", "rollout.interrupt.latest=0.5"], "after 4 to 3 sampled tokens"),
         (["rollout.interrupt.earliest=0.5", "algorithm=dpo"], "with algorithm.preference_beta=0.1: only single compl"),
