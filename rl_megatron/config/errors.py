@@ -6,7 +6,7 @@ import difflib
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -16,6 +16,7 @@ from rl_megatron.section import Section
 
 _MOST_SHOWN = 60  # characters of a value
 _MOST_KEY = 80  # characters of a key
+_NAME = "<name>"  # of the user's own, in a key of a mapping's section
 _MOST_KEYS = 10  # of a section; else the nearest of them
 
 
@@ -43,6 +44,8 @@ def explain_errors(errors: Sequence[ErrorDetails]) -> list[str]:
             lines += str(error["ctx"]["error"]).splitlines()
         elif (line := _structural(error, place)) is not None:
             lines.append(line)
+        elif isinstance(error["input"], Mapping) and error["msg"][0].islower():  # of a rule within a section
+            lines.append(f"{place.shown}.{error['msg']}")
         else:
             allowed.setdefault(f"{place.shown}={shorten(error['input'])}", []).append(_allowed(error))
     return lines + [f"{shown}: must be {' or '.join(texts)}" for shown, texts in allowed.items()]
@@ -135,7 +138,8 @@ def _near_key(place: _Place) -> str:
         if beside:
             return did_you_mean([section + dot + beside[0]])
     nearest = difflib.get_close_matches(name, everywhere, n=1, cutoff=0.65)
-    return did_you_mean(everywhere[nearest[0]] if nearest else [])
+    found = everywhere[nearest[0]] if nearest else []
+    return did_you_mean([key for key in found if _NAME not in key] or found)
 
 
 def _keys_of(place: _Place, name: str) -> str:
@@ -151,16 +155,17 @@ def _keys_of(place: _Place, name: str) -> str:
 
 @functools.cache
 def _every_key() -> Sequence[str]:
-    return tuple(_dotted(RunConfig))
+    return tuple(dict.fromkeys(_dotted(RunConfig)))
 
 
 def _dotted(section: type[Section], above: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
         yield above + name
         inner, variants = _inside(field)
+        named = f"{name}.{_NAME}" if get_origin(field.annotation) is Mapping else name
         for below in (inner, *variants.values()):
             if below is not None:
-                yield from _dotted(below, f"{above}{name}.")
+                yield from _dotted(below, f"{above}{named}.")
 
 
 def _locate(loc: Iterable[int | str]) -> _Place:

@@ -167,7 +167,9 @@ class InterruptSection(Section):
         unread = [key for key in unread if getattr(self, key) != type(self).model_fields[key].default]
         if not self.earliest and unread:
             raise PydanticCustomError(
-                "does_nothing", "{key} does nothing without earliest; set that, or leave it out", {"key": unread[0]}
+                "does_nothing",
+                "{key} does nothing without earliest; set that, or leave it out (latest=null is as if left out)",
+                {"key": unread[0]},
             )
         return self
 
