@@ -72,9 +72,9 @@ def did_you_mean(names: Sequence[str]) -> str:
 
 def not_a_section(key: str, value: object) -> str:
     """The line for a single value where a section with keys of its own belongs."""
-    place = _locate(key.split("."))
-    given, keys = f"{place.shown}={shorten(value)}", _keys_of(place, "")
-    return f"{given}: a section, not one value; set {place.shown}.<key>=<value>{keys}"
+    place, shown = _locate(key.split(".")), _cut(key, _MOST_KEY)
+    keys = _keys_of(place, "") if place.key == key else ""  # else within a section whose tag is not in the key
+    return f"{shown}={shorten(value)}: a section, not one value; set {shown}.<key>=<value>{keys}"
 
 
 def _structural(error: ErrorDetails, place: _Place) -> str | None:

@@ -208,6 +208,11 @@ def test_rules_between_keys_stay_readable() -> None:
     assert "with learner.device=cpu would have no effect: there is no GPU to leave; leave it out" in line
 
 
+def test_a_section_of_one_kind_of_data_is_named_whole() -> None:
+    (line,) = problems("tiny_cpu", ["data.curriculum=3"])
+    assert line == "data.curriculum=3: a section, not one value; set data.curriculum.<key>=<value>"
+
+
 def test_layers_without_an_attention_kernel_are_refused() -> None:
     given = ["learner.cp=2", "learner.ep=1", "learner.device=cuda"]
     (problem,) = problems("tiny_cpu", [*given, "learner.layers=transformer_engine"])
