@@ -59,13 +59,14 @@ test-engines: $(ENVIRONMENT) .engines/vllm/.installed .engines/sglang/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 		$(addprefix tests/engines/test_, models.py restarts.py faults.py nodes.py) tests/engines
 
-test-environments: $(ENVIRONMENT) $(patsubst %,.environments/%/.installed,verifiers verifiers-0.1 openenv \
+test-environments: $(ENVIRONMENT) $(patsubst %,.environments/%/.installed,verifiers verifiers-0.1 openenv skypilot \
 		$(if $(shell $(PYTHON312) --version 2>/dev/null),nemo-gym))
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -rs tests/unit/environments tests/environments
 
 OF_verifiers := verifiers==0.4.0
 OF_verifiers-0.1 := verifiers==0.1.14
 OF_openenv := openenv-core==0.3.0
+OF_skypilot := skypilot==0.14.1
 OF_nemo-gym := nemo-gym==0.4.0
 
 .environments/%/.installed: Makefile
