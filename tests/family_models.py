@@ -53,6 +53,11 @@ LATENT: Mapping[str, Any] = {
     "first_k_dense_replace": 1,
     "rms_norm_eps": 1e-2,  # the latents' norms have 1e-6 all the same
 }
+GLM_LITE: Mapping[str, Any] = {  # values are wider than the part of a key that does not turn
+    **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+    "v_head_dim": 14,
+    "n_shared_experts": 1,
+}
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
@@ -113,6 +118,15 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "minimax_m2",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
     ),
+    "olmoe": (  # without the embedding's row that transformers would not train
+        "olmoe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False, "pad_token_id": None},
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {**GLM_LITE, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "routed_scaling_factor": 1.8},
+    ),
+    "glm4_moe_lite_straight": ("glm4_moe_lite", {**GLM_LITE, "q_lora_rank": None}),
 }
 """Name -> (model_type, the settings that differ from BASE)."""
 

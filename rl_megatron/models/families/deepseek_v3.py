@@ -1,4 +1,7 @@
-"""Reads config.json of DeepSeek-V2, V3 and Kimi-K2. Sources: transformers ``models/deepseek_{v2,v3}``."""
+"""Reads config.json of DeepSeek-V2, V3, Kimi-K2 and GLM-4.7-Flash.
+
+Sources: transformers ``models/deepseek_{v2,v3}`` and ``glm4_moe_lite``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 from rl_megatron.config.errors import shorten
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.families.common import read_rope, refuse_others
+from rl_megatron.models.families.common import given, read_rope, refuse_others
 from rl_megatron.models.shape import LatentAttention, ModelShape, Router
 
 _FIXED: Mapping[str, object] = {
@@ -18,6 +21,12 @@ _FIXED: Mapping[str, object] = {
     "moe_layer_freq": 1,
     "hidden_act": "silu",
     "rope_interleave": True,
+}
+_V3: Mapping[str, object] = {
+    **_FIXED,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
 }
 
 
@@ -37,10 +46,38 @@ def read_v2(raw: dict[str, Any], path: Path) -> ModelShape:
 
 def read_v3(raw: dict[str, Any], path: Path) -> ModelShape:
     """DeepSeek-V3 and Kimi-K2: sigmoid scores and a bias for the choice; groups are rated by their two best."""
-    fixed = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}
-    refuse_others(raw, path, {**_FIXED, **fixed})
+    refuse_others(raw, path, _V3)
     router = Router(score="sigmoid", selection_bias=True, scaling=float(raw.get("routed_scaling_factor") or 1.0))
     return _decoder(raw, path, router=_grouped(raw, router, "top2"), normalize_top_k=True)
+
+
+def read_glm(raw: dict[str, Any], path: Path) -> ModelShape:
+    """GLM-4.7-Flash: DeepSeek-V3 with ``mlp_layer_types``, which may be ``first_k_dense_replace`` as in V3."""
+    refuse_others(raw, path, {**_V3, "partial_rotary_factor": 1.0})
+    router = Router(score="sigmoid", selection_bias=True, scaling=float(given(raw, "routed_scaling_factor", 1.8)))
+    return replace(
+        _decoder(
+            {**raw, "first_k_dense_replace": _dense_first(raw, path)},
+            path,
+            router=_grouped(raw, router, "top2"),
+            normalize_top_k=True,
+        ),
+        shared_width=given(raw, "n_shared_experts", 1) * raw["moe_intermediate_size"],
+    )
+
+
+def _dense_first(raw: Mapping[str, Any], path: Path) -> int:
+    kinds, layers, first = raw.get("mlp_layer_types"), raw["num_hidden_layers"], raw.get("first_k_dense_replace")
+    if kinds is None:
+        return int(given(raw, "first_k_dense_replace", 1))
+    dense = kinds.count("dense") if first is None else first
+    if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
+        raise ConfigError(
+            f"{path}: mlp_layer_types={shorten(kinds)} with first_k_dense_replace={first} is not supported; allowed: "
+            f"'dense' for the first layers, as many as first_k_dense_replace says if it is given, and 'sparse' for "
+            f"all others of {layers}"
+        )
+    return int(dense)
 
 
 def _grouped(raw: Mapping[str, Any], router: Router, score: Any) -> Router:

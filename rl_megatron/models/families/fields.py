@@ -109,6 +109,7 @@ class ConfigFields(JsonFields):
     rotary_dim: _Width = None
     sliding_window: _Length = None
     layer_types: list[str] | None = None
+    mlp_layer_types: list[str] | None = None
     rms_norm_eps: _Number = None
     rope_theta: _Number = None
     rope_parameters: RopeFields | None = None

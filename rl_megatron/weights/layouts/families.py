@@ -15,19 +15,20 @@ from rl_megatron.types import ParallelDims
 from rl_megatron.user_code import load_named
 from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.tables.deepseek_v3 import DEEPSEEK_V2, DEEPSEEK_V3
+from rl_megatron.weights.layouts.tables.deepseek_v3 import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from rl_megatron.weights.layouts.tables.glm4_moe import GLM4_MOE
 from rl_megatron.weights.layouts.tables.gpt_oss import GPT_OSS
 from rl_megatron.weights.layouts.tables.llama import LLAMA, MISTRAL
 from rl_megatron.weights.layouts.tables.minimax_m2 import MINIMAX_M2
 from rl_megatron.weights.layouts.tables.mixtral import MIXTRAL
+from rl_megatron.weights.layouts.tables.olmoe import OLMOE
 from rl_megatron.weights.layouts.tables.qwen2 import QWEN2
 from rl_megatron.weights.layouts.tables.qwen3 import QWEN3
 from rl_megatron.weights.layouts.tables.qwen3_moe import QWEN3_MOE
 
 _ALL = (
     *(QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2),
-    *(DEEPSEEK_V2, DEEPSEEK_V3),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, OLMOE),
 )
 FAMILIES: Mapping[str, Family] = {model_type: family for family in _ALL for model_type in family.model_types}
 """Every family of this package by Hugging Face's ``model_type``."""

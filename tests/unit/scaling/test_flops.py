@@ -20,7 +20,7 @@ from tests.family_models import save_model
 LENGTHS = (7, 16)
 FAMILIES = (
     *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral_window", "mixtral", "glm4_moe", "glm4_moe_air"),
-    *("deepseek_v2", "deepseek_v3", "moonlight", "gpt_oss", "minimax_m2"),
+    *("deepseek_v2", "deepseek_v3", "moonlight", "gpt_oss", "minimax_m2", "olmoe", "glm4_moe_lite"),
 )
 
 

@@ -127,6 +127,12 @@ def test_transformers_4_wrote_ropes_otherwise(saved: Path, tmp_path: Path) -> No
         ("mistral", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; allowed: 'silu'"),
         ("gpt_oss", {"layer_types": ["linear_attention"] * 4}, "layer_types=.* is not supported; allowed: 'full_att"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported; allowed: 'sigmoid'"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported; allowed: None"),
+        ("olmoe", {"attention_bias": True}, "attention_bias=True is not supported; allowed: False"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"] * 2}, "mlp_layer_types=.* 'dense' for the first"),
+        ("glm4_moe_lite", {"first_k_dense_replace": 1}, "mlp_layer_types=.* with first_k_dense_replace=1 is not"),
+        ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave=False is not supported; allowed: True"),
+        ("glm4_moe_lite", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported; allowed: True"),
         ("glm4_moe", {"model_type": "glm5"}, "model_type='glm5' is not supported; allowed: 'qwen2', 'qwen3'"),
     ],
 )

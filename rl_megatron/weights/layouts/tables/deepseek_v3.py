@@ -1,6 +1,7 @@
-"""DeepSeek-V2, V3 and Kimi-K2: multi-head latent attention, dense layers first, then shared and routed experts.
+"""DeepSeek-V2, V3, Kimi-K2 and GLM-4.7-Flash: multi-head latent attention; dense layers, then experts.
 
-The layers for multi-token prediction have no rows. Sources: transformers ``models/deepseek_v2`` and ``deepseek_v3``;
+The layers for multi-token prediction have no rows. Sources: transformers ``models/deepseek_v2``, ``deepseek_v3`` and
+``glm4_moe_lite``;
 megatron-core 0.16 ``models/gpt/gpt_layer_specs.py`` (``multi_latent_attention``, ``qk_layernorm``: the norms of the
 latents are fused into the up projections) and ``transformer/multi_latent_attention.py`` (down projections whole on
 every rank); vLLM ``model_executor/models/deepseek_v2.py`` (``fused_qkv_a_proj`` is q over kv, whole on every rank).
@@ -135,3 +136,4 @@ DEEPSEEK_V2 = Family(  # without a selection bias
     tables=decoder(_LATENT_ATTENTION, dense_mlp(), experts(dense_first=True, shared=True)),
 )
 DEEPSEEK_V3 = Family(model_types=("deepseek_v3", "kimi_k2"), read=deepseek_v3.read_v3, tables=_TABLES)
+GLM4_MOE_LITE = Family(model_types=("glm4_moe_lite",), read=deepseek_v3.read_glm, tables=_TABLES)
