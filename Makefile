@@ -14,6 +14,7 @@
 # make test-images                             the learner's steps of an image, in a new environment: minutes, and the index
 # make mutants [ARGS="--sample 40 --seed 1"]   are 400 faults put into the arithmetic seen by a test? up to an hour
 # make lint                                    linters alone (what pre-commit runs)
+# make docs                                    the documents as a site, build/site; a broken link is an error (lint does it)
 # make clean                                   remove the environment and caches; runs/ stays
 
 PYTHON := $(shell command -v python3.11 || command -v python3)
@@ -24,13 +25,14 @@ TORCH := torch==2.13.0
 FILES_312 := tests/unit/learner tests/unit/options tests/unit/scaling $(addprefix tests/distributed/test_, \
 	learner_parity.py resume_layouts.py families.py kept.py routers.py routing_replay.py overlap.py dispatchers.py \
 	float32_head.py parked.py conversion.py dry_run.py te_names.py pretended_gpu.py)
+PAGES := LICENSE Makefile pyproject.toml constraints.txt bench conf docs launcher rl_megatron slurm tools
 ARGS ?=
 FILES ?=
 HALF ?=
 GPU_PYTHON ?=
 
 .PHONY: train test test-dry-run test-engines try-newest-engines test-environments test-312 test-cluster test-series test-pretended-gpu test-gpu \
-	test-kills test-learns test-images mutants lint clean
+	test-kills test-learns test-images mutants lint docs clean
 .DELETE_ON_ERROR:
 unexport PYTHONDONTWRITEBYTECODE # each process of pytest would rewrite the assertions of all test files at each start
 
@@ -107,6 +109,14 @@ lint: $(ENVIRONMENT)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(MAKE) --no-print-directory docs
+
+# Files are copied with their paths, so that a link is the same here and in the repository.
+docs: $(ENVIRONMENT)
+	rm -rf build/pages
+	mkdir -p build/pages
+	git ls-files -z -co --exclude-standard -- '*.md' $(PAGES) | xargs -0 cp --parents -t build/pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict -f docs/site.yaml
 
 clean:
 	rm -rf .venv .venv312 .engines .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info

@@ -36,3 +36,10 @@ def test_tests_that_a_document_names_are_there(document: Path) -> None:
     files = {path: REPO / "tests" / path for path, _ in named}
     texts = {path: file.read_text(encoding="utf-8") if file.is_file() else "" for path, file in files.items()}
     assert [f"{path}::{test}" for path, test in named if f"\ndef {test}(" not in texts[path]] == []
+
+
+def test_every_page_is_in_the_sites_navigation_once() -> None:
+    """``make docs`` says so too, later."""
+    listed = re.findall(r"^ +- (\S+\.md)$", (REPO / "docs" / "site.yaml").read_text(encoding="utf-8"), re.M)
+    pages = [str(path.relative_to(REPO)) for path in [*DOCUMENTS, REPO / "CHANGELOG.md"]]
+    assert sorted(listed) == sorted(pages)
