@@ -116,7 +116,7 @@ docs: $(ENVIRONMENT)
 	rm -rf build/pages
 	mkdir -p build/pages
 	git ls-files -z -co --exclude-standard -- '*.md' $(PAGES) | xargs -0 cp --parents -t build/pages
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict -f docs/site.yaml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/site.yaml
 
 clean:
 	rm -rf .venv .venv312 .engines .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info
