@@ -165,6 +165,30 @@ def test_public_configs_have_the_fields_that_matter() -> None:
     assert (glm.router.scaling, glm.moe_layers) == (2.5, range(1, 4))
 
 
+@pytest.mark.parametrize(
+    ("spelling", "sparse"),
+    [
+        ({"first_k_dense_replace": 2, "num_nextn_predict_layers": 1}, range(2, 4)),
+        ({"mlp_layer_types": ["dense"] * 3 + ["sparse"]}, range(3, 4)),
+        ({"mlp_layer_types": ["sparse"] * 4}, range(4)),
+        ({}, range(1, 4)),
+    ],
+)
+def test_glm_flash_says_in_two_ways_which_layers_are_dense(spelling: dict[str, Any], sparse: range) -> None:
+    """With the sizes of a head of GLM-4.7-Flash's own config.json; what is missing is as in transformers' class."""
+    shape = FAMILIES["glm4_moe_lite"].read(
+        {"model_type": "glm4_moe_lite", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 20}
+        | {"vocab_size": 99, "rms_norm_eps": 1e-5, "max_position_embeddings": 128, "num_experts_per_tok": 4}
+        | {"q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
+        | {"n_routed_experts": 64, "moe_intermediate_size": 8, "intermediate_size": 16, "rope_theta": 1e6}
+        | {"partial_rotary_factor": 1.0, "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1, **spelling},
+        Path("config.json"),
+    )
+    assert (shape.moe_layers, shape.shared_width, shape.head_dim, shape.rotary_dim) == (sparse, 8, 256, 64)
+    assert shape.router == Router(score="sigmoid", selection_bias=True, scaling=1.8)
+    assert shape.draft_layers == spelling.get("num_nextn_predict_layers", 0)
+
+
 def test_layers_for_multi_token_prediction_are_left_aside(saved: Path, tmp_path: Path) -> None:
     source = saved / "glm4_moe_air"
     tensors = load_file(source / "model.safetensors")
