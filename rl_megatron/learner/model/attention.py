@@ -149,7 +149,7 @@ class AllHeadsAttention(SelfAttention):
 
 
 class AllHeadsNorm(torch.nn.Module):
-    """MiniMax-M2's RMS norm over all heads of q or k at once; ``weight`` [heads * d / tp] is sharded with the heads."""
+    """The RMS norm of all heads of q or k at once (MiniMax-M2, OLMoE); ``weight`` [heads * d / tp] cut as heads."""
 
     def __init__(self, config: DecoderConfig, hidden_size: int, eps: float, *, num_heads: int) -> None:
         super().__init__()
