@@ -34,7 +34,7 @@ TINY = (
     "eval.every=2",
 )
 REWARDS = '''
-import json, math, time
+import json, math, statistics, time
 from pathlib import Path
 
 def even(prompt, completions, texts):
@@ -51,9 +51,9 @@ def slow_for_some(prompt, completions, texts):
     return even(prompt, completions, texts)
 
 def step_seconds():
-    """Of the latest step: a busy machine's are longer."""
+    """The median of the latest five steps: a busy machine's are longer, and so is a step that waits for this."""
     lines = [line for path in Path("runs").glob("*/metrics.jsonl") for line in path.read_text().split("\\n")[:-1]]
-    return json.loads(lines[-1]).get("seconds/step", 0) if lines else 0
+    return statistics.median(json.loads(line).get("seconds/step", 0) for line in lines[-5:]) if lines else 0
 
 def raising(prompt, completions, texts):
     """Raise, except in the call before the run."""

@@ -17,6 +17,7 @@ from tests.perfetto import check_trace
 
 STREAM, LEDGER = "rl_megatron.rollout.stream:Stream", "rl_megatron.rollout.ledger:Ledger"
 SAVES, PUSHES = "rl_megatron.training.checkpoints", "rl_megatron.rollout.servers.embedded.adapter:EmbeddedAdapter"
+MIXED = 5  # completions of the last start that the run is awaited to continue over a push
 POINTS = (
     Point(name="a step trains, before the first checkpoint", call="rl_megatron.training.update:Update.__call__"),
     Point(name="one server of two has loaded the third push", call=f"{PUSHES}.load", nth=7, after=True),
@@ -35,7 +36,7 @@ def finished(place: Place) -> Run:
     for point in POINTS:
         there = series.kill(point)
         assert there is None or (there.lost, there.twice) == ([], []), point
-    return series.finish()
+    return series.finish_after(completions=MIXED)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +60,6 @@ def test_every_prompt_is_trained_on_once_or_waits(read: Found) -> None:
         range(1, read.step + 1), SIZE
     )
     assert max(read.ages) == STALENESS
-
-
-def test_completions_went_on_over_pushes(finished: Run) -> None:
-    """Some have tokens of two versions: a span is <first token>:<version>."""
-    spans = [one.split() for line in lines_of(finished.folder / "ledger.jsonl") for one in line["spans"].split(", ")]
-    assert sum(len(one) > 1 for one in spans) > 4
 
 
 def test_the_ledger_is_what_the_learner_trained_on_last(read: Found, place: Place) -> None:

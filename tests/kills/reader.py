@@ -28,6 +28,12 @@ def drawn(count: int) -> list[str]:
     return ["{:0{d}}+{:0{d}}".format(*train[i], d=DIGITS) for i in order[:count]]
 
 
+def went_on(run: Path, version: int) -> int:
+    """How many completions have tokens of several versions, all newer than this. A span is <first token>:<version>."""
+    spans = [one.split() for line in lines_of(run / "ledger.jsonl") for one in line["spans"].split(", ")]
+    return sum(len(one) > 1 and all(int(span.split(":")[1]) > version for span in one) for one in spans)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """A run as its files tell it."""

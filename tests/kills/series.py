@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.e2e.processes import Place, Run
 from tests.kills.points import After, Point, Witness
-from tests.kills.reader import DIGITS, NUM_EVAL, Found, found
+from tests.kills.reader import DIGITS, NUM_EVAL, Found, found, went_on
 
 SIZE, STALENESS, NAME = 4, 2, "killed"
 KEYS = (
@@ -33,6 +34,14 @@ class Series:
     def finish(self) -> Run:
         """Let the run make two more steps, and end."""
         run = self._start(self._saved() + 2, None)
+        run.finish()
+        return run
+
+    def finish_after(self, completions: int) -> Run:
+        """Let the run go on until so many of this start's completions went on over a push, and stop it."""
+        before, run = self._saved(), self._start(100_000, None)
+        run.until(lambda: went_on(self.folder, before) >= completions, f"{completions} that went on over a push")
+        run.process.send_signal(signal.SIGTERM)
         run.finish()
         return run
 
