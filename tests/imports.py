@@ -12,6 +12,7 @@ warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex).* not inst
 
 from transformers import AutoTokenizer  # noqa: E402, F401  as a controller does
 
+import launcher.__main__  # noqa: E402
 import launcher.commands.train  # noqa: E402
 import launcher.preflight.checks  # noqa: E402
 import launcher.programs.train  # noqa: E402
