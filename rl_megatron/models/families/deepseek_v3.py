@@ -41,14 +41,15 @@ def read_v2(raw: dict[str, Any], path: Path) -> ModelShape:
     router = Router(scaling=float(raw.get("routed_scaling_factor") or 1.0))
     if method == "group_limited_greedy":
         router = _grouped(raw, router, "max")
-    return _decoder(raw, path, router=router, normalize_top_k=False)
+    return _decoder(raw, path, router=router, normalize_top_k=False, dense=raw["first_k_dense_replace"])
 
 
 def read_v3(raw: dict[str, Any], path: Path) -> ModelShape:
     """DeepSeek-V3 and Kimi-K2: sigmoid scores and a bias for the choice; groups are rated by their two best."""
     refuse_others(raw, path, _V3)
     router = Router(score="sigmoid", selection_bias=True, scaling=float(raw.get("routed_scaling_factor") or 1.0))
-    return _decoder(raw, path, router=_grouped(raw, router, "top2"), normalize_top_k=True)
+    router, dense = _grouped(raw, router, "top2"), raw["first_k_dense_replace"]
+    return _decoder(raw, path, router=router, normalize_top_k=True, dense=dense)
 
 
 def read_glm(raw: dict[str, Any], path: Path) -> ModelShape:
@@ -56,12 +57,7 @@ def read_glm(raw: dict[str, Any], path: Path) -> ModelShape:
     refuse_others(raw, path, {**_V3, "partial_rotary_factor": 1.0})
     router = Router(score="sigmoid", selection_bias=True, scaling=float(given(raw, "routed_scaling_factor", 1.8)))
     return replace(
-        _decoder(
-            {**raw, "first_k_dense_replace": _dense_first(raw, path)},
-            path,
-            router=_grouped(raw, router, "top2"),
-            normalize_top_k=True,
-        ),
+        _decoder(raw, path, router=_grouped(raw, router, "top2"), normalize_top_k=True, dense=_dense_first(raw, path)),
         shared_width=given(raw, "n_shared_experts", 1) * raw["moe_intermediate_size"],
     )
 
@@ -85,7 +81,7 @@ def _grouped(raw: Mapping[str, Any], router: Router, score: Any) -> Router:
     return router if groups == 1 else replace(router, groups=groups, top_groups=best, group_score=score)
 
 
-def _decoder(raw: dict[str, Any], path: Path, *, router: Router, normalize_top_k: bool) -> ModelShape:
+def _decoder(raw: dict[str, Any], path: Path, *, router: Router, normalize_top_k: bool, dense: int) -> ModelShape:
     latent = LatentAttention(
         query_rank=raw.get("q_lora_rank"),
         kv_rank=raw["kv_lora_rank"],
@@ -111,7 +107,7 @@ def _decoder(raw: dict[str, Any], path: Path, *, router: Router, normalize_top_k
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         max_positions=raw["max_position_embeddings"],
         latent=latent,
-        dense_layers=raw["first_k_dense_replace"],
+        dense_layers=dense,
         dense_width=raw["intermediate_size"],
         shared_width=(raw.get("n_shared_experts") or 0) * raw["moe_intermediate_size"],
         rope=rope,
