@@ -42,7 +42,7 @@ def run(spec: dict[str, Any]) -> list[float]:
     model = kind.from_pretrained(
         spec["model"], dtype=torch.float32, experts_implementation="grouped_mm", attn_implementation="sdpa", **labels
     )
-    tokenizer = AutoTokenizer.from_pretrained(spec["model"])
+    tokenizer = AutoTokenizer.from_pretrained(spec["model"], split_special_tokens=False)  # TRL writes the end as text
     model.config.pad_token_id = tokenizer.pad_token_id
     ends: list[float] = []
 
