@@ -10,7 +10,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.named import expect
-from rl_megatron.models.shape import ModelShape, Rope
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.layouts.families import FAMILIES, family_of
 from rl_megatron.weights.layouts.learner import learner_layout
 
@@ -62,15 +62,9 @@ def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
 
 def _engine(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
     """Yields why the in-process engine cannot sample from the model; servers report for themselves."""
-    served = config.rollout.served
-    if not (served or family_of(shape).serves):
+    if not (config.rollout.served or family_of(shape).serves):
         allowed = [name for name, family in FAMILIES.items() if family.serves]
         yield problem(
             f"model_type={shape.family!r}: the in-process engine does not support it; allowed: "
             f"{', '.join(map(repr, allowed))}; rollout=vllm or rollout=sglang supports others"
-        )
-    elif not served and shape.rope != Rope():
-        yield problem(
-            f"rope_type={shape.rope.kind!r}: the in-process engine has only plain rotary embeddings of whole heads; "
-            "allowed: 'default'; rollout=vllm or rollout=sglang supports others"
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rl_megatron.models.linear import HAS_ONEDNN, linear
+from rl_megatron.models.shape import ModelShape, Router
 
 # Below this waste of dense products, the gathering of `grouped_experts` takes longer than it saves. Two Zen 5 cores
 # cross over at 10 to 14 MFLOP, for hidden 64 to 256 and 8 to 32 experts.
@@ -23,6 +24,7 @@ MAX_DENSE_WASTE_FLOPS = 12e6
 OVERFLOW_FLOPS, OVERFLOW_SLOWDOWN = 20e6, 3
 # oneDNN prepares kernels for each new C, then keeps them.
 ROW_MULTIPLE = 4
+_TINY = 1e-20  # transformers', against scores that are all 0
 
 
 class PackedExperts:
@@ -61,16 +63,35 @@ class PackedExperts:
         return out.permute(0, 2, 3, 1).view(len(x), self._experts, -1)
 
 
-def choose_experts(router_logits: Tensor, *, experts_per_token: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Numbers [N, k] of the experts with the largest ``router_logits`` [N, E], and their probabilities [N, k] float32.
+def choose_experts(router_logits: Tensor, shape: ModelShape, selection_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Numbers [N, k] of the experts that tokens with ``router_logits`` [N, E] choose, and their weights [N, k] float32.
 
-    With ``normalize`` the probabilities of a token add up to 1.
+    `Router` says what scores are, and what ``selection_bias`` [E] is.
     """
-    if normalize:  # softmax over the chosen equals the chosen of the softmax, renormalised
-        top, chosen = router_logits.topk(experts_per_token, dim=-1)
-        return chosen, top.softmax(-1, dtype=torch.float32)
-    weights, chosen = router_logits.softmax(-1, dtype=torch.float32).topk(experts_per_token, dim=-1)
-    return chosen, weights
+    router, k = shape.router, shape.experts_per_token
+    if router.score == "softmax" and shape.normalize_top_k and selection_bias is None and router.groups == 1:
+        # softmax over the chosen equals the chosen of the softmax, renormalised
+        top, chosen = router_logits.topk(k, dim=-1)
+        return chosen, top.softmax(-1, dtype=torch.float32).mul_(router.scaling)
+    softmax = router.score == "softmax"
+    scores = router_logits.softmax(-1, dtype=torch.float32) if softmax else router_logits.float().sigmoid()
+    rated = scores if selection_bias is None else scores + selection_bias
+    chosen = _in_best_groups(rated, router).topk(k, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if shape.normalize_top_k:
+        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+    return chosen, weights.mul_(router.scaling)
+
+
+def _in_best_groups(rated: Tensor, router: Router) -> Tensor:
+    """Minus infinity outside of each token's best groups of experts."""
+    if router.groups == 1:
+        return rated
+    grouped = rated.unflatten(-1, (router.groups, -1))
+    of_group = grouped.topk(2, dim=-1).values.sum(-1) if router.group_score == "top2" else grouped.amax(-1)
+    worse = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, of_group.topk(router.top_groups).indices, False)
+    best: Tensor = grouped.masked_fill(worse[..., None], -inf).flatten(1)
+    return best
 
 
 def mix_experts(

@@ -10,8 +10,8 @@ of them once: a query head's scores are its D numbers times the D key rows of B 
 times the value rows. The query is one token, and for matrices that thin a batched product takes two to three times as
 long (five with two threads, of which MKL's then uses one).
 
-Letters: n active rows (always the first n), Q query heads, K key-value heads, D head size, C columns, B columns of a
-block of keys.
+Letters: n active rows (always the first n), Q query heads, K key-value heads, D a head's numbers
+(`ModelShape.widest_head`), C columns, B columns of a block of keys.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from rl_megatron.models.attention import score_scale
 from rl_megatron.models.shape import ModelShape
 
 # Keys lie in blocks of columns, so that the scores of columns not in use are not computed.
@@ -32,23 +33,24 @@ class KVCache:
 
     def __init__(self, shape: ModelShape, *, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self.rows, self.columns = rows, columns
-        self._heads, self._query_heads, self._head_dim = shape.num_kv_heads, shape.num_heads, shape.head_dim
-        self._scale = shape.head_dim**-0.5
+        self._heads, self._query_heads, self._head_dim = shape.num_kv_heads, shape.num_heads, shape.widest_head
+        self._scale, self._windows = score_scale(shape), shape.windows
         self._block = min(BLOCK_COLUMNS, columns)
         blocks, layers, heads = -(-columns // self._block), shape.num_layers, shape.num_kv_heads
         # Zeros, not empty: a hidden column has weight 0, and 0 * NaN would show.
-        key_size = (layers, blocks, rows, heads, shape.head_dim, self._block)
+        key_size = (layers, blocks, rows, heads, self._head_dim, self._block)
         self._keys = torch.zeros(key_size, dtype=dtype, device=device)
-        self._values = torch.zeros((layers, rows, heads, columns, shape.head_dim), dtype=dtype, device=device)
+        self._values = torch.zeros((layers, rows, heads, columns, self._head_dim), dtype=dtype, device=device)
         self._bias = torch.zeros(rows, 1, columns, dtype=dtype, device=device)
         # The key-value head of every query head, counted over all rows.
         head = torch.arange(rows * heads, device=device, dtype=torch.int32)
         head = head.repeat_interleave(shape.num_heads // heads)[:, None]
-        self._key_rows = (head * shape.head_dim + self._counted(shape.head_dim)).view(-1)
-        self._key_starts = self._counted(0, len(self._key_rows), shape.head_dim)
+        self._key_rows = (head * self._head_dim + self._counted(self._head_dim)).view(-1)
+        self._key_starts = self._counted(0, len(self._key_rows), self._head_dim)
         self._first_value_row = head * columns
         self._active = self._column = self._first = self._last = 0
         self._value_rows = self._value_starts = self._key_starts[:0]
+        self._outside: dict[int, Tensor] = {}  # by window, minus infinity for columns in use that are too old
 
     def open_column(self, clock: int, *, active: int, oldest: int) -> None:
         """Begin step ``clock`` for the first ``active`` rows, whose oldest token is of step ``oldest``."""
@@ -60,16 +62,25 @@ class KVCache:
         heads, window = active * self._query_heads, self._last - self._first
         self._value_rows = (self._first_value_row[:heads] + self._counted(self._first, self._last)).view(-1)
         self._value_starts = self._counted(0, heads * window, window)
+        age = (self._column - self._counted(self._first, self._last)) % self.columns
+        for size in {*self._windows} - {0}:
+            self._outside[size] = self._bias.new_zeros(len(age)).masked_fill_(age >= size, -torch.inf)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Write the open column, and attend from one token per active row to its own columns (an `Attend`)."""
         num = self._active
         block, inside = divmod(self._column, self._block)
         self._keys[layer, block, :num, ..., inside] = key
         self._values[layer, :num, :, self._column] = value
         bias = self._bias[:num, :, self._first : self._last]
+        if self._windows and (size := self._windows[layer]):
+            bias = bias + self._outside[size]
         scores = torch.add(bias, self._scores(layer, query.reshape(-1)), alpha=self._scale)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None].expand(num, -1, 1)), -1)
         weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+        if sinks is not None:
+            weights = weights[..., :-1].contiguous()
         values = self._values[layer].view(-1, self._head_dim)
         return _weighted_sums(values, self._value_rows, self._value_starts, weights.view(-1)).view(num, -1)
 

@@ -1,11 +1,12 @@
-"""A plain-torch Qwen3-MoE decoder for inference: the in-process rollout engine's model and a numerical oracle.
+"""A plain-torch decoder of any family for inference: the in-process rollout engine's model and a numerical oracle.
 
 The storage is fused for speed; `ReferenceModel.tensors` names every Hugging Face tensor as a view of it. No
 autograd, no process group. The caller chooses the attention: `hidden` runs the layers on a flat list of tokens
 and hands queries, keys and values to an `Attend` (`CausalAttention` for whole sequences, `kv_cache.KVCache` for
-one new token a sequence). Architecture: transformers/models/qwen3_moe/modeling_qwen3_moe.py.
+one new token a sequence). Architectures: transformers/models/*/modeling_*.py.
 
-Letters: N tokens, H hidden, V vocabulary, Q query heads, K key-value heads, D head size, E experts, I expert width.
+Letters: N tokens, H hidden, V vocabulary, Q query heads, K key-value heads, D a head's numbers
+(`ModelShape.widest_head`).
 """
 
 from __future__ import annotations
@@ -13,75 +14,92 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rl_megatron.models.experts import PackedExperts, choose_experts, mix_experts
+from rl_megatron.models.attention import (
+    Attend,
+    GroupedAttention,
+    LatentLayer,
+    LayerAttention,
+    score_scale,
+)
+from rl_megatron.models.experts import PackedExperts
 from rl_megatron.models.linear import linear
-from rl_megatron.models.shape import ModelShape
-
-
-class Attend(Protocol):
-    """Attention of one layer over the given tokens and whatever the caller has cached."""
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """``query`` [N, Q, D], ``key`` and ``value`` [N, K, D], all rotated -> [N, Q * D]."""
-        ...
+from rl_megatron.models.mlp import ClampedExperts, DenseMlp, ExpertMlp, GatedExperts
+from rl_megatron.models.norms import rms_norm
+from rl_megatron.models.rotary import RotaryTables
+from rl_megatron.models.shape import ExpertNames, ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """One decoder layer's fused storage."""
+class DecoderLayer:
+    """One layer; its norms are before its parts."""
 
     input_norm: Tensor  # [H]
-    qkv: Tensor  # [(Q + 2K) * D, H]
-    qk_norm: Tensor  # [2, D]: query row, key row
-    output: Tensor  # [H, Q * D]
-    expert_norm: Tensor  # [H]
-    router: Tensor  # [E, H]
-    w13: Tensor  # [E, 2I, H]: gate rows, then up rows
-    w2: Tensor  # [E, H, I], a transposed view of [H, E, I] so that all experts are also one [H, E * I] matrix
+    attention: LayerAttention
+    mlp_norm: Tensor  # [H]
+    mlp: DenseMlp | ExpertMlp
+
+    def named(self) -> dict[str, Tensor]:
+        """Its tensors, to write in place, by their names in a layer."""
+        norms = {"input_layernorm.weight": self.input_norm, "post_attention_layernorm.weight": self.mlp_norm}
+        return {
+            **norms,
+            **{f"self_attn.{name}": tensor for name, tensor in self.attention.named().items()},
+            **self.mlp.named(),
+        }
 
 
 class ReferenceModel:
     """Weights and forward pass of one decoder. The weights start as zeros: fill ``tensors`` in place before a run.
 
-    ``tensors`` has the names, shapes and values of transformers' `save_pretrained`; ``down_proj`` views are strided,
-    the others contiguous. With tied embeddings there is no ``lm_head.weight``, as in such a checkpoint.
+    ``tensors`` has the names, shapes and values of transformers' `save_pretrained`, experts' by ``names``; views of
+    ``down_proj`` of experts are strided, the others contiguous. With tied embeddings there is no ``lm_head.weight``, as
+    in such a checkpoint.
     """
 
-    def __init__(self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device | str, max_length: int) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        max_length: int,
+        names: ExpertNames | None = None,
+    ) -> None:
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
         self.embedding = self._zeros(shape.vocab_size, shape.hidden_size)
         self.final_norm = self._zeros(shape.hidden_size)
         self.head = self.embedding if shape.tie_embeddings else self._zeros(shape.vocab_size, shape.hidden_size)
-        self.layers = [self._new_layer() for _ in range(shape.num_layers)]
-        self.tensors = self._name_tensors()
-        self._packed: list[PackedExperts | None] = [None] * shape.num_layers
-        self._packed_is_current = False
-        heads = torch.tensor([0] * shape.num_heads + [1] * shape.num_kv_heads, device=self.device)
-        self._norm_row_of_head = heads
-        # One row of all heads per position: broadcasting over heads costs more than the product.
-        self._cos, self._sin = (
-            table.repeat(1, len(heads)) for table in _rotary_tables(shape, max_length, dtype, self.device)
-        )
         self._eps = torch.tensor(shape.norm_eps, dtype=torch.float32, device=self.device)
+        latent = shape.latent
+        self._rotary = RotaryTables(
+            shape,
+            heads=shape.num_heads + (1 if latent else shape.num_kv_heads),  # all latent heads share a turning key
+            width=latent.rope_dim if latent else shape.head_dim,
+            length=max_length,
+            dtype=dtype,
+            device=self.device,
+        )
+        self.layers = [self._new_layer(index, names or ExpertNames()) for index in range(shape.num_layers)]
+        self.tensors = self._name_tensors()
 
     @contextmanager
     def packed(self) -> Iterator[None]:
         """Makes experts' products faster inside the block, if the CPU supports it; no weight may be written there."""
+        gated = [layer.mlp for layer in self.layers if isinstance(layer.mlp, GatedExperts)]
         if PackedExperts.usable(self.embedding):
             # One at a time over those of the last call, so that each is given the memory of the one before.
-            for index, layer in enumerate(self.layers):
-                self._packed[index] = PackedExperts(layer.w13, layer.w2)
-            self._packed_is_current = True
+            for experts in gated:
+                experts.pack()
         try:
             yield
         finally:
-            self._packed_is_current = False
+            for experts in gated:
+                experts.unpack()
 
     def hidden(
         self,
@@ -93,26 +111,20 @@ class ReferenceModel:
     ) -> Tensor:
         """Final-normed states [N, H] of ``tokens`` [N] int64 at ``positions`` [N] int64 in their own sequences.
 
-        If ``routes`` [N, layers, k] is given, it receives the experts that each layer chose. What ``noise`` says of a
-        layer's number, [N, E], is added to its router's logits.
+        If ``routes`` [N, layers with experts, k] is given, it receives the experts that each layer chose. What
+        ``noise`` says of a layer's number, [N, E], is added to its router's logits.
         """
         x = self.embedding.index_select(0, tokens)
-        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-        for index, weights in enumerate(self.layers):
-            x = self._attention(index, weights, x, cos, sin, attend)
-            normed = rms_norm(x, weights.expert_norm, self._eps)
-            router_logits = functional.linear(normed, weights.router)
-            if noise is not None:
-                router_logits = router_logits.float() + noise(index)
-            chosen, shares = choose_experts(
-                router_logits,
-                experts_per_token=self.shape.experts_per_token,
-                normalize=self.shape.normalize_top_k,
-            )
+        angles, first = self._rotary.at(positions), self.shape.moe_layers.start
+        for index, layer in enumerate(self.layers):
+            x = layer.attention(index, x, rms_norm(x, layer.input_norm, self._eps), angles, attend)
+            normed = rms_norm(x, layer.mlp_norm, self._eps)
+            if isinstance(layer.mlp, DenseMlp):
+                x = layer.mlp(x, normed)
+                continue
+            x, chosen = layer.mlp(x, normed, None if noise is None else noise(index))
             if routes is not None:
-                routes[:, index] = chosen
-            packed = self._packed[index] if self._packed_is_current else None
-            x = mix_experts(x, normed, chosen, shares, weights.w13, weights.w2, packed)
+                routes[:, index - first] = chosen
         return rms_norm(x, self.final_norm, self._eps)
 
     def project(self, hidden: Tensor) -> Tensor:
@@ -127,60 +139,31 @@ class ReferenceModel:
         hidden = self.hidden(input_ids.reshape(-1), attend.positions, attend)
         return self.project(hidden).view(rows, length, -1)
 
-    def _attention(
-        self, index: int, weights: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
-    ) -> Tensor:
-        shape, num = self.shape, len(x)
-        heads, head_dim = shape.num_heads + shape.num_kv_heads, shape.head_dim
-        qkv = linear(rms_norm(x, weights.input_norm, self._eps), weights.qkv)
-        qk = qkv[:, : heads * head_dim].view(num, heads, head_dim)
-        qk = rms_norm(qk, weights.qk_norm.index_select(0, self._norm_row_of_head), self._eps)
-        # rotate_half: the halves swap places; the minus sign of the first half is in the table of sines.
-        swapped = qk.roll(head_dim // 2, -1).view(num, -1)
-        qk = (qk.view(num, -1) * cos).addcmul_(swapped, sin).view(num, heads, head_dim)
-        value = qkv[:, heads * head_dim :].view(num, shape.num_kv_heads, head_dim)
-        mixed = attend(index, qk[:, : shape.num_heads], qk[:, shape.num_heads :], value)
-        return linear(mixed, weights.output).add_(x)
+    def _zeros(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.zeros(size, dtype=dtype or self.dtype, device=self.device)
 
-    def _zeros(self, *size: int) -> Tensor:
-        return torch.zeros(size, dtype=self.dtype, device=self.device)
-
-    def _new_layer(self) -> LayerWeights:
+    def _new_layer(self, index: int, names: ExpertNames) -> DecoderLayer:
         s, zeros = self.shape, self._zeros
-        return LayerWeights(
+        mlp: DenseMlp | ExpertMlp
+        if index not in s.moe_layers:
+            mlp = DenseMlp(s, s.dense_width, zeros)
+        elif s.expert_bias:
+            mlp = ClampedExperts(s, zeros)
+        else:
+            mlp = GatedExperts(s, names, zeros)
+        return DecoderLayer(
             input_norm=zeros(s.hidden_size),
-            qkv=zeros((s.num_heads + 2 * s.num_kv_heads) * s.head_dim, s.hidden_size),
-            qk_norm=zeros(2, s.head_dim),
-            output=zeros(s.hidden_size, s.num_heads * s.head_dim),
-            expert_norm=zeros(s.hidden_size),
-            router=zeros(s.num_experts, s.hidden_size),
-            w13=zeros(s.num_experts, 2 * s.expert_width, s.hidden_size),
-            w2=zeros(s.hidden_size, s.num_experts, s.expert_width).transpose(0, 1),
+            attention=(LatentLayer if s.latent else GroupedAttention)(s, self._rotary, zeros, self._eps),
+            mlp_norm=zeros(s.hidden_size),
+            mlp=mlp,
         )
 
     def _name_tensors(self) -> dict[str, Tensor]:
-        s = self.shape
         named = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
-        if not s.tie_embeddings:
+        if not self.shape.tie_embeddings:
             named["lm_head.weight"] = self.head
-        for index, w in enumerate(self.layers):
-            query, key, value = w.qkv.split([n * s.head_dim for n in (s.num_heads, s.num_kv_heads, s.num_kv_heads)])
-            local = {
-                "input_layernorm.weight": w.input_norm,
-                "post_attention_layernorm.weight": w.expert_norm,
-                "self_attn.q_proj.weight": query,
-                "self_attn.k_proj.weight": key,
-                "self_attn.v_proj.weight": value,
-                "self_attn.o_proj.weight": w.output,
-                "self_attn.q_norm.weight": w.qk_norm[0],
-                "self_attn.k_norm.weight": w.qk_norm[1],
-                "mlp.gate.weight": w.router,
-            }
-            for e in range(s.num_experts):
-                local[f"mlp.experts.{e}.gate_proj.weight"] = w.w13[e, : s.expert_width]
-                local[f"mlp.experts.{e}.up_proj.weight"] = w.w13[e, s.expert_width :]
-                local[f"mlp.experts.{e}.down_proj.weight"] = w.w2[e]
-            named.update({f"model.layers.{index}.{name}": tensor for name, tensor in local.items()})
+        for index, layer in enumerate(self.layers):
+            named |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.named().items()}
         return named
 
 
@@ -197,43 +180,45 @@ class CausalAttention:
     ) -> None:
         counts = torch.tensor(lengths, device=device)
         self._num, self._longest = len(lengths), max(lengths)
+        self._scale, self._windows = score_scale(shape), shape.windows
         columns = torch.arange(self._longest, device=device)
         inside = columns < counts[:, None]
         self.positions = columns.expand_as(inside)[inside]
         self._from_start = inside.view(-1).nonzero().view(-1)
         self._from_end = (columns >= self._longest - counts[:, None]).view(-1).nonzero().view(-1)
-        size = (2 * shape.num_layers if keep else 0, self._num, self._longest, shape.num_kv_heads, shape.head_dim)
+        size = (2 * shape.num_layers if keep else 0, self._num, self._longest, shape.num_kv_heads, shape.widest_head)
         self.kept = torch.zeros(size, dtype=keep, device=device)
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attend among the N tokens (an `Attend`)."""
         if len(self.kept):
             self.kept[layer].flatten(0, 1).index_copy_(0, self._from_end, key)
             self.kept[layer + len(self.kept) // 2].flatten(0, 1).index_copy_(0, self._from_end, value)
         # Padding stands behind each sequence, where no earlier query looks: causality is all the mask it needs.
         q, k, v = (self._pad(x).transpose(1, 2) for x in (query, key, value))
-        mixed: Tensor = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        window = self._windows[layer] if self._windows else 0
+        mask = self._mask(window, sinks) if window or sinks is not None else None
+        if sinks is not None:  # a key and a value of zeros, before the others
+            k, v = (functional.pad(x, (0, 0, 1, 0)) for x in (k, v))
+        mixed: Tensor = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=True
+        )
         return mixed.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, self._from_start)
+
+    def _mask(self, window: int, sinks: Tensor | None) -> Tensor:
+        """What a query sees, [longest, longest] bool; with ``sinks`` [Q] what to add to scores, [Q, longest, 1 +
+        longest], theirs first."""
+        at = torch.arange(self._longest, device=self.positions.device)
+        back = at[:, None] - at
+        seen = (back >= 0) & (back < (window or self._longest))
+        if sinks is None:
+            return seen
+        hidden = torch.zeros_like(seen, dtype=sinks.dtype).masked_fill_(~seen, -torch.inf)
+        of_sinks = sinks[:, None, None].expand(-1, self._longest, 1)
+        return torch.cat((of_sinks, hidden.expand(len(sinks), -1, -1)), -1)
 
     def _pad(self, flat: Tensor) -> Tensor:
         """[N, heads, D] -> [P, longest, heads, D]."""
         padded = flat.new_zeros(self._num, self._longest, *flat.shape[1:])
         padded.flatten(0, 1).index_copy_(0, self._from_start, flat)
         return padded
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-    """Root-mean-square norm over the last dimension, the mean in float32 (Zhang and Sennrich, 2019); ``eps`` []."""
-    # vector_norm reads x once; torch's own rms_norm makes three passes on CPU.
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    scale = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-    normed: Tensor = (x * scale).to(x.dtype).mul_(weight)
-    return normed
-
-
-def _rotary_tables(shape: ModelShape, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines, each [length, D]; the first half of the sines is negated (see `_attention`)."""
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
-    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), 1.0 / shape.rope_theta**exponents)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)

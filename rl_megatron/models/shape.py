@@ -78,6 +78,16 @@ class Router:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """Names of a layer's router and experts in Hugging Face's files, behind the layer's own: ``prefix``, then those of
+    an expert's gate, up and down, and of the router's selection bias."""
+
+    prefix: str = "mlp."
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    selection_bias: str = "gate.e_score_correction_bias"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Sizes of one decoder, global (not per rank), in Hugging Face's meaning.
 
@@ -129,6 +139,11 @@ class ModelShape:
     def rotary_dim(self) -> int:
         """How many of a head's dimensions are rotated."""
         return self.rope.dim or (self.latent.rope_dim if self.latent else self.head_dim)
+
+    @property
+    def widest_head(self) -> int:
+        """Numbers of a head's key or of its value, whichever has more."""
+        return self.head_dim if self.latent is None else max(self.head_dim, self.latent.value_dim)
 
     @property
     def moe_layers(self) -> range:

@@ -303,7 +303,7 @@ def _of_critic(layout: Layout, rank: Rank) -> Rank:
 
 def _local_engine(config: RunConfig, shape: ModelShape) -> float:
     """Bytes of the in-process engine: a whole copy of the model, and a key-value cache for every slot."""
-    cache = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    cache = 2 * shape.num_layers * shape.num_kv_heads * shape.widest_head
     rollout = config.rollout
     cached = rollout.slots * (rollout.max_prompt_tokens + config.longest_completion) * cache
     whole = sum(prod(size) for size in hf_layout(shape).local_shapes(0).values())

@@ -16,9 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.preflight.sizes import size_problems
 from launcher.servers.engines import SERVERS
-from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.recorded import Boxes
@@ -149,18 +147,11 @@ def test_why_sglang_refuses_latent_attention() -> None:
     assert not re.search("latent|kv_lora|mla", text, re.IGNORECASE)
 
 
-def test_the_embedded_engine_takes_what_learners_pushed(pushed: Path) -> None:
-    local = LocalBench(read_shape(folder_of(pushed, SHARED, 1)))
+@pytest.mark.parametrize("name", [SHARED, *KERNELS])
+def test_the_embedded_engine_takes_what_learners_pushed(name: str, pushed: Path) -> None:
+    local = LocalBench(read_shape(folder_of(pushed, name, 1)))
     for layout, chosen in LAYOUTS.items():
-        local.push(mirror_of(pushed, SHARED, layout).parent, chosen.seed)
+        local.push(mirror_of(pushed, name, layout).parent, chosen.seed)
         (completion,) = local.generate(request(PROMPTS[-1]))[0]
-        expected = logprobs_of(folder_of(pushed, SHARED, chosen.seed), PROMPTS[-1], completion.token_ids, 1.0)
+        expected = logprobs_of(folder_of(pushed, name, chosen.seed), PROMPTS[-1], completion.token_ids, 1.0)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_the_embedded_engine_refuses_other_models_by_name(name: str, pushed: Path) -> None:
-    shape = read_shape(folder_of(pushed, name, 1))
-    (found,) = size_problems(load_config("tiny_cpu", ["learner.ep=1"]), shape)
-    assert f"model_type='{name}': the in-process engine does not support it" in found.text
-    assert found.text.endswith("; rollout=vllm or rollout=sglang supports others")

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
 from rl_megatron.learner.model.fused import from_slots, into_slots, rotate
-from rl_megatron.learner.model.rotary import inverse_frequencies
 from rl_megatron.learner.packed import LengthClass, PackedAttentionParams
+from rl_megatron.models.rotary import inverse_frequencies
 
 _LANE = 8  # fast attention kernels need head dimensions that are multiples of it
 

@@ -29,7 +29,7 @@ from rl_megatron.learner.model.dispatchers import forget_routes
 from rl_megatron.learner.model.latent import QueriesAsProjected, latent_attention_spec, megatron_latent_keywords
 from rl_megatron.learner.model.layers import RMSNorm, own_layer_spec, specialise, torch_layer_spec
 from rl_megatron.learner.model.refusals import refuse
-from rl_megatron.learner.model.rotary import inverse_frequencies
+from rl_megatron.models.rotary import inverse_frequencies
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.batch_invariant import flash_attention
 from rl_megatron.options.implementation import uses_transformer_engine

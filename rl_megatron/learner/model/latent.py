@@ -8,7 +8,6 @@ whole sequence.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -27,9 +26,9 @@ from rl_megatron.learner.model.attention import PackedAttention
 from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
 from rl_megatron.learner.model.fused import linear, rms_norm, rotate
 from rl_megatron.learner.model.layers import NormColumnLinear
-from rl_megatron.learner.model.rotary import inverse_frequencies
 from rl_megatron.learner.packed import PackedAttentionParams
-from rl_megatron.models.shape import LatentAttention, ModelShape, Rope
+from rl_megatron.models.rotary import as_halves, inverse_frequencies, softmax_scale
+from rl_megatron.models.shape import LatentAttention, ModelShape
 
 
 class WholeLinear(torch.nn.Module):
@@ -137,24 +136,10 @@ class LatentSelfAttention(MegatronModule):
         if packed.rotary is None:
             angle = packed.positions[:, None].float() * self.frequencies
             packed.rotary = (angle.cos() * self.rotary_scale)[:, None], (angle.sin() * self.rotary_scale)[:, None]
-        turned, shared = (rotate(_halves(x), *packed.rotary) for x in (turning, shared))
+        turned, shared = (rotate(as_halves(x), *packed.rotary) for x in (turning, shared))
         query = torch.cat([still, turned], -1)
         key = torch.cat([key, shared.expand(-1, self.heads, -1)], -1)
         return self.core_attention.lay_out(query, key, value, packed)
-
-
-def _halves(x: Tensor) -> Tensor:
-    """Reorder pairs (0, 1), (2, 3), … into halves, as `rotate` takes them: first members, then second.
-
-    Queries and keys are reordered alike, so their products do not change.
-    """
-    out: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return out
-
-
-def softmax_scale(head_dim: int, rope: Rope) -> float:
-    """The softmax scale. DeepSeek multiplies it by the square of YaRN's magnitude factor over all dimensions."""
-    return rope.grown(rope.mscale_all_dim) ** 2 / math.sqrt(head_dim)
 
 
 class QueriesAsProjected(MLASelfAttention):

@@ -219,9 +219,9 @@ class Decoding:
         ]
 
     def _room(self, rows: int) -> Tensor:
-        """A buffer for the routes of ``rows`` tokens, [rows, layers, k]."""
+        """A buffer for the routes of ``rows`` tokens, [rows, layers with experts, k]."""
         s = self._model.shape
-        size = (rows, s.num_layers, s.experts_per_token)
+        size = (rows, len(s.moe_layers), s.experts_per_token)
         return torch.zeros(size, dtype=routes_dtype(s.num_experts), device=self._model.device)
 
     def _routes(

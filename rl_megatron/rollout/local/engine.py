@@ -14,6 +14,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability import activity
 from rl_megatron.rollout.local.decoding import Decoding, continuations_of
 from rl_megatron.types import Completion, GenerationRequest
+from rl_megatron.weights.layouts.families import family_of
 
 _SCORED_ROWS = 1024  # whose logits are in memory at once
 
@@ -27,7 +28,8 @@ class LocalEngine:
     def __init__(
         self, shape: ModelShape, *, slots: int, dtype: torch.dtype, device: torch.device | str, max_length: int
     ) -> None:
-        self.model = ReferenceModel(shape, dtype=dtype, device=device, max_length=max_length)
+        names = family_of(shape).names
+        self.model = ReferenceModel(shape, dtype=dtype, device=device, max_length=max_length, names=names)
         self.version: int | None = 0
         self._slots, self.max_length = slots, max_length
         self._cache: KVCache | None = None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.shape import ExpertNames, ModelShape
 from rl_megatron.weights.layouts.layout import ParamSpec
 
 Reader = Callable[[dict[str, Any], Path], ModelShape]
@@ -22,13 +22,15 @@ class Family:
 
     ``model_types`` are the ``model_type``s of config.json that ``read`` takes. ``tables`` has rows for ``hf``,
     ``megatron`` and, if plans support engines with it, ``engine``. ``serves``: the in-process engine ``rollout.local``
-    can sample from it; that engine knows only Qwen3-MoE's names. Raises ConfigError if a table is missing.
+    can sample from it, because the parts of its layers are among those of `ReferenceModel`, under the same names but
+    for experts', which are ``names``. Raises ConfigError if a table is missing.
     """
 
     model_types: tuple[str, ...]
     read: Reader
     tables: Mapping[str, Sequence[ParamSpec]]
     serves: bool = False
+    names: ExpertNames = field(default_factory=ExpertNames)
 
     def __post_init__(self) -> None:
         missing = {"hf", "megatron"} - self.tables.keys()

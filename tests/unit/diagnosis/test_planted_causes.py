@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_megatron.models import reference
+from rl_megatron.models import mlp
 from rl_megatron.models.kv_cache import KVCache
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.local import engine as local
 from rl_megatron.types import Completion, GenerationRequest, Samples
 from tests.unit.diagnosis.rig import (
@@ -144,9 +145,11 @@ def test_other_weights(policy: Policy, plant: Callable[[dict[str, Tensor]], str]
         assert "those through expert 5 of MoE layer 0 differ by" in found["weights"].evidence
 
 
-def rounding_routers(router_logits: Tensor, *, experts_per_token: int, normalize: bool) -> tuple[Tensor, Tensor]:
+def rounding_routers(router_logits: Tensor, shape: ModelShape, selection_bias: None) -> tuple[Tensor, Tensor]:
     """Where the last chosen and the first left out are near, the other is taken."""
-    assert normalize
+    assert shape.normalize_top_k
+    assert selection_bias is None
+    experts_per_token = shape.experts_per_token
     ordered, experts = router_logits.sort(dim=-1, descending=True)
     near = ordered[:, experts_per_token - 1] - ordered[:, experts_per_token] < 0.05
     chosen = experts[:, :experts_per_token].clone()
@@ -156,7 +159,7 @@ def rounding_routers(router_logits: Tensor, *, experts_per_token: int, normalize
 
 @pytest.mark.parametrize("replays", [False, True])
 def test_routers_that_round_otherwise(policy: Policy, monkeypatch: pytest.MonkeyPatch, replays: bool) -> None:
-    monkeypatch.setattr(reference, "choose_experts", rounding_routers)
+    monkeypatch.setattr(mlp, "choose_experts", rounding_routers)
     engine = policy.engine()
     found = diagnose(Learner(model=policy.model), engine, weights=policy.check(engine), replays=replays)
     assert guilty(found) == ([] if replays else ["routing"]), told(found)

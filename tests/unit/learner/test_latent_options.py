@@ -12,9 +12,9 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.build import make_config
 from rl_megatron.learner.model.decoder_config import LatentDecoderConfig
-from rl_megatron.learner.model.latent import megatron_latent_keywords, softmax_scale
-from rl_megatron.learner.model.rotary import inverse_frequencies
+from rl_megatron.learner.model.latent import megatron_latent_keywords
 from rl_megatron.models.named import NAMED
+from rl_megatron.models.rotary import inverse_frequencies, softmax_scale
 from rl_megatron.models.shape import Rope, Router
 from rl_megatron.options.implementation import torch_only
 

@@ -14,9 +14,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.refusals import refuse
-from rl_megatron.learner.model.rotary import inverse_frequencies
 from rl_megatron.models.families.common import read_rope
 from rl_megatron.models.named import NAMED
+from rl_megatron.models.rotary import inverse_frequencies
 from rl_megatron.models.shape import Router
 from rl_megatron.options.implementation import torch_only
 

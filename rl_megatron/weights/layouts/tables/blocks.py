@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.shape import ExpertNames, ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Band, ParamSpec, Piece
 from rl_megatron.weights.layouts.tables.rows import (
@@ -45,6 +45,7 @@ _ATTENTION, _SELF, _FFN = LAYER + "self_attn.", DECODER + "self_attention.", DEC
 _NORM_IN, _NORM_MLP = LAYER + "input_layernorm.weight", LAYER + "post_attention_layernorm.weight"
 _Q_NORM, _K_NORM = _ATTENTION + "q_norm.weight", _ATTENTION + "k_norm.weight"
 _OUT, _SINKS = _ATTENTION + "o_proj.", _ATTENTION + "sinks"
+_USUAL = ExpertNames()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,19 +168,18 @@ def dense_mlp() -> Block:
 
 def experts(
     *,
-    prefix: str = "mlp.",
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    bias: str | None = None,
+    names: ExpertNames = _USUAL,
+    bias: bool = False,
     dense_first: bool = False,
     shared: bool = False,
 ) -> Block:
-    """Router and experts; ``names`` are gate's, up's and down's after ``prefix``.
+    """Router and experts under their ``names``.
 
-    ``bias`` is the name of the router's selection bias. With ``dense_first``, `dense_mlp` adds the norm, which all
-    layers have; ``shared`` adds shared experts, which are one MLP.
+    With ``bias`` the router has a selection bias. With ``dense_first``, `dense_mlp` adds the norm, which all layers
+    have; ``shared`` adds shared experts, which are one MLP.
     """
-    mlp, only = LAYER + prefix, moe_layers
-    gate, up, down = (f"{mlp}experts.{{expert}}.{name}.weight" for name in names)
+    mlp, only = LAYER + names.prefix, moe_layers
+    gate, up, down = (f"{mlp}experts.{{expert}}.{name}.weight" for name in names.parts)
     router = mlp + "gate.weight"
     norm = () if dense_first else (vector(_NORM_MLP, _NORM_MLP, hidden),)
     hf = [*norm, matrix(router, whole(router, num_experts), layers=only)]
@@ -188,10 +188,11 @@ def experts(
         matrix(_FFN + "router.weight", whole(router, num_experts), layers=only),
     ]
     engine = list(hf)
-    if bias is not None:
-        hf.append(_buffer(mlp + bias, mlp + bias))
-        megatron.append(_buffer(_FFN + "router.expert_bias", mlp + bias))
-        engine.append(_buffer(mlp + bias, mlp + bias))
+    if bias:
+        added = mlp + names.selection_bias
+        hf.append(_buffer(added, added))
+        megatron.append(_buffer(_FFN + "router.expert_bias", added))
+        engine.append(_buffer(added, added))
     if shared:
         block = _shared(mlp + "shared_experts.")
         for rows, more in ((hf, block.hf), (megatron, block.megatron), (engine, block.engine)):

@@ -127,13 +127,14 @@ _LATENT_ATTENTION = Block(
 _TABLES = decoder(
     _LATENT_ATTENTION,
     dense_mlp(),
-    experts(bias="gate.e_score_correction_bias", dense_first=True, shared=True),
+    experts(bias=True, dense_first=True, shared=True),
 )
 HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3, ENGINE_DEEPSEEK_V3 = _TABLES["hf"], _TABLES["megatron"], _TABLES["engine"]
 DEEPSEEK_V2 = Family(  # without a selection bias
     model_types=("deepseek_v2",),
     read=deepseek_v3.read_v2,
     tables=decoder(_LATENT_ATTENTION, dense_mlp(), experts(dense_first=True, shared=True)),
+    serves=True,
 )
-DEEPSEEK_V3 = Family(model_types=("deepseek_v3", "kimi_k2"), read=deepseek_v3.read_v3, tables=_TABLES)
-GLM4_MOE_LITE = Family(model_types=("glm4_moe_lite",), read=deepseek_v3.read_glm, tables=_TABLES)
+DEEPSEEK_V3 = Family(model_types=("deepseek_v3", "kimi_k2"), read=deepseek_v3.read_v3, tables=_TABLES, serves=True)
+GLM4_MOE_LITE = Family(model_types=("glm4_moe_lite",), read=deepseek_v3.read_glm, tables=_TABLES, serves=True)

@@ -15,6 +15,7 @@ GLM4_MOE = Family(
     tables=decoder(
         attention(qkv_bias=True, qk_norm="head"),
         dense_mlp(),
-        experts(bias="gate.e_score_correction_bias", dense_first=True, shared=True),
+        experts(bias=True, dense_first=True, shared=True),
     ),
+    serves=True,
 )

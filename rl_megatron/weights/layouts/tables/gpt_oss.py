@@ -71,4 +71,5 @@ GPT_OSS = Family(
     model_types=("gpt_oss",),
     read=gpt_oss.read,
     tables=decoder(attention(qkv_bias=True, out_bias=True, sinks=True), _MOE, planned=False),
+    serves=True,
 )

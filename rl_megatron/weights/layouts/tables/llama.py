@@ -7,5 +7,5 @@ from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.tables.blocks import attention, decoder, dense_mlp
 
 _TABLES = decoder(attention(), dense_mlp())
-LLAMA = Family(model_types=("llama",), read=llama.read, tables=_TABLES)
-MISTRAL = Family(model_types=("mistral",), read=mistral.read, tables=_TABLES)
+LLAMA = Family(model_types=("llama",), read=llama.read, tables=_TABLES, serves=True)
+MISTRAL = Family(model_types=("mistral",), read=mistral.read, tables=_TABLES, serves=True)

@@ -6,10 +6,15 @@ Source: transformers ``models/minimax_m2``. There is no table for engines: their
 from __future__ import annotations
 
 from rl_megatron.models.families import minimax_m2
+from rl_megatron.models.shape import ExpertNames
 from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.tables.blocks import attention, decoder, experts
 
-_EXPERTS = experts(prefix="block_sparse_moe.", names=("w1", "w3", "w2"), bias="e_score_correction_bias")
+_NAMES = ExpertNames(prefix="block_sparse_moe.", parts=("w1", "w3", "w2"), selection_bias="e_score_correction_bias")
 MINIMAX_M2 = Family(
-    model_types=("minimax_m2",), read=minimax_m2.read, tables=decoder(attention(qk_norm="all"), _EXPERTS, planned=False)
+    model_types=("minimax_m2",),
+    read=minimax_m2.read,
+    tables=decoder(attention(qk_norm="all"), experts(names=_NAMES, bias=True), planned=False),
+    serves=True,
+    names=_NAMES,
 )

@@ -10,5 +10,8 @@ from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.tables.blocks import attention, decoder, experts
 
 OLMOE = Family(
-    model_types=("olmoe",), read=olmoe.read, tables=decoder(attention(qk_norm="all"), experts(), planned=False)
+    model_types=("olmoe",),
+    read=olmoe.read,
+    tables=decoder(attention(qk_norm="all"), experts(), planned=False),
+    serves=True,
 )

@@ -6,4 +6,6 @@ from rl_megatron.models.families import qwen2
 from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.tables.blocks import attention, decoder, dense_mlp
 
-QWEN2 = Family(model_types=("qwen2",), read=qwen2.read, tables=decoder(attention(qkv_bias=True), dense_mlp()))
+QWEN2 = Family(
+    model_types=("qwen2",), read=qwen2.read, tables=decoder(attention(qkv_bias=True), dense_mlp()), serves=True
+)
