@@ -10,14 +10,16 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Block:
-    """The text between two fences."""
+    """The text between two fences; ``mark`` is the HTML comment on the line before, "" without one."""
 
     language: str
     text: str
+    mark: str = ""
 
 
 def blocks(path: Path, *languages: str) -> Iterator[Block]:
     """The blocks in these languages, in order."""
-    for indent, language, text in re.findall(r"^( *)```(\w*)\n(.*?)^ *```$", path.read_text(), re.M | re.S):
+    fenced = r"^(?: *<!-- ([^\n]*) -->\n)?( *)```(\w*)\n(.*?)^ *```$"
+    for mark, indent, language, text in re.findall(fenced, path.read_text(), re.M | re.S):
         if language in languages:
-            yield Block(language, re.sub(rf"^{indent}", "", text, flags=re.M))
+            yield Block(language, re.sub(rf"^{indent}", "", text, flags=re.M), mark)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -11,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.documents import blocks
 
 REPO = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -47,7 +50,7 @@ def installed(wheel: Path, folder: Path) -> Path:
     return folder / "bin"
 
 
-def test_without_the_checkout_it_diagnoses_trains_converts_and_writes_a_job(wheel: Path, tmp_path: Path) -> None:
+def test_the_tutorial_is_followed_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
     bin_, empty = installed(wheel, tmp_path / "environment"), tmp_path / "empty"
     empty.mkdir()
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -68,15 +71,27 @@ def test_without_the_checkout_it_diagnoses_trains_converts_and_writes_a_job(whee
     for name in ("rl_megatron", "launcher.entry", "tools.conversion"):
         file = said("python", "-c", f"import {name} as it; print(it.__file__)")
         assert Path(file.strip()).is_relative_to(packages), name
-    assert f"{bin_}/python" in said("rl-megatron", "doctor")
-    assert "step 1/1" in said("rl-megatron", "train", *SMALL, "run.name=one")
-    assert "torch_dist" in said("rl-megatron", "convert", "runs/one/hf_step_000001", "converted")
-    said("rl-megatron", "submit", "tiny_cpu", "run.name=job", "slurm.partition=cpu", "--dry-run")
-    script = (empty / "runs/job/job.sbatch").read_text()
+    page = REPO / "docs" / "tutorial.md"
+    (reward,) = blocks(page, "python")
+    (empty / "my_rewards.py").write_text(reward.text)
+    shown = [block.text for block in blocks(page, "sh") if block.mark == "run by tests/e2e/test_wheel.py"]
+    answers = {}
+    for line in "".join(shown).replace("\\\n", " ").replace("step_000400", "step_000001").splitlines():
+        words = shlex.split(line, comments=True)
+        small = SMALL if words[:3] == ["rl-megatron", "train", "run.name=first"] else ()
+        answers[" ".join(words[:3])] = said(*words, *small)
+    assert f"{bin_}/python" in answers["rl-megatron doctor"]
+    assert "step 1/1" in answers["rl-megatron train run.name=first"]
+    assert "gives 1 for the answer itself" in answers["rl-megatron train reward.function=my_rewards:digits_right"]
+    assert "torch_dist" in answers["rl-megatron convert runs/first/hf_step_000001"]
+    assert "no problems" in answers["rl-megatron verify converted"]
+    (placed,) = blocks(page, "")
+    assert answers["rl-megatron submit tiny_cpu"].startswith(placed.text)
+    script = (empty / "runs/wide/job.sbatch").read_text()
     assert str(REPO) not in script
     assert f"export PYTHONPATH={packages}" in script
     assert (REPO / "slurm" / "job.sh").read_text() in script
-    assert sorted(path.name for path in empty.iterdir()) == ["converted", "runs"]
+    assert {path.name for path in empty.iterdir()} - {"__pycache__"} == {"converted", "my_rewards.py", "runs"}
 
 
 def test_the_source_archive_makes_the_same_wheel_and_holds_no_caches(wheel: Path, tmp_path: Path) -> None:

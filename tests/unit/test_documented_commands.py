@@ -1,7 +1,7 @@
 """Every command block of the documents: commands are there, take these arguments, and configurations load.
 
-Nothing is started: what a command does with good arguments is tested where its parts are. docs/quickstart.md is run, by
-tests/e2e/test_own_data.py.
+The line before a block says in an HTML comment whether it is run: ``run`` (here, each command in order), ``run by
+FILE`` (a test that reads the page), ``not run: WHY``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from launcher.__main__ import app
 from launcher.commands.plan import _texts
@@ -50,6 +51,7 @@ class Command:
 
     place: str
     words: tuple[str, ...]
+    mark: str
 
 
 def commands(path: Path) -> Iterator[Command]:
@@ -60,7 +62,7 @@ def commands(path: Path) -> Iterator[Command]:
             for part in " ".join(map(shlex.quote, words)).split(" '&&' "):
                 if words:
                     started = re.sub(r"^srun( -\S+)* ", "", part)  # what it starts is looked at
-                    yield Command(f"{path.relative_to(REPO)}: {line.strip()}", tuple(shlex.split(started)))
+                    yield Command(f"{path.relative_to(REPO)}: {line.strip()}", tuple(shlex.split(started)), block.mark)
 
 
 EVERY = [command for path in DOCUMENTS for command in commands(path)]
@@ -88,6 +90,30 @@ def configuration(name: str, overrides: list[str]) -> RunConfig:
 def test_documents_have_commands() -> None:
     assert len(EVERY) > 50
     assert {"README.md", "docs/quickstart.md", "slurm/README.md"} <= {c.place.partition(":")[0] for c in EVERY}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPO)))
+def test_every_block_of_commands_says_whether_it_is_run(path: Path) -> None:
+    """A file that it names is there, and one that runs the page names the page."""
+    for mark in (block.mark for block in blocks(path, "sh", "bash", "shell", "console")):
+        assert re.fullmatch(r"run|run by tests/[\w/]+\.py|not run: .{10,}", mark), f"{path}: {mark!r}"
+        for named in re.findall(r"(?:tests|bench|tools)/[\w/]+(?:\.\w+)?", mark):
+            assert (REPO / named).exists(), f"{path}: {mark}"
+        for target in re.findall(r"make ([a-z0-9-]+)", mark):
+            assert f"\n{target}:" in (REPO / "Makefile").read_text(), f"{path}: {mark}"
+        if mark.startswith("run by "):
+            assert path.name in (REPO / mark.removeprefix("run by ")).read_text(), f"{path}: {mark}"
+
+
+@pytest.mark.parametrize("command", [c for c in EVERY if c.mark == "run"], ids=lambda c: c.place[:90])
+def test_what_is_marked_as_run_ends_well(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of its own beside the documents' files."""
+    for folder in ("bench", "docs"):
+        (tmp_path / folder).symlink_to(REPO / folder)
+    monkeypatch.chdir(tmp_path)
+    assert command.words[0] == "rl-megatron"
+    ended = CliRunner().invoke(app, list(command.words[1:]))
+    assert ended.exit_code == 0, ended.output
 
 
 @pytest.mark.parametrize("command", [c for c in EVERY if program(c) == "rl-megatron"], ids=lambda c: c.place[:90])
