@@ -19,6 +19,7 @@ from launcher.commands import (
     inspect,
     job,
     plan,
+    profile,
     rehearse,
     report,
     scale,
@@ -33,6 +34,7 @@ from rl_megatron.errors import RLMegatronError
 _NAMES = {"help_option_names": ["-h", "--help"]}
 _COMMANDS = (
     *(train.train, rehearse.rehearse, submit.submit, job.status, job.logs, job.attach, job.cancel, engines.engines),
+    profile.profile,
     *(report.report, convert.convert, verify.verify, inspect.inspect, plan.plan, scale.scale),
 )
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_NAMES)

@@ -5,7 +5,7 @@ The single controller process calls every method; an implementation may be one p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from rl_megatron.types import (
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
+    from rl_megatron.observability.timeline.kernels import RankKernels
 
 
 LARGEST_REWARD = 1e30
@@ -167,6 +168,18 @@ class Learner(FrozenModel, Protocol):
         ...
 
 
+class Profiled(Protocol):
+    """Processes that can record their kernels. One recording at a time."""
+
+    async def begin(self, ranks: Collection[int]) -> None:
+        """Have those of ``ranks`` that there are record from now on."""
+        ...
+
+    async def end(self, folder: Path) -> Sequence[RankKernels]:
+        """Have them write what they recorded into ``folder``, which all of them see. Returns what could be written."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
     """Everything a run needs, as started by a launcher. Models are known by their roles' names."""
@@ -183,6 +196,9 @@ class Roles:
     """CUDA's name for the GPU of each rank of the policy; none of CPUs."""
     rank_metrics: Callable[[], Mapping[str, float]] = dict
     """What a row of metrics says of the ranks' speed since the last call; every step calls it once, at its end."""
+
+    profiled: Sequence[Profiled] = ()
+    """Who can record kernels, a role each."""
 
     @property
     def policy(self) -> Learner:

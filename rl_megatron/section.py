@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 MAX_INTEGER = 2**63 - 1
@@ -17,6 +17,16 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 _OWN_CODE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def _listed(given: object) -> object:
+    if isinstance(given, str):
+        return [one for one in given.strip("[] ").split(",") if one.strip()]
+    return (given,) if isinstance(given, int) else given
+
+
+LISTED = BeforeValidator(_listed)
+"""Has a key of several numbers take a command line's text, as ``1,8`` or ``[1,8]``, or one number."""
 
 
 def _of_own_code(text: str) -> str:

@@ -8,6 +8,7 @@ from functools import partial
 
 from launcher.build.data import Data
 from launcher.build.environment import demonstrations, made_environment
+from launcher.build.profiling import Profiling
 from launcher.build.roles import Parts
 from launcher.build.sampler import sampler_of, samplers_of_sets
 from launcher.build.written import written_job
@@ -34,9 +35,16 @@ from rl_megatron.training.waves import WaveUpdate
 
 
 def loops_of(
-    parts: Parts, shape: ModelShape, roles: Roles, data: Data, recorder: Recorder, stop: asyncio.Event
+    parts: Parts,
+    shape: ModelShape,
+    roles: Roles,
+    data: Data,
+    recorder: Recorder,
+    stop: asyncio.Event,
+    profiling: Profiling,
 ) -> tuple[Loop | None, Loop]:
-    """The loop of the warm start, if the job has one, and the loop of the job. The processes must be up."""
+    """The loop of the warm start, if the job has one, and the loop of the job, whose steps ``profiling`` sees. The
+    processes must be up."""
     config = parts.config
     saves = config.checkpoint
     store = CheckpointStore(
@@ -50,12 +58,15 @@ def loops_of(
     every = Pace(steps=config.train.steps, rows=1, evaluations=config.eval.every, checkpoints=saves.every)
     if not config.kind.samples:
         return None, looped(
-            job=written_job(parts, shape, roles, data, attention_cost=_attention_cost(shape)), pace=every
+            job=written_job(parts, shape, roles, data, attention_cost=_attention_cost(shape)),
+            pace=every,
+            profiled=profiling.step,
         )
     warm, job = _sampling(parts, shape, roles, data, recorder)
     check = config.warm_start.check_every
     first = Pace(steps=config.warm_start.steps, rows=check, evaluations=check, checkpoints=None)
-    return looped(job=warm, pace=first), looped(job=job, pace=replace(every, sets_due=job.evaluation.due))
+    pace = replace(every, sets_due=job.evaluation.due)
+    return looped(job=warm, pace=first), looped(job=job, pace=pace, profiled=profiling.step)
 
 
 def _sampling(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -10,11 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from launcher.commands.job import RunFolder
+from launcher.commands.job import RunFolder, ask_there
 from launcher.commands.joining import join_cluster_of
 from launcher.control.address import address_of
 from launcher.control.client import Late, ask_run
-from launcher.hosts.slurm import jobs
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 
@@ -63,9 +61,7 @@ def engines(
     if action is Action.JOIN:
         join_cluster_of(run)
         return
-    address = address_of(run)
-    if not address.here:
-        _ask_there(run, address.node)
+    ask_there(run, address_of(run))
     rows = _asked(run, action, number, node, drain, limit_of(run, action, drain) if seconds is None else seconds)
     print("\n".join(_table(rows)))
 
@@ -119,11 +115,6 @@ def _in_between(rows: list[dict[str, Any]]) -> str:
         if row["state"] not in ("healthy", "gone"):
             found.append(f"server {row['number']} is {row['state']}{running}")
     return "; ".join(found) or "all its servers serve, so it waits for a push of weights"
-
-
-def _ask_there(run: Path, node: str) -> None:
-    """Run this command on the controller's node, in the run's job. Raises ConfigError if it has none."""
-    os.execvp("srun", [*jobs.srun_beside(run, node), sys.executable, "-m", "launcher", *sys.argv[1:]])
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:

@@ -9,10 +9,18 @@ from typing import Annotated
 
 import typer
 
+from launcher.control.address import Address
 from launcher.hosts.slurm import jobs
 from launcher.hosts.slurm.attach import follow
 
 RunFolder = Annotated[Path, typer.Argument(help="the run's folder", show_default=False)]
+
+
+def ask_there(run: Path, address: Address) -> None:
+    """Run this command on the controller's node instead, in the run's job, if that is another. Raises ConfigError if it
+    has none."""
+    if not address.here:
+        os.execvp("srun", [*jobs.srun_beside(run, address.node), sys.executable, "-m", "launcher", *sys.argv[1:]])
 
 
 def status(run: RunFolder) -> None:

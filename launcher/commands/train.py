@@ -42,7 +42,7 @@ def train(
         print(line, flush=True)
     print(f"rl-megatron: run {named.run.dir / str(named.run.name)}", flush=True)  # the imports below take seconds
     try:
-        from launcher.controller.loop_watch import TimedLoop
+        from launcher.processes.loop_watch import TimedLoop
         from launcher.programs import train as program
 
         with asyncio.Runner(loop_factory=TimedLoop) as runner:

@@ -15,6 +15,7 @@ from launcher.wire.messages import STACKS
 from launcher.wire.setup import Setup
 from rl_megatron.errors import WorkerDied
 from rl_megatron.observability.speed import Spent
+from rl_megatron.observability.timeline.kernels import RankKernels, Recorded
 from rl_megatron.observability.timeline.ranks import RankTimed, RankTimes
 from rl_megatron.placement.names import called
 
@@ -60,6 +61,10 @@ class WorkerHandle:
         self._times.asked(name)
         self._stream.send(message)
         return answer
+
+    def placed(self, recorded: Recorded) -> RankKernels:
+        """A file of its kernels, as the timeline shows them."""
+        return self._times.placed(recorded)
 
     @property
     def asked(self) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from launcher.controller.engine import EngineGroup
 from launcher.controller.group import WorkerGroup
+from launcher.controller.kernels import KernelGroup
 from launcher.controller.learner import LearnerGroup
 from launcher.controller.plane import Plane
 from launcher.controller.speeds import Speeds
@@ -41,4 +42,5 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig, speeds: Speed
         weights=WeightGroup(group),
         gpus=group.gpus,
         rank_metrics=rank_metrics,
+        profiled=[KernelGroup(one) for one in groups.values()],
     )

@@ -16,8 +16,8 @@ _KEPT_KERNELS = "128"
 def variables(*, threads: int, device: str) -> Mapping[str, str]:
     """Variables for a rank of ``learner.device`` with so many CPU threads. A CPU rank sees no GPU, and caches few
     kernels unless the user sets a number; for other ranks torch counts GPUs without initialising CUDA, so that the
-    process that has imported torch may fork."""
-    out = {"OMP_NUM_THREADS": str(threads)}
+    process that has imported torch may fork. torch's profiler prints nothing of its own."""
+    out = {"OMP_NUM_THREADS": str(threads), "KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")}
     if device == "cpu":
         out["CUDA_VISIBLE_DEVICES"] = ""
         for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):

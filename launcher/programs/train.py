@@ -13,10 +13,11 @@ from pathlib import Path
 from launcher.build.data import Data
 from launcher.build.jobs import loops_of
 from launcher.build.model import starting_shape
+from launcher.build.profiling import Profiling
 from launcher.build.roles import Parts, allocation_of, started
 from launcher.control.listener import Control
-from launcher.controller.loop_watch import LoopWatch
 from launcher.hosts.sites import service_sites
+from launcher.processes.loop_watch import LoopWatch
 from launcher.rehearsal.spent import lines_of_spent, planned_metrics
 from launcher.runs.name import claim
 from launcher.runs.resume import find
@@ -52,7 +53,13 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
             reward=reward,
             services=services,
             allocation=allocation_of(config, folder),
-            control=Control({"engines": _no_engines(config), **dict.fromkeys(("join", "joined"), _no_cluster(config))}),
+            control=Control(
+                {
+                    "engines": _no_engines(config),
+                    "profile": "its steps have not begun, or are over; rl-megatron status says which",
+                    **dict.fromkeys(("join", "joined"), _no_cluster(config)),
+                }
+            ),
         )
         start = find(config, folder) if resume else None
         save_resolved(config, folder / "config.yaml")
@@ -153,7 +160,8 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
         section, is_taught = parts.config.log, parts.config.algorithm.needs_top
         made = Recorder(parts.folder, section, progress, loop_watch.row, is_taught=is_taught)
         with contextlib.closing(made) as recorder:
-            warm_start, loop = loops_of(parts, shape, roles, data, recorder, stop)
+            profiling = Profiling(parts.config, parts.folder, roles.profiled, recorder.flush_timeline)
+            warm_start, loop = loops_of(parts, shape, roles, data, recorder, stop, profiling)
             loop_watch.begin()
             of_warm_start = start is None or start.state.warm_start_step is not None
             first = warm_start if of_warm_start and warm_start is not None else loop
@@ -168,7 +176,9 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
                 if not await warm_start.run():
                     return False
             progress.phase(loop.job.name)
-            finished = await loop.run()
+            async with parts.control.offering("profile", profiling.answer):
+                finished = await loop.run()
+                await profiling.end()
             if finished or not stop.comes_back:
                 exported = parts.folder / f"hf_step_{loop.done:06d}"
                 remove_folder(exported)  # left by a finished run that is resumed

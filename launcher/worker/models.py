@@ -7,15 +7,17 @@ have their own ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from launcher.wire.setup import Setup
+from launcher.worker.recording import Recording
 from rl_megatron import digests
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest, Written
 from rl_megatron.errors import RLMegatronError
+from rl_megatron.observability.timeline.kernels import Recorded
 from rl_megatron.options.offload import SLAB, leaving
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.types import Counts, Loss, Metric, Samples, SkippedStep, StepResult, Want
@@ -37,14 +39,17 @@ class RankModels:
 
     CALLS: tuple[str, ...] = (
         *("start_from", "release", "score", "routed_layers", "backward", "forget", "step"),
-        *("save", "written", "durable", "verify", "load", "close"),
+        *("save", "written", "durable", "verify", "load", "begin_kernels", "end_kernels", "close"),
     )
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
         """``store``: see ``world.join``."""
+        import torch
+
+        from launcher.worker.memory import remember
         from rl_megatron.data.held import HeldRows
         from rl_megatron.learner import world
-        from rl_megatron.observability import speed
+        from rl_megatron.observability import activity, speed
         from rl_megatron.weights.bytes.parked import Parked
         from rl_megatron.weights.layouts.families import hf_layout, read_shape
         from rl_megatron.weights.layouts.learner import job_shape, learner_layout, role_shape
@@ -72,6 +77,12 @@ class RankModels:
         self._saves_apart = config.checkpoint.async_save
         self._saving: dict[str, ShardSave] = {}  # those in hand, by role
         self._shares_gpus = setup.role == LEARNER  # with servers; separate roles have nodes of their own
+        self._kernels = Recording()
+        self._run_folder, self._role, self._policy = setup.run_folder, setup.role, policy
+        if config.profile.memory:
+            remember()
+        if config.profile.nvtx:
+            activity.mark_with(torch.cuda.nvtx)
         self._hf = hf_layout(self._shape)
         self._layout = learner_layout(config, self._shape)
 
@@ -232,6 +243,20 @@ class RankModels:
     def load(self, role: str, folder: Path) -> None:
         """Load a saved state. Raises CheckpointError."""
         self._learner(role).load(folder)
+
+    def begin_kernels(self) -> None:
+        """Record this rank's kernels from now on. Not collective."""
+        self._kernels.begin()
+
+    def end_kernels(self, file: Path) -> Recorded | str:
+        """Write what was recorded since `begin_kernels`. Returns why it cannot be written, if so. Not collective."""
+        return self._kernels.end(file)
+
+    def lines_of_memory(self) -> Iterator[str]:
+        """What a rank says whose GPU is full."""
+        from launcher.worker.memory import lines_of_memory
+
+        return lines_of_memory(self._config, self._policy, self._role, self._rank, self._run_folder)
 
     def close(self) -> None:
         """Wait for every rank, then leave the process groups."""

@@ -94,7 +94,8 @@ def telling(connection: Connection) -> Iterator[None]:
                 say(connection, "refused", error)
             else:
                 first = traceback.format_exception_only(error)[0].splitlines()[0]
-                say(connection, "raised" if _machines(error) else "erred", f"{first}\n{traceback.format_exc()}")
+                said = "\n".join((first, *getattr(error, "__notes__", ()), traceback.format_exc()))
+                say(connection, "raised" if _machines(error) else "erred", said)
 
 
 def _machines(error: BaseException) -> bool:
@@ -117,6 +118,8 @@ def _hear(connection: Connection, calls: Calls) -> None:
 
 
 def _serve(connection: Connection, worker: RankModels, calls: Calls) -> None:
+    import torch
+
     from rl_megatron.observability import speed
 
     counts = Counter[str]()
@@ -127,7 +130,12 @@ def _serve(connection: Connection, worker: RankModels, calls: Calls) -> None:
         activity.begin(name, counts[name])
         if name not in worker.CALLS:
             raise RLMegatronError(f"worker has no call {name!r}; it has {', '.join(worker.CALLS)}")
-        answer = getattr(worker, name)(*arguments)
+        try:
+            answer = getattr(worker, name)(*arguments)
+        except torch.OutOfMemoryError as error:
+            for line in worker.lines_of_memory():
+                error.add_note(line)
+            raise
         activity.rest()
         say(connection, "ok", answer, speed.taken(), ranks.timed(arrived))
         if name == "close":

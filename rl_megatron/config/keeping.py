@@ -1,4 +1,4 @@
-"""Rules of which checkpoints are kept: those that no run could keep are refused."""
+"""Rules of what a run keeps beside its metrics: checkpoints and profiles that it could not have are refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ if TYPE_CHECKING:
 
 
 def problems_of_keeping(c: RunConfig) -> Iterator[str]:
+    """A line for each rule that the configuration breaks."""
+    yield from _checkpoint_problems(c)
+    yield from _profile_problems(c)
+
+
+def _checkpoint_problems(c: RunConfig) -> Iterator[str]:
     """A line for each rule by which no checkpoint, or none but the last, would be kept."""
     saves, every = c.checkpoint, c.checkpoint.every
     given = {
@@ -36,3 +42,18 @@ def problems_of_keeping(c: RunConfig) -> Iterator[str]:
             f"eval.every={c.eval.every} steps, but checkpoints are written every checkpoint.every={every}; make this a "
             "multiple of that"
         )
+
+
+def _profile_problems(c: RunConfig) -> Iterator[str]:
+    asked, ranks = c.profile, c.learner.dims.world_size
+    steps_are_known = c.kind.samples or c.written.epochs is None
+    if asked.steps and max(asked.steps) > c.train.steps and steps_are_known:
+        yield f"profile.steps has {max(asked.steps)}, but train.steps={c.train.steps}; leave out later ones"
+    if max(asked.ranks) >= ranks:
+        yield (
+            f"profile.ranks has {max(asked.ranks)}, but learner.tp, cp, dp and pp make {ranks} ranks, from 0 on; give "
+            "some of these"
+        )
+    if c.learner.device == "cpu":
+        given = {"profile.nvtx": asked.nvtx, "profile.memory": asked.memory}
+        yield from (f"{key}=true with learner.device=cpu: it is for GPUs; leave it out" for key in given if given[key])

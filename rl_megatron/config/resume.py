@@ -60,6 +60,7 @@ FREE: Mapping[str, bool] = {
     "eval": True,
     "checkpoint": True,
     "log": True,
+    "profile": True,
     "slurm": True,
 }
 """Whether a resume may change a key or a section's keys; the longest entry that matches decides.

@@ -27,6 +27,7 @@ from rl_megatron.config.sections.jobs import (
     WrittenSection,
 )
 from rl_megatron.config.sections.learner import LearnerSection, RolesSection
+from rl_megatron.config.sections.log import LogSection, ProfileSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.sandbox import SandboxSection
@@ -180,21 +181,6 @@ class CheckpointSection(Section):
     alone, and a resume samples these completions again from their prompts."""
 
 
-class LogSection(Section):
-    """What a run shows, and what it records besides metrics.jsonl."""
-
-    progress: Literal["auto", "live", "plain"] = "auto"
-    """Show progress as a live panel, as plain lines, or as whichever suits the terminal (auto)."""
-    samples_per_step: NonNegative = 4
-    """Number of completions per step to write to samples.jsonl."""
-    tensorboard: bool = True
-    """Whether to write TensorBoard files."""
-    wandb: Literal["off", "offline", "online"] = "off"
-    """Send metrics to Weights & Biases (online), or store them to send later (offline)."""
-    wandb_project: str = "rl_megatron"
-    """Project at Weights & Biases."""
-
-
 class RunConfig(Section):
     """The whole configuration of one run."""
 
@@ -225,6 +211,7 @@ class RunConfig(Section):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
+    profile: ProfileSection = ProfileSection()
     slurm: SlurmSection = SlurmSection()
 
     @property

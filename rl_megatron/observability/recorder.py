@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from rl_megatron.observability.timeline.recording import Timeline
 from rl_megatron.types import RolloutGroup
 
 if TYPE_CHECKING:
-    from rl_megatron.config.run import LogSection
+    from rl_megatron.config.sections.log import LogSection
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,10 @@ class Recorder:
             )
             for group in groups[: self._per_step]
         )
+
+    async def flush_timeline(self) -> None:
+        """Have readers of the timeline see all that was done up to now."""
+        await asyncio.wrap_future(self._timeline.flush())
 
     def truncate_after(self, step: int, *, warm_start_step: int | None = None) -> None:
         """Prepare a resume from ``step``: remove what was recorded later, as MetricsWriter does."""

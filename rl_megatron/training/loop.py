@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,6 +84,10 @@ class Job(Protocol):
         ...
 
 
+def _not_profiled(step: int) -> AbstractAsyncContextManager[None]:
+    return nullcontext()
+
+
 @dataclass(slots=True, kw_only=True)
 class Loop:
     """Runs one job. Setting ``stop`` (Ctrl-C, SIGTERM) ends it after the current step, with a checkpoint."""
@@ -92,6 +97,7 @@ class Loop:
     checkpoints: CheckpointStore
     recorder: Recorder
     stop: asyncio.Event
+    profiled: Callable[[int], AbstractAsyncContextManager[None]] = _not_profiled  # while a step's work is done
     async_save: bool = True  # steps go on while a checkpoint is written
     done: int = 0  # steps
     saved: int | None = None  # the step of the newest checkpoint, which may be in hand; None before the first
@@ -118,7 +124,8 @@ class Loop:
         watch, ended = Stopwatch(), self.done >= self.pace.steps
         while not ended and not self.stop.is_set():
             self.done += 1
-            row = await self.job.step(self.done, watch)
+            async with self.profiled(self.done):
+                row = await self.job.step(self.done, watch)
             self._look_at_save(watch)
             if self._due(self.pace.evaluations) or (self.pace.sets_due is not None and self.pace.sets_due(self.done)):
                 row |= await self.job.evaluate(watch)

@@ -147,7 +147,7 @@ def test_every_problem_is_named_at_once(conf: Path) -> None:
         ("learner='cuda': a section, not one value", " keys are in docs/configuration.md"),
         ("learner.tpp=4: no such key (did you mean 'learner.tp'?)", "near: tp, pp, vpp"),
         ("learner.ep=0: must be greater than or equal to 1", ""),
-        ("steps=10: no such key (did you mean 'reward.steps' or 'warm_start.steps' or 'train.steps'?)", ""),
+        ("steps=10: no such key (did you mean 'reward.steps' or 'warm_start.steps' or 'train.steps' or", ""),
         ("samples=3: no such key (did you mean 'eval.sets.<name>.samples'?)", ""),
         ("'oops': not an override; write section.key=value", "algorithm, data"),
         ("train.lr_decay='cosin': must be 'none', 'linear' or 'cosine' (did you mean 'cosine'?)", ""),

@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from rl_megatron.config.sections.data import ArithmeticData, FileData, FileKeys, HubData, OneSource
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.limits import limits_of
-from rl_megatron.section import Finite, Fraction, NonNegative, NonNegativeFloat, Positive, Section
+from rl_megatron.section import LISTED, Finite, Fraction, NonNegative, NonNegativeFloat, Positive, Section
 
 SetName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
-
-
-def _listed(given: object) -> object:
-    """Numbers of a command line, as ``1,8``."""
-    if isinstance(given, str):
-        return given.split(",")
-    return (given,) if isinstance(given, int) else given
 
 
 class RunData(Section):
@@ -54,10 +47,10 @@ class EvalSetSection(Section):
     """Longest completion, in tokens, stop token included; null: rollout.max_new_tokens."""
     every: NonNegative | None = None
     """Steps between evaluations of this set; 0: only before the first step and after the last. null: eval.every."""
-    at_steps: Annotated[tuple[NonNegative, ...], BeforeValidator(_listed)] = ()
+    at_steps: Annotated[tuple[NonNegative, ...], LISTED] = ()
     """Steps after which this set is evaluated, and no others, as a list or text as 0,100; 0 is before the first. Empty:
     as ``every`` says."""
-    pass_at: Annotated[tuple[Positive, ...], BeforeValidator(_listed)] = ()
+    pass_at: Annotated[tuple[Positive, ...], LISTED] = ()
     """The k of pass@k and all@k to report, each at most ``samples``: a list, or text as 1,8."""
 
     @model_validator(mode="before")

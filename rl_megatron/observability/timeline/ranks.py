@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.clock import Clock
+from rl_megatron.observability.timeline.kernels import RankKernels, Recorded
 from rl_megatron.observability.timeline.spans import Lane
 
 CALLS = Lane("", "calls")  # in a rank's process, which the controller names
@@ -41,6 +43,12 @@ class RankTimes:
         self._controllers = Lane(process, "asked by the controller")
         self._asked: deque[tuple[str, int]] = deque()
         self._heard = 0
+
+    def placed(self, recorded: Recorded) -> RankKernels:
+        """A file of the rank's kernels, with the difference of its clock to this process's."""
+        here = time.time_ns() - spans.now()
+        shift = recorded.monotonic + self.clock.offset + here - recorded.wall
+        return RankKernels(file=recorded.file, process=self._process, shift=shift)
 
     def asked(self, call: str) -> None:
         """A call is about to be sent."""

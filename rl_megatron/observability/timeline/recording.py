@@ -31,6 +31,11 @@ class Timeline:
         if self._writing is None or self._writing.done():  # else the next step writes these, too
             self._writing = self._thread.submit(self._write, *spans.taken())
 
+    def flush(self) -> Future[None]:
+        """Write all that there is now; the future is done once readers see it."""
+        self._writing = self._thread.submit(self._write, *spans.taken())
+        return self._writing
+
     def close(self) -> None:
         """Write what is left, and end the file."""
         if self._writing is not None:

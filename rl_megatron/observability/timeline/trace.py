@@ -24,6 +24,7 @@ from rl_megatron.durable import naming, write_atomically
 from rl_megatron.errors import DataError
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.clock import Clock
+from rl_megatron.observability.timeline.kernels import read_kernels
 from rl_megatron.observability.timeline.spans import KeptSpan, SpanDetails
 
 FILES = ("trace_before.json", "trace.json")
@@ -194,15 +195,19 @@ def read_trace(folder: Path, *, tail: bool = False) -> list[TraceEvent]:
 
 
 def write_trace(folder: Path, out: Path) -> Path:
-    """All that a run's folder has as one trace, compressed if ``out`` ends in .gz; atomic. Returns ``out``.
+    """All that a run's folder has as one trace, with kernels of profiled steps; atomic. Returns ``out``.
 
-    Raises as `read_trace`.
+    It is compressed if ``out`` ends in .gz.
+
+    Raises as `read_trace` and `read_kernels`.
     """
     lines = _Lines()
     events = [
         lines.span(event.process, event.thread, event.name, event.begin, event.end, event.said, event.flow)
         for event in read_trace(folder)
     ]
+    kernels = sorted(read_kernels(folder), key=lambda event: (event.begin, -event.end))
+    events += [lines.span(one.process, one.thread, one.name, one.begin, one.end, None, None) for one in kernels]
     text = "".join(["[\n", *events, lines.end()])
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, gzip.compress(text.encode()) if out.suffix == ".gz" else text.encode())

@@ -10,13 +10,13 @@ import sys
 import time
 from pathlib import Path
 
-from launcher.controller.loop_watch import LoopWatch, TimedLoop
+from launcher.processes.loop_watch import LoopWatch, TimedLoop
 from rl_megatron.config.io import load_config
 
 STANDING_STILL = """
 import asyncio, sys, time
 from pathlib import Path
-from launcher.controller.loop_watch import LoopWatch, TimedLoop
+from launcher.processes.loop_watch import LoopWatch, TimedLoop
 from rl_megatron.config.io import load_config
 
 async def controller():
@@ -44,7 +44,7 @@ def test_it_ends_with_the_place_and_the_stacks(tmp_path: Path) -> None:
 BLOCKING = """
 import asyncio, logging, re, sys, threading, time
 from pathlib import Path
-from launcher.controller.loop_watch import LoopWatch, TimedLoop
+from launcher.processes.loop_watch import LoopWatch, TimedLoop
 from rl_megatron.config.io import load_config
 
 logging.basicConfig(level="WARNING", format="%(message)s", stream=sys.stdout)

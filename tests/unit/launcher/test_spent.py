@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.build.roles import Parts
-from launcher.controller.loop_watch import TimedLoop
+from launcher.processes.loop_watch import TimedLoop
 from launcher.programs import train
 from launcher.rehearsal.spent import devices, lines_of_spent, planned, planned_metrics, spent
 from launcher.runs.stop import Stop

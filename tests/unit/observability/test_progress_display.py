@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rl_megatron.config.run import LogSection
+from rl_megatron.config.sections.log import LogSection
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
 

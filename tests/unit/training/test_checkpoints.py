@@ -14,8 +14,8 @@ import xxhash
 
 from launcher.controller.group import WorkerGroup
 from launcher.controller.learner import LearnerGroup
-from launcher.controller.loop_watch import LoopWatch, TimedLoop
 from launcher.controller.plane import Plane
+from launcher.processes.loop_watch import LoopWatch, TimedLoop
 from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import fixed

@@ -14,8 +14,8 @@ import pytest
 
 from launcher.servers.engines import SERVERS
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import LogSection
 from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
+from rl_megatron.config.sections.log import LogSection
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.evaluation.sets import ProblemSet
 from rl_megatron.observability.history import load_runs

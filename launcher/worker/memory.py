@@ -1,0 +1,67 @@
+"""What a rank says of its memory when it runs out: the plan's terms, what torch allocated, and a snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.observability.timeline.kernels import FOLDER
+from rl_megatron.options.table import changes
+from rl_megatron.placement.names import file_stem
+from rl_megatron.scaling.memory import CHANGES, Footprint, footprints
+
+_GB = 1e9
+_ENTRIES = 200_000  # allocations and frees that are remembered, the latest
+
+
+def remember() -> None:
+    """Have torch record where memory is allocated from now on, for `lines_of_memory`."""
+    torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
+
+
+def lines_of_memory(config: RunConfig, policy: ModelShape, role: str, rank: int, run_folder: Path) -> Iterator[str]:
+    """The plan of this rank's GPU beside what torch holds of it now; a snapshot with ``profile.memory``.
+
+    ``policy``: the sizes of the policy. Nothing is raised: the rank has an error already.
+    """
+    try:
+        planned = _planned(config, policy, role, rank)
+        terms = ", ".join(f"{name} {size / _GB:.3g}" for name, size in planned.terms.items() if size)
+        yield f"the plan of its GPU, {planned.total / _GB:.3g} GB: {terms}"
+        yield f"the largest, {planned.largest}: {({**CHANGES, **changes()})[planned.largest]}"
+    except RLMegatronError as error:
+        yield f"there is no plan of its GPU beside: {error}"
+    if torch.cuda.is_available():
+        free, whole = torch.cuda.mem_get_info()
+        held = torch.cuda.memory_reserved()
+        yield (
+            f"now: {torch.cuda.memory_allocated() / _GB:.1f} GB allocated of {held / _GB:.1f} that torch holds, "
+            f"{torch.cuda.max_memory_allocated() / _GB:.1f} at most; {(whole - free - held) / _GB:.1f} by others and "
+            f"outside of torch, of {whole / _GB:.1f}"
+        )
+    if config.profile.memory:
+        yield _snapshot(run_folder / FOLDER / f"out_of_memory_{file_stem(role, rank)}.pickle")
+    else:
+        yield "profile.memory=true writes a snapshot of what was allocated where, for pytorch.org/memory_viz"
+
+
+def _planned(config: RunConfig, policy: ModelShape, role: str, rank: int) -> Footprint:
+    """Of the rank itself if the plan has it, else of the first one of its stage; in the fuller phase."""
+    inner = config.learner.dims.world_size // config.learner.dims.pp
+    found = [one for one in footprints(config, policy) if one.role == role and one.stage == rank // inner]
+    own = [one for one in found if one.rank == rank] or found
+    return max(own, key=lambda one: one.total)
+
+
+def _snapshot(path: Path) -> str:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+    except (OSError, RuntimeError) as error:
+        return f"no snapshot: {path}: {error}"
+    return f"a snapshot of what was allocated where, for pytorch.org/memory_viz: {path}"

@@ -1,0 +1,91 @@
+"""Kernels of a run's steps are recorded, also on request, and lie inside the ranks' calls in its timeline."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from bisect import bisect_right
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.__main__ import main
+from tests.e2e.processes import Place
+
+EVEN = "reward.function=my_rewards:even"
+FULL = """
+import torch
+from dataclasses import replace
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from rl_megatron.learner.model.layers import torch_layer_spec
+
+class Full(TransformerLayer):
+    def forward(self, hidden_states, **_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+def full(shape, layer):
+    return replace(torch_layer_spec(shape, layer), module=Full)
+"""
+
+
+def events_of(trace: Path) -> dict[str, list[dict[str, Any]]]:
+    """The spans of a trace by process and thread, in their order."""
+    events = json.loads(gzip.decompress(trace.read_bytes()))
+    names = {kind: {} for kind in ("process_name", "thread_name")}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        if event["ph"] == "M" and event["name"] in names:
+            names[event["name"]][event["pid"], event["tid"]] = event["args"]["name"]
+        elif event["ph"] == "X":
+            process = names["process_name"][event["pid"], 0].split(" (")[0]
+            found.setdefault(f"{process}: {names['thread_name'][event['pid'], event['tid']]}", []).append(event)
+    return found
+
+
+def test_steps_are_profiled_as_configured_and_as_asked(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ("learner.ep=2", EVEN, "train.steps=100000", "profile.steps=2", "profile.ranks=[0,1]")
+    run = place.fork("profiled", *keys)
+    run.until_row(step=3)
+    first = run.folder / "profile" / "step_000002"
+    assert {path.name for path in first.iterdir()} == {"rank-0.json.gz", "rank-1.json.gz", "ranks.json"}
+    for rank, said in ((7, "ranks are 0 to 1; give some of these"), (-1, "ranks are 0 to 1")):
+        with pytest.raises(SystemExit) as ended:
+            main(["profile", str(run.folder), "--rank", str(rank)])
+        assert ended.value.code == 1
+        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", str(run.folder), "--steps", "2", "--rank", "1"])
+    *folders, trace = capsys.readouterr().out.splitlines()
+    assert not ended.value.code
+    assert len(folders) == 2
+    for folder in folders:
+        assert {path.name for path in Path(folder).iterdir()} == {"rank-1.json.gz", "ranks.json"}
+    run.kill()
+    found = events_of(Path(trace))
+    steps = {event["name"] for event in found["controller: steps"]}
+    assert {f"step {int(Path(folder).name.removeprefix('step_'))}" for folder in folders} <= steps
+    calls = found["rank 1: calls"]
+    begins = [event["ts"] for event in calls if event["name"] in ("backward", "score", "step", "generate")]
+    for thread in (name for name in found if name.startswith("rank 1: operators")):
+        assert all(begin["ts"] >= begins[0] - 1000 for begin in found[thread])
+    products = [one for name, some in found.items() if name.startswith("rank 1: operators") for one in some]
+    products = [one for one in products if one["name"] == "aten::mm"]
+    assert len(products) > 100
+    inside = [event for event in calls if "call" in event.get("args", {})]
+    starts = [event["ts"] for event in inside]
+    for one in products:
+        around = inside[bisect_right(starts, one["ts"] + 2000) - 1]
+        assert around["ts"] - 2000 <= one["ts"] <= one["ts"] + one["dur"] <= around["ts"] + around["dur"] + 2000
+
+
+def test_a_rank_whose_memory_is_full_says_the_plan_of_it(place: Place) -> None:
+    (place.folder / "full_layers.py").write_text(FULL)
+    run = place.fork("full", "learner.ep=1", EVEN, "learner.layers=full_layers:full")
+    assert run.end() == 1
+    text = " ".join(run.text().split())
+    assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB." in text
+    assert re.search(r"the plan of its GPU, 0\.\d+ GB: parameters 0\.000\d+, gradients 0\.000\d+, optimizer", text)
+    assert "the largest, weight push: lower weights.bucket_mb" in text
+    assert "profile.memory=true writes a snapshot of what was allocated where" in text
