@@ -11,6 +11,7 @@
 # make test-gpu [HALF=1|2] [GPU_PYTHON=python3]  the kit for one GPU, ten minutes a half; prints a table of figures
 # make test-kills [ARGS="--points 20"]         a run with servers, killed at 100 points: is a prompt lost or trained twice?
 # make test-learns                             calculator, sft_tiny, dpo_tiny, reward_tiny, distill_tiny, three seeds of each: do they learn?
+# make proof                                   do the commands of docs/proof.md print what it shows? some minutes
 # make test-images                             the learner's steps of an image, in a new environment: minutes, and the index
 # make mutants [ARGS="--sample 40 --seed 1"]   are 400 faults put into the arithmetic seen by a test? up to an hour
 # make lint                                    linters alone (what pre-commit runs)
@@ -32,7 +33,7 @@ HALF ?=
 GPU_PYTHON ?=
 
 .PHONY: train test test-dry-run test-engines try-newest-engines test-environments test-312 test-cluster test-series test-pretended-gpu test-gpu \
-	test-kills test-learns test-images mutants lint docs clean
+	test-kills test-learns test-images proof mutants lint docs clean
 .DELETE_ON_ERROR:
 unexport PYTHONDONTWRITEBYTECODE # each process of pytest would rewrite the assertions of all test files at each start
 
@@ -93,6 +94,9 @@ test-kills: $(ENVIRONMENT)
 
 test-learns: $(ENVIRONMENT)
 	OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.learns.run $(ARGS)
+
+proof: $(ENVIRONMENT)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.proof.run
 
 test-images: $(ENVIRONMENT)
 	$(BIN)/pytest -q tests/images

@@ -1,0 +1,120 @@
+"""``make proof``: does every command of docs/proof.md still print what the page shows?
+
+Each command runs in a process of its own, one after the other: pytest in the checkout, others in a folder that has its
+documents alone. It ends with 1 where an output is stale, and prints the new output.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.documents import blocks
+
+REPO = Path(__file__).resolve().parents[2]
+PAGE = REPO / "docs" / "proof.md"
+LIMIT_SECONDS = 600.0
+TOLERANCE = 0.05  # of a figure, relative
+COLUMNS = 110  # in which tables are printed
+FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
+OWN_TIMES = re.compile(r" in [\d.]+ ?s\b.*| +\[ *\d+%\]$")  # of the run itself, and pytest's progress
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A command of the page, what the page shows of its output, and the file that runs it."""
+
+    command: str
+    shown: str
+    runner: str
+
+
+def claims() -> Iterator[Claim]:
+    """Every command that is run, with the block behind it. Raises ValueError for one without an output."""
+    command = None
+    for block in blocks(PAGE, "sh", ""):
+        if block.language == "sh":
+            if command is not None:
+                raise ValueError(f"{PAGE}: no output is shown of {command.text.strip()!r}")
+            command = block if block.mark.startswith("run by ") else None
+        elif command is not None:
+            yield Claim(command.text.strip(), block.text, command.mark.removeprefix("run by "))
+            command = None
+    if command is not None:
+        raise ValueError(f"{PAGE}: no output is shown of {command.text.strip()!r}")
+
+
+def printed(command: str) -> str:
+    """What the command writes to both streams, whatever its exit status."""
+    words = shlex.split(command)
+    program = Path(sys.executable).with_name(Path(words[0]).name)
+    environment = os.environ | {"COLUMNS": str(COLUMNS), "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "docs").symlink_to(REPO / "docs")
+        return subprocess.run(
+            [str(program), *words[1:]],
+            cwd=REPO if program.name == "pytest" else folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_SECONDS,
+        ).stdout
+
+
+def stale(shown: str, text: str) -> str | None:
+    """The first shown line that ``text`` lacks where it is due; None if all are there. ``...`` stands for any lines."""
+    lines = [_plain(line) for line in text.splitlines()]
+    place, free = 0, False
+    for line in shown.splitlines():
+        if line.strip() == "...":
+            free = True
+            continue
+        wanted = _plain(line)
+        due = range(place, len(lines)) if free else range(place, min(place + 1, len(lines)))
+        found = next((i for i in due if _equal(wanted, lines[i])), None)
+        if found is None:
+            return line
+        place, free = found + 1, False
+    return None if free or place == len(lines) else f"nothing behind line {place}"
+
+
+def _plain(line: str) -> str:
+    return " ".join(OWN_TIMES.sub("", line).split())
+
+
+def _equal(one: str, other: str) -> bool:
+    """Words are equal, and figures within the tolerance."""
+    if FIGURE.sub("#", one) != FIGURE.sub("#", other):
+        return False
+    pairs = zip(FIGURE.findall(one), FIGURE.findall(other), strict=True)
+    return all(math.isclose(_number(a), _number(b), rel_tol=TOLERANCE) for a, b in pairs)
+
+
+def _number(figure: str) -> float:
+    return float(figure.replace(",", "").rstrip("."))
+
+
+def main() -> None:
+    """Run all; exits with 1 where one is stale."""
+    old = 0
+    for claim in claims():
+        text = printed(claim.command)
+        missing = stale(claim.shown, text)
+        print(f"{'STALE' if missing else 'holds'}  {claim.command}", flush=True)
+        if missing:
+            old += 1
+            print(f"  not there: {missing}\n{text}", flush=True)
+    sys.exit(1 if old else 0)
+
+
+if __name__ == "__main__":
+    main()

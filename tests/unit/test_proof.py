@@ -1,0 +1,58 @@
+"""docs/proof.md: every kind of complaint has threads, a command, its output and a test; quick ones hold."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.proof.run import PAGE, Claim, claims, printed, stale
+
+KINDS = 12
+EVERY = list(claims())
+QUICK = [claim for claim in EVERY if claim.runner == "tests/unit/test_proof.py"]
+
+
+def test_every_kind_of_complaint_has_threads_a_command_its_output_and_a_test() -> None:
+    """LoRA, which is not here, says so and shows no command."""
+    _, *sections = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.M)
+    assert len(sections) == KINDS
+    for section in sections:
+        title = section.splitlines()[0]
+        threads = re.findall(
+            r"\[([\w.-]+/[\w.-]+#\d+)\]\(https://github\.com/([\w.-]+/[\w.-]+)/(?:issues|pull)/(\d+)\)", section
+        )
+        assert len(threads) >= 2, title
+        assert [name for name, repository, number in threads if name != f"{repository}#{number}"] == []
+        if "**Here there is no" not in section:
+            assert re.search(r"`[\w/]+\.py::\w+`", section), title
+            assert "<!-- run by " in section, title
+    assert len(EVERY) == KINDS - 1
+
+
+@pytest.mark.parametrize("claim", QUICK, ids=lambda claim: claim.command[:60])
+def test_a_quick_command_prints_what_the_page_shows(claim: Claim) -> None:
+    text = printed(claim.command)
+    assert stale(claim.shown, text) is None, text
+
+
+@pytest.mark.parametrize(
+    ("shown", "text", "missing"),
+    [
+        ("a 1.00 GB\n", "a 1.04  GB\n", None),
+        ("a 1.00 GB\n", "a 1.06 GB\n", "a 1.00 GB"),
+        ("a 1,000\n", "a 940\n", "a 1,000"),
+        ("one\n...\nfour\n", "one\ntwo\nthree\nfour\n", None),
+        ("one\nthree\n...\n", "one\ntwo\nthree\n", "three"),
+        ("...\ntwo\none\n...\n", "one\ntwo\n", "one"),
+        ("one\n", "one\ntwo\n", "nothing behind line 1"),
+        ("3 passed in 1.2s\n", "3 passed in 90s (0:01:30)\n", None),
+        ("3 passed in 1.2s\n", "2 passed in 1.2s\n", "3 passed in 1.2s"),
+        ("t.py::test PASSED\n", "t.py::test PASSED [ 33%]\n", None),
+        ("t.py::test PASSED\n", "t.py::test FAILED [ 33%]\n", "t.py::test PASSED"),
+    ],
+)
+def test_an_output_is_stale_where_words_differ_or_figures_by_more_than_the_tolerance(
+    shown: str, text: str, missing: str | None
+) -> None:
+    assert stale(shown, text) == missing
