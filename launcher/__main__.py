@@ -27,6 +27,7 @@ from launcher.commands import (
     submit,
     train,
     verify,
+    watch,
 )
 from launcher.processes import limits
 from rl_megatron.errors import RLMegatronError
@@ -35,7 +36,7 @@ _NAMES = {"help_option_names": ["-h", "--help"]}
 _COMMANDS = (
     *(train.train, rehearse.rehearse, submit.submit, job.status, job.logs, job.attach, job.cancel, engines.engines),
     profile.profile,
-    *(report.report, convert.convert, verify.verify, inspect.inspect, plan.plan, scale.scale),
+    *(watch.watch, report.report, convert.convert, verify.verify, inspect.inspect, plan.plan, scale.scale),
 )
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_NAMES)
 for command in _COMMANDS:

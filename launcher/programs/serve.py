@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import secrets
-import signal
 import stat
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from launcher.build.trained import TrainedModel, hugging_face, of_folder
 from launcher.preflight import engine
 from launcher.preflight.subject import Subject
 from launcher.processes.scratch import scratch
+from launcher.processes.signals import signalled
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.log import run_log
@@ -61,7 +59,7 @@ async def serve_model(target: TrainedModel, port: int, key_file: Path | None) ->
             print(f"{target.source}, by {config.rollout.engine}: {url}")
             print(f"key: {file}; tokenizer: {folder}; most tokens of a prompt and its answer: {app.max_length}")
             print("Ctrl-C ends it", flush=True)
-            await _signalled()
+            await signalled()
             await server.stop()
 
 
@@ -82,13 +80,3 @@ def _key(file: Path, *, given: bool) -> str:
     if len(key) < _LEAST_KEY or not key.isascii() or any(letter.isspace() for letter in key):
         raise ConfigError(f"--key-file {file}: give one line of at least {_LEAST_KEY} characters of ASCII")
     return key
-
-
-async def _signalled() -> None:
-    """Return at the first SIGINT or SIGTERM."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    with contextlib.ExitStack() as stack:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, ended.set)
-            stack.callback(loop.remove_signal_handler, number)
-        await ended.wait()

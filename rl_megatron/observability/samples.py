@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
+from itertools import islice
 from pathlib import Path
 
 from rl_megatron.errors import DataError
-from rl_megatron.observability.files import JsonlFile, JsonRow, read_jsonl
+from rl_megatron.observability.files import JsonlFile, JsonRow, from_the_end, read_jsonl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,32 @@ class SampleRow:
     completion: str
     answer: str
     reward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSearch:
+    """Which samples are looked for; None: all. Lengths are characters of the completion."""
+
+    text: str | None = None  # in prompt, completion or answer, whatever its case
+    least_reward: float | None = None
+    most_reward: float | None = None
+    least_length: int | None = None
+    most_length: int | None = None
+    step: int | None = None
+    prompt: str | None = None  # the whole one: with ``step``, a group
+
+    def finds(self, row: SampleRow) -> bool:
+        """Whether the row is one of them."""
+        texts = (row.prompt, row.completion, row.answer)
+        return (
+            (self.text is None or any(self.text.casefold() in text.casefold() for text in texts))
+            and (self.least_reward is None or row.reward >= self.least_reward)
+            and (self.most_reward is None or row.reward <= self.most_reward)
+            and (self.least_length is None or len(row.completion) >= self.least_length)
+            and (self.most_length is None or len(row.completion) <= self.most_length)
+            and (self.step is None or row.step == self.step)
+            and (self.prompt is None or row.prompt == self.prompt)
+        )
 
 
 class SamplesWriter:
@@ -44,6 +71,18 @@ class SamplesWriter:
 def read_samples(path: Path) -> list[SampleRow]:
     """All rows in file order. Raises DataError that names the file for a row with other fields."""
     return [_sample(path, row) for row in read_jsonl(path)]
+
+
+def search_samples(path: Path, search: SampleSearch, *, skip: int, limit: int) -> tuple[list[SampleRow], bool]:
+    """At most ``limit`` samples behind the first ``skip``, the latest first, and whether there are more.
+
+    Reads no more of the file than that. Raises DataError as `read_samples`; a file that is not there has none.
+    """
+    if not path.exists():
+        return [], False
+    found = (sample for row in from_the_end(path) if search.finds(sample := _sample(path, row)))
+    rows = list(islice(found, skip, skip + limit + 1))
+    return rows[:limit], len(rows) > limit
 
 
 def _sample(path: Path, row: JsonRow) -> SampleRow:

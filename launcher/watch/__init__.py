@@ -1,0 +1,1 @@
+"""A run, or several, in a browser of this machine while they train."""

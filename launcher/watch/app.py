@@ -1,0 +1,150 @@
+"""A run's report and samples over HTTP, as an ASGI application: for who has the token, and as they are now."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import logging
+import math
+import re
+import secrets
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from rl_megatron.errors import DataError
+from rl_megatron.observability import report
+from rl_megatron.observability.charts import FRAME
+from rl_megatron.observability.samples import SampleSearch, search_samples
+from rl_megatron.rollout.endpoint.bodies import ReceivePart, SendPart, method_of, respond
+from rl_megatron.rollout.endpoint.served import RequestRefused
+
+logger = logging.getLogger(__name__)
+
+SAMPLES_AT_ONCE = 50
+_PATHS = {"/": "GET", "/report": "GET", "/samples": "GET"}
+_READ = ("config.yaml", "metrics.jsonl", "samples.jsonl", "trace.json", "plan.json")  # whose change makes a new page
+_KINDS = {"text": str, "prompt": str, "least_reward": float, "most_reward": float}  # all others are integers
+_PLAIN, _HTML, _JSON = b"text/plain; charset=utf-8", b"text/html; charset=utf-8", b"application/json"
+
+
+@dataclass(slots=True)
+class WatchApplication:
+    """ASGI: one HTTP request a call. ``/`` holds nothing of the runs; all else wants ``token`` and loopback's name."""
+
+    runs: Sequence[Path]
+    token: str
+    _page: bytes = field(init=False)
+    _headers: Mapping[bytes, bytes] = field(init=False)
+    _report: tuple[str, bytes] = ("", b"")  # its tag, and the page
+    _rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        page, script = _shell([run.name for run in self.runs])
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        policy = (
+            f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'; "
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        self._page = page.encode()
+        self._headers = {
+            b"content-security-policy": policy.encode(),
+            b"cache-control": b"no-store",
+            b"referrer-policy": b"no-referrer",
+            b"x-content-type-options": b"nosniff",
+            b"cross-origin-resource-policy": b"same-origin",
+        }
+
+    async def __call__(self, scope: Mapping[str, Any], receive: ReceivePart, send: SendPart) -> None:
+        """Answer, or refuse with a status and its reason as plain text."""
+        status, headers = 200, dict(self._headers)
+        try:
+            status, kind, body, tag = await self._answer(scope)
+            headers |= {b"etag": f'"{tag}"'.encode()} if tag else {}
+        except RequestRefused as error:
+            status, kind, body = error.status, _PLAIN, str(error).encode()
+        except DataError as error:  # a run that has no row yet, or a damaged file
+            status, kind, body = 503, _PLAIN, str(error).encode(errors="replace")
+        except Exception as error:
+            logger.exception("a request of %s", scope["path"])
+            status, kind, body = 500, _PLAIN, f"{type(error).__name__}; its traceback is in the terminal".encode()
+        await respond(send, status, headers | {b"content-type": kind}, [body])
+
+    async def _answer(self, scope: Mapping[str, Any]) -> tuple[int, bytes, bytes, str]:
+        """Status, type and body, and the tag of what may be asked for again."""
+        headers = dict(scope["headers"])
+        port = scope["server"][1]
+        if headers.get(b"host") not in {f"{name}:{port}".encode() for name in ("127.0.0.1", "localhost")}:
+            raise RequestRefused(421, "ask by the address that `rl-megatron watch` printed")  # another name leads here
+        path = method_of(scope, _PATHS)
+        if path == "/":
+            return 200, _HTML, self._page, ""
+        kind, _, token = headers.get(b"authorization", b"").partition(b" ")
+        if kind.lower() != b"bearer" or not secrets.compare_digest(token.strip(), self.token.encode()):
+            raise RequestRefused(
+                401, "open the whole address that `rl-megatron watch` printed, with what is behind its #"
+            )
+        if path == "/samples":
+            return 200, _JSON, await asyncio.to_thread(self._samples, scope["query_string"]), ""
+        async with self._rendering:
+            tag = await asyncio.to_thread(self._tag)
+            if tag != self._report[0]:
+                self._report = tag, await asyncio.to_thread(self._render)
+        unchanged = headers.get(b"if-none-match") == f'"{tag}"'.encode()
+        return (304 if unchanged else 200), _HTML, b"" if unchanged else self._report[1], tag
+
+    def _tag(self) -> str:
+        """Another one after every change of a file that the report shows."""
+        found = hashlib.sha256()
+        for file in (run / name for run in self.runs for name in _READ):
+            if file.exists():
+                stat = file.stat()
+                found.update(f"{file} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        return found.hexdigest()
+
+    def _render(self) -> bytes:
+        """The report's page, of damaged parts without them."""
+        with tempfile.TemporaryDirectory() as folder:
+            return report.write_report(self.runs, Path(folder) / "report.html", logger.warning).read_bytes()
+
+    def _samples(self, query: bytes) -> bytes:
+        """The samples that a query asks for. Raises RequestRefused."""
+        given = _query(query)
+        run, skip = (int(given.pop(name, 0)) for name in ("run", "skip"))
+        if not 0 <= run < len(self.runs):
+            raise RequestRefused(400, f"run={run}: there are {len(self.runs)} runs, from 0 on")
+        rows, more = search_samples(
+            self.runs[run] / "samples.jsonl", SampleSearch(**given), skip=skip, limit=SAMPLES_AT_ONCE
+        )
+        return json.dumps({"samples": [asdict(row) for row in rows], "more": more}).encode()
+
+
+def _query(query: bytes) -> dict[str, Any]:
+    """Its fields by name. Raises RequestRefused for a field that is not there, twice or no finite number."""
+    fields = {*SampleSearch.__dataclass_fields__, "run", "skip"}
+    try:
+        pairs = parse_qsl(query.decode("ascii"), strict_parsing=bool(query), max_num_fields=len(fields))
+        found = {name: _KINDS.get(name, int)(value) for name, value in pairs if name in fields}
+    except ValueError as error:
+        raise RequestRefused(400, f"not a search for samples: {error}") from error
+    if len(found) < len(pairs) or not all(math.isfinite(v) for v in found.values() if isinstance(v, float)):
+        raise RequestRefused(400, f"a search gives each of {', '.join(sorted(fields))} once at most, as finite numbers")
+    if found.get("skip", 0) < 0:
+        raise RequestRefused(400, f"skip={found['skip']}: must be 0 or more")
+    return found
+
+
+def _shell(names: Sequence[str]) -> tuple[str, str]:
+    """The page that asks for everything else, and its script's text."""
+    folders = [Path(__file__).parent, Path(report.__file__).parent]
+    environment = Environment(loader=FileSystemLoader(folders), autoescape=True, undefined=StrictUndefined)
+    page = environment.get_template("page.html.j2").render(runs=names, size=FRAME)
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.S)
+    return page, script
