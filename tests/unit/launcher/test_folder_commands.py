@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -142,7 +144,13 @@ def test_the_status_of_a_run_without_a_job_is_its_last_step(
 
 
 def test_version_short_help_and_completion_are_there() -> None:
-    assert CliRunner().invoke(app, ["--version"]).output == "rl-megatron 0.1.0\n"
+    """The version is the one that the environment was installed from: `make` installs a new one again."""
+    repo = Path(__file__).resolve().parents[3]
+    version = tomllib.loads((repo / "pyproject.toml").read_text())["project"]["version"]
+    assert CliRunner().invoke(app, ["--version"]).output == f"rl-megatron {version}\n"
+    named = re.findall(r"rl_megatron-([\d.]+)-py3", "".join(path.read_text() for path in repo.glob("docs/*.md")))
+    assert set(named) == {version}
+    assert re.search(r"^## (\S+) ", (repo / "CHANGELOG.md").read_text(), re.M)[1] == version
     for arguments in (["-h"], ["train", "-h"]):
         said = CliRunner().invoke(app, arguments)
         assert said.exit_code == 0
