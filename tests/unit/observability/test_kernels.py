@@ -66,6 +66,7 @@ def test_a_rank_on_another_clock_is_placed_by_both_of_its_clocks(monkeypatch: py
         ("rank-0.json.gz", gzip.compress(b'{"traceEvents": []}')),
         ("rank-0.json.gz", gzip.compress(b"{}" * 1000)[:20]),
     ],
+    ids=["half a list", "two objects", "no file", "no shift", "no gzip", "half an object", "no base", "cut off"],
 )
 def test_files_that_are_torn_or_of_others_are_named(tmp_path: Path, file: str, content: bytes) -> None:
     folder = written(tmp_path)
