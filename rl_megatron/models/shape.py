@@ -96,8 +96,9 @@ class ModelShape:
     ``shared_width`` in total. ``qk_norm`` is over each head, over all heads at once, or absent. ``windows`` has for
     each layer how many positions a query attends to, its own included; 0 means all, and empty means 0 for every layer.
     ``expert_bias`` and ``clamped_swiglu`` (the limit, 0 for plain SwiGLU) are gpt-oss's. Some checkpoints have
-    ``draft_layers`` behind the decoder, for multi-token prediction; nothing here reads or writes them. A model that
-    ``scores`` has one output in place of the vocabulary's: transformers' ``…ForSequenceClassification`` with one label.
+    ``draft_layers`` behind the decoder, for multi-token prediction (DeepSeek-V3, arXiv:2412.19437); with ``drafts`` the
+    model has them too, each like the decoder's last layer, else they are left aside. A model that ``scores`` has one
+    output in place of the vocabulary's: transformers' ``…ForSequenceClassification`` with one label.
 
     ``family`` is the ``model_type`` of config.json. ``family_at`` names the definition of a family of the user's own,
     as ``package.module:name``, so that every process that gets the shape can import it.
@@ -133,6 +134,7 @@ class ModelShape:
     expert_bias: bool = False
     clamped_swiglu: float = 0.0
     draft_layers: int = 0
+    drafts: bool = False
     scores: bool = False
 
     @property
@@ -149,6 +151,11 @@ class ModelShape:
     def moe_layers(self) -> range:
         """The layers with experts."""
         return range(self.dense_layers if self.num_experts else self.num_layers, self.num_layers)
+
+    @property
+    def drafted(self) -> range:
+        """The numbers of the model's draft layers, which follow those of the decoder's."""
+        return range(self.num_layers, self.num_layers + (self.draft_layers if self.drafts else 0))
 
     @property
     def uniform(self) -> bool:

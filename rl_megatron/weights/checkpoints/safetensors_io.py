@@ -24,13 +24,14 @@ from rl_megatron.weights.formats.hf_folder import (
     config_text,
     file_names,
     index_text,
-    is_draft,
+    is_left_aside,
     raise_misfits,
     raise_uncounted,
     read_headers,
 )
 from rl_megatron.weights.formats.quantize import read_quantised
 from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.tables.drafts import JOIN
 from rl_megatron.weights.layouts.tables.rows import SCORE
 from rl_megatron.weights.plans.plan import plan
 
@@ -86,7 +87,7 @@ def read_boxes(source: TensorSource, hf: Layout, layout: Layout, rank: int, tens
     every tensor of it, then of ``tensors``, that is missing, unknown or misshapen; nothing is written then.
     the first tensor that holds NaN or infinite values.
     """
-    given = {name: size for name, size in source.shapes().items() if not is_draft(name, hf.shape)}
+    given = {name: size for name, size in source.shapes().items() if not is_left_aside(name, hf.shape)}
     raise_uncounted(source.folder, len(given), hf)
     raise_misfits(f"{source.folder}", given, hf.local_shapes(0))
     here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -132,7 +133,8 @@ def write_folder(
     try:
         _write_tensors(tensors, partial, max_shard_bytes)
         dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
-        (partial / "config.json").write_text(config_text(source_folder, dtypes, scores=SCORE in tensors))
+        drafts = any(name.endswith(JOIN) for name in tensors)
+        (partial / "config.json").write_text(config_text(source_folder, dtypes, drafts=drafts, scores=SCORE in tensors))
         for path in companions(source_folder):
             shutil.copyfile(path, partial / path.name)
         publish_folder(partial, out)
