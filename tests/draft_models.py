@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,9 +13,9 @@ from torch import Tensor
 from tests.family_models import save_model
 
 
-def save_with_drafts(name: str, folder: Path, count: int = 1) -> dict[str, Tensor]:
+def save_with_drafts(name: str, folder: Path, count: int = 1, **changed: Any) -> dict[str, Tensor]:
     """Save the model with ``count`` draft layers of random weights; returns all of the folder's tensors."""
-    save_model(name, folder)
+    save_model(name, folder, **changed)
     path = folder / "config.json"
     config = json.loads(path.read_text())
     tensors = load_file(folder / "model.safetensors")

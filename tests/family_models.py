@@ -131,13 +131,13 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Name -> (model_type, the settings that differ from BASE)."""
 
 
-def save_model(name: str, folder: Path) -> Any:
+def save_model(name: str, folder: Path, **changed: Any) -> Any:
     """Save the model in ``folder``; its weights are large enough that a wrong rope, bias or route shows."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, differing = MODELS[name]
     torch.manual_seed(zlib.crc32(name.encode()))
-    config = AutoConfig.for_model(kind, **{**BASE, **differing})
+    config = AutoConfig.for_model(kind, **{**BASE, **differing, **changed})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, value in [*model.named_parameters(), *model.named_buffers()]:

@@ -222,14 +222,14 @@ def hf_tensors(folder: Path, config: Path | None = None, family: str | None = No
     return megatron_copies(folder, shape) if is_megatron(folder) else hf_copies(folder, shape, None)
 
 
-def _keeping_dtype(layout: Layout) -> set[str]:
+def keeping_dtype(layout: Layout) -> set[str]:
     """Names of tensors that a conversion of dtypes leaves alone."""
     return set(replace(layout, table=[row for row in layout.table if row.keeps_dtype]).local_shapes(0))
 
 
 def in_dtype(tensors: Sequence[Copy], dtype: DType | None, layout: Layout) -> list[Copy]:
     """The tensors in ``dtype``, except those whose row of ``layout`` keeps its dtype."""
-    exact = _keeping_dtype(layout)
+    exact = keeping_dtype(layout)
     return [tensor if tensor.name in exact else _cast(tensor, dtype) for tensor in tensors]
 
 

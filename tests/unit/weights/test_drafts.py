@@ -18,7 +18,7 @@ from rl_megatron.errors import WeightError
 from rl_megatron.models.named import NAMED
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.checkpoints import convert
-from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, WithDrafts, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from tests.draft_models import save_with_drafts
@@ -133,3 +133,18 @@ def test_those_of_a_family_without_rows_are_left_out_and_told(tmp_path: Path) ->
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_mtp_modules": 0}))
     with pytest.raises(WeightError, match=r"model\.layers\.4\.\S+ is unknown"):
         convert.hf_to_megatron(tmp_path / "hf", tmp_path / "other")
+
+
+def test_an_export_reads_them_from_either_kind_of_folder(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    folder, tensors = saved
+    convert.hf_to_megatron(folder, tmp_path / "megatron")
+    trained = {"lm_head.weight": torch.zeros(2)}
+    for start in (folder, tmp_path / "megatron"):
+        exported = WithDrafts(trained, start, torch.bfloat16)
+        assert next(iter(exported)) == "lm_head.weight"
+        assert len(exported) == len([*exported]) > 40
+        for name, tensor in list(exported.items())[1:]:
+            biased = name.endswith("e_score_correction_bias")
+            assert torch.equal(tensor, tensors[name] if biased else tensors[name].bfloat16()), name
+    save_model("glm4_moe", tmp_path / "plain")
+    assert [*WithDrafts(trained, tmp_path / "plain", torch.bfloat16)] == ["lm_head.weight"]
