@@ -58,6 +58,17 @@ GLM_LITE: Mapping[str, Any] = {  # values are wider than the part of a key that 
     "v_head_dim": 14,
     "n_shared_experts": 1,
 }
+DELTA: Mapping[str, Any] = {
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 6,
+}
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
@@ -126,23 +137,25 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "glm4_moe_lite",
         {**GLM_LITE, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "routed_scaling_factor": 1.8},
     ),
+    "qwen3_next": ("qwen3_next", DELTA),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {**DELTA, "layer_types": ["linear_attention", "full_attention"] * 2}),
     "glm4_moe_lite_straight": ("glm4_moe_lite", {**GLM_LITE, "q_lora_rank": None}),
 }
 """Name -> (model_type, the settings that differ from BASE)."""
 
 
-def save_model(name: str, folder: Path, **changed: Any) -> Any:
+def save_model(name: str, folder: Path) -> Any:
     """Save the model in ``folder``; its weights are large enough that a wrong rope, bias or route shows."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, differing = MODELS[name]
     torch.manual_seed(zlib.crc32(name.encode()))
-    config = AutoConfig.for_model(kind, **{**BASE, **differing, **changed})
+    config = AutoConfig.for_model(kind, **{**BASE, **differing})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, value in [*model.named_parameters(), *model.named_buffers()]:
             if key in model.state_dict():
-                is_scale = key.endswith("norm.weight")
+                is_scale = key.endswith("norm.weight") and ("linear_num_key_heads" not in differing or "linear_" in key)
                 value.normal_(1.0 if is_scale else 0.0, 0.3 if value.dim() == 1 else 0.25)
     model.save_pretrained(folder)
     if name == "kimi_k2":  # transformers knows the model under DeepSeek's name alone

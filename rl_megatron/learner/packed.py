@@ -58,6 +58,8 @@ class PackedAttentionParams(PackedSeqParams):
     keys: Slots | None = None  # of the cp-gathered T positions
     positions: Tensor = field(default_factory=lambda: torch.empty(0))  # [t] int64, position inside its sequence
     real: Tensor = field(default_factory=lambda: torch.empty(0))  # [t] bool, neither padding nor of a copy
+    gathered: Tensor = field(default_factory=lambda: torch.empty(0))  # [T] rows, as ranks' ones follow each other
+    chunks: object | None = None  # of all T positions; cached by the first delta net
     rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine [t, 1, d / 2]; cached by the first layer
 
 
@@ -215,6 +217,7 @@ def _attention_params(
         queries=_slots(torch.cat(query_rows), torch.cat(query_real), device),
         keys=_slots(torch.cat(key_rows), torch.cat(key_real), device),
         positions=position[mine].to(device),
+        gathered=gathered.to(device),
     )
 
 

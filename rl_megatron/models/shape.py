@@ -27,6 +27,40 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """Sizes of gated delta nets (arXiv:2412.06464), which remember in place of attending: each of ``key_heads`` serves
+    equally many of ``value_heads``, and a convolution of ``kernel`` positions stands before them. ``chunk`` positions
+    are computed together."""
+
+    chunk: ClassVar[int] = 64
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def ratio(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def mixed(self) -> int:
+        """Channels of queries, keys and values, which the convolution mixes over positions."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def inputs(self) -> int:
+        """Columns that the hidden states are projected to: those, the output's gate, and two numbers a value head."""
+        return self.mixed + self.value_heads * (self.value_dim + 2)
+
+    @property
+    def outputs(self) -> int:
+        """Columns of all value heads."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
     """How rotary angles differ from plain ones of `ModelShape.rope_theta`; with the defaults they do not.
 
@@ -80,11 +114,12 @@ class Router:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
     """Names of a layer's router and experts in Hugging Face's files, behind the layer's own: ``prefix``, then those of
-    an expert's gate, up and down, and of the router's selection bias."""
+    an expert's gate, up and down, of the router's selection bias, and of shared experts."""
 
     prefix: str = "mlp."
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     selection_bias: str = "gate.e_score_correction_bias"
+    shared: str = "shared_experts."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +130,12 @@ class ModelShape:
     ``dense_width``; else the first ``dense_layers`` do, and the others have experts, and shared experts of
     ``shared_width`` in total. ``qk_norm`` is over each head, over all heads at once, or absent. ``windows`` has for
     each layer how many positions a query attends to, its own included; 0 means all, and empty means 0 for every layer.
+    ``delta_layers`` have a ``delta`` net in place of attention. The attention of others is multiplied by the sigmoid of
+    a gate with ``output_gate``, and that of shared experts with ``shared_gate``. ``zero_centered`` norms multiply by
+    their weight plus 1, but for that of a delta net.
     ``expert_bias`` and ``clamped_swiglu`` (the limit, 0 for plain SwiGLU) are gpt-oss's. Some checkpoints have
-    ``draft_layers`` behind the decoder, for multi-token prediction (DeepSeek-V3, arXiv:2412.19437); with ``drafts`` the
-    model has them too, each like the decoder's last layer, else they are left aside. A model that ``scores`` has one
-    output in place of the vocabulary's: transformers' ``…ForSequenceClassification`` with one label.
+    ``draft_layers`` behind the decoder, for multi-token prediction; nothing here reads or writes them. A model that
+    ``scores`` has one output in place of the vocabulary's: transformers' ``…ForSequenceClassification`` with one label.
 
     ``family`` is the ``model_type`` of config.json. ``family_at`` names the definition of a family of the user's own,
     as ``package.module:name``, so that every process that gets the shape can import it.
@@ -133,8 +170,12 @@ class ModelShape:
     windows: tuple[int, ...] = ()
     expert_bias: bool = False
     clamped_swiglu: float = 0.0
+    delta: DeltaNet | None = None
+    delta_layers: tuple[int, ...] = ()
+    output_gate: bool = False
+    shared_gate: bool = False
+    zero_centered: bool = False
     draft_layers: int = 0
-    drafts: bool = False
     scores: bool = False
 
     @property
@@ -153,28 +194,33 @@ class ModelShape:
         return range(self.dense_layers if self.num_experts else self.num_layers, self.num_layers)
 
     @property
-    def drafted(self) -> range:
-        """The numbers of the model's draft layers, which follow those of the decoder's."""
-        return range(self.num_layers, self.num_layers + (self.draft_layers if self.drafts else 0))
-
-    @property
     def uniform(self) -> bool:
         """Whether all layers have the same parts."""
-        return not (self.num_experts and self.dense_layers)
+        return not (self.num_experts and self.dense_layers) and not self.delta_layers
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that attend."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.delta_layers)
 
     @property
     def active_parameters(self) -> int:
         """Number of weights that one token is multiplied by: of experts only its own, and the output layer."""
         sparse, width = len(self.moe_layers), self.experts_per_token * self.expert_width + self.shared_width
-        experts = sparse * (3 * width + self.num_experts) + (self.num_layers - sparse) * 3 * self.dense_width
-        outputs = 1 if self.scores else self.vocab_size
-        return self.hidden_size * (self.num_layers * self._attention_columns + experts + outputs)
+        width_of_gate = 1 if self.shared_gate else 0
+        experts = sparse * (3 * width + self.num_experts + width_of_gate)
+        experts += (self.num_layers - sparse) * 3 * self.dense_width
+        outputs, mixers = 1 if self.scores else self.vocab_size, len(self.attention_layers) * self._attention_columns
+        if self.delta is not None:
+            mixers += len(self.delta_layers) * (self.delta.inputs + self.delta.outputs)
+        return self.hidden_size * (mixers + experts + outputs)
 
     @property
     def _attention_columns(self) -> int:
         """Number of one layer's attention parameters, divided by the hidden size."""
         if self.latent is None:
-            return (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+            queries = 3 * self.num_heads if self.output_gate else 2 * self.num_heads
+            return (queries + 2 * self.num_kv_heads) * self.head_dim
         m, heads = self.latent, self.num_heads
         query = heads * self.head_dim if m.query_rank is None else m.query_rank
         up = m.kv_rank * heads * (m.nope_dim + m.value_dim) + (m.query_rank or 0) * heads * self.head_dim
@@ -187,6 +233,8 @@ def shape_problems(m: ModelShape) -> Iterator[str]:
         yield f"{m.num_kv_heads} key and value heads do not divide {m.num_heads} attention heads"
     if not 0 < m.rotary_dim <= m.head_dim or m.rotary_dim % 2:
         yield f"{m.rotary_dim} of a head's {m.head_dim} dimensions are rotated; the number must be even"
+    if m.delta is not None and m.delta.value_heads % m.delta.key_heads:
+        yield f"{m.delta.key_heads} key heads of delta nets do not divide their {m.delta.value_heads} value heads"
     if m.norm_eps <= 0 or m.rope_theta <= 0:
         yield f"rms_norm_eps={m.norm_eps:g} and rope_theta={m.rope_theta:g} must be above 0"
     if m.rope.kind == "llama3" and not m.rope.low_frequency < m.rope.high_frequency:

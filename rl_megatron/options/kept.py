@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rl_megatron.models.shape import ModelShape
 
 _FLOAT = 4  # bytes: norms' scales, softmax's sums and router's probabilities are float32
+_GRADIENTS = 1.25  # what a delta net holds in its backward pass over what its forward pass leaves: 1.15 to 1.32
 _SINK = 8  # columns that a sink adds to queries, keys, values and the output
 
 
@@ -42,8 +43,11 @@ def halves(learner: LearnerSection, shape: ModelShape, layer: int, longest: floa
     hidden = shape.hidden_size
     norm = float(hidden * size + _FLOAT)  # what comes in, and the scale; then what goes out
     attention = norm + hidden * (given if shape.latent is None else size)
-    attention += _grouped(learner, shape, fused) if shape.latent is None else _latent(learner, shape, fused)
-    attention += _plain(learner, shape, layer, longest)
+    if shape.delta is not None and layer in shape.delta_layers:  # what its linears give and take; it keeps no more
+        attention += (shape.delta.inputs + shape.delta.outputs) * size
+    else:
+        attention += _grouped(learner, shape, fused) if shape.latent is None else _latent(learner, shape, fused)
+        attention += _plain(learner, shape, layer, longest)
     mlp = norm + hidden * (size if moe else given)
     mlp += _experts(learner, shape, fused) if moe else _gated(shape.dense_width, learner, fused)
     return {"attention": attention / learner.tp, "moe" if moe else "mlp": mlp / learner.tp}
@@ -62,6 +66,21 @@ def probabilities(learner: LearnerSection, shape: ModelShape, layer: int, longes
     return shape.num_heads * longest * _FLOAT / learner.tp if _is_plain(learner, shape, layer, longest) else 0.0
 
 
+def delta_bytes(learner: LearnerSection, shape: ModelShape, layer: int) -> float:
+    """Bytes of each token that a delta net of ``layer`` holds while it computes, and keeps none of; else 0.
+
+    Its queries, keys and values before and after the convolution, and in float32 what its chunks need of each other:
+    tests/unit/options/test_delta_bytes.py measures it.
+    """
+    m = shape.delta
+    if m is None or layer not in shape.delta_layers:
+        return 0.0
+    of_value_head = 3 * m.key_dim + 4 * m.value_dim + 4 * m.chunk + 3 * m.key_dim * m.value_dim / m.chunk
+    of_key_head = 2 * m.chunk + 8 * m.key_dim
+    wide = (m.value_heads * of_value_head + m.key_heads * of_key_head) * _FLOAT
+    return _GRADIENTS * (wide + 3 * m.mixed * BYTES[learner.dtype]) / learner.tp
+
+
 def _given(learner: LearnerSection, fused: bool) -> int:
     """Bytes of an element of a linear's input as it keeps it."""
     return 1 if fused and learner.fp8 is not None else BYTES[learner.dtype]
@@ -74,12 +93,12 @@ def freed(learner: LearnerSection, shape: ModelShape, layer: int, longest: float
     out = {"core_attn": 0.0, "mla_up_proj": 0.0, "layernorm": 0.0}
     if shape.latent is not None:
         out["mla_up_proj"] = _up_projected(learner, shape, fused)
-    elif not fused:  # fused attention keeps no more than its inputs, which recomputing it needs
+    elif not fused and layer not in shape.delta_layers:  # fused attention keeps only its inputs, which it needs again
         out["core_attn"] = _attended(learner, shape) - _attention_inputs(learner, shape)
         out["core_attn"] += _plain(learner, shape, layer, longest)
     if layer in shape.moe_layers:
         out["moe"], out["moe_act"] = _experts(learner, shape, fused), _activated(learner, shape, fused)
-        out["shared_experts"] = _gated(shape.shared_width, learner, fused)
+        out["shared_experts"] = _shared(shape, learner, fused)
     else:
         own = shape.hidden_size * _given(learner, fused) + _FLOAT  # the norm is a part of it
         out["mlp"] = own + _gated(shape.dense_width, learner, fused)
@@ -94,7 +113,8 @@ def _grouped(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
     if fused:
         norms = _head_norms(learner, shape, copies=True, projected=False)
         return 3 * (heads + groups) * d * size + heads * _FLOAT + norms
-    return _attended(learner, shape) + heads * d * size + _norms(learner, shape)
+    gate = 2 * size + _FLOAT if shape.output_gate else 0  # as projected, as a factor, and what it multiplies
+    return _attended(learner, shape) + heads * d * (size + gate) + _norms(learner, shape)
 
 
 def _attended(learner: LearnerSection, shape: ModelShape) -> float:
@@ -106,6 +126,8 @@ def _attended(learner: LearnerSection, shape: ModelShape) -> float:
 
 def _is_plain(learner: LearnerSection, shape: ModelShape, layer: int, longest: float) -> bool:
     """Whether torch has no fused kernel for the attention of ``layer`` on a GPU."""
+    if layer in shape.delta_layers:
+        return False
     if wants_transformer_engine(learner, shape) or learner.device != "cuda" or shape.latent is not None or not longest:
         return False
     grouped = shape.num_heads // learner.tp != max(shape.num_kv_heads // learner.tp, 1)
@@ -182,6 +204,12 @@ def _gated(width: int, learner: LearnerSection, fused: bool) -> float:
     return (2 * size + _given(learner, fused) if fused else 5 * size) * width
 
 
+def _shared(shape: ModelShape, learner: LearnerSection, fused: bool) -> float:
+    """Shared experts: an MLP, and their output before a gate with the gate's value."""
+    gate = (shape.hidden_size + 1) * BYTES[learner.dtype] if shape.shared_gate else 0
+    return _gated(shape.shared_width, learner, fused) + gate
+
+
 def _experts(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
     """The router's choice, the rows of the chosen experts, and shared experts."""
     size, hidden, width, chosen = BYTES[learner.dtype], shape.hidden_size, shape.expert_width, shape.experts_per_token
@@ -192,7 +220,7 @@ def _experts(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
     if shape.expert_bias:
         rows = (2 * hidden + 7 * width) * size
     places = 24  # bytes of a choice: its expert, weight and place among the rows
-    return router + chosen * (rows + places) + _gated(shape.shared_width, learner, fused)
+    return router + chosen * (rows + places) + _shared(shape, learner, fused)
 
 
 def _activated(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:

@@ -115,7 +115,10 @@ def _pairs(length: int, window: int) -> float:
 
 def _layer(shape: ModelShape, layer: int, batch: _Batch) -> dict[str, float]:
     """Forward FLOPs of a layer by part, in megatron-core's words for what it can recompute."""
-    parts = dict(_per_token(shape, sparse=layer in shape.moe_layers))
+    delta = shape.delta is not None and layer in shape.delta_layers
+    parts = dict(_per_token(shape, sparse=layer in shape.moe_layers, delta=delta))
+    if delta:
+        return {name: batch.tokens * flops for name, flops in parts.items()}
     pairs = batch.pairs[shape.windows[layer] if shape.windows else 0]
     key_dim = shape.head_dim
     value_dim = shape.latent.value_dim if shape.latent else shape.head_dim
@@ -124,20 +127,33 @@ def _layer(shape: ModelShape, layer: int, batch: _Batch) -> dict[str, float]:
 
 
 @cache
-def _per_token(shape: ModelShape, *, sparse: bool) -> Mapping[str, float]:
-    """Forward FLOPs of a layer's parameters for one position."""
+def _per_token(shape: ModelShape, *, sparse: bool, delta: bool) -> Mapping[str, float]:
+    """Forward FLOPs of a layer's parameters for one position, and of a ``delta`` net's state."""
     hidden, m = shape.hidden_size, shape.latent
-    parts = {"attention": 2.0 * hidden * (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim}
+    queries = 3 * shape.num_heads if shape.output_gate else 2 * shape.num_heads
+    parts = {"attention": 2.0 * hidden * (queries + 2 * shape.num_kv_heads) * shape.head_dim}
     if m is not None:
         parts = _latent(shape, m)
+    if delta:
+        parts = _delta_net(shape)
     if not sparse:
         return {**parts, "mlp": 6.0 * hidden * shape.dense_width}
     return {
         **parts,
         "router": 2.0 * hidden * shape.num_experts,
         "experts": 6.0 * hidden * shape.experts_per_token * shape.expert_width,
-        "shared_experts": 6.0 * hidden * shape.shared_width,
+        "shared_experts": 6.0 * hidden * shape.shared_width + (2.0 * hidden if shape.shared_gate else 0.0),
     }
+
+
+def _delta_net(shape: ModelShape) -> dict[str, float]:
+    """Its linears; the convolution, and of each value head's state, a position at a time, what it knows of a key, what
+    is written there, and what a query reads. Chunks compute more, which is no more of use than recomputation."""
+    m = shape.delta
+    assert m is not None
+    states = 6.0 * m.value_heads * m.key_dim * m.value_dim
+    linears = 2.0 * shape.hidden_size * (m.inputs + m.outputs)
+    return {"attention": linears + 2.0 * m.kernel * m.mixed + states}
 
 
 def _latent(shape: ModelShape, m: LatentAttention) -> dict[str, float]:

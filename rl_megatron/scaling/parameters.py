@@ -80,10 +80,15 @@ def trained_matrices(config: RunConfig, layout: Layout) -> Sequence[Elements]:
 def _stepped_as_matrix(config: RunConfig, layout: Layout) -> Callable[[str], int]:
     """1 for a Hugging Face pattern of `trained_matrices`, else 0."""
     rows = [(spec.name, layout.first_chunk(spec)[0]) for spec in layout.rows() if "{layer}" in spec.name]
-    matrices = {held.hf for name, held in rows if len(held.shape) > 1 and "bias" not in name}
+    matrices = {held.hf for name, held in rows if _is_matrix(name, held.shape)}
     if config.learner.router.frozen:
         matrices -= {held.hf for name, held in rows if ".router." in name}
     return lambda hf: hf in matrices
+
+
+def _is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Neither a vector nor the taps of a convolution."""
+    return len(shape) > 1 and shape[0] > 1 and "bias" not in name and ".conv1d." not in name
 
 
 def ranks_of(config: RunConfig, layout: Layout) -> Sequence[Rank]:

@@ -97,7 +97,7 @@ def cache_bytes(shape: ModelShape) -> float:
     """Of one token of one row, of the whole model."""
     if shape.latent is not None:
         return 2.0 * shape.num_layers * (shape.latent.kv_rank + shape.latent.rope_dim)
-    return 4.0 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    return 4.0 * len(shape.attention_layers) * shape.num_kv_heads * shape.head_dim
 
 
 def sampled(

@@ -39,7 +39,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "pp2": ({"pp": 2}, [*MODELS]),
     "pp2-uneven": ({"pp": 2, "stage_layers": "1+3"}, ["qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3"]),
     "pp2-vpp2": ({"pp": 2, "vpp": 2}, ["glm4_moe"]),
-    "cp2": ({"cp": 2}, ["qwen3_moe", "mistral_window", "glm4_moe", "gpt_oss", "minimax_m2", "deepseek_v3"]),
+    "cp2": (
+        {"cp": 2},
+        ["qwen3_moe", "mistral_window", "glm4_moe", "gpt_oss", "minimax_m2", "deepseek_v3", "qwen3_next"],
+    ),
 }
 SAVED_IN = ("tp2", "tp2-ep2")  # and read back by the tools
 

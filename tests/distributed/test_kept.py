@@ -21,7 +21,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner.checkpoint.loading import READS_WITHOUT_COMMON
 from rl_megatron.models.named import NAMED
-from rl_megatron.models.shape import LatentAttention, ModelShape, Rope, Router
+from rl_megatron.models.shape import DeltaNet, LatentAttention, ModelShape, Rope, Router
 from rl_megatron.options.gradients import Gradients
 from rl_megatron.options.kept import freed, halves
 from rl_megatron.options.option import Elements, Rank
@@ -60,6 +60,15 @@ SHAPES: Mapping[str, ModelShape] = {
         router=SIGMOID,
         latent=LatentAttention(query_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, value_dim=24),
         rope=Rope(dim=8),
+    ),
+    "delta nets, gates": replace(
+        MOE,
+        shared_width=48,
+        delta=DeltaNet(key_heads=2, value_heads=4, key_dim=16, value_dim=24, kernel=4),
+        delta_layers=(0,),
+        output_gate=True,
+        shared_gate=True,
+        zero_centered=True,
     ),
     "fused experts, sinks": replace(
         MOE, qk_norm=None, sinks=True, expert_bias=True, qkv_bias=True, out_bias=True, clamped_swiglu=7.0

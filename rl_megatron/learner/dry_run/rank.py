@@ -27,6 +27,7 @@ from rl_megatron.learner import logprobs, world  # noqa: E402
 from rl_megatron.learner.dry_run import even  # noqa: E402
 from rl_megatron.learner.dry_run.meter import Meter  # noqa: E402
 from rl_megatron.learner.megatron import make_policy_as  # noqa: E402
+from rl_megatron.learner.model.delta.chunks import cut_into_chunks  # noqa: E402
 from rl_megatron.learner.optimizer import create_state  # noqa: E402
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch  # noqa: E402
 from rl_megatron.learner.trained import MegatronLearner  # noqa: E402
@@ -78,6 +79,8 @@ def dry_run(shape: ModelShape, learner: LearnerSection, rank: int, *, sequence: 
     learner = learner.model_copy(update={"device": "cpu", "layers": "torch", **_WITHOUT})
     _join(learner, rank)
     packed = micro_batch(learner, sequence)
+    if shape.delta is not None:  # which reads lengths
+        packed.attention.chunks = cut_into_chunks(packed.attention.cu_seqlens_q, gap=shape.delta.kernel - 1)
     even.install((len(packed.input_ids) // learner.tp, 1, shape.hidden_size))
     logprobs.CPU_CHUNK_BYTES = 1 << 62  # as many positions at once as a GPU takes
     meter = even.WithoutData()

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.decoder_config import DecoderConfig, LatentDecoderConfig
+from rl_megatron.learner.model.delta.net import delta_net_spec
 from rl_megatron.learner.model.dispatchers import forget_routes
 from rl_megatron.learner.model.latent import QueriesAsProjected, latent_attention_spec, megatron_latent_keywords
 from rl_megatron.learner.model.layers import RMSNorm, own_layer_spec, specialise, torch_layer_spec
@@ -112,7 +113,11 @@ def _check_generation(learner: LearnerSection, config: DecoderConfig) -> None:
 def _attention_keywords(shape: ModelShape, fused: bool) -> dict[str, Any]:
     if fused and shape.latent:
         return megatron_latent_keywords(shape)
+    more: dict[str, Any] = {"attention_output_gate": True} if shape.output_gate else {}
+    if shape.delta_layers:  # makes megatron name layers one by one in checkpoints
+        more["linear_attention_freq"] = [int(layer in shape.delta_layers) for layer in range(shape.num_layers)]
     return {
+        **more,
         "num_query_groups": shape.num_kv_heads,
         "kv_channels": shape.head_dim,
         "qk_layernorm": shape.qk_norm == "head",  # megatron sums those norms' gradients over tp, by their names
@@ -136,6 +141,8 @@ def _expert_keywords(shape: ModelShape) -> dict[str, Any]:
         out["moe_layer_freq"] = [int(layer in shape.moe_layers) for layer in range(shape.num_layers)]
     if shape.shared_width:
         out["moe_shared_expert_intermediate_size"] = shape.shared_width
+    if shape.shared_gate:
+        out["moe_shared_expert_gate"] = True
     if router.selection_bias:
         out["moe_router_enable_expert_bias"] = True
     if router.scaling != 1:
@@ -220,7 +227,8 @@ def _block_spec(
         specs = [own_layer_spec(learner.own_layers, shape, layer) for layer in layers]
     else:
         latent = latent_attention_spec(shape) if shape.latent else None
-        specs = [torch_layer_spec(shape, layer, latent) for layer in layers]
+        delta = delta_net_spec(shape) if shape.delta else None
+        specs = [torch_layer_spec(shape, layer, latent, delta) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 

@@ -61,6 +61,8 @@ class _Linear(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x**2) + eps) * weight`` over the last dimension."""
     if not x.is_cpu:
+        if weight.dtype != x.dtype:
+            return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)  # one kernel there
     out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return out

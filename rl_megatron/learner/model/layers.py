@@ -35,11 +35,17 @@ from torch import Tensor
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.attention import AllHeadsAttention, PackedAttention
-from rl_megatron.learner.model.decoder_config import device_of
+from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
 from rl_megatron.learner.model.experts import FusedExperts
 from rl_megatron.learner.model.fused import expert_mlp, linear, rms_norm
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.user_code import load_named
+
+
+def norm_scale(config: TransformerConfig, weight: Tensor) -> Tensor:
+    """What a norm multiplies by: its weight, or in float32 one more than it, if the model's norms are zero-centred."""
+    centred = isinstance(config, DecoderConfig) and config.shape.zero_centered
+    return weight.float() + 1 if centred else weight
 
 
 class RMSNorm(torch.nn.Module):
@@ -47,13 +53,13 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.config = eps, config
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device_of(config)))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, norm_scale(self.config, self.weight), self.eps)
 
 
 class NormColumnLinear(ColumnParallelLinear):
@@ -67,7 +73,7 @@ class NormColumnLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """[s, b, h] -> ([s, b, out / tp], None)."""
-        normed = rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon)
+        normed = rms_norm(x, norm_scale(self.config, self.layer_norm_weight), self.config.layernorm_epsilon)
         out: tuple[Tensor, Tensor | None] = super().forward(normed, *args, **kwargs)
         return out
 
@@ -188,17 +194,32 @@ def _multiply(
     return upstream(input=input, weight=weight, bias=bias, **flags, **others)
 
 
-def torch_layer_spec(shape: ModelShape, layer: int, latent: ModuleSpec | None = None) -> ModuleSpec:
+class SharedExperts(SharedExpertMLP):
+    """Megatron's, whose gate it makes on the CPU."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.gate_weight is not None:
+            self.gate_weight.data = self.gate_weight.data.to(device_of(self.config))
+
+
+def torch_layer_spec(
+    shape: ModelShape, layer: int, latent: ModuleSpec | None = None, delta: ModuleSpec | None = None
+) -> ModuleSpec:
     """Decoder layer ``layer`` made of the layers above, with the state-dict names of megatron's TransformerEngine spec.
 
-    ``latent`` attention, if given, replaces grouped-query attention and follows an input norm of its own.
+    ``latent`` attention, if given, replaces grouped-query attention and follows an input norm of its own, and ``delta``
+    replaces either in ``shape.delta_layers``.
     """
+    if layer not in shape.delta_layers:
+        delta = None
     sparse = layer in shape.moe_layers
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm if latent else IdentityOp,
-            self_attention=latent
+            input_layernorm=RMSNorm if latent and not delta else IdentityOp,
+            self_attention=delta
+            or latent
             or ModuleSpec(
                 module=AllHeadsAttention if shape.qk_norm == "all" else SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
@@ -243,6 +264,6 @@ def _attention(shape: ModelShape) -> SelfAttentionSubmodules:
 
 
 def _experts(shape: ModelShape) -> ModuleSpec:
-    shared = ModuleSpec(module=SharedExpertMLP, submodules=_SHARED) if shape.shared_width else None
+    shared = ModuleSpec(module=SharedExperts, submodules=_SHARED) if shape.shared_width else None
     experts = FusedExperts if shape.expert_bias else ModuleSpec(module=GroupedMLP, submodules=_GROUPED)
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))

@@ -25,7 +25,9 @@ _CUT_BY: Mapping[str, int | None] = {  # modules; TransformerEngine also marks w
     "linear_q_proj": 0,
     "linear_q_up_proj": 0,
     "linear_kv_up_proj": 0,
+    "in_proj": 0,
     "linear_proj": 1,
+    "out_proj": 1,
     "linear_fc2": 1,
     "linear_q_down_proj": None,
     "linear_kv_down_proj": None,
@@ -65,10 +67,10 @@ def _halves(tensor: Tensor) -> Sequence[Tensor]:
     return gate, up
 
 
-def _queries_keys_values(sizes: Sequence[int], tensor: Tensor) -> Sequence[Tensor]:
-    """[groups, rows, h] three times, of [groups * sum(sizes), h]: megatron lays a group's heads out together."""
-    queries, keys, values = tensor.unflatten(0, (-1, sum(sizes))).split(list(sizes), 1)
-    return queries, keys, values
+def _by_group(sizes: Sequence[int], tensor: Tensor) -> Sequence[Tensor]:
+    """[groups, rows, h] for each of ``sizes``, of [groups * sum(sizes), h], where a group's rows are together."""
+    parts: Sequence[Tensor] = tensor.unflatten(0, (-1, sum(sizes))).split(list(sizes), 1)
+    return parts
 
 
 def _fused_gate_up(tensor: Tensor) -> Sequence[Tensor]:
@@ -112,8 +114,13 @@ def _parts(kind: str, config: Any) -> Callable[[Tensor], Sequence[Tensor]]:
         return _halves
     if kind == "linear_qkv":
         each = config.kv_channels
-        sizes = (config.num_attention_heads // config.num_query_groups * each, each, each)
-        return partial(_queries_keys_values, sizes)
+        queries = config.num_attention_heads // config.num_query_groups * each
+        gates = (queries,) if config.attention_output_gate else ()
+        return partial(_by_group, (queries, *gates, each, each))
+    if kind == "in_proj":
+        m = config.shape.delta
+        values = m.ratio * m.value_dim
+        return partial(_by_group, (m.key_dim, m.key_dim, values, values, m.ratio, m.ratio))
     return _one
 
 

@@ -91,6 +91,13 @@ class ConfigFields(JsonFields):
     max_position_embeddings: _Width = None
     intermediate_size: _Width = None
     moe_intermediate_size: _Width = None
+    shared_expert_intermediate_size: _Width = None
+    linear_num_key_heads: _Count = None
+    linear_num_value_heads: _Count = None
+    linear_key_head_dim: _Width = None
+    linear_value_head_dim: _Width = None
+    linear_conv_kernel_dim: _Count = None
+    full_attention_interval: _Count = None
     num_experts: _Count = None
     num_local_experts: _Count = None
     n_routed_experts: _Count = None

@@ -65,4 +65,5 @@ def replicated(shape: ModelShape, layers: float, sparse: float, *, last: bool) -
     if m is not None:
         rank = (m.query_rank or 0) + m.kv_rank
         each += h * (rank + m.rope_dim) + rank
-    return each * layers + sparse * shape.num_experts * h + h * last
+    gates = h if shape.shared_gate else 0
+    return each * layers + sparse * (shape.num_experts * h + gates) + h * last

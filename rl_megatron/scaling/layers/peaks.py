@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.implementation import wants_transformer_engine
-from rl_megatron.options.kept import freed, halves, kept, probabilities
+from rl_megatron.options.kept import delta_bytes, freed, halves, kept, probabilities
 from rl_megatron.options.option import BYTES, Rank
 
 _ALONE = {"moe_act"}
@@ -22,7 +22,8 @@ _ALONE = {"moe_act"}
 def beside_kept(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
     """Most bytes that a pass of ``rank`` holds beside what its layers keep of micro-batches."""
     size, d = BYTES[learner.dtype], learner.dims
-    unlike = {(n in shape.moe_layers, shape.windows[n] if shape.windows else 0): n for n in rank.layers}.values()
+    kinds = {n: (n in shape.moe_layers, n in shape.delta_layers) for n in rank.layers}
+    unlike = {(kinds[n], shape.windows[n] if shape.windows else 0): n for n in rank.layers}.values()
     most = max((_one(learner, shape, rank, layer) for layer in unlike), default=0.0)
     hidden = rank.tokens * shape.hidden_size * size
     around = hidden if d.tp > 1 else 0.0  # megatron's buffer of sequence parallelism
@@ -55,7 +56,8 @@ def _one(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> 
         frees = freed(learner, shape, layer, rank.longest)
         again = attention = sum(frees.get(module, 0.0) for module in {*learner.recompute.modules} - _ALONE)
     mlp = (_experts if layer in shape.moe_layers else _dense)(learner, shape, rank, layer)
-    gradients = sum(_attention(shape)) * BYTES[learner.dtype] / learner.tp
+    gradients = sum(_attention(shape, layer)) * BYTES[learner.dtype] / learner.tp
+    gradients += delta_bytes(learner, shape, layer)
     scores = probabilities(learner, shape, layer, rank.longest)
     return max(rank.tokens * again + mlp, rank.tokens * (attention + gradients + 2 * scores))
 
@@ -110,7 +112,7 @@ def _group(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
 def _made(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> float:
     """Bytes that ``rank`` makes while it computes one layer, kept or not."""
     d, hidden = learner.dims, shape.hidden_size
-    per_token = 4.0 * hidden + sum(_attention(shape))  # inputs and outputs of both norms
+    per_token = 4.0 * hidden + sum(_attention(shape, layer))  # inputs and outputs of both norms
     if layer in shape.moe_layers:
         chosen = shape.experts_per_token
         per_token += chosen * (4 * hidden * d.etp + 3 * shape.expert_width)  # sent, arrived, left, combined
@@ -118,12 +120,18 @@ def _made(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) ->
     else:  # sequence parallelism gathers what comes into the MLP
         per_token += 3 * shape.dense_width + hidden * (d.tp if d.tp > 1 else 0)
     plain = probabilities(learner, shape, layer, rank.longest)
-    return rank.tokens * (per_token / d.tp * BYTES[learner.dtype] + plain)
+    return rank.tokens * (per_token / d.tp * BYTES[learner.dtype] + plain + delta_bytes(learner, shape, layer))
 
 
-def _attention(shape: ModelShape) -> Iterator[float]:
-    """Elements per token of queries, keys, values and the output, before and after rotation."""
+def _attention(shape: ModelShape, layer: int) -> Iterator[float]:
+    """Elements per token of queries, keys, values and the output, before and after rotation; or what a delta net's
+    linears give and take."""
     heads = shape.num_heads
+    if shape.delta is not None and layer in shape.delta_layers:
+        yield shape.delta.inputs + shape.delta.outputs
+        return
+    if shape.output_gate:
+        yield 2 * heads * shape.head_dim  # as projected, and multiplied
     if (latent := shape.latent) is None:
         yield (2 * heads + 2 * shape.num_kv_heads) * shape.head_dim  # q, k, v and the output
         yield (heads + shape.num_kv_heads) * shape.head_dim  # rotated q and k

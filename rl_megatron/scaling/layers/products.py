@@ -91,10 +91,8 @@ def linears(k: LayerKind) -> list[tuple[float, float, float]]:
     s, rows, tp = k.shape, k.tokens / k.cp, k.tp
     h = s.hidden_size
     if s.latent is None:
-        out = [
-            (rows, h, (s.num_heads + 2 * s.num_kv_heads) * s.head_dim / tp),
-            (rows, s.num_heads * s.head_dim / tp, h),
-        ]
+        given, taken = mixer_columns(s)
+        out = [(rows, h, given / tp), (rows, taken / tp, h)]
     else:
         m = s.latent
         first = [(rows / tp, h, m.query_rank)] if m.query_rank else [(rows, h, s.num_heads * s.head_dim / tp)]
@@ -104,6 +102,17 @@ def linears(k: LayerKind) -> list[tuple[float, float, float]]:
         return [*out, *gated(k, s.dense_width)]
     out.append((rows / tp, h, s.num_experts))
     return [*out, *gated(k, s.shared_width)] if s.shared_width else out
+
+
+def mixer_columns(s: ModelShape) -> tuple[float, float]:
+    """Columns that the first linear of grouped-query attention or of a delta net gives, and that its last one takes:
+    the mean over layers."""
+    gates = s.num_heads if s.output_gate else 0
+    given, taken = float((s.num_heads + gates + 2 * s.num_kv_heads) * s.head_dim), float(s.num_heads * s.head_dim)
+    if s.delta is None:
+        return given, taken
+    share = len(s.delta_layers) / s.num_layers
+    return given + share * (s.delta.inputs - given), taken + share * (s.delta.outputs - taken)
 
 
 def latent_up(k: LayerKind) -> list[tuple[float, float, float]]:
@@ -121,8 +130,17 @@ def gated(k: LayerKind, width: int) -> list[tuple[float, float, float]]:
 
 
 def attention_flops(s: ModelShape, length: float) -> float:
-    """Forward FLOPs of scores and their product with the values, for a token, the mean over the layers' windows."""
+    """Forward FLOPs of scores and their product with the values, for a token, the mean over the layers' windows.
+
+    A delta net's are those of its chunks (`learner.model.delta.rule`), forward, and forward again in the backward pass.
+    """
     widths = s.head_dim + (s.latent.value_dim if s.latent else s.head_dim)
     windows = s.windows or (0,)
     spans = [length / 2 if not w or w >= length else w - w * w / (2 * length) for w in windows]
-    return 2 * s.num_heads * widths * sum(spans) / len(spans)
+    scores = 2 * s.num_heads * widths * sum(spans) / len(spans)
+    if s.delta is None:
+        return scores
+    m, share = s.delta, len(s.delta_layers) / s.num_layers
+    of_value_head = 2 * m.key_dim * m.value_dim * 3 + m.chunk * (m.key_dim + 3 * m.value_dim)
+    chunks = m.value_heads * of_value_head + m.key_heads * 4 * m.chunk * m.key_dim
+    return scores + share * (9 / 7 * chunks - scores)  # 4.5 passes where attention has 3.5

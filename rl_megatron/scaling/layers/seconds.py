@@ -109,7 +109,10 @@ def _forward(k: LayerKind) -> Seconds:
     if k.cp > 1:
         near = k.tp * k.cp <= gpu.domain
         link = (gpu.nvlink if near else gpu.network) * GB * c.links
-        kept = s.num_kv_heads * s.head_dim * 2 if s.latent is None else 2 * s.num_heads * s.head_dim
+        kept: float = s.num_kv_heads * s.head_dim * 2 if s.latent is None else 2 * s.num_heads * s.head_dim
+        if s.delta is not None:  # an exchange each way, in place of keys and values
+            share = len(s.delta_layers) / s.num_layers
+            kept += share * (s.delta.inputs + s.delta.outputs - kept)
         out["context parallel"] = (
             0.3 * rows * kept * k.size * (k.cp - 1) / k.tp / link
         )  # a ring, mostly behind attention

@@ -25,10 +25,11 @@ from rl_megatron.weights.layouts.tables.olmoe import OLMOE
 from rl_megatron.weights.layouts.tables.qwen2 import QWEN2
 from rl_megatron.weights.layouts.tables.qwen3 import QWEN3
 from rl_megatron.weights.layouts.tables.qwen3_moe import QWEN3_MOE
+from rl_megatron.weights.layouts.tables.qwen3_next import QWEN3_5_MOE, QWEN3_NEXT
 
 _ALL = (
     *(QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2),
-    *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, OLMOE),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, OLMOE, QWEN3_NEXT, QWEN3_5_MOE),
 )
 FAMILIES: Mapping[str, Family] = {model_type: family for family in _ALL for model_type in family.model_types}
 """Every family of this package by Hugging Face's ``model_type``."""

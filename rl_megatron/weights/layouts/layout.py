@@ -66,7 +66,7 @@ class ParamSpec:
     stage: Literal["first", "last"] | None = None
     padded: bool = False
     unit: Callable[[ModelShape], int] = _one_row
-    layers: Callable[[ModelShape], range] = _every_layer
+    layers: Callable[[ModelShape], Sequence[int]] = _every_layer
     exists: Callable[[ModelShape, ParallelDims], bool] = _always
     keeps_dtype: bool = False
 
@@ -215,13 +215,12 @@ class Layout:
         return range(ep * count, (ep + 1) * count)
 
     def _layers(self, stage: int) -> list[int]:
-        """Layers of a stage: a chunk of every stage in turn, ``vpp`` times; draft layers are on the last."""
+        """Layers of a stage: a chunk of every stage in turn, ``vpp`` times."""
         chunks = self.dims.pp * self.dims.vpp
         sizes = self.stages if self.stages is not None else (self.shape.num_layers // chunks,) * chunks
         ends = list(itertools.accumulate(sizes))
         mine = range(stage, chunks, self.dims.pp)
-        drafted = self.shape.drafted if stage == self.dims.pp - 1 else ()
-        return [layer for chunk in mine for layer in range(ends[chunk] - sizes[chunk], ends[chunk])] + [*drafted]
+        return [layer for chunk in mine for layer in range(ends[chunk] - sizes[chunk], ends[chunk])]
 
     def _boxes(self, spec: ParamSpec, chunk: int) -> list[tuple[str, Box, Box]]:
         """(HF name pattern, HF box, local box) of each piece that overlaps the ``chunk``-th share of its band."""

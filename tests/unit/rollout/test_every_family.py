@@ -23,7 +23,7 @@ LENGTHS = (1, 9, 2, 17, 5)
 VOCABULARY = 61
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=[name for name in MODELS if FAMILIES[MODELS[name][0]].serves])
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Any, LocalEngine]:
     theirs = save_model(request.param, tmp_path)
     engine = LocalEngine(read_shape(tmp_path), slots=4, dtype=torch.float32, device="cpu", max_length=64)
@@ -87,5 +87,5 @@ def test_logits_of_whole_texts_are_those_of_transformers(served: tuple[str, Any,
         torch.testing.assert_close(engine.model.logits(ids), theirs(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_every_family_is_served() -> None:
-    assert {kind for kind, family in FAMILIES.items() if not family.serves} == set()
+def test_every_family_is_served_but_those_with_delta_nets() -> None:
+    assert {kind for kind, family in FAMILIES.items() if not family.serves} == {"qwen3_next", "qwen3_5_moe_text"}

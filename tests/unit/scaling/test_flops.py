@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.named import NAMED
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.shape import DeltaNet, ModelShape
 from rl_megatron.scaling.flops import PEAKS, forward_flops, peak_of, recomputed_flops, seconds_at_peak, training_flops
 from rl_megatron.weights.layouts.families import read_shape
 from tests.family_models import save_model
@@ -21,6 +22,7 @@ LENGTHS = (7, 16)
 FAMILIES = (
     *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral_window", "mixtral", "glm4_moe", "glm4_moe_air"),
     *("deepseek_v2", "deepseek_v3", "moonlight", "gpt_oss", "minimax_m2", "olmoe", "glm4_moe_lite"),
+    *("qwen3_next", "qwen3_5_moe_text"),
 )
 
 
@@ -30,6 +32,22 @@ def masked_pairs(shape: ModelShape, layer: int, length: int) -> int:
     window = shape.windows[layer] if shape.windows else 0
     visible = sum(1 for q in range(length) for k in range(length) if k <= q and (not window or q - k < window))
     return length * length - visible
+
+
+def of_delta_net(m: DeltaNet, length: int) -> float:
+    """The convolution and the rule a position at a time (arXiv:2412.06464, equation 10), which three products are."""
+    return 3 * length * (2 * m.kernel * m.mixed + 3 * 2 * m.value_heads * m.key_dim * m.value_dim)
+
+
+def in_whole_chunks(m: DeltaNet, length: int) -> float:
+    """What torch counts of transformers' convolution and rule, which pad sequences to chunks."""
+    q, k, v = (torch.rand(1, length, m.value_heads, d, requires_grad=True) for d in (m.key_dim, m.key_dim, m.value_dim))
+    g, b = (torch.rand(1, length, m.value_heads, requires_grad=True) for _ in range(2))
+    x, weight = (torch.rand(*size, requires_grad=True) for size in ((1, m.mixed, length), (m.mixed, m.kernel)))
+    with FlopCounterMode(display=False) as counter:
+        causal_conv1d_fn(x, weight).sum().backward()
+        torch_chunk_gated_delta_rule(q, k, v, g=-g, beta=b)[0].sum().backward()
+    return float(counter.get_total_flops())
 
 
 def counted(model: Any, shape: ModelShape) -> float:
@@ -42,8 +60,12 @@ def counted(model: Any, shape: ModelShape) -> float:
             model(input_ids=ids, labels=ids).loss.backward()
         total += counter.get_total_flops()
         widths = shape.head_dim + (shape.latent.value_dim if shape.latent else shape.head_dim)
-        hidden = sum(masked_pairs(shape, layer, length) for layer in range(shape.num_layers))
+        hidden = sum(masked_pairs(shape, layer, length) for layer in shape.attention_layers)
         total -= 3 * 2 * hidden * shape.num_heads * widths
+        if shape.delta is not None:
+            total += len(shape.delta_layers) * (
+                of_delta_net(shape.delta, length) - in_whole_chunks(shape.delta, length)
+            )
     return total
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, WeightError
 from rl_megatron.models.shape import Router
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
@@ -58,8 +58,8 @@ def test_no_row_is_without_a_model(family: str, saved: Path) -> None:
     shapes = [read_shape(saved / name) for name, (kind, _) in MODELS.items() if kind == family]
     for table in FAMILIES[family].tables.values():
         used = set()
-        for shape, tied, scores, drafts, pp in product(shapes, *[(False, True)] * 3, (1, 2)):
-            known = replace(shape, tie_embeddings=tied, scores=scores, drafts=drafts, draft_layers=1)
+        for shape, tied, scores, pp in product(shapes, (False, True), (False, True), (1, 2)):
+            known = replace(shape, tie_embeddings=tied, scores=scores)
             layout = Layout(table=table, shape=known, dims=ParallelDims(pp=pp))
             used |= {id(row) for row in layout.rows() if layout.layer_stages(row)}
         assert [row.name for row in table if id(row) not in used] == []
@@ -133,6 +133,14 @@ def test_transformers_4_wrote_ropes_otherwise(saved: Path, tmp_path: Path) -> No
         ("glm4_moe_lite", {"first_k_dense_replace": 1}, "mlp_layer_types=.* with first_k_dense_replace=1 is not"),
         ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave=False is not supported; allowed: True"),
         ("glm4_moe_lite", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported; allowed: True"),
+        (
+            "qwen3_next",
+            {"layer_types": ["sliding_attention"] * 4},
+            "layer_types=.* allowed: 'linear_attention' or 'full_",
+        ),
+        ("qwen3_next", {"layer_types": ["full_attention"] * 3}, "layer_types=.* for each of 4 layers"),
+        ("qwen3_next", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported; allowed: \[\]"),
+        ("qwen3_next", {"linear_num_value_heads": 6}, "4 key heads of delta nets do not divide their 6 value heads"),
         ("glm4_moe", {"model_type": "glm5"}, "model_type='glm5' is not supported; allowed: 'qwen2', 'qwen3'"),
     ],
 )
@@ -187,6 +195,19 @@ def test_glm_flash_says_in_two_ways_which_layers_are_dense(spelling: dict[str, A
     assert (shape.moe_layers, shape.shared_width, shape.head_dim, shape.rotary_dim) == (sparse, 8, 256, 64)
     assert shape.router == Router(score="sigmoid", selection_bias=True, scaling=1.8)
     assert shape.draft_layers == spelling.get("num_nextn_predict_layers", 0)
+
+
+def test_layers_for_multi_token_prediction_are_left_aside(saved: Path, tmp_path: Path) -> None:
+    source = saved / "glm4_moe_air"
+    tensors = load_file(source / "model.safetensors")
+    changed(source, tmp_path / "hf", num_nextn_predict_layers=1)
+    save_file(tensors | {"model.layers.4.eh_proj.weight": torch.ones(2, 2)}, tmp_path / "hf" / "model.safetensors")
+    convert.hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert load_file(tmp_path / "back" / "model.safetensors").keys() == tensors.keys()
+    save_file(tensors | {"model.layers.5.eh_proj.weight": torch.ones(2, 2)}, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(WeightError, match=r"model.layers.5.eh_proj.weight is unknown"):
+        convert.hf_to_megatron(tmp_path / "hf", tmp_path / "other")
 
 
 def test_a_cast_leaves_the_routers_selection_bias_alone(saved: Path, tmp_path: Path) -> None:

@@ -172,11 +172,12 @@ def experts(
     bias: bool = False,
     dense_first: bool = False,
     shared: bool = False,
+    shared_gate: str | None = None,
 ) -> Block:
     """Router and experts under their ``names``.
 
     With ``bias`` the router has a selection bias. With ``dense_first``, `dense_mlp` adds the norm, which all layers
-    have; ``shared`` adds shared experts, which are one MLP.
+    have; ``shared`` adds shared experts, which are one MLP, and ``shared_gate`` the name of its gate.
     """
     mlp, only = LAYER + names.prefix, moe_layers
     gate, up, down = (f"{mlp}experts.{{expert}}.{name}.weight" for name in names.parts)
@@ -194,7 +195,7 @@ def experts(
         megatron.append(_buffer(_FFN + "router.expert_bias", added))
         engine.append(_buffer(added, added))
     if shared:
-        block = _shared(mlp + "shared_experts.")
+        block = _shared(mlp + names.shared, None if shared_gate is None else mlp + shared_gate)
         for rows, more in ((hf, block.hf), (megatron, block.megatron), (engine, block.engine)):
             rows.extend(more)
     hf += [*(matrix(name, whole(name, expert_width), layers=only) for name in (gate, up))]
@@ -208,20 +209,25 @@ def experts(
     return Block(hf=tuple(hf), megatron=tuple(megatron), engine=tuple(engine))
 
 
-def _shared(prefix: str) -> Block:
+def _shared(prefix: str, gate: str | None) -> Block:
     gate_up, down = (prefix + "gate_proj.weight", prefix + "up_proj.weight"), prefix + "down_proj.weight"
     only = moe_layers
-    fc1, fc2 = _FFN + "shared_experts.linear_fc1.weight", _FFN + "shared_experts.linear_fc2.weight"
+    own = _FFN + "shared_experts."
+    fc1, fc2 = own + "linear_fc1.weight", own + "linear_fc2.weight"
+    gates = () if gate is None else (matrix(gate, whole(gate, one), layers=only),)
     return Block(
         hf=(
+            *gates,
             *(matrix(name, whole(name, _shared_width), layers=only) for name in gate_up),
             row_cut(down, down, _shared_width, layers=only),
         ),
         megatron=(
+            *(replace(row, name=own + "gate_weight") for row in gates),
             matrix(fc1, each(gate_up, _shared_width), axis="tp", layers=only),
             row_cut(fc2, down, _shared_width, axis="tp", layers=only),
         ),
         engine=(
+            *gates,
             matrix(prefix + "gate_up_proj.weight", each(gate_up, _shared_width), axis="tp", layers=only),
             row_cut(down, down, _shared_width, axis="tp", layers=only),
         ),

@@ -1,6 +1,7 @@
 """DeepSeek-V2, V3, Kimi-K2 and GLM-4.7-Flash: multi-head latent attention; dense layers, then experts.
 
-Sources: transformers ``models/deepseek_v2``, ``deepseek_v3`` and ``glm4_moe_lite``;
+The layers for multi-token prediction have no rows. Sources: transformers ``models/deepseek_v2``, ``deepseek_v3`` and
+``glm4_moe_lite``;
 megatron-core 0.16 ``models/gpt/gpt_layer_specs.py`` (``multi_latent_attention``, ``qk_layernorm``: the norms of the
 latents are fused into the up projections) and ``transformer/multi_latent_attention.py`` (down projections whole on
 every rank); vLLM ``model_executor/models/deepseek_v2.py`` (``fused_qkv_a_proj`` is q over kv, whole on every rank).
@@ -15,7 +16,6 @@ from rl_megatron.models.shape import LatentAttention, ModelShape
 from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.layout import Band, ParamSpec, Piece
 from rl_megatron.weights.layouts.tables.blocks import Block, decoder, dense_mlp, experts
-from rl_megatron.weights.layouts.tables.drafts import with_drafts
 from rl_megatron.weights.layouts.tables.rows import DECODER, LAYER, Size, hidden, matrix, row_cut, vector, whole
 
 _ATTENTION, _SELF = LAYER + "self_attn.", DECODER + "self_attention."
@@ -124,12 +124,10 @@ _LATENT_ATTENTION = Block(
         _out(_OUT),
     ),
 )
-_TABLES = with_drafts(
-    decoder(
-        _LATENT_ATTENTION,
-        dense_mlp(),
-        experts(bias=True, dense_first=True, shared=True),
-    )
+_TABLES = decoder(
+    _LATENT_ATTENTION,
+    dense_mlp(),
+    experts(bias=True, dense_first=True, shared=True),
 )
 HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3, ENGINE_DEEPSEEK_V3 = _TABLES["hf"], _TABLES["megatron"], _TABLES["engine"]
 DEEPSEEK_V2 = Family(  # without a selection bias

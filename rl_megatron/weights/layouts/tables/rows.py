@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -14,7 +14,7 @@ from rl_megatron.weights.layouts.layout import Axis, Band, ParamSpec, Piece
 Bands = Callable[[ModelShape, int], tuple[Band, ...]]
 Size = Callable[[ModelShape], int]
 Others = Callable[[ModelShape], Shape]
-LayerRange = Callable[[ModelShape], range]
+OfLayers = Callable[[ModelShape], Sequence[int]]
 
 EMBED, HEAD, NORM, SCORE = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "score.weight"
 LAYER, DECODER = "model.layers.{layer}.", "decoder.layers.{layer}."
@@ -76,13 +76,13 @@ def each(names: tuple[str, ...], rows: Size) -> Bands:
 
 
 def vector(
-    name: str, hf: str, size: Size, *, stage: Literal["first", "last"] | None = None, layers: LayerRange = every_layer
+    name: str, hf: str, size: Size, *, stage: Literal["first", "last"] | None = None, layers: OfLayers = every_layer
 ) -> ParamSpec:
     """A norm's scale or a bias, replicated on every rank."""
     return ParamSpec(name=name, bands=whole(hf, size), others=_nothing, stage=stage, layers=layers)
 
 
-def cut_vector(name: str, bands: Bands, *, unit: Size = one, layers: LayerRange = every_layer) -> ParamSpec:
+def cut_vector(name: str, bands: Bands, *, unit: Size = one, layers: OfLayers = every_layer) -> ParamSpec:
     """A bias or a norm's scale that tp cuts like the rows that it belongs to."""
     return ParamSpec(name=name, bands=bands, others=_nothing, axis="tp", unit=unit, layers=layers)
 
@@ -94,7 +94,7 @@ def matrix(
     columns: Size = hidden,
     axis: Axis | None = None,
     unit: Size = one,
-    layers: LayerRange = every_layer,
+    layers: OfLayers = every_layer,
 ) -> ParamSpec:
     """A matrix whose rows ``axis`` cuts."""
     return ParamSpec(name=name, bands=bands, others=lambda m: (columns(m),), axis=axis, unit=unit, layers=layers)
@@ -107,7 +107,7 @@ def row_cut(
     *,
     axis: Axis | None = None,
     unit: Size = one,
-    layers: LayerRange = every_layer,
+    layers: OfLayers = every_layer,
 ) -> ParamSpec:
     """A matrix whose rows are the hidden size and whose columns ``axis`` cuts."""
     return ParamSpec(

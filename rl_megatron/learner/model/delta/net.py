@@ -1,0 +1,165 @@
+"""A decoder layer's gated delta net over packed sequences, with TP and CP.
+
+Of what it computes between its linears it keeps nothing but their output and input, and computes it again in the
+backward pass: the chunks' states and products take tens of times as many bytes, and a small part of a layer's products.
+
+TP cuts it between key heads, with their value heads. Under CP ranks exchange positions for heads: each then has the
+whole sequences of its share of its TP rank's heads, and the parameters of these.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
+from rl_megatron.learner.model.delta.chunks import Chunks, cut_into_chunks
+from rl_megatron.learner.model.delta.rule import convolve, gated_delta_rule
+from rl_megatron.learner.model.fused import rms_norm
+from rl_megatron.learner.model.layers import NormColumnLinear
+from rl_megatron.learner.packed import PackedAttentionParams
+from rl_megatron.models.shape import ModelShape
+
+
+class CutParameter(torch.nn.Module):
+    """``weight``, cut by TP along its first dimension."""
+
+    def __init__(self, config: DecoderConfig, *size: int) -> None:
+        super().__init__()
+        self.weight = _cut(config, *size)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """One global tensor, sharded over TP."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        out: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+        return out
+
+
+class HeadNorm(torch.nn.Module):
+    """``weight`` [dv] of the norm of every value head, which all ranks hold; its gradients are summed over TP."""
+
+    def __init__(self, config: DecoderConfig, size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device_of(config)))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class GatedDeltaNet(MegatronModule):
+    """The delta net of one layer, with the norm before it; needs ``shape.delta``."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer_number: int,
+        *,
+        shape: ModelShape,
+        pg_collection: ProcessGroupCollection,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        assert shape.delta is not None
+        self.layer_number, self.sizes, self.eps = layer_number, shape.delta, shape.norm_eps
+        self.cp = pg_collection.cp if config.context_parallel_size > 1 else None
+        m, tp = self.sizes, pg_collection.tp.size()
+        options: dict[str, Any] = {
+            "config": config,
+            "init_method": config.init_method,
+            "bias": False,
+            "tp_group": pg_collection.tp,
+        }
+        self.in_proj = NormColumnLinear(shape.hidden_size, m.inputs, gather_output=False, **options)
+        self.conv1d = CutParameter(config, m.mixed // tp, 1, m.kernel)
+        self.A_log = _cut(config, m.value_heads // tp)
+        self.dt_bias = _cut(config, m.value_heads // tp)
+        self.out_norm = HeadNorm(config, m.value_dim)
+        self.out_proj = RowParallelLinear(
+            m.outputs, shape.hidden_size, input_is_parallel=True, skip_bias_add=True, **options
+        )
+
+    def forward(
+        self, hidden: Tensor, *_: Any, packed_seq_params: PackedAttentionParams, **__: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[t / tp, 1, h] -> ([t / tp, 1, h], None)."""
+        chunks = self._chunks(packed_seq_params)
+        projected, _none = self.in_proj(hidden)
+        x = projected[:, 0]
+        if self.cp is not None:
+            x = self._positions_for_heads(x)[packed_seq_params.gathered]
+        mixed: Tensor = checkpoint(partial(self._remember, chunks), False, x)
+        if self.cp is not None:
+            mixed = self._heads_for_positions(mixed[packed_seq_params.gathered.argsort()])
+        out: tuple[Tensor, Tensor | None] = self.out_proj(mixed[:, None])
+        return out
+
+    def _chunks(self, packed: PackedAttentionParams) -> Chunks:
+        if not isinstance(packed.chunks, Chunks):
+            packed.chunks = cut_into_chunks(packed.cu_seqlens_q, gap=self.sizes.kernel - 1)
+        return packed.chunks
+
+    def _remember(self, chunks: Chunks, x: Tensor) -> Tensor:
+        """[T, inputs of this rank's heads] -> [T, their outputs]."""
+        m, heads = self.sizes, x.shape[1] * self.sizes.key_heads // self.sizes.inputs
+        values, convolved = m.ratio * m.value_dim, m.mixed // m.key_heads
+        given, gate, beta, step = x.view(len(x), heads, -1).split([convolved, values, m.ratio, m.ratio], -1)
+        taps, log_rate, bias = (self._own(part) for part in (self.conv1d.weight, self.A_log, self.dt_bias))
+        given = convolve(given.flatten(1), taps, chunks).view(len(x), heads, -1)
+        query, key, value = given.split([m.key_dim, m.key_dim, values], -1)
+        rate, bias = log_rate.float().exp().view(heads, -1), bias.float().view(heads, -1)
+        decay = -rate * F.softplus(step.float() + bias)
+        value = value.unflatten(-1, (m.ratio, m.value_dim))
+        out = gated_delta_rule(query, key, value, decay, beta.sigmoid(), chunks).to(x.dtype)
+        normed = rms_norm(out, self.out_norm.weight, self.eps)
+        return (normed * F.silu(gate.float()).view_as(normed)).to(x.dtype).flatten(1)
+
+    def _own(self, parameter: Tensor) -> Tensor:
+        """The part of this rank's key heads: all of the TP rank's, or its share under CP."""
+        if self.cp is None:
+            return parameter
+        share: Tensor = parameter.chunk(self.cp.size())[self.cp.rank()]
+        return share
+
+    def _positions_for_heads(self, x: Tensor) -> Tensor:
+        """[t, columns] -> [T, columns / cp], ranks' positions one after the other."""
+        assert self.cp is not None
+        by_rank = x.unflatten(1, (self.cp.size(), -1)).transpose(0, 1)  # contiguous for the exchange
+        out: Tensor = all_to_all(self.cp, by_rank.contiguous())
+        return out.flatten(0, 1)
+
+    def _heads_for_positions(self, x: Tensor) -> Tensor:
+        """The inverse: [T, columns / cp] -> [t, columns]."""
+        assert self.cp is not None
+        by_heads: Tensor = all_to_all(self.cp, x.contiguous().unflatten(0, (self.cp.size(), -1)))
+        return by_heads.transpose(0, 1).flatten(1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Its parts', and the parameters of its own as global tensors over all heads, sharded over TP."""
+        out: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        own = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
+        out |= make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets)
+        return out
+
+
+def _cut(config: DecoderConfig, *size: int) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device_of(config)))
+    set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+    return parameter
+
+
+def delta_net_spec(shape: ModelShape) -> ModuleSpec:
+    """What stands for self-attention in a layer of ``shape.delta_layers``. Its input norm is a part of it."""
+    return ModuleSpec(module=GatedDeltaNet, params={"shape": shape})

@@ -1,0 +1,53 @@
+"""Reads config.json of Qwen3-Next and of Qwen3.5-MoE's text model.
+
+Sources: transformers ``models/qwen3_next`` and ``models/qwen3_5_moe``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_megatron.config.errors import shorten
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.families.common import SILU, decoder_fields, given, refuse_others
+from rl_megatron.models.shape import DeltaNet, ModelShape
+
+_DELTA, _FULL = "linear_attention", "full_attention"
+
+
+def read(raw: dict[str, Any], path: Path) -> ModelShape:
+    """Delta nets in three of four layers or as ``layer_types`` says, gated attention in the others, experts in all."""
+    refuse_others(raw, path, {**SILU, "attention_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1})
+    kinds = _kinds(raw, path)
+    return ModelShape(
+        **decoder_fields(raw, path, head_dim=given(raw, "head_dim", 256), part=0.25),
+        num_experts=raw.get("num_experts") or raw["num_local_experts"],
+        experts_per_token=raw["num_experts_per_tok"],
+        expert_width=raw["moe_intermediate_size"],
+        shared_width=raw["shared_expert_intermediate_size"],
+        normalize_top_k=given(raw, "norm_topk_prob", True),
+        delta=DeltaNet(
+            key_heads=given(raw, "linear_num_key_heads", 16),
+            value_heads=given(raw, "linear_num_value_heads", 32),
+            key_dim=given(raw, "linear_key_head_dim", 128),
+            value_dim=given(raw, "linear_value_head_dim", 128),
+            kernel=given(raw, "linear_conv_kernel_dim", 4),
+        ),
+        delta_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == _DELTA),
+        output_gate=True,
+        shared_gate=True,
+        zero_centered=True,
+    )
+
+
+def _kinds(raw: Mapping[str, Any], path: Path) -> list[str]:
+    layers, every = raw["num_hidden_layers"], given(raw, "full_attention_interval", 4)
+    kinds: list[str] = raw.get("layer_types") or [_DELTA if (n + 1) % every else _FULL for n in range(layers)]
+    if set(kinds) - {_DELTA, _FULL} or len(kinds) != layers:
+        raise ConfigError(
+            f"{path}: layer_types={shorten(kinds)} is not supported; allowed: {_DELTA!r} or {_FULL!r} for each of "
+            f"{layers} layers"
+        )
+    return kinds
