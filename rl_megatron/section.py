@@ -10,13 +10,25 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 MAX_INTEGER = 2**63 - 1
-Positive = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
-NonNegative = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 _OWN_CODE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def _no_boolean(given: object) -> object:
+    """Pydantic takes true for 1."""
+    if isinstance(given, bool):
+        raise PydanticCustomError("number", "Input should be a number, not true or false")
+    return given
+
+
+NUMBER = BeforeValidator(_no_boolean)
+"""Refuses true and false in place of a number."""
+Positive = Annotated[int, Field(ge=1, le=MAX_INTEGER), NUMBER]
+NonNegative = Annotated[int, Field(ge=0, le=MAX_INTEGER), NUMBER]
+Finite = Annotated[float, Field(allow_inf_nan=False), NUMBER]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), NUMBER]
+PositiveFraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), NUMBER]
 
 
 def _listed(given: object) -> object:

@@ -87,6 +87,25 @@ def test_no_number_of_the_schema_may_be_nan_or_without_an_end() -> None:
             assert outcome("tiny_cpu", [f"{key}={value}"]), (key, value)
 
 
+def test_true_is_no_number() -> None:
+    """Pydantic takes it for 1: a group size, a rate."""
+    taken = []
+    for key, field in KEYS.items():
+        kinds = set(_kinds(field.annotation))
+        if ".part." not in key and kinds & {int, float} and bool not in kinds:
+            said = outcome("tiny_cpu", [f"{key}=true"])
+            if "number, not true or false" not in said and "makes its own problems" not in said:
+                taken.append(key)
+    assert taken == []
+
+
+def _kinds(kind: object) -> Iterator[object]:
+    """The types of an annotation, of lists and mappings too."""
+    yield kind
+    for part in typing.get_args(kind):
+        yield from _kinds(part)
+
+
 def _metadata(kind: object) -> list[object]:
     return [getattr(m, "metadata", m) for m in getattr(kind, "__metadata__", ())]
 

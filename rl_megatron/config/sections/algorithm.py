@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rl_megatron.options.optimizer import OptimizerSection
 from rl_megatron.section import (
+    NUMBER,
     Finite,
     Fraction,
     NonNegative,
@@ -17,6 +18,7 @@ from rl_megatron.section import (
     OwnCode,
     Positive,
     PositiveFloat,
+    PositiveFraction,
     Section,
 )
 
@@ -76,7 +78,7 @@ class TokensSection(Section):
     choose: Literal["all", "top_entropy", "clip_cov", "kl_cov"] = "all"
     """Train on all tokens, or only on those of most entropy; leave out some of great covariance of log-prob and
     advantage (Clip-Cov), or hold those of the greatest to the old policy by a KL (KL-Cov)."""
-    share: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.2
+    share: PositiveFraction = 0.2
     """Share of the minibatch's tokens that top_entropy trains on, clip_cov leaves out or kl_cov holds; one at least."""
     low: Finite = 1.0
     """choose=clip_cov: least covariance, in nats times advantage, of a token that may be left out."""
@@ -194,7 +196,7 @@ class AlgorithmSection(Section):
     clip_high: NonNegativeFloat = 0.2
     """objective=clip, gmpo: the ratio is clipped from above at 1 plus this; dppo_tv, dppo_kl: the greatest distance at
     which a token of positive advantage goes on rising."""
-    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False), NUMBER] | None = None
     """objective=clip: the loss of a token of negative advantage is at most this times its |advantage|; null: no bound.
     """
     cap_low: NonNegativeFloat = 0.0

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.section import Fraction, Positive, PositiveFloat, Section
+from rl_megatron.section import NUMBER, Fraction, Positive, PositiveFloat, PositiveFraction, Section
 
 SourceName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
@@ -21,7 +21,7 @@ class ArithmeticData(Section):
 
     instead: ClassVar[str] = "data.type=arithmetic makes its own problems; add data=gsm8k to read files"
     type: Literal["arithmetic"] = "arithmetic"
-    digits: Annotated[int, Field(ge=1, le=6)] = 2
+    digits: Annotated[int, Field(ge=1, le=6), NUMBER] = 2
     """Digits of the largest number in a problem."""
     operation: Literal["sum", "product"] = "sum"
     """What is asked of the two numbers."""
@@ -130,21 +130,21 @@ class FileSource(SourceKeys, FileData):
 class CurriculumSection(Section):
     """Draws prompts by their pass rates: the shares of completions with at least eval.success_reward (docs/data.md)."""
 
-    retire_above: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    retire_above: PositiveFraction | None = None
     """Pass rate from which on a prompt is drawn no more; null: none retires."""
     lowest: Fraction = 0.0
     """Prompts with a lower pass rate are drawn with the probability ``outside``."""
     highest: Fraction = 1.0
     """Prompts with a higher pass rate are drawn with the probability ``outside``."""
-    outside: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.1
+    outside: PositiveFraction = 0.1
     """Probability, in each epoch, of drawing a prompt below ``lowest`` or above ``highest``."""
     min_seen: Positive = 1
     """Times that a prompt must be sampled before its pass rate counts."""
-    decay: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.5
+    decay: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), NUMBER] = 0.5
     """Weight of the pass rate before in the new one; 0: only the last time counts."""
     initial: str | None = None
     """Field of the data with each prompt's pass rate at the start, from 0 to 1; null: it is unknown."""
-    min_left: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.1
+    min_left: PositiveFraction = 0.1
     """Share of a source's prompts that stay: where fewer would, retired ones are drawn again, oldest first."""
 
     @property

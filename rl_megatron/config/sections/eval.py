@@ -11,7 +11,16 @@ from rl_megatron.config.sections.data import ArithmeticData, FileData, FileKeys,
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.limits import limits_of
-from rl_megatron.section import LISTED, Finite, Fraction, NonNegative, NonNegativeFloat, Positive, Section
+from rl_megatron.section import (
+    LISTED,
+    Finite,
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFraction,
+    Section,
+)
 
 SetName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
@@ -37,7 +46,7 @@ class EvalSetSection(Section):
     """Completions of each problem, k in mean@k and maj@k."""
     temperature: NonNegativeFloat | None = None
     """Temperature; 0 is greedy. null: eval.temperature."""
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    top_p: PositiveFraction = 1.0
     """Sample from the fewest most likely tokens whose probabilities add up to at least this."""
     top_k: NonNegative = 0
     """Sample from this many most likely tokens; 0: from all."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from rl_megatron.section import OwnCode, Positive, PositiveFloat, Section
+from rl_megatron.section import NonNegativeFloat, OwnCode, Positive, PositiveFloat, Section
 
 JobName = Literal["rl", "sft", "dpo", "reward_model"]
 
@@ -108,6 +106,6 @@ class DpoSection(PairsSection):
 class RewardTrainingSection(PairsSection):
     """Training of a reward model (docs/preferences.md); ``job=reward_model`` reads this, and no other job does."""
 
-    centring: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    centring: NonNegativeFloat = 0.0
     """Weight in the loss of the mean over pairs of the squared sum of both scores, which keeps them around 0
     (arXiv:2312.09244); 0.01 is common."""

@@ -9,7 +9,16 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from rl_megatron.section import NonNegative, NonNegativeFloat, OwnCode, Positive, PositiveFloat, Section
+from rl_megatron.section import (
+    NUMBER,
+    NonNegative,
+    NonNegativeFloat,
+    OwnCode,
+    Positive,
+    PositiveFloat,
+    PositiveFraction,
+    Section,
+)
 
 RunningRequests = Literal["recompute", "keep_cache", "abort"]
 """What a push does to running requests."""
@@ -44,7 +53,7 @@ class ServerSection(Section):
     ep: Positive = 1
     """Expert-parallel degree of each server: tp * dp keeps each expert whole on one of a stage's GPUs, 1 cuts each over
     all of them."""
-    memory_fraction: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] | None = None
+    memory_fraction: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), NUMBER] | None = None
     """Share of a GPU's memory that a server takes for weights and cache, which leaves the rest to the learner; null:
     the engine's default, nearly all."""
     options: str | None = None
@@ -188,7 +197,7 @@ class RolloutSection(Section):
     """Completions of each prompt."""
     temperature: PositiveFloat = 1.0
     """Temperature of sampling, and of the learner's log-probs."""
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    top_p: PositiveFraction = 1.0
     """Sample from the fewest most likely tokens whose probabilities add up to at least this (nucleus sampling)."""
     max_prompt_tokens: Positive = 256
     """Longest prompt, in tokens."""
