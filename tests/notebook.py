@@ -1,0 +1,79 @@
+"""Executes the cells of a notebook, in one interpreter and in their order.
+
+``python -m tests.notebook FILE PAGE`` stores in the file what they print, and writes the cells as a page of Markdown.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+_BEFORE = "\x1e"  # written before a cell's output
+_RUN = """
+import json, sys
+names = {}
+for cell in json.load(open(sys.argv[1]))["cells"]:
+    if cell["cell_type"] == "code":
+        print(sys.argv[2], end="", flush=True)
+        exec(compile("".join(cell["source"]), "cell", "exec"), names)
+"""
+
+
+def shown(notebook: Path) -> list[str]:
+    """The stored output of each cell with code."""
+    return ["".join("".join(part["text"]) for part in cell["outputs"]) for cell in _code(_read(notebook))]
+
+
+def executed(notebook: Path, folder: Path) -> list[str]:
+    """What each cell with code prints in ``folder``. Raises AssertionError if one fails."""
+    scripts = Path(sys.executable).parent
+    environment = os.environ | {"PATH": f"{scripts}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", _RUN, str(notebook), _BEFORE],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    return ended.stdout.split(_BEFORE)[1:]
+
+
+def page(notebook: Path) -> str:
+    """The notebook's texts, its code, and below each what it prints."""
+    parts = []
+    for cell in _read(notebook)["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        if printed := "".join("".join(part["text"]) for part in cell.get("outputs", ())):
+            parts.append(f"```text\n{printed}```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _read(notebook: Path) -> Any:
+    return json.loads(notebook.read_text())
+
+
+def _code(content: Any) -> list[Any]:
+    return [cell for cell in content["cells"] if cell["cell_type"] == "code"]
+
+
+def _store(notebook: Path) -> None:
+    content = _read(notebook)
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = executed(notebook, Path(folder))
+    for number, (cell, text) in enumerate(zip(_code(content), outputs, strict=True), start=1):
+        cell["execution_count"] = number
+        cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)}]
+    notebook.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    _store(Path(sys.argv[1]).resolve())
+    Path(sys.argv[2]).write_text(page(Path(sys.argv[1])))
