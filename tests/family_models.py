@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 BASE: Mapping[str, Any] = {
     "vocab_size": 61,
@@ -68,6 +69,15 @@ DELTA: Mapping[str, Any] = {
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 10,
     "linear_value_head_dim": 6,
+}
+TOWER: Mapping[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
 }
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
@@ -139,6 +149,8 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "qwen3_next": ("qwen3_next", DELTA),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {**DELTA, "layer_types": ["linear_attention", "full_attention"] * 2}),
+    "qwen3_5_moe": ("qwen3_5_moe", {**DELTA, "layer_types": ["full_attention"] + ["linear_attention"] * 3}),
+    "qwen3_5_moe_stacked": ("qwen3_5_moe", {**DELTA, "layer_types": ["linear_attention", "full_attention"] * 2}),
     "glm4_moe_lite_straight": ("glm4_moe_lite", {**GLM_LITE, "q_lora_rank": None}),
 }
 """Name -> (model_type, the settings that differ from BASE)."""
@@ -146,18 +158,24 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 def save_model(name: str, folder: Path) -> Any:
     """Save the model in ``folder``; its weights are large enough that a wrong rope, bias or route shows."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind, differing = MODELS[name]
     torch.manual_seed(zlib.crc32(name.encode()))
-    config = AutoConfig.for_model(kind, **{**BASE, **differing})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    text = {**BASE, **differing}
+    sees = kind == "qwen3_5_moe"
+    config = AutoConfig.for_model(kind, **({"text_config": text, "vision_config": TOWER} if sees else text))
+    loader = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model = loader.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, value in [*model.named_parameters(), *model.named_buffers()]:
             if key in model.state_dict():
                 is_scale = key.endswith("norm.weight") and ("linear_num_key_heads" not in differing or "linear_" in key)
                 value.normal_(1.0 if is_scale else 0.0, 0.3 if value.dim() == 1 else 0.25)
     model.save_pretrained(folder)
+    if name == "qwen3_5_moe_stacked":
+        held = {key: value.contiguous() for key, value in model.state_dict().items()}  # as transformers computes
+        save_file({**held, "mtp.fc.weight": torch.zeros(32, 64)}, folder / "model.safetensors", {"format": "pt"})
     if name == "kimi_k2":  # transformers knows the model under DeepSeek's name alone
         path = folder / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": name}))

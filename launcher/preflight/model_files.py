@@ -106,10 +106,13 @@ def _reference(subject: Subject, folder: Path) -> Iterator[Found]:
     yield from _same_tokens(subject.model_folder, folder, config.reference_key)
 
 
+_BESIDE_SIZES = {"family_at", "max_positions", "draft_layers", "beside"}
+
+
 def _sizes(shape: ModelShape) -> dict[str, object]:
     """What decides where a model's weights lie, by name."""
     named = {each.name: getattr(shape, each.name) for each in fields(shape)}
-    return {name: size for name, size in named.items() if name not in {"family_at", "max_positions", "draft_layers"}}
+    return {name: size for name, size in named.items() if name not in _BESIDE_SIZES}
 
 
 def _same_tokens(policy: Path | None, reference: Path, key: str) -> Iterator[Found]:

@@ -62,7 +62,7 @@ def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
 
 def _engine(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
     """Yields why the in-process engine cannot sample from the model; servers report for themselves."""
-    if not (config.rollout.served or family_of(shape).serves):
+    if config.kind.samples and not (config.rollout.served or family_of(shape).serves):
         allowed = [name for name, family in FAMILIES.items() if family.serves]
         yield problem(
             f"model_type={shape.family!r}: the in-process engine does not support it; allowed: "

@@ -26,6 +26,7 @@ from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Span
 from rl_megatron.weights.checkpoints.kind import is_megatron
+from rl_megatron.weights.checkpoints.megatron import held_shape
 from rl_megatron.weights.layouts.families import megatron_layout, read_shape
 
 Texts = Sequence[Sequence[int]]
@@ -59,6 +60,7 @@ def compare_logprobs(
             f"--layers={layers!r:.200}: it must be auto, torch or your own package.module:name"
         ) from error
     shape = read_shape(config or (reference if is_megatron(folder) else folder), family)
+    shape = held_shape(folder, shape) if is_megatron(folder) else shape
     if shape.scores:
         raise ConfigError(
             f"{folder} is a sequence classifier, which scores texts and has no log-probs; give the model that it was "

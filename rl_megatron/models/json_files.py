@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rl_megatron.config.errors import shorten
-from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError
 
 MAX_BYTES = 256 << 20  # the index of a trillion parameters in 200,000 tensors has 20 MB
 _MAX_LINES = 10
@@ -33,6 +34,27 @@ def read_json(path: Path, kind: type[F], error: type[RLMegatronError] = ConfigEr
         return kind.model_validate_json(data, strict=True)
     except ValidationError as wrong:
         raise error("\n".join(_lines(path, wrong))) from wrong
+
+
+class _Index(JsonFields):
+    weight_map: dict[str, str]
+
+
+def tensor_names(folder: Path) -> Collection[str]:
+    """Names in the folder's safetensors index, or in the header of its only such file; none without either, as for
+    plans. Raises CheckpointError if it is torn."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        return read_json(index, _Index, CheckpointError).weight_map
+    if not single.is_file():
+        return ()
+    with single.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        try:
+            names = json.loads(file.read(min(size, MAX_BYTES)))
+        except ValueError as error:
+            raise CheckpointError(f"{single}: its header is torn; fetch it again") from error
+    return names if isinstance(names, dict) else ()
 
 
 class Fields(dict[str, Any]):

@@ -133,8 +133,10 @@ class ModelShape:
     ``delta_layers`` have a ``delta`` net in place of attention. The attention of others is multiplied by the sigmoid of
     a gate with ``output_gate``, and that of shared experts with ``shared_gate``. ``zero_centered`` norms multiply by
     their weight plus 1, but for that of a delta net.
+    With ``stacked_experts`` files and learner have one tensor for all experts of a layer; others, one for each.
     ``expert_bias`` and ``clamped_swiglu`` (the limit, 0 for plain SwiGLU) are gpt-oss's. Some checkpoints have
-    ``draft_layers`` behind the decoder, for multi-token prediction; nothing here reads or writes them. A model that
+    ``draft_layers`` behind the decoder, for multi-token prediction, and tensors whose names begin with one of
+    ``beside``, of such layers or of a tower for images; nothing here reads or writes them. A model that
     ``scores`` has one output in place of the vocabulary's: transformers' ``…ForSequenceClassification`` with one label.
 
     ``family`` is the ``model_type`` of config.json. ``family_at`` names the definition of a family of the user's own,
@@ -168,6 +170,7 @@ class ModelShape:
     qk_norm: Literal["head", "all"] | None = "head"
     sinks: bool = False
     windows: tuple[int, ...] = ()
+    stacked_experts: bool = False
     expert_bias: bool = False
     clamped_swiglu: float = 0.0
     delta: DeltaNet | None = None
@@ -176,6 +179,7 @@ class ModelShape:
     shared_gate: bool = False
     zero_centered: bool = False
     draft_layers: int = 0
+    beside: tuple[str, ...] = ()
     scores: bool = False
 
     @property

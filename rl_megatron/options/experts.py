@@ -37,11 +37,9 @@ class ExpertParallel(Option):
                 f"tp*cp*dp = {d.tp}*{d.cp}*{d.dp} = {inner}; "
                 f"leave learner.dp out, or set it so that {d.ep * d.etp} divides the product"
             )
-        if shape is not None and shape.expert_bias and d.etp > 1:
-            yield (
-                f"learner.etp={d.etp}: experts with biases cannot be sharded, only spread by learner.ep; set "
-                "learner.etp=1"
-            )
+        if shape is not None and (shape.expert_bias or shape.stacked_experts) and d.etp > 1:
+            kind = "experts with biases" if shape.expert_bias else "experts of one tensor a layer"
+            yield (f"learner.etp={d.etp}: {kind} cannot be sharded, only spread by learner.ep; set learner.etp=1")
 
     def megatron(self, learner: LearnerSection, shape: ModelShape) -> Keywords:
         """The expert-parallel degree and the experts' tensor-parallel degree."""

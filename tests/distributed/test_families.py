@@ -157,7 +157,8 @@ def test_logits_loss_and_gradient_are_those_of_transformers(layout: str, models:
 def test_what_megatron_saved_and_what_the_tool_wrote_come_back_to_the_bit(
     name: str, models: Path, tmp_path: Path
 ) -> None:
-    original = load_file(models / name / "model.safetensors")
+    held = load_file(models / name / "model.safetensors")
+    original = {tensor: values for tensor, values in held.items() if not tensor.startswith(("model.visual.", "mtp."))}
     for source in ("megatron", "saved"):
         convert.megatron_to_hf(models / name / source, tmp_path / source, config=models / name)
         back = load_file(tmp_path / source / "model.safetensors")

@@ -1,7 +1,8 @@
-"""gpt-oss's experts: fused tensors laid out as in its checkpoints, biases, a clamped gate."""
+"""Experts in one tensor a layer, laid out as in checkpoints: gpt-oss's, with biases and a clamped gate; Qwen3.5's."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,20 +14,44 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
+from rl_megatron.learner.model.fused import expert_mlp
 
 _ALPHA = 1.702  # gate * sigmoid(alpha * gate)
 
 
-class FusedExperts(MegatronModule):
-    """This rank's ``n`` experts: ``gate_up_proj`` [n, h, 2f], gate and up interleaved, ``down_proj`` [n, f, h], biases.
+class TogetherExperts(MegatronModule):
+    """This rank's experts in parameters whose first dimension they are. Replaces megatron's grouped MLP. It does not
+    support expert tensor parallelism."""
 
-    Replaces megatron's grouped MLP. It does not support expert tensor parallelism.
-    """
+    def __init__(self, config: DecoderConfig, groups: Any, sizes: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__(config=config)
+        self.groups = groups
+        self.recompute = config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
+        for name, size in sizes.items():
+            parameter = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device_of(config)))
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)  # else norms count rank 0's alone
+            self.register_parameter(name, parameter)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Global tensors over all experts, sharded over EP along the experts."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        out: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            dict.fromkeys(state, 0),
+            sharded_offsets,
+            tp_group=self.groups.ep,
+            dp_cp_group=self.groups.expt_dp,
+        )
+        return out
+
+
+class FusedExperts(TogetherExperts):
+    """gpt-oss's ``n``: ``gate_up_proj`` [n, h, 2f], gate and up interleaved, ``down_proj`` [n, f, h], biases."""
 
     def __init__(self, num_local_experts: int, config: DecoderConfig, *, pg_collection: Any, **_: Any) -> None:
-        super().__init__(config=config)
-        self.groups, self.limit = pg_collection, config.shape.clamped_swiglu
-        self.recompute = config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
         n, h, f = num_local_experts, config.hidden_size, config.shape.expert_width
         sizes = {
             "gate_up_proj": (n, h, 2 * f),
@@ -34,10 +59,8 @@ class FusedExperts(MegatronModule):
             "down_proj": (n, f, h),
             "down_proj_bias": (n, h),
         }
-        for name, size in sizes.items():
-            parameter = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device_of(config)))
-            set_tensor_model_parallel_attributes(parameter, True, 0, 1)  # else norms count rank 0's alone
-            self.register_parameter(name, parameter)
+        super().__init__(config, pg_collection, sizes)
+        self.limit = config.shape.clamped_swiglu
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Tokens [n, h] sorted by expert -> ([n, h], None), scaled by ``probs`` [n]."""
@@ -54,17 +77,15 @@ class FusedExperts(MegatronModule):
             out.append((torch.addmm(bias2, active, fc2) * prob[:, None]).to(x.dtype))
         return torch.cat(out)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Global tensors over all experts, sharded over EP along the experts."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        out: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            state,
-            prefix,
-            dict.fromkeys(state, 0),
-            sharded_offsets,
-            tp_group=self.groups.ep,
-            dp_cp_group=self.groups.expt_dp,
-        )
-        return out
+
+class StackedExperts(TogetherExperts):
+    """Qwen3.5's ``n``: ``gate_up_proj`` [n, 2f, h], gate over up, and ``down_proj`` [n, h, f]."""
+
+    def __init__(self, num_local_experts: int, config: DecoderConfig, *, pg_collection: Any, **_: Any) -> None:
+        n, h, f = num_local_experts, config.hidden_size, config.shape.expert_width
+        super().__init__(config, pg_collection, {"gate_up_proj": (n, 2 * f, h), "down_proj": (n, h, f)})
+
+    def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Tokens [n, h] sorted by expert -> ([n, h], None), scaled by ``probs`` [n]."""
+        weights = [*self.gate_up_proj.unbind()], [*self.down_proj.unbind()]
+        return expert_mlp(x, probs, tokens_per_expert.tolist(), *weights, recompute=self.recompute), None

@@ -36,7 +36,7 @@ from torch import Tensor
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.attention import AllHeadsAttention, PackedAttention
 from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
-from rl_megatron.learner.model.experts import FusedExperts
+from rl_megatron.learner.model.experts import FusedExperts, StackedExperts
 from rl_megatron.learner.model.fused import expert_mlp, linear, rms_norm
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.user_code import load_named
@@ -265,5 +265,7 @@ def _attention(shape: ModelShape) -> SelfAttentionSubmodules:
 
 def _experts(shape: ModelShape) -> ModuleSpec:
     shared = ModuleSpec(module=SharedExperts, submodules=_SHARED) if shape.shared_width else None
-    experts = FusedExperts if shape.expert_bias else ModuleSpec(module=GroupedMLP, submodules=_GROUPED)
+    together = FusedExperts if shape.expert_bias else StackedExperts
+    apart = ModuleSpec(module=GroupedMLP, submodules=_GROUPED)
+    experts = together if shape.expert_bias or shape.stacked_experts else apart
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))

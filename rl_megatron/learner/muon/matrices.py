@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from rl_megatron.learner.model.experts import FusedExperts
+from rl_megatron.learner.model.experts import FusedExperts, TogetherExperts
 
 _CUT_BY: Mapping[str, int | None] = {  # modules; TransformerEngine also marks weights as cut that are whole
     "linear_qkv": 0,
@@ -83,8 +83,19 @@ def _fused_down(tensor: Tensor) -> Sequence[Tensor]:
     return [expert.T for expert in tensor]
 
 
+def _stacked_gate_up(tensor: Tensor) -> Sequence[Tensor]:
+    """Gate and up [f, h] of each expert of [n, 2f, h]."""
+    return [half for expert in tensor for half in expert.chunk(2)]
+
+
+def _stacked(tensor: Tensor) -> Sequence[Tensor]:
+    """Each expert of [n, h, f]."""
+    return tensor.unbind()
+
+
 WHOLE = Matrices(_one)
 """A parameter that is one matrix, whole on this rank."""
+_STACKED = {"gate_up_proj": Matrices(_stacked_gate_up), "down_proj": Matrices(_stacked)}
 _FUSED = {"gate_up_proj": Matrices(_fused_gate_up), "down_proj": Matrices(_fused_down)}
 
 
@@ -98,8 +109,8 @@ def find_matrices(chunk: Any) -> Iterator[tuple[Tensor, Matrices | None]]:
 
 
 def _matrices_of(path: str, name: str, module: Any, parameter: Tensor, config: Any) -> Matrices | None:
-    if isinstance(module, FusedExperts):
-        return _FUSED.get(name)
+    if isinstance(module, TogetherExperts):
+        return (_FUSED if isinstance(module, FusedExperts) else _STACKED).get(name)
     if parameter.dim() != 2 or "bias" in name:
         return None
     kind = path.rpartition(".")[2]

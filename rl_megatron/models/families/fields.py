@@ -131,6 +131,7 @@ class ConfigFields(JsonFields):
     use_mtp: _Flag = None
     topk_method: _Text = None
     quantization_config: QuantizationFields | None = None
+    text_config: ConfigFields | None = None
 
 
 class GenerationFields(JsonFields):

@@ -6,12 +6,14 @@ Sources: transformers ``models/qwen3_next`` and ``models/qwen3_5_moe``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rl_megatron.config.errors import shorten
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.families.common import SILU, decoder_fields, given, refuse_others
+from rl_megatron.models.json_files import Fields
 from rl_megatron.models.shape import DeltaNet, ModelShape
 
 _DELTA, _FULL = "linear_attention", "full_attention"
@@ -39,7 +41,15 @@ def read(raw: dict[str, Any], path: Path) -> ModelShape:
         output_gate=True,
         shared_gate=True,
         zero_centered=True,
+        beside=("mtp.",),
     )
+
+
+def read_text_model(raw: dict[str, Any], path: Path) -> ModelShape:
+    """The text model of Qwen3.5-MoE for images and text, whose config.json has it under ``text_config``."""
+    above = {key: raw[key] for key in ("model_type", "tie_word_embeddings") if raw.get(key) is not None}
+    inner = Fields({**raw["text_config"], **above}, path, "text_config.")
+    return replace(read(inner, path), beside=("mtp.", "model.visual."))
 
 
 def _kinds(raw: Mapping[str, Any], path: Path) -> list[str]:

@@ -91,6 +91,7 @@ def _gradients(learner: LearnerSection, shape: ModelShape, layer: int, *, matric
     of all its experts."""
     d, size = learner.dims, BYTES[learner.dtype]
     if layer in shape.moe_layers:
+        matrices *= 2 if shape.stacked_experts else 1  # which are then put together
         return matrices * shape.hidden_size * shape.expert_width * shape.num_experts / d.ep / d.etp * size
     return matrices * shape.hidden_size * shape.dense_width / d.tp * size
 

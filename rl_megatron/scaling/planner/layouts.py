@@ -99,7 +99,7 @@ def layouts(wanted: Wanted, world: int) -> Iterator[dict[str, object]]:
     heads = [shape.num_heads, shape.num_kv_heads if shape.latent is None else shape.num_heads]
     heads += [] if shape.delta is None else [shape.delta.key_heads]
     tps = [tp for tp in (1, 2, 4, 8) if tp <= wanted.per_node and all(n % tp == 0 for n in heads)]
-    cuts = 0 < shape.num_experts <= _FEW_EXPERTS and not shape.expert_bias
+    cuts = 0 < shape.num_experts <= _FEW_EXPERTS and not (shape.expert_bias or shape.stacked_experts)
 
     def etps(tp: int) -> list[int]:
         if not shape.num_experts:

@@ -94,6 +94,7 @@ def _model(folder: Path) -> Mapping[str, str]:
         return {"model": "unknown: there is no config.json"}
     try:
         raw = json.loads(path.read_text())
+        raw = {**raw.get("text_config", {}), **raw}
         layers, hidden = raw.get("num_hidden_layers", "?"), raw.get("hidden_size", "?")
         experts = next((raw[k] for k in ("num_experts", "n_routed_experts", "num_local_experts") if raw.get(k)), 0)
         return {

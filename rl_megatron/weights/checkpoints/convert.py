@@ -20,7 +20,7 @@ from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies, write_safetensors
 from rl_megatron.weights.checkpoints.kind import is_megatron
-from rl_megatron.weights.checkpoints.megatron import index_files, megatron_copies, write_chunks
+from rl_megatron.weights.checkpoints.megatron import held_shape, index_files, megatron_copies, write_chunks
 from rl_megatron.weights.checkpoints.megatron_names import has_draft
 from rl_megatron.weights.checkpoints.streaming import (
     Copy,
@@ -115,7 +115,7 @@ def megatron_to_hf(
     layers to block-scaled float8, and keeps other tensors as they are stored. Raises as `hf_to_megatron`.
     """
     companion = config or source
-    shape = read_shape(companion, family)
+    shape = held_shape(source, read_shape(companion, family))
     quantise = dtype is DType.F8_E4M3
     stored, files = megatron_copies(source, shape)
     plain = stored if quantise else in_dtype(stored, dtype, hf_layout(shape))
@@ -185,15 +185,16 @@ def left_out(source: Path, config: Path | None = None, family: str | None = None
     if is_megatron(source):
         return f"mtp: {told}" if has_draft(read_index(source)[0]) else None
     shape = read_shape(config or source, family)
-    if not shape.draft_layers:
+    if not shape.draft_layers and not shape.beside:
         return None
     files, placed = weight_files(source)
     names = placed or read_header(MappedFile(source / files[0]))
-    held = sorted({name.split(".")[2] for name in names if is_draft(name, shape)}, key=int)
-    if not held:
-        return None
-    layers = ", ".join(f"model.layers.{layer}" for layer in held)
-    return f"{layers}: {told}"
+    held = [prefix.rstrip(".") for prefix in shape.beside if any(name.startswith(prefix) for name in names)]
+    if set(held) - {"mtp"}:
+        told = "only the text model is trained and converted; the new folder has neither draft layers nor towers"
+    drafts = {name.split(".")[2] for name in names if is_draft(name, shape) and not name.startswith(shape.beside)}
+    found = [*held, *(f"model.layers.{layer}" for layer in sorted(drafts, key=int))]
+    return f"{', '.join(found)}: {told}" if found else None
 
 
 def hf_tensors(folder: Path, config: Path | None = None, family: str | None = None) -> tuple[list[Copy], Files]:
@@ -202,7 +203,9 @@ def hf_tensors(folder: Path, config: Path | None = None, family: str | None = No
     ``config`` is a folder with config.json if ``folder`` has none. Raises as `hf_to_megatron`.
     """
     shape = read_shape(config or folder, family)
-    return megatron_copies(folder, shape) if is_megatron(folder) else hf_copies(folder, shape, None)
+    if is_megatron(folder):
+        return megatron_copies(folder, held_shape(folder, shape))
+    return hf_copies(folder, shape, None)
 
 
 def _keeping_dtype(layout: Layout) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -22,8 +23,17 @@ from rl_megatron.weights.checkpoints.torch_dist import (
     write_tensor,
 )
 from rl_megatron.weights.formats.hf_folder import raise_uncounted
-from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
+from rl_megatron.weights.layouts.families import family_of, hf_layout, megatron_layout
+from rl_megatron.weights.layouts.family import STACK
 from rl_megatron.weights.plans.plan import plan
+
+
+def held_shape(source: Path, shape: ModelShape) -> ModelShape:
+    """``shape`` with experts of one tensor a layer or one by one, as the checkpoint has them. Raises CheckpointError if
+    it is torn."""
+    if family_of(shape).stacked is None:
+        return shape
+    return replace(shape, stacked_experts=any(STACK in name for name in read_index(source)[0]))
 
 
 def megatron_copies(source: Path, shape: ModelShape) -> tuple[list[Copy], Files]:

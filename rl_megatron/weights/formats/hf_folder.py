@@ -163,9 +163,10 @@ def config_text(
 
 
 def is_draft(name: str, shape: ModelShape) -> bool:
-    """Whether a tensor belongs to the layers for multi-token prediction after the decoder, which no model here has."""
+    """Whether a tensor belongs to the layers for multi-token prediction after the decoder, or to a tower beside it,
+    which no model here has."""
     layers = range(shape.num_layers, shape.num_layers + shape.draft_layers)
-    return any(name.startswith(f"model.layers.{layer}.") for layer in layers)
+    return name.startswith((*shape.beside, *(f"model.layers.{layer}." for layer in layers)))
 
 
 def raise_uncounted(where: Path, given: int, layout: Layout) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rl_megatron.config.errors import shorten
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.families.fields import CLASSIFIER, ConfigFields
-from rl_megatron.models.json_files import Fields, read_json
+from rl_megatron.models.json_files import Fields, read_json, tensor_names
 from rl_megatron.models.shape import ModelShape, shape_problems
 from rl_megatron.types import ParallelDims
 from rl_megatron.user_code import load_named
-from rl_megatron.weights.layouts.family import Family
-from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.family import STACK, Family
+from rl_megatron.weights.layouts.layout import Layout, ParamSpec
 from rl_megatron.weights.layouts.tables.deepseek_v3 import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from rl_megatron.weights.layouts.tables.glm4_moe import GLM4_MOE
 from rl_megatron.weights.layouts.tables.gpt_oss import GPT_OSS
@@ -25,11 +25,11 @@ from rl_megatron.weights.layouts.tables.olmoe import OLMOE
 from rl_megatron.weights.layouts.tables.qwen2 import QWEN2
 from rl_megatron.weights.layouts.tables.qwen3 import QWEN3
 from rl_megatron.weights.layouts.tables.qwen3_moe import QWEN3_MOE
-from rl_megatron.weights.layouts.tables.qwen3_next import QWEN3_5_MOE, QWEN3_NEXT
+from rl_megatron.weights.layouts.tables.qwen3_next import QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_NEXT
 
 _ALL = (
     *(QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2),
-    *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, OLMOE, QWEN3_NEXT, QWEN3_5_MOE),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, OLMOE, QWEN3_NEXT, QWEN3_5_MOE_TEXT, QWEN3_5_MOE),
 )
 FAMILIES: Mapping[str, Family] = {model_type: family for family in _ALL for model_type in family.model_types}
 """Every family of this package by Hugging Face's ``model_type``."""
@@ -55,6 +55,8 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
     shape = replace(known[model_type].read(raw, path), family=model_type, family_at=family)
     if scores:
         shape = replace(shape, scores=True, tie_embeddings=False)
+    if known[model_type].stacked is not None:
+        shape = replace(shape, stacked_experts=any(STACK in name for name in tensor_names(folder)))
     if found := list(shape_problems(shape)):
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in found))
     return shape
@@ -69,6 +71,15 @@ def family_of(shape: ModelShape) -> Family:
     return FAMILIES[shape.family]
 
 
+def table_of(shape: ModelShape, layout: str) -> Sequence[ParamSpec]:
+    """The rows of a layout. Raises as `family_of`, and ConfigError for a shape of another family's experts."""
+    family = family_of(shape)
+    found = family.stacked if shape.stacked_experts else family.tables
+    if found is None:
+        raise ConfigError(f"model_type={shape.family!r} has no tables for experts of one tensor a layer")
+    return found[layout]
+
+
 def _own(path: str) -> Family:
     family: Family = load_named(
         path, "learner.model (--family of tools)", "Family", lambda found: isinstance(found, Family)
@@ -78,7 +89,7 @@ def _own(path: str) -> Family:
 
 def hf_layout(shape: ModelShape, dims: ParallelDims | None = None) -> Layout:
     """The checkpoint on disk, or ``dims.dp`` full copies under its names."""
-    return Layout(table=family_of(shape).tables["hf"], shape=shape, dims=dims or ParallelDims())
+    return Layout(table=table_of(shape, "hf"), shape=shape, dims=dims or ParallelDims())
 
 
 def megatron_layout(
@@ -92,5 +103,5 @@ def megatron_layout(
 
     Raises ConfigError that names each size that a degree does not divide.
     """
-    table, dims = family_of(shape).tables["megatron"], dims or ParallelDims()
+    table, dims = table_of(shape, "megatron"), dims or ParallelDims()
     return Layout(table=table, shape=shape, dims=dims, stages=stages, vocab_multiple=vocab_multiple)

@@ -16,19 +16,25 @@ Reader = Callable[[dict[str, Any], Path], ModelShape]
 its value and what is allowed, for each setting that the family's rows do not cover."""
 
 
+STACK = ".experts.gate_up_proj"
+"""Is in the name of a tensor of all experts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Everything about a family. It is defined beside the rows, because models import no weights.
 
     ``model_types`` are the ``model_type``s of config.json that ``read`` takes. ``tables`` has rows for ``hf``,
-    ``megatron`` and, if plans support engines with it, ``engine``. ``serves``: the in-process engine ``rollout.local``
-    can sample from it, because the parts of its layers are among those of `ReferenceModel`, under the same names but
-    for experts', which are ``names``. Raises ConfigError if a table is missing.
+    ``megatron`` and, if plans support engines with it, ``engine``; ``stacked`` has them for files with one tensor
+    for all experts of a layer, `STACK` in its name, if there are any. ``serves``: the in-process engine
+    ``rollout.local`` can sample from it, because the parts of its layers are among those of `ReferenceModel`, under the
+    same names but for experts', which are ``names``. Raises ConfigError if a table is missing.
     """
 
     model_types: tuple[str, ...]
     read: Reader
     tables: Mapping[str, Sequence[ParamSpec]]
+    stacked: Mapping[str, Sequence[ParamSpec]] | None = None
     serves: bool = False
     names: ExpertNames = field(default_factory=ExpertNames)
 

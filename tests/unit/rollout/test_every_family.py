@@ -88,4 +88,8 @@ def test_logits_of_whole_texts_are_those_of_transformers(served: tuple[str, Any,
 
 
 def test_every_family_is_served_but_those_with_delta_nets() -> None:
-    assert {kind for kind, family in FAMILIES.items() if not family.serves} == {"qwen3_next", "qwen3_5_moe_text"}
+    assert {kind for kind, family in FAMILIES.items() if not family.serves} == {
+        "qwen3_next",
+        "qwen3_5_moe_text",
+        "qwen3_5_moe",
+    }

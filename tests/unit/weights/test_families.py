@@ -19,6 +19,7 @@ from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder
+from rl_megatron.weights.formats.hf_folder import is_draft
 from rl_megatron.weights.layouts import families
 from rl_megatron.weights.layouts.families import FAMILIES, family_of, hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
@@ -50,7 +51,22 @@ def test_every_family_is_tested_and_no_model_type_is_of_two() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_hf_table_is_what_transformers_saves(name: str, saved: Path) -> None:
     shape = read_shape(saved / name)
-    assert HFFolder(saved / name).shapes() == hf_layout(shape).local_shapes(0)
+    named = {key: size for key, size in HFFolder(saved / name).shapes().items() if not is_draft(key, shape)}
+    assert named == hf_layout(shape).local_shapes(0)
+
+
+def test_a_tower_and_draft_layers_beside_a_text_model_are_said(saved: Path, tmp_path: Path) -> None:
+    folder = saved / "qwen3_5_moe_stacked"
+    assert read_shape(folder).stacked_experts
+    assert not read_shape(saved / "qwen3_5_moe").stacked_experts
+    told = "mtp, model.visual: only the text model is trained and converted; the new folder has neither"
+    assert (convert.left_out(folder) or "").startswith(told)
+    assert (convert.left_out(saved / "qwen3_5_moe") or "").startswith("model.visual: only the text model")
+    assert convert.left_out(saved / "qwen3_next") is None
+    assert any(name.startswith("model.visual.") for name in HFFolder(folder).shapes())
+    convert.hf_to_megatron(folder, tmp_path / "megatron")
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")  # which knows its experts' form without the folder
+    assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in HFFolder(tmp_path / "back").shapes()
 
 
 @pytest.mark.parametrize("family", sorted({kind for kind, _ in MODELS.values()}))

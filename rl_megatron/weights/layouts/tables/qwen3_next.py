@@ -15,17 +15,20 @@ from dataclasses import replace
 
 from rl_megatron.models.families import qwen3_next
 from rl_megatron.models.shape import DeltaNet, ExpertNames, ModelShape
-from rl_megatron.weights.layouts.family import Family
-from rl_megatron.weights.layouts.layout import Band, ParamSpec, Piece
-from rl_megatron.weights.layouts.tables.blocks import Block, attention, decoder, experts
+from rl_megatron.weights.layouts.family import STACK, Family
+from rl_megatron.weights.layouts.layout import Axis, Band, ParamSpec, Piece
+from rl_megatron.weights.layouts.tables.blocks import Block, Tables, attention, decoder, experts, moe_layers
 from rl_megatron.weights.layouts.tables.rows import (
     DECODER,
     LAYER,
+    Others,
     Size,
     cut_vector,
     hidden,
     matrix,
+    num_experts,
     row_cut,
+    under,
     vector,
     whole,
 )
@@ -205,22 +208,62 @@ QWEN3_NEXT = Family(
     ),
     names=_NAMES,
 )
-QWEN3_5_MOE = Family(
+_MLP, _FFN = LAYER + "mlp.", DECODER + "mlp."
+_STACKS: tuple[tuple[str, Others], ...] = (
+    (STACK, lambda m: (2 * m.expert_width, m.hidden_size)),
+    (".experts.down_proj", lambda m: (m.hidden_size, m.expert_width)),
+)
+
+
+def _stacks(prefix: str, axis: Axis | None) -> tuple[ParamSpec, ...]:
+    return tuple(
+        ParamSpec(
+            name=prefix.rstrip(".") + name,
+            bands=whole(_MLP.rstrip(".") + name, num_experts),
+            others=others,
+            axis=axis,
+            layers=moe_layers,
+        )
+        for name, others in _STACKS
+    )
+
+
+def _stacked(block: Block) -> Block:
+    """The block with all experts of a layer in one tensor, as Qwen3.5's files have them; ep cuts it between experts."""
+    hf, megatron = (tuple(row for row in rows if "{expert}" not in row.name) for rows in (block.hf, block.megatron))
+    return Block(hf=(*hf, *_stacks(_MLP, None)), megatron=(*megatron, *_stacks(_FFN, "ep")), engine=())
+
+
+def _text(experts_block: Block) -> Tables:
+    inputs: dict[str, Size] = {
+        _APART["qkv"]: lambda m: _delta(m).mixed,
+        _APART["z"]: _outputs,
+        _APART["b"]: _value_heads,
+        _APART["a"]: _value_heads,
+    }
+    return decoder(_gated_attention(), _delta_net(inputs, _apart), experts_block, planned=False)
+
+
+def _inside(tables: Tables) -> Tables:
+    """The tables of a text model beside a tower for images."""
+    return {
+        layout: tuple(under("model.language_model.", row, named_so=layout == "hf") for row in rows)
+        for layout, rows in tables.items()
+    }
+
+
+_APART_EXPERTS, _STACKED_EXPERTS = _text(_EXPERTS), _text(_stacked(_EXPERTS))
+QWEN3_5_MOE_TEXT = Family(
     model_types=("qwen3_5_moe_text",),
     read=qwen3_next.read,
-    tables=decoder(
-        _gated_attention(),
-        _delta_net(
-            {
-                _APART["qkv"]: lambda m: _delta(m).mixed,
-                _APART["z"]: _outputs,
-                _APART["b"]: _value_heads,
-                _APART["a"]: _value_heads,
-            },
-            _apart,
-        ),
-        _EXPERTS,
-        planned=False,
-    ),
+    tables=_APART_EXPERTS,
+    stacked=_STACKED_EXPERTS,
+    names=_NAMES,
+)
+QWEN3_5_MOE = Family(
+    model_types=("qwen3_5_moe",),
+    read=qwen3_next.read_text_model,
+    tables=_inside(_APART_EXPERTS),
+    stacked=_inside(_STACKED_EXPERTS),
     names=_NAMES,
 )

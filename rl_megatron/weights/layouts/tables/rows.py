@@ -135,5 +135,21 @@ def vocabulary(
     return spec if exists is None else replace(spec, exists=exists)
 
 
+def under(prefix: str, spec: ParamSpec, *, named_so: bool) -> ParamSpec:
+    """The row for files whose names begin with ``prefix`` where others begin with ``model.``; with ``named_so`` its own
+    name does, too."""
+
+    def moved(name: str) -> str:
+        return prefix + name.removeprefix("model.") if name.startswith("model.") else name
+
+    def bands(m: ModelShape, degree: int) -> tuple[Band, ...]:
+        return tuple(
+            tuple(replace(piece, hf=None if piece.hf is None else moved(piece.hf)) for piece in band)
+            for band in spec.bands(m, degree)
+        )
+
+    return replace(spec, name=moved(spec.name) if named_so else spec.name, bands=bands)
+
+
 def _nothing(_m: ModelShape) -> Shape:
     return ()
