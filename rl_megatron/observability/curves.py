@@ -30,6 +30,11 @@ HEADLINES = (
     Curve(title="Held-out accuracy", metric="eval/accuracy", limits=(0.0, 1.0), warm_start=True),
     Curve(title="Reward", metric="reward/mean", band=", mean ± standard deviation", spread="reward/std"),
 )
+FIRST = (
+    *("tokens_per_second/rollout", "tokens_per_second/train", "memory/peak", "engine/healthy", "staleness/mean"),
+    *("in_flight/completions", "idle/learner_fraction", "idle/engine_fraction"),
+)
+"""Metrics whose charts come first on the page of one run."""
 SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
     (
         "Evaluation",

@@ -14,6 +14,7 @@ import yaml
 from rl_megatron.errors import DataError
 from rl_megatron.observability.charts import number_text
 from rl_megatron.observability.files import JsonRow, read_jsonl
+from rl_megatron.observability.log import last_warnings
 from rl_megatron.observability.metrics.table import STEPS
 from rl_megatron.observability.samples import SampleRow, read_samples
 
@@ -30,6 +31,7 @@ class Run:
     config: Mapping[str, str]
     samples: Sequence[SampleRow]
     plan: Mapping[str, float] = field(default_factory=dict)  # what the planner said of metrics, by name
+    warnings: Sequence[str] = ()  # the last ones of its log
     staleness: Sequence[
         int
     ] = ()  # completions that were trained on, by the pushes since their oldest token: 0, 1, 2 ...
@@ -125,6 +127,7 @@ def _load(folder: Path, label: str, left_out: Callable[[str], None] | None) -> R
         samples=read_samples(samples) if samples.is_file() else [],  # log.samples_per_step=0 writes none
         plan=unless_damaged(_plan, folder / "plan.json", left_out) or {},
         staleness=_staleness(folder / "ledger.jsonl"),
+        warnings=last_warnings(folder),
     )
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 OURS = ("rl_megatron", "launcher")
+_WARNING = re.compile(
+    rf"\S+ ([\d:]{{8}}),\d+ (?:WARNING|ERROR|CRITICAL) *\[([^\]]+)\] (?:{'|'.join(OURS)})[\w.]*: (.*)"
+)
+_END_BYTES, _LINE = 1 << 18, 300
 
 
 @contextmanager
@@ -40,6 +45,21 @@ def run_log(folder: Path, *, role: str, rank: int | None = None) -> Iterator[Non
             logger.removeHandler(console)
         root.removeHandler(file)
         file.close()
+
+
+def last_warnings(folder: Path, count: int = 3) -> list[str]:
+    """The last ``count`` warnings and errors of this package in the last 256 KiB of ``folder``/log.txt, a line each.
+
+    Other libraries' are left out. Empty if there is no such file.
+    """
+    try:
+        with (folder / "log.txt").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _END_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    found = [match for line in text.splitlines() if (match := _WARNING.fullmatch(line))]
+    return [f"{at} {who}: {message[:_LINE]}" for at, who, message in (match.groups() for match in found[-count:])]
 
 
 class _File(logging.FileHandler):

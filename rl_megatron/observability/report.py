@@ -23,7 +23,7 @@ from rl_megatron.observability.charts import (
     stacked_bars,
     styles,
 )
-from rl_megatron.observability.curves import HEADLINES, SECTIONS, Curve
+from rl_megatron.observability.curves import FIRST, HEADLINES, SECTIONS, Curve
 from rl_megatron.observability.files import JsonRow
 from rl_megatron.observability.history import Run, headline_figures, load_runs, number, unless_damaged
 from rl_megatron.observability.intervals import mean_interval
@@ -84,6 +84,7 @@ def write_page(
         panels=panels,
         strip=strip,
         idle=_idle(runs[0]),
+        warnings=runs[0].warnings if len(runs) == 1 else (),
         headlines=_charts(HEADLINES, arms),
         sections=_sections(arms),
         samples=[(arm.runs[0].label, arm.style, _samples(arm.runs[0])) for arm in arms if arm.runs[0].samples],
@@ -146,9 +147,15 @@ def _band_note(arms: Sequence[Arm]) -> str:
 
 
 def _sections(arms: Sequence[Arm]) -> list[tuple[str, list[Chart]]]:
-    sections = [(name, _charts(curves, arms)) for name, curves in SECTIONS]
     firsts = [arm.runs[0] for arm in arms]
-    sections[-1][1].extend(chart for run in firsts if (chart := _phases(run, named=len(arms) > 1)))
+    first = FIRST if len(arms) == len(arms[0].runs) == 1 else ()
+    sections = [(name, _charts([c for c in curves if c.metric not in first], arms)) for name, curves in SECTIONS]
+    phases = [chart for run in firsts if (chart := _phases(run, named=len(arms) > 1))]
+    if first:
+        chosen = [curve for _, curves in SECTIONS for curve in curves if curve.metric in first]
+        sections.insert(0, ("Time and load", [*phases, *_charts(chosen, arms)]))
+    else:
+        sections[-1][1].extend(phases)
     health = next(charts for name, charts in sections if name == "Health")
     health.extend(chart for run in firsts if (chart := _staleness(run, named=len(arms) > 1)))
     return [(name, charts) for name, charts in sections if charts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import DataError
 from rl_megatron.observability.curves import HEADLINES, SECTIONS
+from rl_megatron.observability.log import run_log
 from rl_megatron.observability.metrics.table import METRICS, PHASE_SECONDS
 from rl_megatron.observability.metrics.writer import MetricsWriter
 from rl_megatron.observability.report import write_report
@@ -70,6 +72,38 @@ def a_run(folder: Path, *, steps: int = 6, warm: int = 2, scale: float = 1.0, **
         metrics.write(row)
         samples.write([SampleRow(step=s, prompt="1+1=", completion=f"said-{s};", answer="2", reward=float(s % 2))])
     return folder
+
+
+def test_what_matters_now_comes_first_on_the_page_of_one_run(tmp_path: Path) -> None:
+    """And where several are compared, each chart is in its own section."""
+    metrics = MetricsWriter(a_run(tmp_path / "a"))
+    metrics.write({"phase": "rl", "step": 7, "reward/mean": 0.5, "memory/peak": 5, "tokens_per_second/rollout": 9.0})
+    alone = [*Page(write_report([tmp_path / "a"], tmp_path / "one.html")).charts()]
+    assert alone.index("Where the time goes") < alone.index("Rollout speed") < alone.index("Loss")
+    assert alone.index("Most memory that a rank has held") < alone.index("Loss")
+    both = [
+        *Page(
+            write_report([tmp_path / "a", a_run(tmp_path / "b", rollout={"group_size": 8})], tmp_path / "r.html")
+        ).charts()
+    ]
+    assert (
+        both.index("Loss") < both.index("Rollout speed") < next(n for n, name in enumerate(both) if "time goes" in name)
+    )
+    assert len(set(alone)) == len(alone)
+
+
+def test_the_last_warnings_of_the_log_are_shown_as_text(tmp_path: Path) -> None:
+    folder, out = a_run(tmp_path / "a"), tmp_path / "r.html"
+    assert "Last warnings" not in write_report([folder], out).read_text()
+    with run_log(folder, role="rank", rank=3):
+        for number in range(5):
+            logging.getLogger("launcher.servers").warning("server %d died <b>", number)
+        logging.getLogger("launcher.servers").info("it is back")
+        logging.getLogger("other").error("not ours")
+    text = write_report([folder], out).read_text()
+    assert "Last warnings" in text
+    shown = re.findall(r"<p>([\d:]{8} rank 3: .*?)</p>", text)
+    assert [line.split(": ", 1)[1] for line in shown] == [f"server {n} died &lt;b&gt;" for n in (2, 3, 4)]
 
 
 def test_headlines_are_the_runs_figures(tmp_path: Path) -> None:
