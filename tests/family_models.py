@@ -156,13 +156,14 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Name -> (model_type, the settings that differ from BASE)."""
 
 
-def save_model(name: str, folder: Path) -> Any:
-    """Save the model in ``folder``; its weights are large enough that a wrong rope, bias or route shows."""
+def save_model(name: str, folder: Path, **more: Any) -> Any:
+    """Save the model in ``folder``, with ``more`` settings; its weights are so large that a wrong rope, bias or route
+    shows."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind, differing = MODELS[name]
     torch.manual_seed(zlib.crc32(name.encode()))
-    text = {**BASE, **differing}
+    text = {**BASE, **differing, **more}
     sees = kind == "qwen3_5_moe"
     config = AutoConfig.for_model(kind, **({"text_config": text, "vision_config": TOWER} if sees else text))
     loader = AutoModelForImageTextToText if sees else AutoModelForCausalLM

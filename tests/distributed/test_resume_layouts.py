@@ -23,7 +23,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.errors import CheckpointError
 from rl_megatron.models.named import NAMED
-from rl_megatron.models.shape import LatentAttention, ModelShape, Rope, Router
+from rl_megatron.models.shape import DeltaNet, LatentAttention, ModelShape, Rope, Router
 from rl_megatron.training.measures import Made
 from rl_megatron.types import Loss, Samples, SkippedStep
 from tests.distributed.ragged import ragged_samples
@@ -75,6 +75,17 @@ LATENT = replace(  # DeepSeek-V3: latent attention, a dense first layer, a share
     router=Router(score="sigmoid", selection_bias=True, scaling=2.5),
     qk_norm=None,
 )
+DELTA = replace(  # Qwen3.5-MoE: a delta net, attention with a gate, a shared expert with a gate, experts in one tensor
+    MOE,
+    family="qwen3_5_moe",
+    shared_width=24,
+    delta=DeltaNet(key_heads=2, value_heads=4, key_dim=8, value_dim=6, kernel=4),
+    delta_layers=(0,),
+    output_gate=True,
+    shared_gate=True,
+    zero_centered=True,
+    stacked_experts=True,
+)
 WHOLE = {"optimizer": {"distributed": False}}  # every data rank has the optimizer's whole state
 HALF = {"dtype": "bfloat16"}
 MUON = {"optimizer": {"name": "muon", "weight_decay": 0.1}}
@@ -90,6 +101,11 @@ RELAYS: Mapping[str, Relay] = {
     "whole optimizer": (LATENT, [{**WHOLE, "pp": 2}, WHOLE]),
     "muon": (LATENT, [{**MUON, "tp": 2}, {**MUON, "tp": 2}, {**MUON, "pp": 2}, {**MUON, "cp": 2, "ep": 2}, MUON]),
     "muon, experts with biases": (BIASED, [{**MUON, "tp": 2, "etp": 1}, {**MUON, "ep": 2}]),
+    "delta nets": (DELTA, [{"tp": 2, "etp": 1}, {"pp": 2}, {"cp": 2, "ep": 2}, {}]),
+    "muon, delta nets": (
+        replace(DELTA, stacked_experts=False),
+        [{**MUON, "tp": 2, "ep": 2}, {**MUON, "pp": 2}, {**MUON, "cp": 2}],
+    ),
     "muon, bfloat16": (MOE, [{**MUON, **HALF, "dp": 2}, {**MUON, **HALF, "dp": 2}, {**MUON, **HALF, "tp": 2}]),
 }
 

@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 
 from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import TOKENIZER_SIZE, make_tiny_model
 from rl_megatron.observability.history import headline_figures, load_runs
 from rl_megatron.observability.metrics.table import deterministic
 from tests.e2e.processes import Place, Run
+from tests.family_models import save_model
 
 SIZE, ROWS, STEPS, RATE = 6, 20, 5, 3e-3
 TEMPLATE = (
@@ -142,6 +144,25 @@ def test_losses_gradients_and_weights_are_those_of_transformers_and_adamw(place:
         torch.testing.assert_close(tensor, reference.state_dict()[name], rtol=0, atol=2e-4)
     with torch.no_grad():
         assert float(loss_of(exported, model, held_out)) == pytest.approx(rows[-1]["eval/loss"], rel=1e-5)
+
+
+def test_delta_nets_beside_a_tower_learn_and_their_export_is_transformers_by_the_names_that_were_read(
+    place: Place, model: Path
+) -> None:
+    folder = place.folder / "delta"
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
+    save_model("qwen3_5_moe_stacked", folder, vocab_size=TOKENIZER_SIZE, max_position_embeddings=256)
+    shutil.copy(model / "generation_config.json", folder)
+    run = place.fork_alone("towered", *keys(folder, "learner.tp=2", "sft.epochs=3", "checkpoint.every=0"))
+    run.finish()
+    losses, out = [row["eval/loss"] for row in run.rows()], run.folder / "hf_step_000010"
+    assert losses[-1] < 0.8 * losses[0]
+    held, given = load_file(out / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert given.keys() - held.keys() == {n for n in given if n.startswith(("model.visual.", "mtp."))}
+    exported = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32)
+    with torch.no_grad():
+        found = float(loss_of(exported, folder, read(place.folder / "eval.jsonl")))
+    assert found == pytest.approx(losses[-1], rel=1e-5)
 
 
 def test_a_run_that_is_stopped_and_resumed_is_equal_to_the_bit(place: Place, model: Path, run: Run) -> None:
