@@ -132,6 +132,7 @@ class ConfigFields(JsonFields):
     topk_method: _Text = None
     quantization_config: QuantizationFields | None = None
     text_config: ConfigFields | None = None
+    stacked_experts: _Flag = None  # this package's own: of megatron checkpoints
 
 
 class GenerationFields(JsonFields):

@@ -78,6 +78,8 @@ def _megatron(folder: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 def _kind(name: str) -> str:
     """The part of a model that a tensor belongs to, by either kind's names."""
+    if name.startswith(("mtp.", "model.visual.")):
+        return "beside the model: draft layers" if name.startswith("mtp.") else "beside the model: a tower"
     if "expert" in name and "shared" not in name and "bias" not in name.rpartition(".")[2]:
         return "model: experts"
     return (

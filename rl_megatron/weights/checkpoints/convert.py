@@ -92,7 +92,8 @@ def hf_to_megatron(
 
     def finish(folder: Path, notes: Mapping[str, list[dict[str, object]]]) -> None:
         index_files(folder, sinks, notes, stacked=shape.uniform)
-        _copy_companions(source, folder, config_text(source, {str(dtype)} if dtype else set()))
+        config = config_text(source, {str(dtype)} if dtype else set(), stacked=shape.stacked_experts)
+        _copy_companions(source, folder, config)
 
     options = options_of(source, family, dtype, shard_bytes)
     return write_files(source, out, sinks, files, on_bytes, finish, options=options, share=share)

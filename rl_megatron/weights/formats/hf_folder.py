@@ -133,18 +133,26 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def config_text(
-    source_folder: Path, dtypes: set[str], quantization: Mapping[str, object] | None = None, *, scores: bool = False
+    source_folder: Path,
+    dtypes: set[str],
+    quantization: Mapping[str, object] | None = None,
+    *,
+    scores: bool = False,
+    stacked: bool = False,
 ) -> str:
     """The source's config.json, changed only so that it describes the written weights.
 
     ``dtypes`` are torch's names; ``quantization`` is the ``quantization_config`` of what is written: None for plain
     weights. With ``scores`` it is that of a sequence classifier with one label, which reads a text's last token: its
-    ``pad_token_id``, which it would pass over, is null where that ends texts.
+    ``pad_token_id``, which it would pass over, is null where that ends texts. ``stacked`` is for a megatron checkpoint
+    whose experts are one tensor a layer, which its config.json says.
     """
     text = (source_folder / "config.json").read_text()
     read_json(source_folder / "config.json", ConfigFields)  # raises if it is torn
     config: dict[str, object] = json.loads(text)
-    new = {key: value for key, value in config.items() if key != "quantization_config"}
+    new = {key: value for key, value in config.items() if key not in ("quantization_config", "stacked_experts")}
+    if stacked:
+        new["stacked_experts"] = True
     new.update(dict.fromkeys(_DRAFT_KEYS & config.keys(), 0))  # layers that are not written
     key = next((key for key in ("dtype", "torch_dtype") if key in config), None)
     if key is not None and len(dtypes) == 1:

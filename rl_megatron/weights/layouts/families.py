@@ -56,7 +56,8 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
     if scores:
         shape = replace(shape, scores=True, tie_embeddings=False)
     if known[model_type].stacked is not None:
-        shape = replace(shape, stacked_experts=any(STACK in name for name in tensor_names(folder)))
+        stacked = bool(raw.get("stacked_experts")) or any(STACK in name for name in tensor_names(folder))
+        shape = replace(shape, stacked_experts=stacked)
     if found := list(shape_problems(shape)):
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in found))
     return shape

@@ -18,6 +18,7 @@ from rl_megatron.models.shape import Router
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
+from rl_megatron.weights.checkpoints.contents import contents
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder
 from rl_megatron.weights.formats.hf_folder import is_draft
 from rl_megatron.weights.layouts import families
@@ -65,7 +66,11 @@ def test_a_tower_and_draft_layers_beside_a_text_model_are_said(saved: Path, tmp_
     assert convert.left_out(saved / "qwen3_next") is None
     assert any(name.startswith("model.visual.") for name in HFFolder(folder).shapes())
     convert.hf_to_megatron(folder, tmp_path / "megatron")
-    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")  # which knows its experts' form without the folder
+    assert read_shape(tmp_path / "megatron") == read_shape(folder)
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    parts = {part.what for part in contents(folder).parts}
+    assert {"beside the model: draft layers", "beside the model: a tower"} < parts
+    assert "stacked_experts" not in json.loads((tmp_path / "back" / "config.json").read_text())
     assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in HFFolder(tmp_path / "back").shapes()
 
 
