@@ -158,7 +158,8 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
     async with started(parts, progress, stop) as (roles, data, shape):
         parts = replace(parts, config=_with_steps(parts.config, data, progress))
         section, is_taught = parts.config.log, parts.config.algorithm.needs_top
-        made = Recorder(parts.folder, section, progress, loop_watch.row, is_taught=is_taught)
+        decode = data.tokenizer.decode
+        made = Recorder(parts.folder, section, progress, loop_watch.row, is_taught=is_taught, decode=decode)
         with contextlib.closing(made) as recorder:
             profiling = Profiling(parts.config, parts.folder, roles.profiled, recorder.flush_timeline)
             warm_start, loop = loops_of(parts, shape, roles, data, recorder, stop, profiling)

@@ -27,7 +27,7 @@ class JsonlFile:
         self.path = path
         self._file: IO[bytes] | None = None
 
-    def append(self, rows: Iterable[JsonRow]) -> None:
+    def append(self, rows: Iterable[Mapping[str, object]]) -> None:
         """Append rows; they are on disk (fsync) at return. Raises ValueError for NaN and infinity, which JSON lacks.
 
         Raises OSError that names the file.

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, ClassVar
 from rl_megatron.observability.files import JsonValue
 from rl_megatron.observability.metrics.writer import MetricsWriter
 from rl_megatron.observability.progress import Progress
-from rl_megatron.observability.samples import SampleRow, SamplesWriter
+from rl_megatron.observability.samples import SampleRow, SamplesWriter, SampleTurn
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.recording import Timeline
-from rl_megatron.types import RolloutGroup
+from rl_megatron.types import RolloutGroup, Trajectory
 
 if TYPE_CHECKING:
     from rl_megatron.config.sections.log import LogSection
@@ -38,13 +38,15 @@ class Recorder:
         process: Callable[[], Mapping[str, float]] = dict,
         *,
         is_taught: bool = False,
+        decode: Callable[[list[int]], str] | None = None,
     ) -> None:
-        """``is_taught``: a teacher's distribution is learnt from, whatever the rewards."""
+        """``is_taught``: a teacher's distribution is learnt from, whatever the rewards. ``decode`` gives the text of
+        what a model read between turns; without it samples have no turns."""
         self._metrics = MetricsWriter(
             folder, tensorboard=log.tensorboard, wandb=log.wandb, wandb_project=log.wandb_project
         )
         self._samples, self._timeline = SamplesWriter(folder), Timeline(folder)
-        self._per_step = log.samples_per_step
+        self._per_step, self._decode = log.samples_per_step, decode
         self._idle_steps, self._warned = 0, is_taught  # latest steps in a row without a gradient
         self._file = folder / "samples.jsonl"
         self.progress, self._process = progress, process
@@ -79,9 +81,20 @@ class Recorder:
                 completion="".join(turn.text for turn in group.trajectories[0].turns),
                 answer=group.prompt.answer,
                 reward=group.trajectories[0].reward,
+                turns=tuple(self._turns(group.trajectories[0])),
             )
             for group in groups[: self._per_step]
         )
+
+    def _turns(self, trajectory: Trajectory) -> Iterator[SampleTurn]:
+        """Those of a trajectory of several, each with what was put before it since the one before in its row."""
+        if self._decode is None or len(trajectory.turns) < 2:
+            return
+        for number, chain in enumerate(trajectory.chains):
+            place = 0 if number else chain.turns[0].start  # the prompt is in the first row
+            for turn in chain.turns:
+                yield SampleTurn(read=self._decode(chain.token_ids[place : turn.start].tolist()), said=turn.text)
+                place = turn.stop
 
     async def flush_timeline(self) -> None:
         """Have readers of the timeline see all that was done up to now."""

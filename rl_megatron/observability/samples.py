@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as dataclass_fields
 from itertools import islice
 from pathlib import Path
@@ -13,21 +13,30 @@ from rl_megatron.observability.files import JsonlFile, JsonRow, from_the_end, re
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampleTurn:
+    """What the model ``read`` since its turn before, such as a tool's answer, and what it ``said``."""
+
+    read: str
+    said: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRow:
-    """One completion as text, with its reward at ``step``."""
+    """One completion as text, all that the model said in its turns, with its reward at ``step``."""
 
     step: int
     prompt: str
     completion: str
     answer: str
     reward: float
+    turns: tuple[SampleTurn, ...] = ()  # if there are several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSearch:
     """Which samples are looked for; None: all. Lengths are characters of the completion."""
 
-    text: str | None = None  # in prompt, completion or answer, whatever its case
+    text: str | None = None  # in prompt, completion, answer or what was read between turns, whatever its case
     least_reward: float | None = None
     most_reward: float | None = None
     least_length: int | None = None
@@ -37,7 +46,7 @@ class SampleSearch:
 
     def finds(self, row: SampleRow) -> bool:
         """Whether the row is one of them."""
-        texts = (row.prompt, row.completion, row.answer)
+        texts = (row.prompt, row.completion, row.answer, *(turn.read for turn in row.turns))
         return (
             (self.text is None or any(self.text.casefold() in text.casefold() for text in texts))
             and (self.least_reward is None or row.reward >= self.least_reward)
@@ -57,7 +66,7 @@ class SamplesWriter:
 
     def write(self, rows: Iterable[SampleRow]) -> None:
         """Rows are on disk when this returns. Raises ValueError for a reward that is not finite."""
-        self._file.append(asdict(row) for row in rows)
+        self._file.append(_written(row) for row in rows)
 
     def truncate_after(self, step: int) -> int:
         """Prepare a resume from ``step``: remove later rows and a torn last line. Returns how many rows went."""
@@ -85,6 +94,13 @@ def search_samples(path: Path, search: SampleSearch, *, skip: int, limit: int) -
     return rows[:limit], len(rows) > limit
 
 
+def _written(row: SampleRow) -> dict[str, object]:
+    fields = asdict(row)
+    if not row.turns:
+        del fields["turns"]
+    return fields
+
+
 def _sample(path: Path, row: JsonRow) -> SampleRow:
     match row:
         case {
@@ -94,6 +110,17 @@ def _sample(path: Path, row: JsonRow) -> SampleRow:
             "answer": str(answer),
             "reward": float(reward) | int(reward),
         }:
-            return SampleRow(step=step, prompt=prompt, completion=completion, answer=answer, reward=reward)
+            found = SampleRow(step=step, prompt=prompt, completion=completion, answer=answer, reward=reward)
+            given: object = row.get("turns", [])
+            turns = [_turn(turn) for turn in given] if isinstance(given, list) else [None]
+            if None not in turns:
+                return replace(found, turns=tuple(turn for turn in turns if turn is not None))
     fields = ", ".join(field.name for field in dataclass_fields(SampleRow))
     raise DataError(f"{path}: a row of step {row['step']} has the fields {', '.join(row)}; a sample has {fields}")
+
+
+def _turn(given: object) -> SampleTurn | None:
+    match given:
+        case {"read": str(read), "said": str(said)}:
+            return SampleTurn(read=read, said=said)
+    return None

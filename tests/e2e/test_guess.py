@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rl_megatron.observability.samples import read_samples
 from tests.e2e.processes import Place
 
 
@@ -26,5 +27,11 @@ def test_rewards_of_turns_raise_the_reward_from_the_first_steps_on(place: Place)
         assert row["environment/own/found"] < row["reward/mean"] < 1, row  # found ones get 1, others what they settled
         assert row["mismatch/logprob_abs_max"] < 1e-4, row
         assert row["grad_norm"] > 0, row
+    samples = [row for row in read_samples(run.folder / "samples.jsonl") if len(row.turns) > 1]
+    assert samples
+    for row in samples:
+        assert "".join(turn.said for turn in row.turns) == row.completion
+        assert row.turns[0].read == ""
+        assert all(turn.read.strip() for turn in row.turns[1:])  # the environment's answers
     rewards = [row["reward/mean"] for row in rows]
     assert rewards[3] > rewards[0] + 0.2, rewards  # with train.learning_rate=1e-9 it gains 0.03

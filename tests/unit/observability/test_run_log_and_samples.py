@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rl_megatron.errors import DataError
 from rl_megatron.observability.log import run_log
-from rl_megatron.observability.samples import SampleRow, SamplesWriter, read_samples
+from rl_megatron.observability.samples import (
+    SampleRow,
+    SampleSearch,
+    SamplesWriter,
+    SampleTurn,
+    read_samples,
+    search_samples,
+)
 
 
 def test_the_log_names_role_and_rank_and_only_our_warnings_reach_stderr(
@@ -51,6 +60,23 @@ def test_samples_are_read_back_and_truncated_for_a_resume(tmp_path: Path) -> Non
     writer.write([_sample(2, 0.5)])
     writer.close()
     assert read_samples(tmp_path / "samples.jsonl") == [_sample(1), _sample(1, 0.0), _sample(2, 0.5)]
+
+
+def test_turns_are_read_back_and_searched_and_a_sample_of_one_has_none(tmp_path: Path) -> None:
+    talk = replace(_sample(1), turns=(SampleTurn(read="", said="<2"), SampleTurn(read="Tool: 7", said=">")))
+    SamplesWriter(tmp_path).write([_sample(1), talk])
+    path = tmp_path / "samples.jsonl"
+    assert read_samples(path) == [_sample(1), talk]
+    assert ["turns" in json.loads(line) for line in path.read_text().splitlines()] == [False, True]
+    assert search_samples(path, SampleSearch(text="tool"), skip=0, limit=9) == ([talk], False)
+
+
+@pytest.mark.parametrize("turns", ["7", "[7]", '[{"read": ""}]', '[{"read": "", "said": null}]'])
+def test_turns_that_are_none_are_named(tmp_path: Path, turns: str) -> None:
+    row = json.dumps({"step": 4, "prompt": "", "completion": "", "answer": "", "reward": 1})
+    (tmp_path / "samples.jsonl").write_text(f'{row[:-1]}, "turns": {turns}}}\n')
+    with pytest.raises(DataError, match=r"a row of step 4 .* a sample has step, prompt"):
+        read_samples(tmp_path / "samples.jsonl")
 
 
 @pytest.mark.parametrize(
