@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.shape import LatentAttention, ModelShape, Rope, Router
+from rl_megatron.models.shape import DeltaNet, LatentAttention, ModelShape, Rope, Router
 
 _QWEN3_235B_A22B = ModelShape(
     num_layers=94,
@@ -52,6 +52,28 @@ _DEEPSEEK_V3 = ModelShape(
 NAMED: Mapping[str, ModelShape] = {
     "qwen3-30b-a3b": replace(_QWEN3_235B_A22B, num_layers=48, hidden_size=2048, num_heads=32, expert_width=768),
     "qwen3-235b-a22b": _QWEN3_235B_A22B,
+    "qwen3-next-80b-a3b": replace(
+        _QWEN3_235B_A22B,
+        family="qwen3_next",
+        num_layers=48,
+        hidden_size=2048,
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=256,
+        num_experts=512,
+        experts_per_token=10,
+        expert_width=512,
+        shared_width=512,
+        rope_theta=1e7,
+        max_positions=262144,
+        rope=Rope(dim=64),
+        delta=DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4),
+        delta_layers=tuple(layer for layer in range(48) if layer % 4 != 3),
+        output_gate=True,
+        shared_gate=True,
+        zero_centered=True,
+        beside=("mtp.",),
+    ),
     "deepseek-v3": _DEEPSEEK_V3,
     "kimi-k2": replace(
         _DEEPSEEK_V3,

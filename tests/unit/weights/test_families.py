@@ -12,9 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from rl_megatron.errors import ConfigError, WeightError
+from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import Router
+from rl_megatron.scaling.parameters import elements
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
@@ -54,6 +57,17 @@ def test_the_hf_table_is_what_transformers_saves(name: str, saved: Path) -> None
     shape = read_shape(saved / name)
     named = {key: size for key, size in HFFolder(saved / name).shapes().items() if not is_draft(key, shape)}
     assert named == hf_layout(shape).local_shapes(0)
+
+
+def test_the_named_qwen3_next_is_that_of_transformers(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    config = Qwen3NextConfig(rope_parameters=rope, max_position_embeddings=262144)
+    config.save_pretrained(tmp_path)
+    named = NAMED["qwen3-next-80b-a3b"]
+    assert read_shape(tmp_path) == named
+    with torch.device("meta"):
+        wanted = sum(p.numel() for p in Qwen3NextForCausalLM(config).parameters())
+    assert elements(megatron_layout(named), 0).both == wanted == 79_674_391_296
 
 
 def test_a_tower_and_draft_layers_beside_a_text_model_are_said(saved: Path, tmp_path: Path) -> None:
