@@ -15,6 +15,7 @@ from launcher.control.listener import Control
 from launcher.runs.folder import mirror_path
 from launcher.servers.colocated import colocated
 from launcher.servers.engines import adapter_of, longest_sequence
+from launcher.servers.kernels import ServerKernels
 from launcher.servers.pool import ServedEngines
 from launcher.servers.site import HERE, MoreSites, Sites, vacated
 from rl_megatron.config.run import RunConfig
@@ -101,6 +102,9 @@ class ServedLauncher(Launcher):
             servers.refit = weights.refit
             await stack.enter_async_context(self._control.offering("engines", servers.fleet.answer))
             roles = replace(roles, engine=engine, weights=weights, engine_metrics=engine.step_row)
+            if config.profile.engines:
+                kernels = ServerKernels(adapter, engine.replicas, self._run_folder)
+                roles = replace(roles, profiled=[*roles.profiled, kernels])
             yield colocated(roles, engine.weights) if config.rollout.server.colocated else roles
 
 

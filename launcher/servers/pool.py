@@ -21,6 +21,7 @@ from launcher.servers.degrees import degree_problems
 from launcher.servers.engines import longest_sequence
 from launcher.servers.fleet import Fleet
 from launcher.servers.interpreter import check_interpreter, python_path
+from launcher.servers.kernels import folder_of_server
 from launcher.servers.site import MoreSites, Site, Sites, elsewhere, vacated
 from launcher.servers.supervisor import Attached, Standing, Started, Supervisor
 from launcher.servers.versions import compare_environments, container_of, shared_settings
@@ -212,7 +213,7 @@ class ServedEngines:
         stack.push_async_callback(started.end)
         try:
             for node, site in enumerate(sites):
-                command = self._adapter.command(self._options(sites, node, port, packages))
+                command = self._adapter.command(self._options(sites, node, port, packages, number))
                 own = {"PYTHONPATH": python_path(packages), engine_token.VARIABLE: token}
                 name = f"{self._adapter.name.lower()}_{number}" + (f"_node_{node}" if node else "")
                 order = Order(
@@ -237,7 +238,7 @@ class ServedEngines:
             raise
         return started
 
-    def _options(self, sites: Sites, node: int, port: int, packages: Path) -> StartOptions:
+    def _options(self, sites: Sites, node: int, port: int, packages: Path, number: int) -> StartOptions:
         config, section = self._config, self._section
         return StartOptions(
             python=self._python,
@@ -261,6 +262,7 @@ class ServedEngines:
             colocated=section.colocated,
             routes=config.asks_for_routes is not None,
             batch_invariant=section.batch_invariant,
+            profile_folder=folder_of_server(self._run_folder, number) if config.profile.engines else None,
             extra=self._extra,
         )
 

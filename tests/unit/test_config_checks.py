@@ -189,3 +189,15 @@ def test_a_limit_of_completions_is_of_whole_groups_at_servers() -> None:
 def test_concurrency_counts_groups_however_they_are_asked_for(staleness: int, requests: int) -> None:
     keys = [SERVED, "rollout.group_size=8", "rollout.server.concurrency=10", f"train.max_staleness={staleness}"]
     assert load_config("tiny_cpu", keys).requests_in_flight == requests
+
+
+@pytest.mark.parametrize("engine", ["local", "vllm"])
+def test_servers_record_kernels_where_the_run_starts_them_and_they_can(engine: str) -> None:
+    given: dict[str, object] = {"engine": engine}
+    if engine == "vllm":
+        given["python"] = "python3"
+        RunConfig.model_validate({"profile": {"engines": True}, "rollout": given})
+        given["server"] = {"addresses": "http://127.0.0.1:1"}
+    said = r"profile\.engines=true(, but servers of rollout\.server\.addresses| with rollout\.engine=local)"
+    with pytest.raises(ValueError, match=said):
+        RunConfig.model_validate({"profile": {"engines": True}, "rollout": given})

@@ -32,6 +32,8 @@ class ProfileSection(Section):
     """Steps to profile, as a list or text as 3,4."""
     ranks: Annotated[tuple[NonNegative, ...], LISTED, Field(min_length=1)] = (0,)
     """Ranks of each role to profile."""
+    engines: bool = False
+    """Start engine servers of this run so that they can record, and have all of them do so beside the ranks."""
     nvtx: bool = False
     """Mark every call of a rank and its parts as an NVTX range, for Nsight Systems; on GPUs."""
     memory: bool = False

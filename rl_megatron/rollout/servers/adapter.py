@@ -41,6 +41,7 @@ class StartOptions:
     colocated: bool  # whether it releases memory between phases
     routes: bool  # whether requests ask for routes
     batch_invariant: bool  # whether a token's log-prob must not depend on its batch
+    profile_folder: Path | None = None  # where it writes what its profiler records, if it is to
     extra: tuple[str, ...]
 
     @property
@@ -180,6 +181,14 @@ class Running(Protocol):
 
     async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:
         """Allocate released memory again: for weights before they are loaded, for the cache afterwards."""
+        ...
+
+    async def begin_profile(self, server: Server) -> None:
+        """Have it record by torch's profiler from now on, if it was started with a ``profile_folder``."""
+        ...
+
+    async def end_profile(self, server: Server) -> None:
+        """Have it write what it recorded into its ``profile_folder``: gzip files of torch's profiler, one a process."""
         ...
 
 

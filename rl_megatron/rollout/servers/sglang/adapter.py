@@ -117,6 +117,7 @@ class SGLangAdapter(Adapter):
             ),
             environment={
                 "HF_HUB_OFFLINE": "1",
+                **({"SGLANG_TORCH_PROFILER_DIR": str(options.profile_folder)} if options.profile_folder else {}),
                 # Kernels for CPUs name the memory that a server's ranks share by them.
                 "MASTER_ADDR": options.head,
                 "MASTER_PORT": str(options.port),
@@ -244,6 +245,14 @@ class SGLangAdapter(Adapter):
     @override
     async def resume(self, server: Server) -> None:
         await server.post("/continue_generation", {})
+
+    @override
+    async def begin_profile(self, server: Server) -> None:
+        await server.text("/start_profile")  # its answers are texts
+
+    @override
+    async def end_profile(self, server: Server) -> None:
+        await server.text("/stop_profile")
 
     @override
     async def load(

@@ -103,6 +103,7 @@ class VLLMAdapter(Adapter):
                 *(("--enable-sleep-mode",) if options.colocated and options.device != "cpu" else ()),
                 *(("--gpu-memory-utilization", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *(("--enable-return-routed-experts",) if options.routes else ()),
+                *(("--profiler-config", _profiler(options.profile_folder)) if options.profile_folder else ()),
                 *options.extra,
             ),
             environment={
@@ -220,6 +221,14 @@ class VLLMAdapter(Adapter):
         await server.post("/resume")
 
     @override
+    async def begin_profile(self, server: Server) -> None:
+        await server.post("/start_profile")
+
+    @override
+    async def end_profile(self, server: Server) -> None:
+        await server.post("/stop_profile")
+
+    @override
     async def load(
         self,
         server: Server,
@@ -285,6 +294,11 @@ class VLLMAdapter(Adapter):
 def _salted(server: Server) -> dict[str, str]:
     """The key by which prefixes that other weights cached are not found."""
     return {} if server.salt is None else {"cache_salt": server.salt}
+
+
+def _profiler(folder: Path) -> str:
+    """Operators and kernels without their frames, which take most of a file."""
+    return json.dumps({"profiler": "torch", "torch_profiler_dir": str(folder), "torch_profiler_with_stack": False})
 
 
 def _degrees(options: StartOptions) -> tuple[str, ...]:
