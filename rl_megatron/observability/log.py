@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 OURS = ("rl_megatron", "launcher")
-_WARNING = re.compile(
-    rf"\S+ ([\d:]{{8}}),\d+ (?:WARNING|ERROR|CRITICAL) *\[([^\]]+)\] (?:{'|'.join(OURS)})[\w.]*: (.*)"
-)
+_OURS = re.compile(rf"\S+ ([\d:]{{8}}),\d+ ([A-Z]+) *\[([^\]]+)\] (?:{'|'.join(OURS)})[\w.]*: (.*)")
+_WARNINGS = ("WARNING", "ERROR", "CRITICAL")
 _END_BYTES, _LINE = 1 << 18, 300
 
 
@@ -52,14 +51,24 @@ def last_warnings(folder: Path, count: int = 3) -> list[str]:
 
     Other libraries' are left out. Empty if there is no such file.
     """
+    return [text for level, text in _ours(folder) if level in _WARNINGS][-count:]
+
+
+def last_line(folder: Path) -> str | None:
+    """The last line there of this package, of any level; None if there is none."""
+    return next((text for _, text in reversed(_ours(folder))), None)
+
+
+def _ours(folder: Path) -> list[tuple[str, str]]:
+    """Level and text of each line at the end of the file."""
     try:
         with (folder / "log.txt").open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _END_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    found = [match for line in text.splitlines() if (match := _WARNING.fullmatch(line))]
-    return [f"{at} {who}: {message[:_LINE]}" for at, who, message in (match.groups() for match in found[-count:])]
+    found = [match.groups() for line in text.splitlines() if (match := _OURS.fullmatch(line))]
+    return [(level, f"{at} {who}: {message[:_LINE]}") for at, level, who, message in found]
 
 
 class _File(logging.FileHandler):

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.files import read_jsonl
+from rl_megatron.observability.log import last_line
 from rl_megatron.observability.metrics.table import STEPS
 
 
 def describe(run: Path) -> str:
     """A run's state from Slurm and its own files: state, reason, last step, and the last line of the job's log.
 
-    For a run without a job: its last step. Raises ConfigError if the folder holds no run.
+    For a run without a job: its last step and what it logged last. Raises ConfigError if the folder holds no run.
     """
     local = not (run / "jobs" / "id").is_file()
     if local and not (run / "log.txt").is_file():
@@ -29,7 +30,9 @@ def describe(run: Path) -> str:
     metrics = run / "metrics.jsonl"
     steps = [row["step"] for row in read_jsonl(metrics) if row.get("phase") in STEPS] if metrics.is_file() else []
     lines.append(f"step {steps[-1]}" if steps else "no step yet")
-    log = run / "log.txt" if local else run / "jobs" / f"{job_of(run)}.txt"
+    if local:
+        return "\n".join([*lines, *filter(None, [last_line(run)])])
+    log = run / "jobs" / f"{job_of(run)}.txt"
     if log.is_file() and (said := log.read_text(errors="replace").splitlines()):
         lines.append(said[-1])
     return "\n".join(lines)

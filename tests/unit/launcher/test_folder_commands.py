@@ -126,7 +126,7 @@ def test_convert_says_what_it_made_and_what_it_lacks(
     assert "made: megatron torch_dist, " in said.out
     assert f"check it: rl-megatron verify {tmp_path / 'made'} --against {folders / 'hf'}" in said.out
     assert "has no tokenizer" in said.out
-    assert "multi-token" not in said.err  # its config speaks of such a layer, but there are no tensors of one
+    assert "draft layers" not in said.err  # its config speaks of such a layer, but there are no tensors of one
     assert main_of("convert", folders / "hf", tmp_path / "made") == 1
     assert capsys.readouterr().err.strip().endswith("made exists; remove it or give another name")
 
@@ -137,10 +137,12 @@ def test_the_status_of_a_run_without_a_job_is_its_last_step(
 ) -> None:
     assert main_of("status", tmp_path) == 1
     assert "it holds no run, and no job was submitted from it" in capsys.readouterr().err
-    (tmp_path / "log.txt").write_text("the last words\n")
+    at = "2026-11-24 08:16:18,508"
+    ours = f"{at} INFO    [rank 1] launcher.worker: the last words\n"
+    (tmp_path / "log.txt").write_text(f"{ours}{at} WARNING [rank 1] megatron.core.x: Mismatched keys\n\n")
     (tmp_path / "metrics.jsonl").write_text(f'{{"phase": "{phase}", "step": 7}}\n')
     assert main_of("status", tmp_path) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == ["step 7", "the last words"]
+    assert capsys.readouterr().out.splitlines()[1:] == ["step 7", "08:16:18 rank 1: the last words"]
 
 
 def test_version_short_help_and_completion_are_there() -> None:
