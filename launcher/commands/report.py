@@ -16,12 +16,14 @@ def report(
     ] = None,
 ) -> None:
     """Write a self-contained report.html about one run, or one that compares several."""
+    from launcher.rehearsal.spent import costs_of_run
     from rl_megatron.errors import ConfigError
     from rl_megatron.observability.report import write_report
     from rl_megatron.observability.timeline.trace import write_trace
 
     if trace is not None and len(runs) > 1:
         raise ConfigError(f"--trace writes the timeline of one run, but {len(runs)} folders are given; give one")
-    print(write_report(runs, out or runs[0] / "report.html"))
+    spent = costs_of_run(runs[0]) if len(runs) == 1 else []
+    print(write_report(runs, out or runs[0] / "report.html", spent=spent))
     if trace is not None:
         print(write_trace(runs[0], trace))

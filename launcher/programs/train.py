@@ -18,7 +18,7 @@ from launcher.build.roles import Parts, allocation_of, started
 from launcher.control.listener import Control
 from launcher.hosts.sites import service_sites
 from launcher.processes.loop_watch import LoopWatch
-from launcher.rehearsal.spent import lines_of_spent, planned_metrics
+from launcher.rehearsal.spent import costs, planned_metrics
 from launcher.runs.name import claim
 from launcher.runs.resume import find
 from launcher.runs.stop import Stop, stop_signals
@@ -28,7 +28,6 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import remove_folder, write_atomically
 from rl_megatron.errors import RLMegatronError, Stopped
 from rl_megatron.interfaces import RewardFunction
-from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
@@ -82,9 +81,11 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
             if stop.comes_back and not finished and parts.allocation is not None:
                 parts.allocation.ask_requeue()  # first: what follows may fail
             if finished is not None:
-                for line in _spent(config, folder):
+                spent = costs(config, folder)
+                for line in spent:
                     progress.note(line)
-                report = write_report([folder], folder / "report.html", partial(_left_out, progress))
+                left_out = partial(_left_out, progress)
+                report = write_report([folder], folder / "report.html", left_out, spent=spent)
                 progress.note(f"report: {report}")
             if finished is False:
                 progress.note(f"stopped and saved; {goes_on}")
@@ -125,18 +126,6 @@ def _plan(config: RunConfig, folder: Path) -> None:
         write_atomically(folder / "plan.json", json.dumps(found).encode())
     except Exception as error:
         logger.warning("the report has no plan beside memory and MFU: %s", error, exc_info=True)
-
-
-def _spent(config: RunConfig, folder: Path) -> list[str]:
-    """Hours and tokens of the run so far, beside the plan's; why there are none, as no fault in them ends a run."""
-    try:
-        rows = read_jsonl(folder / "metrics.jsonl")
-        return list(lines_of_spent(config, rows, estimate(config, starting_shape(config))))
-    except RLMegatronError as error:
-        return [f"the run's hours are not compared with a plan: {error}"]
-    except Exception as error:
-        logger.warning("the run's hours", exc_info=True)
-        return [f"the run's hours are not counted: {type(error).__name__}: {error}"]
 
 
 async def _served(

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from launcher.build.model import starting_shape
 from launcher.hosts.sites import visible_gpus
 from launcher.hosts.threads import threads_per_worker
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.metrics.table import STEPS
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.seats import seats_here
-from rl_megatron.scaling.estimates import Estimate, Predicted, gpus_by_role
+from rl_megatron.scaling.estimates import Estimate, Predicted, estimate, gpus_by_role
 from rl_megatron.scaling.memory import footprints
+
+logger = logging.getLogger(__name__)
 
 ENGINES = "engines"
 _HOUR = 3600.0
@@ -148,6 +156,27 @@ def lines_of_spent(config: RunConfig, rows: Sequence[Mapping[str, Any]], guess: 
     if found.trained and found.total:
         rate = found.total / found.trained / (plan.total / plan.trained)
         yield f"  a trained token took {rate:.2f} times the planned {found.unit}-hours"
+
+
+def costs_of_run(folder: Path) -> list[str]:
+    """`lines_of_spent` of a run's folder, which may still train; why there are none, where its plan cannot be made."""
+    try:
+        config = load_config(str(folder / "config.yaml"), [])
+        return costs(config, folder)
+    except RLMegatronError as error:
+        return [f"the run's hours are not compared with a plan: {error}"]
+
+
+def costs(config: RunConfig, folder: Path) -> list[str]:
+    """As `costs_of_run`, of a known configuration; no fault in them ends a run."""
+    try:
+        rows = read_jsonl(folder / "metrics.jsonl")
+        return list(lines_of_spent(config, rows, estimate(config, starting_shape(config))))
+    except RLMegatronError as error:
+        return [f"the run's hours are not compared with a plan: {error}"]
+    except Exception as error:
+        logger.warning("the run's hours", exc_info=True)
+        return [f"the run's hours are not counted: {type(error).__name__}: {error}"]
 
 
 def _said(one: RunCost) -> str:

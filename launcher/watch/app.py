@@ -11,7 +11,7 @@ import math
 import re
 import secrets
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class WatchApplication:
 
     runs: Sequence[Path]
     token: str
+    costs: Callable[[Path], Sequence[str]]  # of a run, as lines of its page
     _page: bytes = field(init=False)
     _headers: Mapping[bytes, bytes] = field(init=False)
     _report: tuple[str, bytes] = ("", b"")  # its tag, and the page
@@ -112,7 +113,8 @@ class WatchApplication:
     def _render(self) -> bytes:
         """The report's page, of damaged parts without them."""
         with tempfile.TemporaryDirectory() as folder:
-            return report.write_report(self.runs, Path(folder) / "report.html", logger.warning).read_bytes()
+            page, spent = Path(folder) / "report.html", self.costs(self.runs[0]) if len(self.runs) == 1 else ()
+            return report.write_report(self.runs, page, logger.warning, spent=spent).read_bytes()
 
     def _samples(self, query: bytes) -> bytes:
         """The samples that a query asks for. Raises RequestRefused."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launcher.processes.signals import signalled
@@ -12,13 +12,16 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.rollout.endpoint.server import HttpServer
 
 
-async def watch_runs(runs: Sequence[Path], port: int) -> None:
-    """Serve until SIGINT or SIGTERM. Raises ConfigError for a folder that is no run's, or a port that is taken."""
+async def watch_runs(runs: Sequence[Path], port: int, costs: Callable[[Path], Sequence[str]]) -> None:
+    """Serve, with what a run ``costs`` on its page, until SIGINT or SIGTERM.
+
+    Raises ConfigError for a folder that is no run's, or a port that is taken.
+    """
     for run in runs:
         if not (run / "config.yaml").is_file():
             raise ConfigError(f"{run}: no config.yaml there; give the folder of a run, such as runs/tiny_cpu")
     token = secrets.token_hex(32)
-    server = HttpServer(WatchApplication(runs, token))
+    server = HttpServer(WatchApplication(runs, token, costs))
     try:
         url = server.listen(port)
     except OSError as error:

@@ -53,8 +53,15 @@ class Panel:
         return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 
-def write_report(run_folders: Sequence[Path], out: Path, left_out: Callable[[str], None] | None = None) -> Path:
-    """Write the page to ``out`` atomically and return it. The run may still be running.
+def write_report(
+    run_folders: Sequence[Path],
+    out: Path,
+    left_out: Callable[[str], None] | None = None,
+    *,
+    spent: Sequence[str] = (),
+) -> Path:
+    """Write the page to ``out`` atomically and return it. The run may still be running. ``spent`` is what one run cost,
+    in lines to show.
 
     Raises DataError that names a missing or invalid folder, file or line. Those of a plan or a trace, which are
     beside a run's figures, go to ``left_out`` if it is given, and the page lacks them.
@@ -62,13 +69,19 @@ def write_report(run_folders: Sequence[Path], out: Path, left_out: Callable[[str
     runs = load_runs(run_folders, left_out)
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs compared"
     strip = unless_damaged(strip_of_run, run_folders[0], left_out) if len(runs) == 1 else None
-    return write_page(group_runs(runs), out, title=title, strip=strip)
+    return write_page(group_runs(runs), out, title=title, strip=strip, spent=spent)
 
 
 def write_page(
-    arms: Sequence[Arm], out: Path, *, title: str, panels: Sequence[Panel] = (), strip: Strip | None = None
+    arms: Sequence[Arm],
+    out: Path,
+    *,
+    title: str,
+    panels: Sequence[Panel] = (),
+    strip: Strip | None = None,
+    spent: Sequence[str] = (),
 ) -> Path:
-    """Write the page about these arms, in their colours: ``panels``, the curves, and a run's last steps."""
+    """Write the page about these arms, in their colours: ``panels``, the curves, a run's last steps and cost."""
     runs = [run for arm in arms for run in arm.runs]
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
@@ -84,6 +97,7 @@ def write_page(
         panels=panels,
         strip=strip,
         idle=_idle(runs[0]),
+        spent=spent,
         warnings=runs[0].warnings if len(runs) == 1 else (),
         headlines=_charts(HEADLINES, arms),
         sections=_sections(arms),

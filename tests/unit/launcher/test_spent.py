@@ -13,9 +13,9 @@ import pytest
 from launcher.build.roles import Parts
 from launcher.processes.loop_watch import TimedLoop
 from launcher.programs import train
-from launcher.rehearsal.spent import devices, lines_of_spent, planned, planned_metrics, spent
+from launcher.rehearsal.spent import costs, costs_of_run, devices, lines_of_spent, planned, planned_metrics, spent
 from launcher.runs.stop import Stop
-from rl_megatron.config.io import load_config
+from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import DataError
 from rl_megatron.models.named import NAMED
@@ -141,8 +141,18 @@ def test_on_one_machine_gpus_are_those_of_ranks_and_servers(
 
 def test_a_fault_in_the_hours_does_not_end_a_run(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"phase": "rl", "step": 1, "seconds/step": "soon"}) + "\n")
-    (line,) = train._spent(load_config("tiny_cpu", []), tmp_path)
+    (line,) = costs(load_config("tiny_cpu", []), tmp_path)
     assert line.startswith("the run's hours are not counted: ValueError: could not convert string to float")
+
+
+def test_the_costs_of_a_folder_are_those_that_its_run_said_at_its_end(tmp_path: Path) -> None:
+    config = load_config("tiny_cpu", [])
+    save_resolved(config, tmp_path / "config.yaml")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert costs_of_run(tmp_path) == costs(config, tmp_path)
+    assert costs_of_run(tmp_path)[0].startswith("spent in 2 steps: ")
+    (tmp_path / "config.yaml").write_text("rollout: 7\n")
+    assert costs_of_run(tmp_path)[0].startswith("the run's hours are not compared with a plan: ")
 
 
 def test_a_job_asks_to_come_back_before_what_can_fail_after_its_run(

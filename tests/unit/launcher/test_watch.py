@@ -79,7 +79,8 @@ class served:  # noqa: N801 -- a context manager
     """A server of these runs in a thread with an event loop of its own."""
 
     def __init__(self, runs: list[Path]) -> None:
-        self._app, self._loop = WatchApplication(runs, TOKEN), asyncio.new_event_loop()
+        self._app = WatchApplication(runs, TOKEN, lambda run: [f"{run.name} cost 3 hours"])
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def __enter__(self) -> Client:
@@ -154,6 +155,7 @@ def test_the_report_is_the_one_of_now(run: Path, tmp_path: Path) -> None:
         status, headers, page = client.ask("/report")
         assert (status, "<figure" in page, Scripts(page).handlers) == (200, True, [])
         assert len(Scripts(page).texts) == 1
+        assert "copy cost 3 hours" in page
         assert client.ask("/report", If_None_Match=headers["etag"])[0] == 304
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"phase": "rl", "step": 7, "reward/mean": 0.123456}) + "\n")

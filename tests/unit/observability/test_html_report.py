@@ -106,6 +106,12 @@ def test_the_last_warnings_of_the_log_are_shown_as_text(tmp_path: Path) -> None:
     assert [line.split(": ", 1)[1] for line in shown] == [f"server {n} died &lt;b&gt;" for n in (2, 3, 4)]
 
 
+def test_what_a_run_cost_is_text_of_its_page(tmp_path: Path) -> None:
+    folder, out = a_run(tmp_path / "a"), tmp_path / "r.html"
+    assert "Cost" not in write_report([folder], out).read_text()
+    assert "<p>3 GPU-hours &lt;b&gt;</p>" in write_report([folder], out, spent=["3 GPU-hours <b>"]).read_text()
+
+
 def test_headlines_are_the_runs_figures(tmp_path: Path) -> None:
     page = Page(write_report([a_run(tmp_path / "a")], tmp_path / "a" / "report.html"))
     text = re.sub(r"\s+", " ", page.text)
