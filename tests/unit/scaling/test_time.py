@@ -35,8 +35,11 @@ def work(name: str | ModelShape, gpu: Gpu = FREE, micro: float = 1, **degrees: i
     )
 
 
-@pytest.mark.parametrize("name", [*NAMED, "dense"])
-@pytest.mark.parametrize("degrees", [{}, {"tp": 4, "dp": 2, "ep": 8}, {"tp": 2, "cp": 2, "dp": 2, "ep": 2, "etp": 2}])
+DEGREES: list[dict[str, int]] = [{}, {"tp": 4, "dp": 2, "ep": 8}, {"tp": 2, "cp": 2, "dp": 2, "ep": 2, "etp": 2}]
+
+
+@pytest.mark.parametrize("name", [*(name for name, shape in NAMED.items() if shape.delta is None), "dense"])
+@pytest.mark.parametrize("degrees", DEGREES)
 def test_at_the_peak_a_step_is_its_counted_products_over_the_ranks(name: str, degrees: dict[str, int]) -> None:
     """The count is `flops`', which torch confirms; attention's backward pass has five products for four."""
     shape = replace(NAMED["qwen3-30b-a3b"], num_experts=0, dense_width=6144) if name == "dense" else NAMED[name]
@@ -49,6 +52,18 @@ def test_at_the_peak_a_step_is_its_counted_products_over_the_ranks(name: str, de
     ranks = degrees.get("tp", 1) * degrees.get("cp", 1)
     assert sum(found.values()) == pytest.approx(counted / ranks / 989.5e12, rel=2e-3)
     assert found["attention"] == pytest.approx((PASSES + 0.5) * scores / ranks / 989.5e12, rel=2e-3)
+
+
+@pytest.mark.parametrize("degrees", DEGREES)
+def test_delta_nets_take_their_chunks_products_which_are_more_than_their_states(degrees: dict[str, int]) -> None:
+    """FLOPs count a position's use of the state, once a pass; what is computed is whole chunks, and again backward."""
+    shape = NAMED["qwen3-next-80b-a3b"]
+    found = sum(step_terms(work(shape, **degrees), IDEAL).values())
+    ranks = degrees.get("tp", 1) * degrees.get("cp", 1)
+    counted = training_flops(shape, [LENGTH]) / ranks / 989.5e12
+    assert counted < found < 1.03 * counted
+    plain = step_terms(work(replace(shape, delta=None), **degrees), IDEAL)
+    assert found < sum(plain.values())  # attention to all positions takes more
 
 
 def simulated(stages: int, micro: int, forward: float, backward: float) -> float:
@@ -116,8 +131,9 @@ def test_messages_take_the_bytes_of_the_closed_form_that_dry_runs_confirm(name: 
     """Of a gathered or scattered tensor a rank sends or gets (tp - 1) / tp, of an all-to-all (ep - 1) / ep."""
     shape, link, sizes = NAMED[name], 1e9, {"parameters": 2.0, "gradients": 4.0}
     degrees = {"tp": 4, "ep": 8, "dp": 2}
+    recompute = {"uniform": 1 if again else None}
     learner = LearnerSection.model_validate(
-        {**degrees, "dtype": "bfloat16", "max_tokens_per_micro_batch": LENGTH, "recompute": {"uniform": again or None}}
+        {**degrees, "dtype": "bfloat16", "max_tokens_per_micro_batch": LENGTH, "recompute": recompute}
     )
     layers = range(shape.num_layers)
     counted = collectives(learner, shape, 0, sizes, layers=layers, micro_batches=1)
