@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -12,7 +14,8 @@ import pytest
 
 from launcher.servers.site import Site
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
-from tests.engines.benches import REPO, ServedBench, served, words_of
+from rl_megatron.weights.layouts.recorded import Boxes
+from tests.engines.benches import NEW, REPO, ServedBench, request, served, words_of
 from tests.engines.conftest import needs
 from tests.engines.straight import FolderSender, direct
 from tests.engines.test_models import PROMPTS, bytes_of, samples_from
@@ -23,8 +26,20 @@ TWO = [[Site(), Site()]]
 
 
 def holds_all_once(server: ServedBench, folder: Path) -> None:
-    """Two ranks answer; they hold the whole model, and each element of an expert once between them."""
-    (ranks,) = server.run(server.engine.weights.boxes(server.path)).values()
+    """Two ranks answer between two tokens of a request; they hold the whole model, and each element of an expert once
+    between them."""
+
+    async def asked() -> Mapping[str, Sequence[Boxes]]:
+        for new in NEW:
+            running = asyncio.create_task(server.engine.generate(request(new=new)))
+            await server.sampling(running)
+            met, said = not running.done(), await server.engine.weights.boxes(server.path)
+            await running
+            if met:
+                return said
+        raise AssertionError("no request was met while it ran")
+
+    (ranks,) = server.run(asked()).values()
     assert len(ranks) == 2
     shapes = hf_layout(read_shape(folder)).local_shapes(0)
     assert set().union(*ranks) == shapes.keys()
@@ -50,7 +65,7 @@ def test_a_server_on_two_nodes_samples_from_what_was_pushed(
 ) -> None:
     """Through the file and straight into its ranks; it comes back when its second node is lost. 60 seconds."""
     needs(engine)
-    monkeypatch.setenv("PYTHONPATH", f"{REPO / 'tests' / 'engines'}")
+    monkeypatch.setenv("PYTHONPATH", f"{REPO / 'tests' / 'engines'}{os.pathsep}{with_plugin(tmp_path / 'plugins')}")
     with served(engine, models[0], tmp_path, sites=TWO, nodes=2, routes=False, backoff_seconds=0.1, **keys) as server:
         server.push(models[1], 1)
         samples_from(server, models[1], 1)
@@ -73,6 +88,15 @@ def test_a_server_on_two_nodes_samples_from_what_was_pushed(
         os.killpg(second_node().pid, signal.SIGKILL)
         until_healthy(server, 1)
         check(server, models[1], [], 3, restarts=1)
+
+
+def with_plugin(folder: Path) -> Path:
+    """A folder by which vLLM finds the plugin vllm_late."""
+    found = folder / "vllm_late-0.dist-info"
+    found.mkdir(parents=True)
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-late\nVersion: 0\n")
+    (found / "entry_points.txt").write_text("[vllm.general_plugins]\nvllm_late = vllm_late:plugin\n")
+    return folder
 
 
 def its_processes() -> list[psutil.Process]:

@@ -138,7 +138,7 @@ class VLLMAdapter(Adapter):
         model = (await server.get("/v1/models"))["data"][0]
         found: dict[str, str] = {}
         if not problems:
-            found = (await self._asked(server, "rl_megatron_describe"))[0]
+            found = (await self._rpc(server, "rl_megatron_describe"))[0]
             if found["logprobs_mode"] != "processed_logprobs":
                 problems.append(
                     f"its log-probs are {found['logprobs_mode']}; start it with --logprobs-mode processed_logprobs, "
@@ -255,7 +255,7 @@ class VLLMAdapter(Adapter):
 
     @override
     async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
-        await self._rpc(server, "rl_megatron_join", str(path), json.dumps(rendezvous), first)
+        await self._together(server, "rl_megatron_join", str(path), json.dumps(rendezvous), first)
 
     @override
     async def relabel(self, server: Server, version: int) -> None:
@@ -284,7 +284,25 @@ class VLLMAdapter(Adapter):
 
         vLLM returns those of the first dp replica's ranks alone. So each rank gathers the answers of all.
         """
-        return (await self._rpc(server, method, *arguments))[0]
+        return (await self._together(server, method, *arguments))[0]
+
+    async def _together(self, server: Server, method: str, *arguments: object) -> Any:
+        """Call a method in which ranks wait for each other, while none samples.
+
+        Each dp replica calls it between two steps of its own, and a step of experts waits for the other replicas: one
+        that still samples would wait for one that calls the method, which waits for it.
+        """
+        if server.paused:  # by a push
+            return await self._rpc(server, method, *arguments)
+        server.paused = True
+        try:
+            await self.pause(server, "keep_cache")
+            try:
+                return await self._rpc(server, method, *arguments)
+            finally:
+                await self.resume(server)
+        finally:
+            server.paused = False
 
     async def _rpc(self, server: Server, method: str, *arguments: object) -> Any:
         """The answer of each rank of the first dp replica."""

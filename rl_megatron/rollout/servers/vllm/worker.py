@@ -151,16 +151,16 @@ class WorkerExtension:
     def rl_megatron_ping(self) -> None:
         """Shows that this rank answers."""
 
-    def rl_megatron_describe(self) -> list[dict[str, str]]:
-        """What the trainer must know before it uses this server; of each rank, like all answers below."""
-        own = {
+    def rl_megatron_describe(self) -> dict[str, str]:
+        """What the trainer must know before it uses this server. Raises WeightError if some rank could not answer."""
+        self._check_world()
+        return {
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "logprobs_mode": str(self.model_config.logprobs_mode),
             "architecture": ",".join(self.model_config.hf_config.architectures),
             "policy": str(self.vllm_config.scheduler_config.policy),
             "routes": str(self.vllm_config.aux_output_config.enable_return_routed_experts),
         }
-        return self._gathered(own)
 
     def rl_megatron_end_update(self) -> None:
         """End an update that failed; the layers get the kernels' tensors back."""
@@ -168,7 +168,10 @@ class WorkerExtension:
         self._weight_update_active = False
 
     def rl_megatron_held(self, path: str, private: list[str]) -> list[dict[str, object]]:
-        """A `Report` on each rank's parameters. Only the probe checks those in a private layout of the kernels."""
+        """A `Report` on each rank's parameters. Only the probe checks those in a private layout of the kernels.
+
+        Collective, like all below: no replica may sample.
+        """
         model = self.model_runner.model
         places = not_private(layout_of(model, path, partial=True), private)
         report = checksums_of(places, dict(model.named_parameters()))
@@ -190,14 +193,16 @@ class WorkerExtension:
         STRAIGHT[model] = Straight(model, path, Rendezvous(**json.loads(rendezvous)), first + get_world_group().rank)
 
     def _gathered(self, own: T) -> list[T]:
-        """The answers of all ranks of the server, in the order of their numbers. Collective; raises WeightError.
+        """The answers of all ranks of the server, in the order of their numbers. Collective.
 
         vLLM calls every rank, and returns what the first dp replica's ranks answer.
         """
-        world, ranks = get_world_group(), self.vllm_config.parallel_config.world_size_across_dp
-        if world.world_size != ranks:
-            raise WeightError(f"{world.world_size} ranks of vLLM can answer, but it has {ranks}: tp * pp * dp")
-        return gather(own, world.cpu_group)
+        return gather(own, get_world_group().cpu_group)
+
+    def _check_world(self) -> None:
+        world, ranks = get_world_group().world_size, self.vllm_config.parallel_config.world_size_across_dp
+        if world != ranks:
+            raise WeightError(f"{world} ranks of vLLM can answer, but it has {ranks}: tp * pp * dp")
 
 
 class Straight:
