@@ -33,12 +33,12 @@ PositiveFraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), NUMB
 
 def _listed(given: object) -> object:
     if isinstance(given, str):
-        return [one for one in given.strip("[] ").split(",") if one.strip()]
+        return [one.strip(" '\"") for one in given.strip("[] ").split(",") if one.strip()]
     return (given,) if isinstance(given, int) else given
 
 
 LISTED = BeforeValidator(_listed)
-"""Has a key of several numbers take a command line's text, as ``1,8`` or ``[1,8]``, or one number."""
+"""Has a key of several values take a command line's text, as ``1,8`` or ``[1,8]``, or one number."""
 
 
 def _of_own_code(text: str) -> str:

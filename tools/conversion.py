@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError
+from rl_megatron.weights.adapters.files import adapters_to_peft, held_lora
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.contents import contents
@@ -33,15 +35,15 @@ def run(
     config: Path | None = None,
     family: str | None = None,
     upcycle: str | None = None,
+    merge: bool = False,
     part: str | None = None,
 ) -> None:
     """Convert to the other kind; ``source``'s own kind is detected. Raises RLMegatronError.
 
-    ``upcycle`` is as `read_upcycling` takes it, and ``part`` as `read_share`.
+    ``upcycle`` is as `read_upcycling` takes it, and ``part`` as `read_share`; ``merge`` is for adapters alone.
     """
     share = read_share(part)
     source = found(source)
-    making = None if upcycle is None else _upcycling(upcycle, config, family)
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is unknown; one of: {', '.join(DTYPES)}")
     if shard_gb is not None and not shard_gb > 0:
@@ -50,10 +52,14 @@ def run(
     kind = None if dtype is None else DType(dtype)
     if out.exists() and share.count == 1:
         raise CheckpointError(f"{out} exists; remove it or give another name")
-    backwards = is_megatron(source)
-    if backwards and config is None:
+    if (backwards := is_megatron(source)) and config is None:
         must_have_config(source)
-    note = convert.left_out(source, config, family)
+    adapted = backwards and held_lora(source) is not None
+    making = None if upcycle is None else _upcycling(upcycle, config, family)
+    if adapted or merge:
+        given = [*options, *["dtype"] * (dtype is not None)]
+        making = _adapting(source, config or source, family, merge=merge, given=given)
+    note = convert.left_out(config if adapted and config else source, config, family)
     if note is not None:
         print(f"note: {note}", file=sys.stderr)
     with display(source, 1 / share.count) as progress:
@@ -74,9 +80,31 @@ def run(
             f"{out}. If one fails, run it again"
         )
         return
-    same = "" if dtype or upcycle else f" --against {source}"
-    read = (f" --config {config}" if config else "") + (f" --family {family}" if family else "")
+    if adapted and not merge:
+        print(f"{out}: adapters for {config or source}, {total_bytes(out):,} bytes; peft and engines load the folder")
+        return
+    same = "" if dtype or upcycle or merge else f" --against {source}"
+    read = (f" --config {config}" if config and not merge else "") + (f" --family {family}" if family else "")
     _tell(source, out, f"rl-megatron verify {out}{same}{read}", f" learner.model={family}" if family else "")
+
+
+def _adapting(
+    source: Path, base: Path, family: str | None, *, merge: bool, given: Sequence[str]
+) -> Callable[..., list[int]]:
+    """Writes a checkpoint's adapters, or ``base`` with them merged. Raises ConfigError for options without effect."""
+    if not is_megatron(source) or held_lora(source) is None:
+        raise ConfigError(f"--merge: {source} is no checkpoint of adapters (learner.lora); leave it out")
+    if merge:
+        from rl_megatron.weights.adapters.merging import merge_adapters  # imports torch
+
+        return lambda source, out, **more: merge_adapters(source, base, out, family=family, **more)
+    if given:
+        raise ConfigError(f"{', '.join(given)}: adapters are written as they are stored; leave it out, or give --merge")
+
+    def write(source: Path, out: Path, *, dtype: None, **more: Any) -> list[int]:
+        return adapters_to_peft(source, out, config=base, family=family, **more)
+
+    return write
 
 
 def _upcycling(text: str, config: Path | None, family: str | None) -> Callable[..., list[int]]:

@@ -14,6 +14,9 @@ from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.config.sections.jobs import DpoSection, SftSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.training import checkpoints
+from rl_megatron.weights.adapters.files import held_lora
+from rl_megatron.weights.adapters.merging import merge_adapters
+from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints.convert import megatron_to_hf
 from rl_megatron.weights.checkpoints.kind import is_megatron
 
@@ -78,6 +81,10 @@ def hugging_face(target: TrainedModel, spare: Path) -> Path:
         return target.source
     out, of_run = spare / target.name, not (target.source / "config.json").is_file()
     known = starting_folder(target.config) if of_run else None
+    if held_lora(target.source) is not None:
+        family, dtype = target.config.learner.model, DType(target.config.learner.dtype)
+        merge_adapters(target.source, known or target.source, out, family=family, dtype=dtype)
+        return out
     megatron_to_hf(target.source, out, config=known, family=target.config.learner.model)
     return out
 

@@ -31,9 +31,15 @@ def convert(
             help="make a mixture of experts of a dense HF folder: experts=8[,topk=2,granularity=1,noise=0,seed=0]"
         ),
     ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="write the model with the adapters of a run's checkpoint merged into it")
+    ] = False,
     part: OnePart = None,
 ) -> None:
     """Convert a checkpoint to the other kind, streaming. If it was killed, the same command continues it.
+
+    A checkpoint of adapters (learner.lora) becomes a folder of peft, or with --merge a Hugging Face folder; --config is
+    the model that they were trained beside.
 
     With --upcycle OUT is a Hugging Face folder too: each expert begins as the dense layer's MLP (docs/weights.md).
 
@@ -49,6 +55,7 @@ def convert(
         config=config,
         family=family,
         upcycle=upcycle,
+        merge=merge,
         part=part or part_of_step(os.environ),
     )
 

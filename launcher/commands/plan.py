@@ -21,7 +21,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.implementation import wants_transformer_engine
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.scaling.estimates import estimate
-from rl_megatron.scaling.host_memory import copies_bytes, host_bytes
+from rl_megatron.scaling.host_memory import copies_bytes, host_bytes, why_off_gpus
 from rl_megatron.scaling.memory import GB, Footprint, check_memory, footprints, fullest
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
@@ -218,7 +218,8 @@ def show_memory(config_name: str, config: RunConfig, shape: ModelShape) -> None:
     console.print(f"{config_name}: GB on the fullest GPU of each pipeline stage, {gpus} GPUs in all", soft_wrap=True)
     console.print(table)
     if held := host_bytes(config, shape):
-        said = f"{held / GB:.1f} GB of a node's memory for what the learner keeps off its GPUs (learner.offload)"
+        keys = " and ".join(why_off_gpus(config))
+        said = f"{held / GB:.1f} GB of a node's memory for what the learner keeps off its GPUs ({keys})"
         console.print(said, soft_wrap=True)
     if copied := copies_bytes(config, shape):
         said = f"{copied / GB:.1f} GB of a node's memory for copies of what is saved (checkpoint.async_save)"

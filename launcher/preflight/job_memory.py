@@ -9,7 +9,7 @@ import psutil
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config.run import RunConfig
-from rl_megatron.scaling.host_memory import copies_bytes, host_bytes
+from rl_megatron.scaling.host_memory import copies_bytes, host_bytes, why_off_gpus
 from rl_megatron.scaling.memory import GB, check_memory
 
 _UNITS: Mapping[str, int] = {"K": 2**10, "": 2**20, "M": 2**20, "G": 2**30, "T": 2**40}  # of Slurm's --mem
@@ -29,7 +29,7 @@ def check(subject: Subject) -> Iterator[Found]:
     if not (needed := away + copied):
         return
     has, said = _node(subject)
-    keys = [key for key, there in (("learner.offload", away), ("checkpoint.async_save", copied)) if there]
+    keys = [*(why_off_gpus(config) if away else ()), *(["checkpoint.async_save"] if copied else [])]
     if has is None:
         yield unchecked(f"that a node has {needed / GB:.0f} GB of memory for {' and '.join(keys)}")
     elif away > has:
@@ -39,7 +39,7 @@ def check(subject: Subject) -> Iterator[Found]:
             "learner.ep), or keep less there"
         )
     elif needed > has:
-        besides = f" besides {away / GB:.1f} GB for learner.offload" if away else ""
+        besides = f" besides {away / GB:.1f} GB for {' and '.join(why_off_gpus(config))}" if away else ""
         yield problem(
             f"checkpoint.async_save=true needs {copied / GB:.1f} GB of a node's memory for copies of what is saved"
             f"{besides}, but {said} {has / GB:.1f} GB; take nodes with more memory, or more nodes (slurm.nodes with "
@@ -62,4 +62,7 @@ def _given(config: RunConfig) -> str:
     section = config.learner.offload
     given = section.model_dump(exclude_defaults=True, exclude={"activations"})
     given |= {f"activations.{part}": "true" for part in section.activations.parts}
-    return " ".join(f"learner.offload.{key}={value}" for key, value in given.items())
+    texts = [f"learner.offload.{key}={value}" for key, value in given.items()]
+    if (rank := config.learner.lora.rank) is not None:
+        texts.append(f"learner.lora.rank={rank}")
+    return " ".join(texts)

@@ -154,9 +154,11 @@ class Worker(RankModels):
 
         Returns a CorruptionError instead of raising it, because the weights can be moved again.
         """
-        self._learners["policy"].gather()
+        policy = self._learners["policy"]
+        policy.gather()
         try:
-            return self._staging.stage(version)
+            with policy.merged():
+                return self._staging.stage(version)
         except CorruptionError as error:
             return error
 
@@ -171,7 +173,8 @@ class Worker(RankModels):
         from rl_megatron.weights.servers.mirror import Mirror
 
         if self._sealed:
-            return sent_checksums(self._sources, self._tensors, lambda _, box: box.to(self._dtype))
+            with self._learners["policy"].merged():
+                return sent_checksums(self._sources, self._tensors, lambda _, box: box.to(self._dtype))
         return self._holder.sums() if isinstance(self._holder, Mirror) else Report(rows=(), seconds=0.0)
 
     def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> SyncError | None:
@@ -201,9 +204,11 @@ class Worker(RankModels):
     def send(self, version: int) -> tuple[WeightUpdate, Report] | SyncError:
         """Send this rank's shards to the engine ranks. Returns a SyncError if these fail."""
         assert self._sender is not None
-        self._learners["policy"].gather()
+        policy = self._learners["policy"]
+        policy.gather()
         try:
-            return self._sender.send(version)
+            with policy.merged():
+                return self._sender.send(version)
         except SyncError as error:
             return error
 

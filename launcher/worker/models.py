@@ -129,7 +129,8 @@ class RankModels:
     def start_from(self, role: str, folder: Path) -> None:
         """Load this rank's part of a model from a Hugging Face folder, or from a megatron checkpoint.
 
-        Raises as ``read_boxes`` does, or CheckpointError. A reference is read from a Hugging Face folder.
+        Raises as ``read_boxes`` does, or CheckpointError. A reference is read from a Hugging Face folder, unless it is
+        the policy without its adapters, which start again with the policy.
         """
         import torch
 
@@ -137,8 +138,11 @@ class RankModels:
         from rl_megatron.weights.checkpoints.made_up import MadeUp
         from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, TensorSource, read_boxes
 
+        if role == "reference" and role not in self._scorers and self._config.reference_is_base:
+            return
         if role in self._learners:
             self._learners[role].unpark()
+            self._start_adapters(role)
         random = self._made_up is not None and folder == self._model_folder
         hf, layout = self._layouts_of(folder)
         if not random and role in self._learners and is_megatron(folder):
@@ -156,6 +160,19 @@ class RankModels:
         source: TensorSource = MadeUp(folder, hf.local_shapes(0), self._made_up or 0) if random else HFFolder(folder)
         read_boxes(source, hf, layout, self._rank, tensors | unused)
         self._scorer(role).adopt()
+
+    def _start_adapters(self, role: str) -> None:
+        """Give the adapters of a role their first values; `_scorer`'s ``adopt`` takes them with the weights."""
+        from rl_megatron.weights.checkpoints.made_up import Untrained
+        from rl_megatron.weights.checkpoints.safetensors_io import read_boxes
+        from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
+
+        if not (tensors := self._learner(role).adapters):
+            return
+        lora = self._config.learner.lora
+        hf, layout = hf_adapters(self._hf, ranks_of_parts(self._layout, lora)), learner_adapters(self._layout, lora)
+        source = Untrained(self._model_folder, hf.local_shapes(0), self._config.seed)
+        read_boxes(source, hf, layout, self._rank, tensors)
 
     def _layouts_of(self, folder: Path) -> tuple[Layout, Layout]:
         """The folder's layout, and its over the ranks. A reward model may start from a policy, whose output layer it
@@ -204,7 +221,11 @@ class RankModels:
         micro_batches = self._taken(role, share)
         if role == "reference":
             self._parked.back("reference")
-        return self._scorer(role).score(micro_batches, want, {} if role in self._scorers else self._reference)
+        if role in self._scorers:
+            return self._scorer(role).score(micro_batches, want)
+        policy = self._scorer(role)
+        with policy.without_adapters():
+            return policy.score(micro_batches, want, self._reference)
 
     def routed_layers(self, role: str) -> tuple[int, ...]:
         """The MoE layers of this rank, whose routes it replays, as indices into all MoE layers."""

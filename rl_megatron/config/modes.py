@@ -1,5 +1,5 @@
-"""Rules of several sections: modes in which equal work gives equal numbers, fused routers, rewards that are KL alone,
-sampling ahead of training, and caches that outlive weights."""
+"""Rules of several sections: adapters, modes in which equal work gives equal numbers, fused routers, rewards that are
+KL alone, sampling ahead of training, and caches that outlive weights."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 def problems_of_modes(c: RunConfig) -> Iterator[str]:
     """A line for each mode that the run's parts do not have."""
+    if c.learner.lora.rank is not None:
+        yield from _of_adapters(c)
     if c.learner.deterministic and c.learner.device != "cpu" and not c.rollout.served:
         yield (
             f"learner.deterministic=true with learner.device={c.learner.device}: rollout.engine={c.rollout.engine} "
@@ -61,6 +63,17 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
         yield from _of_a_limit(c.rollout, c.rollout.max_in_flight)
     if c.rollout.embedded and c.rollout.served:
         yield from _of_own_servers(c)
+
+
+def _of_adapters(c: RunConfig) -> Iterator[str]:
+    given = f"learner.lora.rank={c.learner.lora.rank}"
+    if c.kind.scores:
+        yield f"{given} with job={c.job}: its score layer starts at 0, and adapters freeze it; leave learner.lora out"
+    if c.algorithm.needs_critic:
+        yield (
+            f"{given} with an algorithm that has a critic: that is a second model, trained whole; take one without, as "
+            "algorithm=gspo, or leave learner.lora out"
+        )
 
 
 def _of_no_reward(c: RunConfig) -> Iterator[str]:

@@ -46,6 +46,7 @@ FREE: Mapping[str, bool] = {
     "learner.dtype": False,
     "learner.head_dtype": False,
     "learner.fp8": False,
+    "learner.lora": False,  # the state is the adapters'
     "learner.router.frozen": False,  # a frozen router has no state in the optimizer
     "learner.optimizer.name": False,  # Muon's matrices have one moment, AdamW's two
     "learner.optimizer.distributed": False,  # its state has another form

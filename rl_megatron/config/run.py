@@ -257,6 +257,12 @@ class RunConfig(Section):
         return self.dpo.reference if self.kind.reference else self.algorithm.kl.reference
 
     @property
+    def reference_is_base(self) -> bool:
+        """Whether the reference is the policy without its adapters, and so needs no weights of its own."""
+        begins = self.learner.lora.rank is not None and self.reference is None
+        return begins and not self.warm_start.steps and "reference" not in self.roles.separate
+
+    @property
     def reference_key(self) -> str:
         """The key of ``reference``, for messages."""
         return f"{self.job}.reference" if self.kind.reference else "algorithm.kl.reference"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner import cpu
@@ -17,11 +18,13 @@ cpu.install()  # before the modules below bind megatron's functions
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 
 from rl_megatron.learner.heads import EXACT, Float32Head, Head, ValueHead, VocabHead  # noqa: E402
+from rl_megatron.learner.lora.adapters import add_adapters  # noqa: E402
 from rl_megatron.learner.model.build import build_chunks, make_config  # noqa: E402
 from rl_megatron.learner.model.hidden import stop_before_output_layer  # noqa: E402
 from rl_megatron.learner.model.value import ScoreLayer, ValueLayer, put_layer  # noqa: E402
 from rl_megatron.learner.scorer import MegatronScorer, modules  # noqa: E402
 from rl_megatron.learner.trained import MegatronLearner  # noqa: E402
+from rl_megatron.weights.layouts.families import megatron_layout  # noqa: E402
 
 L = TypeVar("L", bound=MegatronLearner)
 
@@ -56,6 +59,9 @@ def make_policy_as(
         put_layer(ScoreLayer, models, config)
     else:
         head = _vocab_head(shape, learner, models, temperature, top_k=top_k)
+    if learner.lora.rank is not None:
+        layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple, stages=learner.stages)
+        add_adapters(models, layout, learner.lora, dist.get_rank())
     return kind(shape, learner, device, config, models, head)
 
 

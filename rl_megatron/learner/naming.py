@@ -11,20 +11,24 @@ from torch import Tensor
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _SELECTION_BIAS = ".router.expert_bias"
-_EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.weight)(\d+)$")
+_EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|lora_[AB]))(\d+)$")
+
+
+def global_name(chunk: GPTModel, name: str) -> str:
+    """The global name of the parameter that the chunk calls ``name``."""
+    if found := _LAYER.match(name):
+        layer = chunk.decoder.layers[int(found[1])].layer_number - 1
+        name = f"decoder.layers.{layer}.{name[found.end() :]}"
+    if found := _EXPERT.search(name):
+        local_experts = (chunk.config.num_moe_experts or 0) // chunk.config.expert_model_parallel_size
+        first_expert = parallel_state.get_expert_model_parallel_rank() * local_experts
+        name = f"{name[: found.start()]}{found[1]}{int(found[2]) + first_expert}"
+    return name
 
 
 def global_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
     """(global name, tensor) of every parameter on this rank and of its routers' selection biases, which are buffers."""
     for chunk in chunks:
-        local_experts = (chunk.config.num_moe_experts or 0) // chunk.config.expert_model_parallel_size
-        first_expert = parallel_state.get_expert_model_parallel_rank() * local_experts
         buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(_SELECTION_BIAS))
         for name, parameter in (*chunk.named_parameters(), *buffers):
-            found = _LAYER.match(name)
-            if found:
-                layer = chunk.decoder.layers[int(found[1])].layer_number - 1
-                name = f"decoder.layers.{layer}.{name[found.end() :]}"
-            if found := _EXPERT.search(name):
-                name = f"{name[: found.start()]}{found[1]}{int(found[2]) + first_expert}"
-            yield name, parameter
+            yield global_name(chunk, name), parameter

@@ -20,6 +20,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.learner.forward import run_scores
 from rl_megatron.learner.heads import Head
+from rl_megatron.learner.lora.adapters import adapters_of
 from rl_megatron.learner.model.build import keep_selection_biases_float32
 from rl_megatron.learner.model.decoder_config import DecoderConfig
 from rl_megatron.learner.model.value import ValueParameter
@@ -49,15 +50,38 @@ class MegatronScorer:
     ) -> None:
         self._device, self._dims, self._models, self._head = device, learner.dims, models, head
         self._chunks, self._rows, self._padding = chunks, rows(learner), learner.padding
+        self._adapters = [found for model in models if (found := adapters_of(model)) is not None]
         keep_selection_biases_float32(models)
         self._observers = Observers(models, shape, device)
         self._routing = Routing(chunks, models, shape, device)
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """This rank's parameters under global names, without a critic's value layer. After writing into them call
-        ``adopt``."""
-        return {name: p.data for name, p in global_parameters(self._models) if not isinstance(p, ValueParameter)}
+        """This rank's parameters under global names, without a critic's value layer and without `adapters`. After
+        writing into them call ``adopt``."""
+        found = {name: p.data for name, p in global_parameters(self._models) if not isinstance(p, ValueParameter)}
+        return {name: tensor for name, tensor in found.items() if ".lora_" not in name}
+
+    @property
+    def adapters(self) -> Mapping[str, Tensor]:
+        """This rank's adapters under global names; empty without ``learner.lora.rank``. As `tensors`."""
+        return {name: tensor for one in self._adapters for name, tensor in one.tensors.items()}
+
+    @contextlib.contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Score with the weights that the adapters stand beside."""
+        with contextlib.ExitStack() as stack:
+            for one in self._adapters:
+                stack.enter_context(one.off())
+            yield
+
+    @contextlib.contextmanager
+    def merged(self) -> Iterator[None]:
+        """Have ``tensors`` hold the weights that passes compute with, adapters merged; then again the frozen ones."""
+        with contextlib.ExitStack() as stack:
+            for one in self._adapters:
+                stack.enter_context(one.merged())
+            yield
 
     @property
     def routed_layers(self) -> tuple[int, ...]:

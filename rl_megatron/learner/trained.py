@@ -48,6 +48,7 @@ from rl_megatron.observability import activity
 from rl_megatron.options.offload import SLAB, leaving
 from rl_megatron.options.table import keywords
 from rl_megatron.types import Counts, Culprit, Loss, LossOutput, Metric, Samples, SkippedStep, StepResult, Want
+from rl_megatron.weights.adapters.files import write_lora
 from rl_megatron.weights.bytes.parked import Parked
 from rl_megatron.weights.bytes.staged import Staged
 
@@ -68,7 +69,7 @@ class MegatronLearner(MegatronScorer):
         models: Sequence[GPTModel],
         head: Head,
     ) -> None:
-        given = keywords(learner, shape)
+        given, self._lora = keywords(learner, shape), learner.lora
         if learner.router.frozen:
             freeze_routers(models)
         ddp = DistributedDataParallelConfig(**with_dtypes(given.ddp))
@@ -257,6 +258,8 @@ class MegatronLearner(MegatronScorer):
         """As `save`, but with ``apart`` it returns once the shards are copied in the host's memory, and a thread writes
         them. The next one writes over that memory, so this one must be durable before."""
         self.gather()
+        if self._lora.rank is not None and dist.get_rank() == 0:
+            write_lora(folder, self._lora)
         staged = self._staged if apart else None
         return saving.save_shards(folder, self._trained, self._optimizer, self._planned, self._parked.on_host, staged)
 

@@ -24,6 +24,7 @@ from rl_megatron.options.fusion import Fusion
 from rl_megatron.options.gradients import Gradients
 from rl_megatron.options.head import OutputHead
 from rl_megatron.options.layers import Layers
+from rl_megatron.options.lora import Lora
 from rl_megatron.options.offload import Offload
 from rl_megatron.options.optimizer import Optimizer
 from rl_megatron.options.option import Keywords, Option, Rank, Terms
@@ -64,6 +65,7 @@ OPTIONS: Mapping[str, Option] = {
     "batch_invariant": BatchInvariant(),
     "fp8": Fp8(),
     "cuda_graphs": CudaGraphs(),
+    "lora": Lora(),
 }
 """This package's options by the name of their file, in the order in which they act on a rank's bytes: what layers keep
 of a micro-batch, then how many micro-batches are in flight. Installed options follow."""

@@ -1,5 +1,5 @@
-"""Computes the host's memory that a node needs for what the learner keeps off its GPUs (``learner.offload``), and for
-copies of what is saved.
+"""Computes the host's memory that a node needs for what the learner keeps off its GPUs (``learner.offload``,
+``learner.lora``), and for copies of what is saved.
 
 Most of it is pinned. torch's allocator of pinned memory rounds every request up to a power of two.
 """
@@ -12,7 +12,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.kept import offloaded
 from rl_megatron.options.offload import SLAB, leaving
-from rl_megatron.options.option import Rank
+from rl_megatron.options.option import BYTES, Rank
 from rl_megatron.options.pipeline import in_flight
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.scaling.memory import gpu_terms
@@ -20,6 +20,7 @@ from rl_megatron.scaling.parameters import layers_held, ranks_of
 from rl_megatron.scaling.saves import copied_by_rank
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.learner import learner_layout
+from rl_megatron.weights.layouts.lora import adapted_rows
 
 _FLOAT = 4  # bytes
 _MOMENTS = 8  # bytes of both, which torch's AdamW does not pin
@@ -33,11 +34,20 @@ def host_bytes(config: RunConfig, shape: ModelShape) -> float:
     learner, layout = config.learner, learner_layout(config, shape)
     inner, each = learner.dims.world_size // learner.dims.pp, _ranks_of_a_node(config)
     by_stage = [
-        _parked(config, layout, rank) + _stepped(config, layout, rank) + _activations(config, shape, rank)
+        _parked(config, layout, rank)
+        + _stepped(config, layout, rank)
+        + _activations(config, shape, rank)
+        + _frozen(config, layout, rank)
         for rank in ranks_of(config, layout)
     ]
     held = [by_stage[rank // inner] for rank in range(learner.dims.world_size)]
     return max(sum(held[first : first + each]) for first in range(0, len(held), each))
+
+
+def why_off_gpus(config: RunConfig) -> list[str]:
+    """The sections of keys for which `host_bytes` are needed."""
+    offload, lora = config.learner.offload.model_dump(exclude_defaults=True), config.learner.lora
+    return ["learner.offload"] * bool(offload) + ["learner.lora"] * (lora.rank is not None)
 
 
 def copies_bytes(config: RunConfig, shape: ModelShape) -> float:
@@ -78,6 +88,17 @@ def _activations(config: RunConfig, shape: ModelShape, rank: Rank) -> float:
     chunks = learner.stages or (1,) * (learner.pp * learner.vpp)
     each = sum(sum(offloaded(learner, shape, layer, rank.longest)) for layer in rank.layers) * rank.tokens
     return ceil(each * in_flight(learner.pp, rank.stage, chunks[rank.stage :: learner.pp]) / SLAB) * SLAB
+
+
+def _frozen(config: RunConfig, layout: Layout, rank: Rank) -> float:
+    """Of a rank, for the weights beside which it has adapters: a push merges these into them, and they come back."""
+    adapted = {one.base.name for one in adapted_rows(layout.rows(), layout.shape, config.learner.lora)}
+    each, experts = BYTES[config.learner.dtype], layout.shape.num_experts // layout.dims.ep
+    return sum(
+        layers * (experts if "{expert}" in spec.name else 1) * pinned(prod(held) * each)
+        for spec, held, layers in layers_held(layout, rank.stage)
+        if spec.name in adapted
+    )
 
 
 def _stepped(config: RunConfig, layout: Layout, rank: Rank) -> float:

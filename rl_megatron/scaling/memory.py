@@ -246,7 +246,7 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
         critic = {term: found[term] for term in held if term in found}
         terms["critic"] = sum(critic.values())
     if "reference" in here:
-        terms["reference"] = own["parameters"]
+        terms["reference"] = 0.0 if config.reference_is_base else own["parameters"]
     terms["weight push"] = 4.0 * config.weights.bucket_mb * 2**20  # two buffers each way
     if not config.fills_files:
         terms["engine"] = _local_engine(config, shape)

@@ -11,6 +11,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.option import Elements, Rank
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec
+from rl_megatron.weights.layouts.lora import learner_adapters
 
 
 def elements(layout: Layout, stage: int, bytes_of: Callable[[str], int] = lambda hf: 1) -> Elements:
@@ -40,7 +41,9 @@ def _largest(layout: Layout) -> Sequence[int]:
 
 
 def trained_elements(config: RunConfig, layout: Layout, stage: int) -> Elements:
-    """The part of `elements` that is trained: without ``learner.router.frozen``, all."""
+    """The elements that are trained: with ``learner.lora`` adapters, else without ``learner.router.frozen`` all."""
+    if config.learner.lora.rank is not None:
+        return elements(learner_adapters(layout, config.learner.lora), stage)
     return _by_stage(layout, _trains(config, layout))[0][stage]
 
 
@@ -97,6 +100,9 @@ def ranks_of(config: RunConfig, layout: Layout) -> Sequence[Rank]:
     tokens = learner.max_tokens_per_micro_batch / learner.dims.cp
     kinds = (lambda hf: 1), _trains(config, layout), _stepped_as_matrix(config, layout)
     of_layer, (held, trained, matrices) = _stages(layout), _by_stage(layout, *kinds)
+    if learner.lora.rank is not None:
+        trained = _by_stage(learner_adapters(layout, learner.lora), lambda hf: 1)[0]
+        held = [_both(*pair) for pair in zip(held, trained, strict=True)]
     longest = min(config.longest_sequence, learner.max_tokens_per_micro_batch)
     largest = _largest(layout)
     layers = [tuple(n for n, stages in of_layer.items() if stage in stages) for stage in range(layout.dims.pp)]
@@ -114,6 +120,10 @@ def ranks_of(config: RunConfig, layout: Layout) -> Sequence[Rank]:
         )
         for stage in range(layout.dims.pp)
     ]
+
+
+def _both(one: Elements, other: Elements) -> Elements:
+    return Elements(dense=one.dense + other.dense, experts=one.experts + other.experts)
 
 
 def rank_parameters(s: ModelShape, d: ParallelDims) -> tuple[float, float]:

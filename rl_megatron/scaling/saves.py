@@ -55,14 +55,15 @@ def bytes_by_rank(config: RunConfig, shape: ModelShape) -> dict[int, int]:
     Of ranks with the same parameters the first of a data-parallel group writes (megatron-core 0.16.1,
     ``fully_reshardable`` gathers its optimizer state there), the experts' group for experts. With Muon each writes what
     it steps, which is counted for the first. What is whole on all tensor-parallel ranks, norms and routers, counts for
-    each.
+    each. With ``learner.lora`` they write adapters alone.
     """
     layout, d = learner_layout(config, shape), config.learner.dims
     each, inner = BYTES[config.learner.dtype], d.world_size // d.pp
     muon = config.learner.optimizer.name == "muon"
     out: dict[int, int] = {}
     for stage in range(d.pp):
-        held, trained = elements(layout, stage), trained_elements(config, layout, stage)
+        trained = trained_elements(config, layout, stage)
+        held = trained if config.learner.lora.rank is not None else elements(layout, stage)
         spared = trained_matrices(config, layout)[stage] if muon else Elements(dense=0, experts=0)
         for rank in range(max(d.tp, d.etp * d.ep)):
             dense, experts = rank < d.tp, rank < d.etp * d.ep

@@ -18,6 +18,7 @@ from rl_megatron.options.fusion import FusionKeys
 from rl_megatron.options.gradients import GradientKeys
 from rl_megatron.options.head import HeadKeys
 from rl_megatron.options.layers import LayersKeys
+from rl_megatron.options.lora import LoraKeys
 from rl_megatron.options.offload import OffloadKeys
 from rl_megatron.options.optimizer import OptimizerKeys
 from rl_megatron.options.overlap import OverlapKeys
@@ -58,6 +59,7 @@ class WorldKeys(Section):
 
 @with_installed_keys
 class LearnerSection(  # pydantic takes the keys of the last base first
+    LoraKeys,
     CudaGraphKeys,
     BatchInvariantKeys,
     DeterministicKeys,

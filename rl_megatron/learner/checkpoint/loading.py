@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.learner.adam.groups import add_missing, own_settings
 from rl_megatron.learner.checkpoint.faults import told
-from rl_megatron.learner.checkpoint.state import COMMON, inner, is_left_out, key_of, sharded_state, weights
+from rl_megatron.learner.checkpoint.state import COMMON, inner, is_adapter, is_left_out, key_of, sharded_state, weights
 from rl_megatron.learner.muon.shared import LayerWise
 from rl_megatron.learner.optimizer import copy_to_host, inner_optimizers
 from rl_megatron.weights.bytes.bits import all_numbers
@@ -42,7 +42,7 @@ def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel], *, wit
         for i, chunk in enumerate(chunks):
             _fill(chunk, state[key_of(i, len(chunks))], f"{folder}, chunk {i}", without)
             for name, parameter in inner(chunk).named_parameters():
-                if not is_left_out(name, without) and not all_numbers(parameter):
+                if not is_left_out(name, without) and not is_adapter(name) and not all_numbers(parameter):
                     raise WeightError(f"{folder}: {name} holds NaN or infinite values; fetch or convert it again")
 
 
@@ -58,9 +58,11 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Meg
 
 
 def _fill(chunk: Any, state: dict[str, Any], where: str, without: str | None = None) -> None:
-    """Load ``state`` into the chunk. Raises CheckpointError if either has a tensor that the other lacks."""
+    """Load ``state``, of the adapters or of all else, into the chunk. Raises CheckpointError if one has a tensor that
+    the other lacks."""
     keys = inner(chunk).load_state_dict(state, strict=False)
-    missing = [name for name in keys.missing_keys if not is_left_out(name, without)]
+    adapters = any(map(is_adapter, state))
+    missing = [n for n in keys.missing_keys if not is_left_out(n, without) and is_adapter(n) == adapters]
     if missing or keys.unexpected_keys:
         raise CheckpointError(
             f"{where} does not fit the model: the checkpoint lacks {missing[:_NAMED]}, and the model lacks "

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rl_megatron.learner.adam.float8 import as_float32
 from rl_megatron.learner.checkpoint.gathered import Gathered
+from rl_megatron.learner.lora.adapters import adapters_of
 from rl_megatron.learner.optimizer import create_state, inner_optimizers, keeps_weights
 
 # The default sharding of DistributedOptimizer is broken in 0.16.1; this one saves each parameter's state under its
@@ -51,7 +52,7 @@ def sharded_state(
     Appends the tensors that `gathered` did not make to ``live``.
     """
     create_state(optimizer)
-    state: dict[str, Any] = {key_of(i, len(chunks)): weights(chunk) for i, chunk in enumerate(chunks)}
+    state: dict[str, Any] = {key_of(i, len(chunks)): trained(chunk) for i, chunk in enumerate(chunks)}
     models = state["model"] if len(chunks) == 1 else dict(state)
     with _collecting(optimizer, values, gathered):
         state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=gathered is None, metadata=dict(METADATA))
@@ -123,10 +124,21 @@ def _values_of(values: Values, part: DistributedOptimizer, parameter: Tensor) ->
     return {name: values(tensor) for name, tensor in held.items() if isinstance(tensor, Tensor)}
 
 
+def trained(chunk: Any) -> dict[str, Any]:
+    """The parameters and buffers of a chunk that a run saves: the adapters if it has some, else all."""
+    found = adapters_of(inner(chunk))
+    return weights(chunk) if found is None else found.sharded_state_dict()
+
+
 def weights(chunk: Any, without: str | None = None) -> dict[str, Any]:
-    """The parameters and buffers of a chunk that a checkpoint holds, except names that begin with ``without``."""
+    """The parameters and buffers of a chunk's model, except adapters and names that begin with ``without``."""
     found = inner(chunk).sharded_state_dict(metadata=dict(METADATA)).items()
-    return {name: part for name, part in found if not is_left_out(name, without)}
+    return {name: part for name, part in found if not is_left_out(name, without) and not is_adapter(name)}
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter is one of ``learner.lora``'s."""
+    return ".lora_" in name
 
 
 def is_left_out(name: str, without: str | None) -> bool:

@@ -80,6 +80,8 @@ def _kind(name: str) -> str:
     """The part of a model that a tensor belongs to, by either kind's names."""
     if name.startswith(("mtp.", "model.visual.")):
         return "beside the model: draft layers" if name.startswith("mtp.") else "beside the model: a tower"
+    if ".lora_" in name:
+        return "adapters"
     if "expert" in name and "shared" not in name and "bias" not in name.rpartition(".")[2]:
         return "model: experts"
     return (

@@ -25,6 +25,7 @@ from rl_megatron.weights.checkpoints.torch_dist import (
 from rl_megatron.weights.formats.hf_folder import raise_uncounted
 from rl_megatron.weights.layouts.families import family_of, hf_layout, megatron_layout
 from rl_megatron.weights.layouts.family import STACK
+from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.plans.plan import plan
 
 
@@ -41,8 +42,13 @@ def megatron_copies(source: Path, shape: ModelShape) -> tuple[list[Copy], Files]
 
     Raises CheckpointError or WeightError naming what is missing, truncated or of another model.
     """
+    return copies_between(source, hf_layout(shape), megatron_layout(shape))
+
+
+def copies_between(source: Path, hf: Layout, megatron: Layout) -> tuple[list[Copy], Files]:
+    """As `megatron_copies`, the tensors of ``hf`` from a checkpoint of those of ``megatron``: each of one rank, which
+    has the rows in the order of any file."""
     sizes, chunks = read_index(source)
-    hf, megatron = hf_layout(shape), megatron_layout(shape)  # the order of rows on one rank is that of any file
     raise_uncounted(source, sum(prod(size) for size in sizes.values()), megatron)
     homes = find_homes(source, megatron, sizes, {chunk.key: chunk.dtype for chunk in chunks})
     depths = {home.key: len(home.index) for found in homes.values() for home in found}

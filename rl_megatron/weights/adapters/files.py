@@ -1,0 +1,103 @@
+"""Adapters in files: what a run's checkpoint holds of them, and the folder that peft and engines load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from rl_megatron.durable import write_atomically
+from rl_megatron.errors import CheckpointError, ConfigError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.lora import LoraSection
+from rl_megatron.weights.checkpoints.convert import options_of
+from rl_megatron.weights.checkpoints.hugging_face import write_safetensors
+from rl_megatron.weights.checkpoints.megatron import copies_between
+from rl_megatron.weights.checkpoints.streaming import Copy, Files, OnBytes, Sink
+from rl_megatron.weights.checkpoints.writing import Share, write_files
+from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
+from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
+
+_KEYS = "lora.json"  # beside the shards of a checkpoint that holds adapters alone
+_PREFIX = "base_model.model."  # peft's, of every tensor
+
+
+def write_lora(folder: Path, lora: LoraSection) -> None:
+    """Say beside the shards in ``folder`` that they are of adapters, and of which."""
+    write_atomically(folder / _KEYS, lora.model_dump_json().encode())
+
+
+def held_lora(folder: Path) -> LoraSection | None:
+    """The adapters that a checkpoint holds in place of a model. Raises CheckpointError if that cannot be read."""
+    path = folder / _KEYS
+    if not path.is_file():
+        return None
+    try:
+        return LoraSection.model_validate_json(path.read_bytes())
+    except (ValidationError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {str(error)[:200]}; use another checkpoint") from error
+
+
+def adapter_copies(source: Path, shape: ModelShape, lora: LoraSection) -> tuple[dict[str, Copy], Files]:
+    """A checkpoint's adapters by peft's names, without its prefix. Raises as `megatron_copies`."""
+    ranks = megatron_layout(shape)
+    hf = hf_adapters(hf_layout(shape), ranks_of_parts(ranks, lora))
+    tensors, files = copies_between(source, hf, learner_adapters(ranks, lora))
+    return {tensor.name: tensor for tensor in tensors}, files
+
+
+def adapters_to_peft(
+    source: Path,
+    out: Path,
+    *,
+    config: Path,
+    family: str | None = None,
+    on_bytes: OnBytes = lambda n: None,
+    share: Share | None = None,
+) -> list[int]:
+    """Write the adapters of a run's checkpoint as the folder that peft loads, in their stored dtype.
+
+    ``config`` is the folder of the model that they stand beside. Returns and raises as `megatron_to_hf`.
+    """
+    lora, shape = held_lora(source), read_shape(config, family)
+    if lora is None:
+        raise ConfigError(f"{source} holds a whole model; it has no {_KEYS}")
+    tensors, files = adapter_copies(source, shape, lora)
+    named = tuple(replace(tensor, name=_PREFIX + name) for name, tensor in tensors.items())
+    told = json.dumps(peft_config(lora, shape, config), indent=2) + "\n"
+
+    def finish(folder: Path, _: Mapping[str, list[dict[str, object]]]) -> None:
+        write_atomically(folder / "adapter_config.json", told.encode())
+
+    sink = Sink(name="adapter_model.safetensors", tensors=named, write=write_safetensors)
+    options = options_of(config, family, None, 0)
+    return write_files(source, out, [sink], files, on_bytes, finish, options=options, share=share or Share())
+
+
+def peft_config(lora: LoraSection, shape: ModelShape, base: Path) -> dict[str, object]:
+    """peft's adapter_config.json.
+
+    peft 0.21 has experts of one tensor a layer, as transformers 5 does, gate and up in one: twice the rank there.
+    """
+    by_part, rank = ranks_of_parts(megatron_layout(shape), lora), lora.rank or 0
+    routed = {part.removesuffix(".weight"): each for part, each in by_part.items() if "{expert}" in part}
+    ranks, alphas = dict[str, int](), dict[str, float]()
+    for part, each in routed.items() if set(routed.values()) - {rank} else ():
+        ranks[r"experts\.\d+\." + part.rpartition(".")[2]] = each
+        ranks |= {r"experts\.gate_up_proj": 2 * each, r"experts\.down_proj": each}
+        alphas[r"experts\.gate_up_proj"] = 2 * lora.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({part.removesuffix(".weight").rpartition(".")[2] for part in by_part}),
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+    }

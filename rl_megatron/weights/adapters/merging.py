@@ -1,0 +1,93 @@
+"""Merges the adapters of a run's checkpoint into the model that they stand beside, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rl_megatron.errors import ConfigError
+from rl_megatron.weights.adapters.files import adapter_copies, held_lora
+from rl_megatron.weights.bytes.bits import to_bits, to_tensor
+from rl_megatron.weights.bytes.dtypes import Bits, DType
+from rl_megatron.weights.checkpoints.convert import in_dtype, options_of, write_hf
+from rl_megatron.weights.checkpoints.hugging_face import hf_copies
+from rl_megatron.weights.checkpoints.streaming import Copy, OnBytes, Sliceable
+from rl_megatron.weights.checkpoints.writing import Share
+from rl_megatron.weights.formats.hf_folder import config_text
+from rl_megatron.weights.layouts.families import hf_layout, read_shape
+from rl_megatron.weights.layouts.lora import hf_adapter_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Merged:
+    """A stored matrix with B A added in float32 as it is read, then rounded to its dtype."""
+
+    source: Sliceable
+    dtype: DType
+    a: Tensor
+    b: Tensor
+
+    def __getitem__(self, box: tuple[slice, ...]) -> Bits:
+        values = to_tensor(self.source[box].copy(), self.dtype).float()
+        merged = values.addmm_(self.b[box[0]], self.a[:, box[1]])
+        return to_bits(merged.to(getattr(torch, self.dtype)))
+
+
+def merge_adapters(
+    source: Path,
+    base: Path,
+    out: Path,
+    *,
+    family: str | None = None,
+    dtype: DType | None = None,
+    shard_bytes: int = 2 * 10**9,
+    on_bytes: OnBytes = lambda n: None,
+    share: Share | None = None,
+) -> list[int]:
+    """Write the Hugging Face folder ``base`` with the adapters of the checkpoint ``source`` merged into its weights.
+
+    Returns and raises as `megatron_to_hf`.
+    """
+    if dtype is DType.F8_E4M3:
+        raise ConfigError("dtype=float8_e4m3fn: merge first, then convert the new folder")
+    lora, shape = held_lora(source), read_shape(base, family)
+    if lora is None:
+        raise ConfigError(f"{source} holds a whole model; there is nothing to merge")
+    adapters, _files = adapter_copies(source, shape, lora)
+    stored, files = hf_copies(base, shape, dtype)
+    tensors = []
+    for tensor in in_dtype(stored, dtype, hf_layout(shape)):
+        if (a := adapters.get(hf_adapter_name(tensor.name, "A"))) is not None:
+            b, scale = adapters[hf_adapter_name(tensor.name, "B")], lora.alpha / a.shape[0]
+            tensor = _with(tensor, partial(_whole, a), partial(_whole, b, scale))
+        tensors.append(tensor)
+    return write_hf(
+        base,
+        out,
+        tensors,
+        files,
+        companion=base,
+        config=config_text(base, {str(dtype)} if dtype else set()),
+        options=options_of(base, family, dtype, shard_bytes) | {"adapters": str(source)},
+        shard_bytes=shard_bytes,
+        on_bytes=on_bytes,
+        share=share or Share(),
+    )
+
+
+def _with(tensor: Copy, a: Callable[[], Tensor], b: Callable[[], Tensor]) -> Copy:
+    def read(source: Callable[[], Sliceable]) -> _Merged:
+        return _Merged(source=source(), dtype=tensor.dtype, a=a(), b=b())
+
+    return replace(tensor, fragments=tuple(replace(p, source=partial(read, p.source)) for p in tensor.fragments))
+
+
+def _whole(tensor: Copy, scale: float = 1.0) -> Tensor:
+    """All of a small tensor in float32, times ``scale``."""
+    blocks = [to_tensor(block, tensor.dtype).float() for block in tensor.blocks(lambda n: None)]
+    return torch.cat(blocks) * scale

@@ -1,0 +1,352 @@
+"""Adapters beside transformers: its forward with W + alpha / rank * B A in each matrix, and autograd's gradients of A
+and B; for a dense model peft itself. All layouts run in two processes that are started once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from typing_extensions import override
+
+from rl_megatron.algorithms.losses import CrossEntropy, LossInputs
+from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.training.measures import Made
+from rl_megatron.types import LossOutput
+from rl_megatron.weights.adapters.files import adapters_to_peft
+from rl_megatron.weights.adapters.merging import merge_adapters
+from rl_megatron.weights.boxes import Box
+from rl_megatron.weights.checkpoints.made_up import MadeUp, Untrained
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
+from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
+from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
+from rl_megatron.weights.plans.plan import plan
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_families import LENGTHS, logits_error, make_samples
+from tests.family_models import BASE, save_model
+from tests.optimizer_step import train_step
+
+if TYPE_CHECKING:
+    from rl_megatron.learner.trained import MegatronLearner
+
+pytestmark = pytest.mark.slow
+LORA: Mapping[str, Any] = {"rank": 4, "alpha": 12.0}
+PLAIN_START = "plain"  # Qwen3 as transformers initialises it, where rounding does not grow on the way
+NAMES = [PLAIN_START, "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next"]
+BARS = {PLAIN_START: 1e-6, "qwen3": 1e-6, "qwen3_moe": 1e-5, "deepseek_v3": 1e-5, "qwen3_next": 5e-5}  # of gradients
+MOE = ["qwen3_moe", "deepseek_v3"]
+LAYOUTS: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
+    "one": ({}, NAMES),
+    "tp2": ({"tp": 2}, NAMES),
+    "tp2-ep2": ({"tp": 2, "ep": 2}, MOE),
+    "ep2": ({"ep": 2}, MOE),
+    "pp2": ({"pp": 2}, NAMES),
+    "pp2-vpp2": ({"pp": 2, "vpp": 2}, ["qwen3"]),
+    "cp2": ({"cp": 2}, ["qwen3_moe", "qwen3_next"]),
+    "tp2-recompute": ({"tp": 2, "recompute": {"uniform": 1}}, ["qwen3", "qwen3_moe"]),
+    "bfloat16": ({"dtype": "bfloat16"}, ["qwen3_moe"]),
+}
+PLAIN = {"timeout_seconds": 60.0, "optimizer": {"clip_grad": 0.0, "distributed": False}}
+STEPS = 2
+
+
+class Drawn(MadeUp):
+    """Adapters as after training: no B is 0."""
+
+    @override
+    def read(self, name: str, box: Box) -> Tensor:
+        return super().read(name, box).mul_(2)
+
+
+class Watching:
+    """Cross entropy that sees that no merged weight is held between the forward and the backward pass."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        from tests.distributed.watched import alive
+
+        self.held.append(alive())
+        return CrossEntropy()(inputs)
+
+
+def layouts_of(folder: Path, learner: LearnerSection) -> tuple[Layout, Layout, Layout, Layout]:
+    """The model's and its adapters', each over ranks and as files have them."""
+    shape = read_shape(folder)
+    ranks = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple, stages=learner.stages)
+    hf, lora = hf_layout(shape), learner.lora
+    return ranks, hf, learner_adapters(ranks, lora), hf_adapters(hf, ranks_of_parts(ranks, lora))
+
+
+def fill(policy: MegatronLearner, folder: Path, learner: LearnerSection, rank: int, kind: type[MadeUp]) -> None:
+    ranks, hf, adapters, hf_of = layouts_of(folder, learner)
+    read_boxes(HFFolder(folder), hf, ranks, rank, dict(policy.tensors))
+    read_boxes(kind(folder, hf_of.local_shapes(0), 3), hf_of, adapters, rank, policy.adapters)
+    policy.adopt()
+
+
+def check(folder: Path, layout: str, learner: LearnerSection, rank: int, device: torch.device) -> dict[str, Any]:
+    """What a rank saw of one model; writes its gradients and its merged weights."""
+    from rl_megatron.learner.megatron import make_policy
+    from tests.distributed import watched
+
+    policy = make_policy(read_shape(folder), learner, device, temperature=1.0)
+    fill(policy, folder, learner, rank, Untrained)
+    first = logprobs(policy)
+    with policy.without_adapters():
+        same = all(map(torch.equal, first, logprobs(policy)))
+    frozen = {name: tensor.clone() for name, tensor in policy.tensors.items()}
+    fill(policy, folder, learner, rank, Drawn)
+    error = logits_error(policy, torch.load(folder / "logits.pt"))
+    n, copies = sum(LENGTHS), max(learner.vpp, learner.dims.dp)  # each data-parallel rank has the same
+    counts = {"num_tokens": n * copies, "num_sequences": 2 * copies}
+    with watched.merging():
+        loss = Watching()
+        result = train_step(policy, [make_samples()] * learner.vpp, loss, 0.0, **counts)
+    grads = {name: p.main_grad.clone() for one in policy._adapters for name, p in one.parameters()}
+    with policy.merged():
+        merged = {name: tensor.clone() for name, tensor in policy.tensors.items()}
+    back = all(torch.equal(tensor, frozen[name]) for name, tensor in policy.tensors.items())
+    if IN_PEFT.get(folder.name) == layout:
+        policy.save(folder / "saved-peft")
+    torch.save({"grads": grads, "merged": merged}, folder / f"{layout}-{rank}.pt")
+    seen = {"same": same, "back": back, "held": max(loss.held, default=0), "trained": trained(policy)}
+    if isinstance(result, Made) and error is not None:
+        seen |= {"logits": error, "loss": result.loss, "norm": result.step.grad_norm}
+    return seen
+
+
+def logprobs(policy: MegatronLearner) -> list[Tensor]:
+    said = policy.score([make_samples()], frozenset({"logprobs"}))
+    return [] if said is None else said["logprobs"]
+
+
+def trained(policy: MegatronLearner) -> list[str]:
+    """Kinds of parameters that have gradients."""
+    names = [name for m in policy._models for name, p in m.named_parameters() if p.requires_grad]
+    return sorted({re.sub(r".*\.(lora_[AB])\d*$", r"\1", name) for name in names})
+
+
+def relay(folder: Path, layout: str, learner: LearnerSection, rank: int, device: torch.device) -> list[Any]:
+    """Resumes what the layout before saved, if there is one; trains, saves, trains on."""
+    from rl_megatron.learner.megatron import make_policy
+
+    policy = make_policy(read_shape(folder), learner, device, temperature=1.0)
+    fill(policy, folder, learner, rank, Drawn)
+    out = []
+    before = RELAY[RELAY.index(layout) - 1] if layout != RELAY[0] else None
+    if before is not None:
+        policy.load(folder / f"saved-{before}")
+        out.append(steps(policy))
+    else:
+        steps(policy)
+    policy.save(folder / f"saved-{layout}")
+    out.append(steps(policy))
+    return out
+
+
+def steps(policy: MegatronLearner) -> list[tuple[float, float]]:
+    counts = {"num_tokens": sum(LENGTHS), "num_sequences": 2}
+    made = [train_step(policy, [make_samples()], CrossEntropy(), 1e-2, **counts) for _ in range(STEPS)]
+    return [(one.loss, one.step.grad_norm) for one in made if isinstance(one, Made)]
+
+
+RELAY = ["tp2", "pp2", "tp2-ep2", "one"]
+IN_PEFT = {PLAIN_START: "tp2", "qwen3_moe": "tp2-ep2"}  # the layout that saved what peft loads
+
+
+def rank_main(rank: int, root: Path) -> None:
+    """One rank of all layouts in turn; rank 1 is not in those of one process."""
+    torch.set_num_threads(1)
+    import rl_megatron.learner.megatron  # noqa: F401  makes megatron run here: before its functions are bound
+    from rl_megatron.learner import world
+
+    for layout, (options, names) in LAYOUTS.items():
+        learner = LearnerSection.model_validate({**PLAIN, **options, "lora": LORA})
+        if rank >= learner.dims.world_size:
+            continue
+        device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-{layout}", seed=1)
+        found = {name: check(root / name, layout, learner, rank, device) for name in names}
+        (root / f"{layout}-{rank}.json").write_text(json.dumps(found))
+        world.leave()
+    for layout in RELAY:
+        learner = LearnerSection.model_validate({**LAYOUTS[layout][0], "lora": LORA})
+        if rank >= learner.dims.world_size:
+            continue
+        device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-relay-{layout}", seed=1)
+        found = {name: relay(root / name, layout, learner, rank, device) for name in MOE}
+        (root / f"relay-{layout}-{rank}.json").write_text(json.dumps(found))
+        world.leave()
+
+
+def adapters_in_files(folder: Path) -> dict[str, Tensor]:
+    """The adapters of `Drawn` by peft's names, with gradients."""
+    learner = LearnerSection.model_validate({"lora": LORA})
+    shapes = layouts_of(folder, learner)[3].local_shapes(0)
+    source = Drawn(folder, shapes, 3)
+    return {
+        name: source.read(name, tuple((0, size) for size in shape)).requires_grad_() for name, shape in shapes.items()
+    }
+
+
+def merged_by_formula(folder: Path, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint with alpha / rank * B A added where there are adapters."""
+    out: dict[str, Tensor] = dict(load_file(folder / "model.safetensors"))
+    for name, a in adapters.items():
+        if ".lora_A." in name:
+            weight = name.replace(".lora_A.", ".")
+            out[weight] = out[weight] + LORA["alpha"] / len(a) * adapters[name.replace("lora_A", "lora_B")] @ a
+    return out
+
+
+def as_modules(merged: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """Under the names of transformers' modules, which hold the experts of a layer in one tensor."""
+    experts: dict[tuple[str, str], dict[int, Tensor]] = defaultdict(dict)
+    out = {}
+    for name, tensor in merged.items():
+        if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", name):
+            experts[found[1], found[3]][int(found[2])] = tensor
+        else:
+            out[name] = tensor
+    stacks = {key: torch.stack([held[e] for e in range(len(held))]) for key, held in experts.items()}
+    for (place, part), stack in stacks.items():
+        if part == "gate":
+            out[f"{place}.gate_up_proj"] = torch.cat([stack, stacks[place, "up"]], 1)
+        elif part == "down":
+            out[f"{place}.down_proj"] = stack
+    assert out.keys() == {*dict(model.named_parameters()), *dict(model.named_buffers())} & out.keys()
+    return out
+
+
+def plain_model(folder: Path) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    config = AutoConfig.for_model("qwen3", **BASE, head_dim=16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("lora")
+    samples = make_samples()
+    for name in NAMES:
+        model = plain_model(root / name) if name == PLAIN_START else save_model(name, root / name)
+        adapters = adapters_in_files(root / name)
+        merged = merged_by_formula(root / name, adapters)
+        given = as_modules(merged, model)
+        logits = torch.cat(
+            [torch.func.functional_call(model, given, (x[None],)).logits[0] for x in samples.input_ids.split(LENGTHS)]
+        )
+        loss = F.cross_entropy(logits, samples.targets)
+        loss.backward()
+        torch.save(logits.detach(), root / name / "logits.pt")
+        grads = {key: tensor.grad for key, tensor in adapters.items()}
+        assert all(grad is not None and grad.abs().max() > 0 for grad in grads.values())
+        plain = {key: tensor.detach() for key, tensor in merged.items()}
+        torch.save({"loss": loss.item(), "grads": grads, "merged": plain}, root / name / "wanted.pt")
+        for layout in (*RELAY, "peft"):
+            (root / name / f"saved-{layout}").mkdir()
+    run_ranks(rank_main, 2, root)
+    return root
+
+
+def in_files(folder: Path, layout: str, learner: LearnerSection) -> dict[str, dict[str, Tensor]]:
+    """What the ranks wrote, put together under the names of files; replicas hold the same."""
+    held = [torch.load(path) for path in sorted(folder.glob(f"{layout}-[01].pt"))]
+    ranks, hf, adapters, hf_of = layouts_of(folder, learner)
+    out: dict[str, dict[str, Tensor]] = {}
+    for what, (src, dst) in {"grads": (adapters, hf_of), "merged": (ranks, hf)}.items():
+        out[what] = {name: torch.full(shape, torch.nan) for name, shape in dst.local_shapes(0).items()}
+        for t in plan(src, dst, placement={0: 99}).receives(99):
+            piece = held[t.src_rank][what][t.src_param][tuple(slice(*edge) for edge in t.src_box)]
+            out[what][t.dst_param][tuple(slice(*edge) for edge in t.dst_box)] = piece
+        for name in held[0][what].keys() & held[-1][what].keys():
+            first, last = (rank[what][name] for rank in (held[0], held[-1]))
+            if learner.tp == 1 or "layernorm" in name:
+                torch.testing.assert_close(first, last, atol=1e-7, rtol=1e-6)
+    return out
+
+
+def length(tensors: Mapping[str, Tensor]) -> float:
+    return float(torch.stack([tensor.norm() for tensor in tensors.values()]).norm())
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "bfloat16"])
+def test_logits_gradients_and_merged_weights_are_those_of_the_formula(layout: str, models: Path) -> None:
+    learner = LearnerSection.model_validate({**LAYOUTS[layout][0], "lora": LORA})
+    seen = [json.loads(path.read_text()) for path in sorted(models.glob(f"{layout}-[01].json"))]
+    for name in LAYOUTS[layout][1]:
+        wanted, found = torch.load(models / name / "wanted.pt"), in_files(models / name, layout, learner)
+        assert found["grads"].keys() == wanted["grads"].keys()
+        norm = length(wanted["grads"])
+        apart = length({key: found["grads"][key] - grad for key, grad in wanted["grads"].items()}) / norm
+        merged = max(float((found["merged"][key] - wanted["merged"][key]).abs().max()) for key in found["merged"])
+        answers = [rank[name] for rank in seen if "logits" in rank[name]]
+        print(f"{layout} {name}: gradients {apart:.1e}, merged {merged:.1e}, {answers}, norm {norm}")
+        assert apart < BARS[name]
+        assert merged < 1e-6
+        assert answers
+        for rank in answers:
+            assert rank["logits"] < 1e-4
+            assert rank["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+            assert rank["norm"] == pytest.approx(norm, rel=1e-5)
+        for one in (rank[name] for rank in seen):
+            assert (one["same"], one["back"], one["held"], one["trained"]) == (True, True, 0, ["lora_A", "lora_B"])
+
+
+@pytest.mark.parametrize("name", IN_PEFT)
+def test_peft_loads_the_folder_and_computes_the_same(name: str, models: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder, layout = models / name, IN_PEFT[name]
+    adapters_to_peft(folder / "saved-peft", tmp_path / "peft", config=folder)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model, samples = PeftModel.from_pretrained(base, tmp_path / "peft", is_trainable=True).eval(), make_samples()
+    logits = torch.cat([model(x[None]).logits[0] for x in samples.input_ids.split(LENGTHS)])
+    wanted = torch.load(folder / "logits.pt")
+    assert float((logits - wanted).abs().max()) < 1e-6 * float(wanted.abs().max()) * (1 if name == PLAIN_START else 10)
+    merge_adapters(folder / "saved-peft", folder, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32, attn_implementation="eager")
+    of_merged = torch.cat([merged(x[None]).logits[0] for x in samples.input_ids.split(LENGTHS)])
+    assert float((of_merged - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
+    if name != PLAIN_START:
+        return  # peft has the experts of a layer in one tensor
+    F.cross_entropy(logits, samples.targets).backward()
+    learner = LearnerSection.model_validate({**LAYOUTS[layout][0], "lora": LORA})
+    ours = in_files(folder, layout, learner)["grads"]
+    theirs = {
+        key.removeprefix("base_model.model.").replace(".default", ""): p.grad
+        for key, p in model.named_parameters()
+        if p.grad is not None
+    }
+    assert theirs.keys() == ours.keys()
+    assert length({key: ours[key] - grad for key, grad in theirs.items()}) < 1e-6 * length(theirs)
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_another_layout_goes_on_as_the_one_that_saved(name: str, models: Path) -> None:
+    runs = {
+        layout: [json.loads(path.read_text())[name] for path in sorted(models.glob(f"relay-{layout}-[01].json"))]
+        for layout in RELAY
+    }
+    for before, after in pairwise(RELAY):
+        left = next(rank[-1] for rank in runs[before] if rank[-1])
+        for resumed in (rank[0] for rank in runs[after] if rank[0]):
+            assert len(resumed) == STEPS
+            assert resumed == [pytest.approx(step, rel=1e-4) for step in left], (before, after)
