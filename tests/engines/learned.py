@@ -35,8 +35,10 @@ SIZES: Mapping[str, Any] = {
     "max_position_embeddings": 1024,
     "moe_intermediate_size": 32,
 }
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 KERNELS: Mapping[str, Mapping[str, Any]] = {
-    "qwen2": {"num_attention_heads": 2, "num_key_value_heads": 2, "moe_intermediate_size": None},
+    "qwen2": {**HEADS, "moe_intermediate_size": None},
+    "olmoe": {**HEADS, "moe_intermediate_size": None, "intermediate_size": 32},
     "deepseek_v3": {  # a head's sizes are the model's own: vLLM's decoding kernel has no others
         "kv_lora_rank": 512,
         "q_lora_rank": 32,
@@ -48,8 +50,12 @@ KERNELS: Mapping[str, Mapping[str, Any]] = {
         "rope_parameters": {**MODELS["deepseek_v3"][1]["rope_parameters"], "original_max_position_embeddings": 128},
     },
 }
+KERNELS = {**KERNELS, "glm4_moe_lite": {**KERNELS["deepseek_v3"], "mlp_layer_types": ["dense", "sparse"]}}
 """What differs from `family_models.MODELS` beside `SIZES`."""
-NOT_WRITTEN = {"deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}}
+NOT_WRITTEN = {
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "glm4_moe_lite": {"topk_method": "noaux_tc", "first_k_dense_replace": 1},
+}
 """Keys of the published config.json that transformers does not write, and engines read."""
 
 

@@ -83,6 +83,11 @@ class SGLangAdapter(Adapter):
                 f"model_type={self._shape.family!r}: without AMX, SGLang's attention on CPUs takes the cached latents "
                 "for keys, and crashes at the first request; use rollout=vllm, or a GPU"
             )
+        if self._shape.family == "olmoe" and options.tp > 1:
+            raise ConfigError(
+                "model_type='olmoe': SGLang 0.5.21 has norms over all heads on each rank, which has its own alone; set "
+                "rollout.server.tp=1, or use rollout=vllm"
+            )
         options.refuse_extra(_KEYS)
         if options.pp > 1:
             raise ConfigError(
