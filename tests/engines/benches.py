@@ -45,6 +45,7 @@ from rl_megatron.weights.servers.mirror import Mirror
 from rl_megatron.weights.servers.probe import Probe
 from rl_megatron.weights.servers.sync import ServedWeights
 from rl_megatron.weights.servers.trust import Trust
+from tests.engines.ties import nearest
 
 REPO = Path(__file__).resolve().parents[2]
 MAX_LENGTH = 2048
@@ -80,22 +81,32 @@ def logits_of(folder: Path, token_ids: Sequence[int]) -> Tensor:
     return logits
 
 
-def logprobs_of(folder: Path, prompt: Sequence[int], sampled: Sequence[int], temperature: float) -> Tensor:
-    """Transformers' log-probs of what was sampled behind a prompt."""
-    logits = logits_of(folder, [*prompt, *sampled])[len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(list(sampled))[:, None])[:, 0]
+def logprobs_of(
+    folder: Path, prompt: Sequence[int], said: Completion, temperature: float, part: slice = slice(None)
+) -> Tensor:
+    """Transformers' log-probs of what was sampled behind a prompt; near ties between experts fall as ``part`` says."""
+
+    def compute() -> Tensor:
+        logits = logits_of(folder, [*prompt, *said.token_ids])[len(prompt) - 1 : -1]
+        return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(list(said.token_ids))[:, None])[:, 0]
+
+    return nearest([_forward(folder)], compute, torch.tensor(said.logprobs), part)
 
 
-@torch.no_grad()
-def logprobs_over_kept(old: Path, new: Path, prompt: Sequence[int], sampled: Sequence[int], cut: int) -> Tensor:
+def logprobs_over_kept(old: Path, new: Path, prompt: Sequence[int], said: Completion, cut: int) -> Tensor:
     """Transformers' log-probs of what was sampled, where from token ``cut`` on ``new`` weights went on over keys and
     values of the ``old`` ones: these had computed all tokens but the last that they sampled."""
-    ids = torch.tensor([[*prompt, *sampled]])
+    ids = torch.tensor([[*prompt, *said.token_ids]])
     first = len(prompt) + cut - 1
-    before = _forward(old)(ids[:, :first], use_cache=True)
-    after = _forward(new)(ids[:, first:], past_key_values=before.past_key_values, use_cache=True)
-    logits = torch.cat((before.logits, after.logits), 1)[0, len(prompt) - 1 : -1].float()
-    return logits.log_softmax(-1).gather(1, torch.tensor(list(sampled))[:, None])[:, 0]
+
+    @torch.no_grad()
+    def compute() -> Tensor:
+        before = _forward(old)(ids[:, :first], use_cache=True)
+        after = _forward(new)(ids[:, first:], past_key_values=before.past_key_values, use_cache=True)
+        logits = torch.cat((before.logits, after.logits), 1)[0, len(prompt) - 1 : -1].float()
+        return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+    return nearest([_forward(old), _forward(new)], compute, torch.tensor(said.logprobs), slice(cut, None))
 
 
 @torch.no_grad()

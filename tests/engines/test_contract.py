@@ -25,9 +25,9 @@ def test_logprobs_are_of_the_weights_pushed_last(bench: Bench, models: tuple[Pat
             assert len({c.token_ids.tobytes() for c in completions}) > 1
             for c in completions:
                 mine = torch.tensor(c.logprobs)
-                expected = logprobs_of(folder, asked.token_ids, c.token_ids, temperature)
+                expected = logprobs_of(folder, asked.token_ids, c, temperature)
                 torch.testing.assert_close(mine, expected, atol=1e-4, rtol=0)
-                assert (mine - logprobs_of(other, asked.token_ids, c.token_ids, temperature)).abs().max() > 0.1
+                assert (mine - logprobs_of(other, asked.token_ids, c, temperature)).abs().max() > 0.1
                 assert (c.finish_reason, c.spans, len(c.token_ids)) == ("length", ((0, version),), 16)
 
 

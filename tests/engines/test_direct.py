@@ -34,7 +34,7 @@ def test_shards_go_straight_into_engines(
                 update = server.run(server.weights.push(version))
             assert update.num_bytes == sender.least_bytes
             for completion in server.generate(request(n=3))[0]:
-                expected = logprobs_of(folder, request().token_ids, completion.token_ids, 1.0)
+                expected = logprobs_of(folder, request().token_ids, completion, 1.0)
                 torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
                 assert completion.spans == ((0, version),)
         assert sender.least_bytes == sum(t.nbytes for t in sender.tensors.values()) * len(server.engine.servers)

@@ -138,7 +138,7 @@ def test_a_server_that_is_not_started_again_is_done_without(
         assert len(again) == lost
         assert [len(one.token_ids) for one in answers] == [400] * 8
         for one, completion in zip(asked, answers, strict=True):
-            expected = logprobs_of(models[1], one.token_ids, completion.token_ids, 1.0)
+            expected = logprobs_of(models[1], one.token_ids, completion, 1.0)
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
         server.run(given_up(server.engine.replicas.all[0]))
         assert first.url in server.engine.replicas.all[0].reason

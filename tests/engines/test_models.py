@@ -63,7 +63,7 @@ def samples_from(server: ServedBench, folder: Path, version: int, prompts: Seque
     requests = [request(prompt, n=2) for prompt in prompts]
     for asked, completions in zip(requests, server.generate(*requests), strict=True):
         for c in completions:
-            expected = logprobs_of(folder, asked.token_ids, c.token_ids, 1.0)
+            expected = logprobs_of(folder, asked.token_ids, c, 1.0)
             torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-4, rtol=0)
             assert c.spans == ((0, version),)
 
@@ -157,5 +157,5 @@ def test_the_embedded_engine_takes_what_learners_pushed(name: str, pushed: Path)
     for layout, chosen in LAYOUTS.items():
         local.push(mirror_of(pushed, name, layout).parent, chosen.seed)
         (completion,) = local.generate(request(PROMPTS[-1]))[0]
-        expected = logprobs_of(folder_of(pushed, name, chosen.seed), PROMPTS[-1], completion.token_ids, 1.0)
+        expected = logprobs_of(folder_of(pushed, name, chosen.seed), PROMPTS[-1], completion, 1.0)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)

@@ -52,7 +52,7 @@ def test_float8_weights_go_into_vllm_by_the_file_and_straight(tmp_path: Path, mo
         def samples_from(folder: Path, version: int) -> None:
             (completion,) = server.generate(request())[0]
             assert completion.spans == ((0, version),)
-            expected = logprobs_of(folder, request().token_ids, completion.token_ids, 1.0)
+            expected = logprobs_of(folder, request().token_ids, completion, 1.0)
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=0.05, rtol=0)
 
         server.push(folders[0], 1)

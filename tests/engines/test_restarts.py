@@ -95,9 +95,9 @@ def check_spans(answered: Answered, models: tuple[Path, Path]) -> None:
         assert (completion.finish_reason, len(completion.token_ids)) == ("length", asked.params.max_new_tokens)
         ends = [*(span.start for span in completion.spans[1:]), len(completion.token_ids)]
         for span, end in zip(completion.spans, ends, strict=True):
-            right = logprobs_of(models[span.version % 2], asked.token_ids, completion.token_ids, 1.0)
-            mine = torch.tensor(completion.logprobs)
-            torch.testing.assert_close(mine[span.start : end], right[span.start : end], atol=1e-4, rtol=0)
+            mine, part = torch.tensor(completion.logprobs), slice(span.start, end)
+            right = logprobs_of(models[span.version % 2], asked.token_ids, completion, 1.0, part)
+            torch.testing.assert_close(mine[part], right[part], atol=1e-4, rtol=0)
     versions = Counter(tuple(span.version for span in completion.spans) for _, (completion,) in answered)
     assert set(versions) == {(1, 2), (2,)}, versions
 
@@ -121,12 +121,12 @@ def check(server: ServedBench, model: Path, answered: Answered, version: int, re
         wanted = asked.params.max_new_tokens, ((0, version),)
         assert [(len(c.token_ids), c.spans) for c in completions] == [wanted] * 2
         for c in completions:
-            expected = logprobs_of(model, asked.token_ids, c.token_ids, 1.0)
+            expected = logprobs_of(model, asked.token_ids, c, 1.0)
             torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-4, rtol=0)
     until_healthy(server, restarts)
     for replica in server.engine.replicas.all:
         (c,) = server.run(server.engine.adapter.generate(replica.server, request(), "mine"))
-        expected = logprobs_of(model, request().token_ids, c.token_ids, 1.0)
+        expected = logprobs_of(model, request().token_ids, c, 1.0)
         torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-4, rtol=0)
         assert c.spans == ((0, version),)
 

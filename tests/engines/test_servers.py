@@ -76,7 +76,7 @@ def test_a_wrong_sync_is_refused_and_never_served(
     server.push(models[1], 3)
     (completion,) = server.generate(request())[0]
     assert completion.spans == ((0, 3),)
-    expected = logprobs_of(models[1], request().token_ids, completion.token_ids, 1.0)
+    expected = logprobs_of(models[1], request().token_ids, completion, 1.0)
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
 
 
@@ -141,8 +141,10 @@ def test_a_running_request_goes_on_over_an_update(server: ServedBench, models: t
             break
     assert (completion.finish_reason, len(completion.token_ids)) == ("length", new)
     prompt, token_ids = request().token_ids, completion.token_ids
+    _, (cut, _) = completion.spans
     gaps = [
-        (torch.tensor(completion.logprobs) - logprobs_of(folder, prompt, token_ids, 1.0)).abs() for folder in models
+        (torch.tensor(completion.logprobs) - logprobs_of(folder, prompt, completion, 1.0, part)).abs()
+        for folder, part in zip(models, (slice(cut), slice(cut, None)), strict=True)
     ]
     by_first = int((gaps[0] > 1e-3).int().argmax())  # the first token that the old weights did not sample
     assert 0 < by_first < new
@@ -183,9 +185,10 @@ def test_what_an_update_ends_goes_on_from_what_it_has(server: ServedBench, model
             break
     for completion in completions:
         assert (completion.finish_reason, len(completion.token_ids)) == ("length", new)
+        _, (start, _) = completion.spans
         before, after = (
-            (torch.tensor(completion.logprobs) - logprobs_of(folder, prompt, completion.token_ids, 1.0)).abs()
-            for folder in models
+            (torch.tensor(completion.logprobs) - logprobs_of(folder, prompt, completion, 1.0, part)).abs()
+            for folder, part in zip(models, (slice(start), slice(start, None)), strict=True)
         )
         cut = int((before > 1e-3).int().argmax())
         assert 0 < cut < new
@@ -273,7 +276,7 @@ def test_no_cached_prefix_outlives_its_weights(server: ServedBench, models: tupl
         server.push(folder, version)
         for _ in range(2):  # the second time from the cache
             for c in server.generate(asked)[0]:
-                expected = logprobs_of(folder, asked.token_ids, c.token_ids, 1.0)
+                expected = logprobs_of(folder, asked.token_ids, c, 1.0)
                 torch.testing.assert_close(torch.tensor(c.logprobs), expected, atol=1e-4, rtol=0)
 
 

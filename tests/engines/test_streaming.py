@@ -79,8 +79,9 @@ def test_tokens_belong_to_their_spans_over_a_push(
         assert versions == (1, 2)
         assert 0 < cut < new
         mine = torch.tensor(completion.logprobs)
-        old, whole = (logprobs_of(folder, prompt, tokens, 1.0) for folder in models)
-        kept = logprobs_over_kept(*models, prompt, tokens, cut)
+        parts = slice(cut), slice(cut, None)
+        old, whole = (logprobs_of(f, prompt, completion, 1.0, part) for f, part in zip(models, parts, strict=True))
+        kept = logprobs_over_kept(*models, prompt, completion, cut)
         assert largest(mine[:cut], old[:cut]) < TOLERANCE
         assert largest(mine[cut : cut + 1], old[cut : cut + 1]) > TOLERANCE  # no token is labelled one too late
         right, wrong = (kept, whole) if mode == "keep_cache" else (whole, kept)
@@ -114,7 +115,7 @@ def test_prompts_find_no_prefix_of_weights_before_the_push(server: ServedBench, 
         for _ in range(2):  # the second time from the cache
             (completion,) = await engine.generate(asked)
         assert completion.spans == ((0, version),)
-        expected = logprobs_of(folder, asked.token_ids, completion.token_ids, 1.0)
+        expected = logprobs_of(folder, asked.token_ids, completion, 1.0)
         return largest(torch.tensor(completion.logprobs), expected)
 
     async def gaps(*, salted: bool, first: int) -> Sequence[float]:
@@ -143,7 +144,7 @@ def test_a_request_goes_on_from_columns_of_a_checkpoint(server: ServedBench, mod
     assert whole.token_ids[:10].tolist() == first.token_ids.tolist()
     mine = torch.tensor(whole.logprobs)
     for folder, part in zip(models, (slice(0, 10), slice(10, 24)), strict=True):
-        assert largest(mine[part], logprobs_of(folder, asked.token_ids, whole.token_ids, 1.0)[part]) < TOLERANCE
+        assert largest(mine[part], logprobs_of(folder, asked.token_ids, whole, 1.0, part)[part]) < TOLERANCE
     assert (whole.routes is not None) == asked.routes
     if whole.routes is not None:  # of every position once: the experts of the weights that chose the token behind it
         found = torch.tensor(decode_routes(whole.routes)).sort(-1).values
@@ -176,7 +177,7 @@ def test_a_completion_that_does_not_end_is_ended_by_its_time(server: ServedBench
     assert found is not None
     for asked, completion in zip((endless, beside), found, strict=True):
         assert (completion.finish_reason, completion.spans) == ("length", ((0, 1),))
-        expected = logprobs_of(models[0], asked.token_ids, completion.token_ids, 1.0)
+        expected = logprobs_of(models[0], asked.token_ids, completion, 1.0)
         assert largest(torch.tensor(completion.logprobs), expected) < TOLERANCE
     ended, whole = (len(completion.token_ids) for completion in found)
     assert 0 < ended < NEW[-1]
