@@ -59,6 +59,13 @@ GLM_LITE: Mapping[str, Any] = {  # values are wider than the part of a key that 
     "v_head_dim": 14,
     "n_shared_experts": 1,
 }
+INDEXED: Mapping[str, Any] = {
+    **LATENT,
+    "n_shared_experts": 1,
+    "index_n_heads": 3,
+    "index_head_dim": 16,
+    "index_topk": 48,  # no sequence of a test is longer
+}
 DELTA: Mapping[str, Any] = {
     "head_dim": 16,
     "num_experts": 4,
@@ -147,6 +154,11 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "glm4_moe_lite",
         {**GLM_LITE, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "routed_scaling_factor": 1.8},
     ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {**INDEXED, "n_group": 4, "topk_group": 2, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.6}},
+    ),
+    "glm_moe_dsa": ("glm_moe_dsa", {**INDEXED, "indexer_types": ["full", "shared", "full", "shared"]}),
     "qwen3_next": ("qwen3_next", DELTA),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {**DELTA, "layer_types": ["linear_attention", "full_attention"] * 2}),
     "qwen3_5_moe": ("qwen3_5_moe", {**DELTA, "layer_types": ["full_attention"] + ["linear_attention"] * 3}),

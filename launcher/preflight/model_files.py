@@ -15,7 +15,7 @@ from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.families.fields import CLASSIFIER
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
@@ -91,11 +91,8 @@ def _reference(subject: Subject, folder: Path) -> Iterator[Found]:
             f"{given} has {shape.vocab_size} tokens, fewer than the policy's {own.vocab_size}: it has no log-prob of "
             "the others; give a model of the same tokenizer"
         )
-    elif shape.max_positions < config.longest_sequence:
-        yield problem(
-            f"{config.named_longest} = {config.longest_sequence} is more than max_position_embeddings="
-            f"{shape.max_positions} of {given}; lower them"
-        )
+    elif too_long := length_problem(shape, config.named_longest, config.longest_sequence):
+        yield problem(f"{given}: {too_long}")
     else:
         try:
             learner_layout(config, shape)

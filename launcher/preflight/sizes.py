@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from launcher.preflight.subject import Found, Subject, problem
 from launcher.servers.degrees import degree_problems
@@ -10,7 +11,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.named import expect
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.weights.layouts.families import FAMILIES, family_of
 from rl_megatron.weights.layouts.learner import learner_layout
 
@@ -31,19 +32,15 @@ def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
     except ConfigError as error:
         yield problem(str(error))
     longest = config.longest_sequence
-    if longest > shape.max_positions:
-        yield problem(
-            f"{config.named_longest} = {longest} is more than the model's max_position_embeddings="
-            f"{shape.max_positions}; lower them"
-            + ("" if config.model.path else f" or set model.tiny.max_position_embeddings={longest}")
-        )
+    if too_long := length_problem(shape, config.named_longest, longest):
+        tiny = "" if config.model.path else f" or set model.tiny.max_position_embeddings={longest}"
+        yield problem(too_long + tiny)
+    sampled = replace(shape, indexer=None) if config.rollout.served else shape  # servers choose among all keys
     for name, one in config.eval.sets.items():
         new, before = one.max_new_tokens or 0, config.rollout.max_prompt_tokens
-        if new > config.rollout.max_new_tokens and before + new > shape.max_positions:
-            yield problem(
-                f"rollout.max_prompt_tokens={before} + eval.sets.{name}.max_new_tokens={new} = {before + new} is more "
-                f"than the model's max_position_embeddings={shape.max_positions}; lower them"
-            )
+        keys = f"rollout.max_prompt_tokens={before} + eval.sets.{name}.max_new_tokens={new}"
+        if new > config.rollout.max_new_tokens and (too_long := length_problem(sampled, keys, before + new)):
+            yield problem(too_long)
     if config.algorithm.routing_replay != "off" and not shape.num_experts:
         yield problem(
             f"algorithm.routing_replay={config.algorithm.routing_replay}: model_type={shape.family!r} has no experts, "

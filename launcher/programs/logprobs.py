@@ -66,7 +66,7 @@ def compare_logprobs(
             f"{folder} is a sequence classifier, which scores texts and has no log-probs; give the model that it was "
             "trained from"
         )
-    texts = made_up_texts(shape.vocab_size, min(_TOKENS, shape.max_positions), num_texts)
+    texts = made_up_texts(shape.vocab_size, min(_TOKENS, shape.longest), num_texts)
     ours = _learner(folder, shape, learner, texts, threads)
     theirs = _transformers(reference, texts, threads)
     table, worst = differences(ours, theirs, tolerance)

@@ -48,7 +48,9 @@ async def serve_model(target: TrainedModel, port: int, key_file: Path | None) ->
                 scorer=sampling if isinstance(sampling, InThisProcess) else None,
                 tokenizer=tokenizer,
                 stop_token_ids=stop_token_ids(folder, tokenizer),
-                max_length=min(shape.max_positions, config.longest_sequence),
+                max_length=min(
+                    shape.max_positions if config.rollout.served else shape.longest, config.longest_sequence
+                ),
                 key=key,
             )
             server = HttpServer(app)

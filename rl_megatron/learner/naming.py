@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_SELECTION_BIAS = ".router.expert_bias"
+_HELD = (".router.expert_bias", ".indexer.")  # in names of buffers that layouts have
 _EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|lora_[AB]))(\d+)$")
 
 
@@ -27,8 +27,8 @@ def global_name(chunk: GPTModel, name: str) -> str:
 
 
 def global_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
-    """(global name, tensor) of every parameter on this rank and of its routers' selection biases, which are buffers."""
+    """(global name, tensor) of every parameter on this rank, and of the buffers of its routers and indexers."""
     for chunk in chunks:
-        buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(_SELECTION_BIAS))
+        buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if any(part in name for part in _HELD))
         for name, parameter in (*chunk.named_parameters(), *buffers):
             yield global_name(chunk, name), parameter

@@ -21,14 +21,14 @@ from rl_megatron.errors import RLMegatronError
 from rl_megatron.learner.forward import run_scores
 from rl_megatron.learner.heads import Head
 from rl_megatron.learner.lora.adapters import adapters_of
-from rl_megatron.learner.model.build import keep_selection_biases_float32
+from rl_megatron.learner.model.build import keep_buffers_float32
 from rl_megatron.learner.model.decoder_config import DecoderConfig
 from rl_megatron.learner.model.value import ValueParameter
 from rl_megatron.learner.naming import global_parameters
 from rl_megatron.learner.observers.table import Observers
 from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch
 from rl_megatron.learner.routers.replay import Routing, gather_recorded
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.options.fp8 import rows
 from rl_megatron.types import Samples, Want
 
@@ -51,7 +51,8 @@ class MegatronScorer:
         self._device, self._dims, self._models, self._head = device, learner.dims, models, head
         self._chunks, self._rows, self._padding = chunks, rows(learner), learner.padding
         self._adapters = [found for model in models if (found := adapters_of(model)) is not None]
-        keep_selection_biases_float32(models)
+        keep_buffers_float32(models)
+        self._shape = shape
         self._observers = Observers(models, shape, device)
         self._routing = Routing(chunks, models, shape, device)
 
@@ -135,6 +136,9 @@ class MegatronScorer:
         """This rank's share of each. Interleaved pipelines need a multiple of pp: masked copies of the last fill up."""
         for micro_batch in micro_batches:
             self._routing.check(micro_batch.routes)
+            longest = int(micro_batch.cu_seqlens.diff().max())
+            if self._shape.indexer is not None and (too_long := length_problem(self._shape, "a sequence", longest)):
+                raise RLMegatronError(too_long)
         missing = -len(micro_batches) % self._dims.pp if self._dims.vpp > 1 else 0
         masked = replace(micro_batches[-1], mask=torch.zeros_like(micro_batches[-1].mask))
         return [

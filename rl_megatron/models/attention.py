@@ -153,3 +153,19 @@ class LatentLayer(LayerAttention):
     def _wide(self, x: Tensor) -> Tensor:
         """With zeros up to the width that is stored; they change no product."""
         return torch.nn.functional.pad(x, (0, self._width - x.shape[-1])) if x.shape[-1] < self._width else x
+
+
+def held_indexer(shape: ModelShape, layer: int, zeros: Zeros) -> dict[str, Tensor]:
+    """The tensors of a layer's indexer (`shape.Indexer`) by their names behind ``self_attn.indexer.``."""
+    if shape.indexer is None or layer not in shape.indexer.layers:
+        return {}
+    assert shape.latent is not None
+    assert shape.latent.query_rank is not None
+    heads, size, hidden = shape.indexer.heads, shape.indexer.head_dim, shape.hidden_size
+    return {
+        "wq_b.weight": zeros(heads * size, shape.latent.query_rank),
+        "wk.weight": zeros(size, hidden),
+        "k_norm.weight": zeros(size),
+        "k_norm.bias": zeros(size),
+        "weights_proj.weight": zeros(heads, hidden),
+    }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.shape import DeltaNet, LatentAttention, ModelShape, Rope, Router
+from rl_megatron.models.shape import DeltaNet, Indexer, LatentAttention, ModelShape, Rope, Router
 
 _QWEN3_235B_A22B = ModelShape(
     num_layers=94,
@@ -75,6 +75,29 @@ NAMED: Mapping[str, ModelShape] = {
         beside=("mtp.",),
     ),
     "deepseek-v3": _DEEPSEEK_V3,
+    "deepseek-v3.2": replace(
+        _DEEPSEEK_V3,
+        family="deepseek_v32",
+        indexer=Indexer(heads=64, head_dim=128, top_k=2048, layers=tuple(range(61))),
+    ),
+    "glm-5": replace(
+        _DEEPSEEK_V3,
+        family="glm_moe_dsa",
+        num_layers=78,
+        hidden_size=6144,
+        num_heads=64,
+        num_kv_heads=64,
+        head_dim=256,
+        vocab_size=154880,
+        rope_theta=1e6,
+        norm_eps=1e-5,
+        max_positions=202752,
+        latent=LatentAttention(query_rank=2048, kv_rank=512, nope_dim=192, rope_dim=64, value_dim=256),
+        dense_width=12288,
+        rope=Rope(),
+        router=Router(score="sigmoid", selection_bias=True, scaling=2.5),
+        indexer=Indexer(heads=32, head_dim=128, top_k=2048, layers=tuple(range(78))),
+    ),
     "kimi-k2": replace(
         _DEEPSEEK_V3,
         family="kimi_k2",

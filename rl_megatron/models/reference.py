@@ -11,7 +11,7 @@ Letters: N tokens, H hidden, V vocabulary, Q query heads, K key-value heads, D a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ from rl_megatron.models.attention import (
     GroupedAttention,
     LatentLayer,
     LayerAttention,
+    held_indexer,
     score_scale,
 )
 from rl_megatron.models.experts import PackedExperts
@@ -42,6 +43,7 @@ class DecoderLayer:
     attention: LayerAttention
     mlp_norm: Tensor  # [H]
     mlp: DenseMlp | ExpertMlp
+    indexer: Mapping[str, Tensor]  # held, not used; empty in a layer without
 
     def named(self) -> dict[str, Tensor]:
         """Its tensors, to write in place, by their names in a layer."""
@@ -49,6 +51,7 @@ class DecoderLayer:
         return {
             **norms,
             **{f"self_attn.{name}": tensor for name, tensor in self.attention.named().items()},
+            **{f"self_attn.indexer.{name}": tensor for name, tensor in self.indexer.items()},
             **self.mlp.named(),
         }
 
@@ -156,6 +159,7 @@ class ReferenceModel:
             attention=(LatentLayer if s.latent else GroupedAttention)(s, self._rotary, zeros, self._eps),
             mlp_norm=zeros(s.hidden_size),
             mlp=mlp,
+            indexer=held_indexer(s, index, zeros),
         )
 
     def _name_tensors(self) -> dict[str, Tensor]:

@@ -27,6 +27,20 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Indexer:
+    """Sizes of the indexer of sparse attention (DeepSeek-V3.2, arXiv:2512.02556), which chooses the ``top_k`` keys that
+    a query attends to. ``layers`` have one; others take the choice of the last before them.
+
+    Of at most ``top_k`` keys it chooses all: such sequences are computed without it, and it is held as it was read.
+    """
+
+    heads: int
+    head_dim: int
+    top_k: int
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNet:
     """Sizes of gated delta nets (arXiv:2412.06464), which remember in place of attending: each of ``key_heads`` serves
     equally many of ``value_heads``, and a convolution of ``kernel`` positions stands before them. ``chunk`` positions
@@ -133,6 +147,7 @@ class ModelShape:
     ``delta_layers`` have a ``delta`` net in place of attention. The attention of others is multiplied by the sigmoid of
     a gate with ``output_gate``, and that of shared experts with ``shared_gate``. ``zero_centered`` norms multiply by
     their weight plus 1, but for that of a delta net.
+    Latent attention with an ``indexer`` is computed for sequences of at most ``longest`` positions.
     With ``stacked_experts`` files and learner have one tensor for all experts of a layer; others, one for each.
     ``expert_bias`` and ``clamped_swiglu`` (the limit, 0 for plain SwiGLU) are gpt-oss's. Some checkpoints have
     ``draft_layers`` behind the decoder, for multi-token prediction, and tensors whose names begin with one of
@@ -160,6 +175,7 @@ class ModelShape:
     family: str = "qwen3_moe"
     family_at: str | None = None
     latent: LatentAttention | None = None
+    indexer: Indexer | None = None
     dense_layers: int = 0
     dense_width: int = 0
     shared_width: int = 0
@@ -191,6 +207,11 @@ class ModelShape:
     def widest_head(self) -> int:
         """Numbers of a head's key or of its value, whichever has more."""
         return self.head_dim if self.latent is None else max(self.head_dim, self.latent.value_dim)
+
+    @property
+    def longest(self) -> int:
+        """Positions of the longest sequence that is computed here."""
+        return self.max_positions if self.indexer is None else min(self.max_positions, self.indexer.top_k)
 
     @property
     def moe_layers(self) -> range:
@@ -231,6 +252,18 @@ class ModelShape:
         return query + m.kv_rank + m.rope_dim + heads * m.value_dim + up // self.hidden_size
 
 
+def length_problem(m: ModelShape, named: str, length: int) -> str | None:
+    """Why sequences of ``length``, which ``named`` gives, are not computed; None if they are."""
+    if length <= m.longest:
+        return None
+    if length > m.max_positions:
+        return f"{named} = {length} is more than the model's max_position_embeddings={m.max_positions}; lower them"
+    return (
+        f"{named} = {length} is more than index_topk={m.longest} of model_type={m.family!r}: up to there its indexer "
+        "chooses every key, as the attention here does, which cannot leave out keys; lower them"
+    )
+
+
 def shape_problems(m: ModelShape) -> Iterator[str]:
     """Contradictions that no model of any family can have."""
     if m.num_heads % m.num_kv_heads:
@@ -239,6 +272,8 @@ def shape_problems(m: ModelShape) -> Iterator[str]:
         yield f"{m.rotary_dim} of a head's {m.head_dim} dimensions are rotated; the number must be even"
     if m.delta is not None and m.delta.value_heads % m.delta.key_heads:
         yield f"{m.delta.key_heads} key heads of delta nets do not divide their {m.delta.value_heads} value heads"
+    if m.indexer is not None and m.indexer.layers[:1] != (0,):
+        yield "the first layer has no indexer; its indexer_types must begin with 'full'"
     if m.norm_eps <= 0 or m.rope_theta <= 0:
         yield f"rms_norm_eps={m.norm_eps:g} and rope_theta={m.rope_theta:g} must be above 0"
     if m.rope.kind == "llama3" and not m.rope.low_frequency < m.rope.high_frequency:

@@ -40,6 +40,7 @@ def torch_only(shape: ModelShape) -> str | None:
         "norms over all heads": shape.qk_norm == "all",
         "fused experts with biases": shape.expert_bias,
         "experts of one tensor a layer": shape.stacked_experts,
+        "the indexer of sparse attention": shape.indexer is not None,
         "a factor on rotary embeddings": shape.latent is None and shape.rope.attention_factor != 1,
         "latent attention with these norms or rotary embeddings": not _has_latent(shape),
     }

@@ -23,9 +23,10 @@ def elements(layout: Layout, stage: int, bytes_of: Callable[[str], int] = lambda
 
 
 def layers_held(layout: Layout, stage: int) -> Iterator[tuple[ParamSpec, tuple[int, ...], int]]:
-    """Each row of the parameters' table, the shape that a rank holds of it, and in how many layers of the stage."""
+    """Each row of the table that can be trained, the shape that a rank holds of it, and in how many layers of the
+    stage."""
     for spec in layout.rows():
-        if not spec.keeps_dtype:  # else a buffer
+        if not (spec.frozen or spec.keeps_dtype):  # else a buffer
             layers = sum(stage in stages for stages in layout.layer_stages(spec).values())
             yield spec, layout.chunks(spec)[0][0].shape, layers
 
@@ -34,7 +35,7 @@ def _largest(layout: Layout) -> Sequence[int]:
     """Elements of the largest parameter that a rank of each stage holds."""
     most, pp = [0] * layout.dims.pp, layout.dims.pp
     for spec in layout.rows():
-        size = 0 if spec.keeps_dtype else prod(layout.first_chunk(spec)[0].shape)
+        size = 0 if spec.frozen or spec.keeps_dtype else prod(layout.first_chunk(spec)[0].shape)
         for stage in {"first": (0,), "last": (pp - 1,), None: range(pp)}[spec.stage]:
             most[stage] = max(most[stage], size)
     return most
@@ -49,9 +50,10 @@ def trained_elements(config: RunConfig, layout: Layout, stage: int) -> Elements:
 
 def _trains(config: RunConfig, layout: Layout) -> Callable[[str], int]:
     """1 for a Hugging Face pattern that is trained, else 0."""
-    still: set[str] = set()
-    if config.learner.router.frozen:
-        still = {layout.first_chunk(spec)[0].hf for spec in layout.rows() if ".router." in spec.name}
+    frozen = config.learner.router.frozen
+    still = {
+        layout.first_chunk(spec)[0].hf for spec in layout.rows() if spec.frozen or (frozen and ".router." in spec.name)
+    }
     return lambda hf: hf not in still
 
 
@@ -82,7 +84,9 @@ def trained_matrices(config: RunConfig, layout: Layout) -> Sequence[Elements]:
 
 def _stepped_as_matrix(config: RunConfig, layout: Layout) -> Callable[[str], int]:
     """1 for a Hugging Face pattern of `trained_matrices`, else 0."""
-    rows = [(spec.name, layout.first_chunk(spec)[0]) for spec in layout.rows() if "{layer}" in spec.name]
+    rows = [
+        (spec.name, layout.first_chunk(spec)[0]) for spec in layout.rows() if "{layer}" in spec.name and not spec.frozen
+    ]
     matrices = {held.hf for name, held in rows if _is_matrix(name, held.shape)}
     if config.learner.router.frozen:
         matrices -= {held.hf for name, held in rows if ".router." in name}

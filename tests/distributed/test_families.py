@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.errors import RLMegatronError
 from rl_megatron.training.measures import Made
 from rl_megatron.types import Samples
 from rl_megatron.weights.checkpoints import convert
@@ -93,10 +94,21 @@ def check(folder: Path, layout: str, learner: LearnerSection, rank: int, device:
         num_sequences=2 * len(micro_batches),
     )
     for name, tensor in policy.tensors.items():
-        assert "expert_bias" not in name or torch.equal(tensor, through_table[name]), "a frozen buffer moved"
+        held = "expert_bias" in name or ".indexer." in name
+        assert not held or torch.equal(tensor, through_table[name]), f"{name}, which is not trained, moved"
+    if shape.indexer is not None:
+        refuses_longer(policy, shape.indexer.top_k)
     if error is None or not isinstance(result, Made):
         return {}
     return {"logits": error, "loss": result.loss, "norm": result.step.grad_norm}
+
+
+def refuses_longer(policy: MegatronLearner, most: int) -> None:
+    """Than an indexer chooses whole."""
+    samples, n = make_samples(), most + 1
+    longer = {name: column.repeat(2)[:n] for name, column in samples.columns.items()}
+    with pytest.raises(RLMegatronError, match=f"a sequence = {n} is more than index_topk={most} of model_type="):
+        policy.score([Samples(**longer, cu_seqlens=torch.tensor([0, n]))], frozenset({"logits"}))
 
 
 def logits_error(policy: MegatronLearner, wanted: Tensor) -> float | None:

@@ -146,20 +146,35 @@ def test_losses_gradients_and_weights_are_those_of_transformers_and_adamw(place:
         assert float(loss_of(exported, model, held_out)) == pytest.approx(rows[-1]["eval/loss"], rel=1e-5)
 
 
-def test_delta_nets_beside_a_tower_learn_and_their_export_is_transformers_by_the_names_that_were_read(
-    place: Place, model: Path
+@pytest.mark.parametrize(
+    ("name", "loader", "more", "aside", "still"),
+    [
+        ("qwen3_5_moe_stacked", AutoModelForImageTextToText, {}, ("model.visual.", "mtp."), ""),
+        ("glm_moe_dsa", AutoModelForCausalLM, {"index_topk": 256}, (), ".indexer."),
+    ],
+)
+def test_other_families_learn_and_their_export_is_transformers_by_the_names_that_were_read(
+    name: str,
+    loader: type[Any],
+    more: dict[str, int],
+    aside: tuple[str, ...],
+    still: str,
+    place: Place,
+    model: Path,
 ) -> None:
-    folder = place.folder / "delta"
+    """``aside`` stays out of an export, and what has ``still`` in its name is there to the bit."""
+    folder = place.folder / name
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
-    save_model("qwen3_5_moe_stacked", folder, vocab_size=TOKENIZER_SIZE, max_position_embeddings=256)
+    save_model(name, folder, vocab_size=TOKENIZER_SIZE, max_position_embeddings=256, **more)
     shutil.copy(model / "generation_config.json", folder)
-    run = place.fork_alone("towered", *keys(folder, "learner.tp=2", "sft.epochs=3", "checkpoint.every=0"))
+    run = place.fork_alone(f"run-{name}", *keys(folder, "learner.tp=2", "sft.epochs=3", "checkpoint.every=0"))
     run.finish()
     losses, out = [row["eval/loss"] for row in run.rows()], run.folder / "hf_step_000010"
     assert losses[-1] < 0.8 * losses[0]
     held, given = load_file(out / "model.safetensors"), load_file(folder / "model.safetensors")
-    assert given.keys() - held.keys() == {n for n in given if n.startswith(("model.visual.", "mtp."))}
-    exported = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32)
+    assert given.keys() - held.keys() == {n for n in given if aside and n.startswith(aside)}
+    assert all(torch.equal(held[n], given[n]) for n in given if still and still in n)
+    exported = loader.from_pretrained(out, dtype=torch.float32)
     with torch.no_grad():
         found = float(loss_of(exported, folder, read(place.folder / "eval.jsonl")))
     assert found == pytest.approx(losses[-1], rel=1e-5)

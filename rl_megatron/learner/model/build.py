@@ -27,6 +27,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.decoder_config import DecoderConfig, LatentDecoderConfig
 from rl_megatron.learner.model.delta.net import delta_net_spec
 from rl_megatron.learner.model.dispatchers import forget_routes
+from rl_megatron.learner.model.indexer import HeldIndexer
 from rl_megatron.learner.model.latent import QueriesAsProjected, latent_attention_spec, megatron_latent_keywords
 from rl_megatron.learner.model.layers import RMSNorm, own_layer_spec, specialise, torch_layer_spec
 from rl_megatron.learner.model.refusals import refuse
@@ -232,9 +233,11 @@ def _block_spec(
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
-def keep_selection_biases_float32(chunks: Sequence[GPTModel]) -> None:
-    """Restore float32 in routers' selection biases, which half precision converts. Call it before they are filled."""
+def keep_buffers_float32(chunks: Sequence[GPTModel]) -> None:
+    """Restore float32 in buffers that keep it, which half precision converts. Call it before they are filled."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
                 module._maintain_float32_expert_bias()
+            if isinstance(module, HeldIndexer):
+                module.keep_float32()

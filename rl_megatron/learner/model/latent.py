@@ -25,6 +25,7 @@ from torch import Tensor
 from rl_megatron.learner.model.attention import PackedAttention
 from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
 from rl_megatron.learner.model.fused import linear, rms_norm, rotate
+from rl_megatron.learner.model.indexer import HeldIndexer
 from rl_megatron.learner.model.layers import NormColumnLinear
 from rl_megatron.learner.packed import PackedAttentionParams
 from rl_megatron.models.rotary import as_halves, inverse_frequencies, softmax_scale
@@ -94,6 +95,8 @@ class LatentSelfAttention(MegatronModule):
             softmax_scale=softmax_scale(head, shape.rope),
             pg_collection=pg_collection,
         )
+        if shape.indexer is not None and layer_number - 1 in shape.indexer.layers:
+            self.core_attention.indexer = HeldIndexer(config, shape)
         self.linear_proj = RowParallelLinear(
             heads * m.value_dim, shape.hidden_size, input_is_parallel=True, skip_bias_add=True, **options
         )

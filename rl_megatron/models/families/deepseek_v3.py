@@ -1,11 +1,11 @@
-"""Reads config.json of DeepSeek-V2, V3, Kimi-K2 and GLM-4.7-Flash.
+"""Reads config.json of DeepSeek-V2, V3, V3.2, Kimi-K2, GLM-4.7-Flash and GLM-5.
 
-Sources: transformers ``models/deepseek_{v2,v3}`` and ``glm4_moe_lite``.
+Sources: transformers ``models/deepseek_{v2,v3,v32}``, ``glm4_moe_lite`` and ``glm_moe_dsa``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from rl_megatron.config.errors import shorten
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.families.common import given, read_rope, refuse_others
-from rl_megatron.models.shape import LatentAttention, ModelShape, Router
+from rl_megatron.models.shape import Indexer, LatentAttention, ModelShape, Router
 
 _FIXED: Mapping[str, object] = {
     "attention_bias": False,
@@ -57,15 +57,51 @@ def read_glm(raw: dict[str, Any], path: Path) -> ModelShape:
     refuse_others(raw, path, {**_V3, "partial_rotary_factor": 1.0})
     router = Router(score="sigmoid", selection_bias=True, scaling=float(given(raw, "routed_scaling_factor", 1.8)))
     return replace(
-        _decoder(raw, path, router=_grouped(raw, router, "top2"), normalize_top_k=True, dense=_dense_first(raw, path)),
+        _decoder(
+            raw, path, router=_grouped(raw, router, "top2"), normalize_top_k=True, dense=_dense_first(raw, path, 1)
+        ),
         shared_width=given(raw, "n_shared_experts", 1) * raw["moe_intermediate_size"],
     )
 
 
-def _dense_first(raw: Mapping[str, Any], path: Path) -> int:
+def read_indexed(raw: dict[str, Any], path: Path) -> ModelShape:
+    """DeepSeek-V3.2 and GLM-5: DeepSeek-V3 whose attention has an indexer, in all layers or, in GLM-5.2, in some."""
+    refuse_others(raw, path, _V3)
+    router = Router(score="sigmoid", selection_bias=True, scaling=float(given(raw, "routed_scaling_factor", 2.5)))
+    kinds, _ = _indexers(raw, path), raw["q_lora_rank"]  # the indexer's queries are made of that latent
+    indexer = Indexer(
+        heads=raw["index_n_heads"],
+        head_dim=raw["index_head_dim"],
+        top_k=given(raw, "index_topk", 2048),
+        layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "full"),
+    )
+    dense = _dense_first(raw, path, 3)
+    return replace(
+        _decoder(raw, path, router=_grouped(raw, router, "top2"), normalize_top_k=True, dense=dense), indexer=indexer
+    )
+
+
+def _indexers(raw: Mapping[str, Any], path: Path) -> Sequence[str]:
+    """Of each layer "full" or "shared": a list, a word of their initials, or every so many from an offset on."""
+    layers = raw["num_hidden_layers"]
+    every, first = max(1, given(raw, "index_topk_freq", 1)), given(raw, "index_skip_topk_offset", 2)
+    kinds = raw.get("indexer_types") or raw.get("index_topk_pattern")
+    if kinds is None:
+        kinds = ["shared" if max(0, layer - first + 1) % every else "full" for layer in range(layers)]
+    if isinstance(kinds, str):
+        kinds = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in kinds]
+    if set(kinds) - {"full", "shared"} or len(kinds) != layers:
+        raise ConfigError(
+            f"{path}: indexer_types={shorten(kinds)} is not supported; allowed: 'full' or 'shared' for each of "
+            f"{layers} layers"
+        )
+    return kinds
+
+
+def _dense_first(raw: Mapping[str, Any], path: Path, default: int) -> int:
     kinds, layers, first = raw.get("mlp_layer_types"), raw["num_hidden_layers"], raw.get("first_k_dense_replace")
     if kinds is None:
-        return int(given(raw, "first_k_dense_replace", 1))
+        return int(given(raw, "first_k_dense_replace", default))
     dense = kinds.count("dense") if first is None else first
     if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
         raise ConfigError(

@@ -113,6 +113,13 @@ class ConfigFields(JsonFields):
     qk_nope_head_dim: _Width = None
     qk_rope_head_dim: _Width = None
     v_head_dim: _Width = None
+    index_n_heads: _Count = None
+    index_head_dim: _Width = None
+    index_topk: _Width = None
+    index_topk_freq: _Some = None
+    index_skip_topk_offset: _Some = None
+    index_topk_pattern: list[str] | str | None = None
+    indexer_types: list[str] | None = None
     rotary_dim: _Width = None
     sliding_window: _Length = None
     layer_types: list[str] | None = None

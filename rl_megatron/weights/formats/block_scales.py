@@ -3,8 +3,8 @@
 Upstream: DeepSeek-V3's checkpoint (arXiv:2412.19437, section 3.3.2), which Kimi-K2, Qwen3-FP8 and MiniMax-M2 share and
 transformers (``integrations/finegrained_fp8.py``), vLLM and SGLang read: ``x.weight``, e4m3, beside
 ``x.weight_scale_inv``, a float32 factor for each block of 128 rows and 128 columns, which restores the weight; and
-``quantization_config`` in config.json. Linear layers are quantised; norms, biases, embedding, output layer and router
-are not.
+``quantization_config`` in config.json. Linear layers are quantised; norms, biases, embedding, output layer, router
+and the indexer's weights of heads are not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rl_megatron.weights.boxes import Shape
 
 BLOCK = 128  # rows and columns of a written block
 SCALES = "_scale_inv"  # the suffix that a weight's name gets for its scales
-_WHOLE_MODULES = ("embed_tokens", "lm_head", "gate", "router", "shared_expert_gate")
+_WHOLE_MODULES = ("embed_tokens", "lm_head", "gate", "router", "shared_expert_gate", "weights_proj")
 
 
 def is_quantised(name: str, shape: Shape) -> bool:

@@ -15,7 +15,7 @@ from rl_megatron.types import ParallelDims
 from rl_megatron.user_code import load_named
 from rl_megatron.weights.layouts.family import STACK, Family
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec
-from rl_megatron.weights.layouts.tables.deepseek_v3 import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
+from rl_megatron.weights.layouts.tables.deepseek_v3 import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, INDEXED
 from rl_megatron.weights.layouts.tables.glm4_moe import GLM4_MOE
 from rl_megatron.weights.layouts.tables.gpt_oss import GPT_OSS
 from rl_megatron.weights.layouts.tables.llama import LLAMA, MISTRAL
@@ -29,7 +29,7 @@ from rl_megatron.weights.layouts.tables.qwen3_next import QWEN3_5_MOE, QWEN3_5_M
 
 _ALL = (
     *(QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2),
-    *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, OLMOE, QWEN3_NEXT, QWEN3_5_MOE_TEXT, QWEN3_5_MOE),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, INDEXED, OLMOE, QWEN3_NEXT, QWEN3_5_MOE_TEXT, QWEN3_5_MOE),
 )
 FAMILIES: Mapping[str, Family] = {model_type: family for family in _ALL for model_type in family.model_types}
 """Every family of this package by Hugging Face's ``model_type``."""

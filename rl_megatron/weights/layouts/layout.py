@@ -54,8 +54,8 @@ class ParamSpec:
     its pieces' names as well. ``axis=None`` is whole on every rank of its stage; ``padded`` pads the last band to a
     multiple of ``Layout.vocab_multiple`` times the axis' degree. ``bands`` gets the axis' degree too (engines repeat
     heads when there are more ranks than heads); ``unit`` rows of a band (a head's) stay on one rank. ``others`` are
-    the sizes of the uncut dims, ``layers`` the layers that have the parameter. ``keeps_dtype`` marks buffers that stay
-    float32 when the weights are cast.
+    the sizes of the uncut dims, ``layers`` the layers that have the parameter. ``frozen`` marks what is held and never
+    trained, ``keeps_dtype`` buffers that stay float32 when the weights are cast.
     """
 
     name: str
@@ -68,6 +68,7 @@ class ParamSpec:
     unit: Callable[[ModelShape], int] = _one_row
     layers: Callable[[ModelShape], Sequence[int]] = _every_layer
     exists: Callable[[ModelShape, ParallelDims], bool] = _always
+    frozen: bool = False
     keeps_dtype: bool = False
 
 

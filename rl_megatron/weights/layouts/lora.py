@@ -44,7 +44,7 @@ def adapted_rows(table: Sequence[ParamSpec], shape: ModelShape, lora: LoraSectio
     """The rows of a table of the learner that have adapters."""
     ranks = lora.ranks(shape)
     for spec in table:
-        if _LINEAR.search(spec.name) and (rank := ranks.get(_target(spec))) is not None:
+        if not spec.frozen and _LINEAR.search(spec.name) and (rank := ranks.get(_target(spec))) is not None:
             yield _adapted(spec, shape, rank, adapter_name)
 
 

@@ -56,3 +56,19 @@ def test_flips_and_noise_of_routes_that_a_model_has_not_are_refused() -> None:
     noise = RunConfig.model_validate({"rollout": {"router_noise": 0.25}})
     assert "rollout.router_noise=0.25 changes nothing in a model of 1 experts; leave it out" in told(noise, one)
     assert told(noise, SHAPE) == told(flips, SHAPE) == told(flips, one) == ""
+
+
+def test_longer_sequences_than_an_indexer_chooses_whole_are_refused_with_both_numbers() -> None:
+    shape = NAMED["deepseek-v3.2"]
+    few = {"learner": {"pp": 61}, "rollout": {"max_prompt_tokens": 48, "max_new_tokens": 2000}}
+    assert told(RunConfig.model_validate(few), shape) == ""
+    more = RunConfig.model_validate({**few, "rollout": {"max_prompt_tokens": 49, "max_new_tokens": 2000}})
+    said = "rollout.max_prompt_tokens=49 + rollout.max_new_tokens=2000 = 2049 is more than index_topk=2048"
+    assert said in told(more, shape)
+    assert "= 2049" not in told(more, NAMED["deepseek-v3"])
+    sets = {"eval": {"sets": {"long": {"max_new_tokens": 9000}}}}
+    assert "eval.sets.long.max_new_tokens=9000 = 9048 is more than index_topk=2048" in told(
+        RunConfig.model_validate(few | sets), shape
+    )
+    served = RunConfig.model_validate({**few, **sets, "rollout": {**few["rollout"], "engine": "vllm"}})
+    assert "eval.sets.long" not in told(served, shape)

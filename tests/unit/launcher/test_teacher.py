@@ -53,7 +53,7 @@ def test_a_reference_that_can_score_is_taken(folders: dict[str, Path], reference
     [
         ("policy", "wide", (), "hidden_size, num_experts, num_layers differ from the policy's, whose ranks hold"),
         ("policy", "wide", (OWN_RANKS, "learner.ep=8"), "learner: ep = 8 does not divide 4 experts"),
-        ("policy", "long", (OWN_RANKS,), "= 22 is more than max_position_embeddings=16 of algorithm.kl.reference="),
+        ("policy", "long", (OWN_RANKS,), "= 22 is more than the model's max_position_embeddings=16; lower"),
         ("large vocabulary", "wide", (OWN_RANKS,), "has 259 tokens, fewer than the policy's 300"),
     ],
 )

@@ -22,7 +22,7 @@ LENGTHS = (7, 16)
 FAMILIES = (
     *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral_window", "mixtral", "glm4_moe", "glm4_moe_air"),
     *("deepseek_v2", "deepseek_v3", "moonlight", "gpt_oss", "minimax_m2", "olmoe", "glm4_moe_lite"),
-    *("qwen3_next", "qwen3_5_moe_text"),
+    *("qwen3_next", "qwen3_5_moe_text", "deepseek_v32", "glm_moe_dsa"),
 )
 
 
@@ -37,6 +37,17 @@ def masked_pairs(shape: ModelShape, layer: int, length: int) -> int:
 def of_delta_net(m: DeltaNet, length: int) -> float:
     """The convolution and the rule a position at a time (arXiv:2412.06464, equation 10), which three products are."""
     return 3 * length * (2 * m.kernel * m.mixed + 3 * 2 * m.value_heads * m.key_dim * m.value_dim)
+
+
+def of_indexer(m: ModelShape, length: int) -> float:
+    """The forward pass of transformers' indexer, which the learner leaves out: three linears, scores of all pairs, and
+    their sum over heads."""
+    assert m.indexer is not None
+    assert m.latent is not None
+    assert m.latent.query_rank is not None
+    heads, size = m.indexer.heads, m.indexer.head_dim
+    linears = m.latent.query_rank * heads * size + m.hidden_size * (size + heads)
+    return 2 * length * (linears + length * heads * (size + 1))
 
 
 def in_whole_chunks(m: DeltaNet, length: int) -> float:
@@ -62,6 +73,8 @@ def counted(model: Any, shape: ModelShape) -> float:
         widths = shape.head_dim + (shape.latent.value_dim if shape.latent else shape.head_dim)
         hidden = sum(masked_pairs(shape, layer, length) for layer in shape.attention_layers)
         total -= 3 * 2 * hidden * shape.num_heads * widths
+        if shape.indexer is not None:
+            total -= len(shape.indexer.layers) * of_indexer(shape, length)
         if shape.delta is not None:
             total += len(shape.delta_layers) * (
                 of_delta_net(shape.delta, length) - in_whole_chunks(shape.delta, length)

@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV32Config, GlmMoeDsaConfig, Qwen3NextConfig, Qwen3NextForCausalLM
 
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, WeightError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import Router
-from rl_megatron.scaling.parameters import elements
+from rl_megatron.scaling.parameters import elements, trained_elements
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
@@ -27,6 +28,7 @@ from rl_megatron.weights.formats.hf_folder import is_draft
 from rl_megatron.weights.layouts import families
 from rl_megatron.weights.layouts.families import FAMILIES, family_of, hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.lora import learner_adapters
 from rl_megatron.weights.plans.plan import plan
 from tests.family_models import MODELS, save_model
 
@@ -68,6 +70,58 @@ def test_the_named_qwen3_next_is_that_of_transformers(tmp_path: Path) -> None:
     with torch.device("meta"):
         wanted = sum(p.numel() for p in Qwen3NextForCausalLM(config).parameters())
     assert elements(megatron_layout(named), 0).both == wanted == 79_674_391_296
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "rope"),
+    [
+        (
+            "deepseek-v3.2",
+            DeepseekV32Config,
+            {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 32}
+            | {"beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "rope_theta": 1e4},
+        ),
+        ("glm-5", GlmMoeDsaConfig, {"rope_type": "default", "rope_theta": 1e6}),
+    ],
+)
+def test_the_named_models_with_indexers_are_those_of_transformers(
+    name: str, kind: Any, rope: dict[str, Any], tmp_path: Path
+) -> None:
+    """An indexer's norm and weights of heads are held in float32 and counted nowhere: 0.02 % of a layer's bytes."""
+    config = kind(rope_parameters=rope)
+    config.save_pretrained(tmp_path)
+    named = NAMED[name]
+    assert read_shape(tmp_path) == replace(named, draft_layers=0)
+    with torch.device("meta"):
+        sizes = {key: p.numel() for key, p in AutoModelForCausalLM.from_config(config).named_parameters()}
+    wanted = sum(size for key, size in sizes.items() if ".k_norm." not in key and "weights_proj" not in key)
+    layout, run = megatron_layout(named), RunConfig()
+    assert elements(layout, 0).both == wanted
+    frozen = sum(size for key, size in sizes.items() if ".indexer.w" in key and "weights_proj" not in key)
+    assert elements(layout, 0).both - trained_elements(run, layout, 0).both == frozen > 5e8
+    adapted = RunConfig.model_validate({"learner": {"lora": {"rank": 4}}})
+    assert not any("indexer" in row.name for row in learner_adapters(layout, adapted.learner.lora).rows())
+
+
+@pytest.mark.parametrize(
+    ("spelling", "layers"),
+    [
+        ({}, (0, 1, 2, 3, 4, 5)),
+        ({"indexer_types": ["full", "full", "full", "shared", "shared", "shared"]}, (0, 1, 2)),
+        ({"index_topk_pattern": "FFSFSS"}, (0, 1, 3)),
+        ({"index_topk_freq": 3}, (0, 1, 4)),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 3}, (0, 1, 2, 4)),
+    ],
+)
+def test_glm_5_says_in_several_ways_which_layers_have_an_indexer(
+    spelling: dict[str, Any], layers: tuple[int, ...], saved: Path, tmp_path: Path
+) -> None:
+    """As transformers' class derives them."""
+    given = {"num_hidden_layers": 6, "mlp_layer_types": ["dense"] + ["sparse"] * 5, "indexer_types": None, **spelling}
+    shape = read_shape(changed(saved / "glm_moe_dsa", tmp_path / "other", **given))
+    kinds = GlmMoeDsaConfig(num_hidden_layers=6, **spelling).indexer_types
+    assert shape.indexer is not None
+    assert shape.indexer.layers == layers == tuple(n for n, kind in enumerate(kinds) if kind == "full")
 
 
 def test_a_tower_and_draft_layers_beside_a_text_model_are_said(saved: Path, tmp_path: Path) -> None:
@@ -176,6 +230,13 @@ def test_transformers_4_wrote_ropes_otherwise(saved: Path, tmp_path: Path) -> No
         ("qwen3_next", {"layer_types": ["full_attention"] * 3}, "layer_types=.* for each of 4 layers"),
         ("qwen3_next", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported; allowed: \[\]"),
         ("qwen3_next", {"linear_num_value_heads": 6}, "4 key heads of delta nets do not divide their 6 value heads"),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["full", "short"] * 2},
+            "indexer_types=.* allowed: 'full' or 'shared' for each",
+        ),
+        ("glm_moe_dsa", {"indexer_types": ["shared", "full"] * 2}, "the first layer has no indexer; its indexer_types"),
+        ("deepseek_v32", {"q_lora_rank": None}, "no q_lora_rank; fetch the file again"),
         ("glm4_moe", {"model_type": "glm5"}, "model_type='glm5' is not supported; allowed: 'qwen2', 'qwen3'"),
     ],
 )
@@ -245,12 +306,21 @@ def test_layers_for_multi_token_prediction_are_left_aside(saved: Path, tmp_path:
         convert.hf_to_megatron(tmp_path / "hf", tmp_path / "other")
 
 
-def test_a_cast_leaves_the_routers_selection_bias_alone(saved: Path, tmp_path: Path) -> None:
-    convert.hf_to_megatron(saved / "minimax_m2", tmp_path / "megatron", dtype=DType.BF16)
+@pytest.mark.parametrize(
+    ("family", "kept"),
+    [
+        ("minimax_m2", ("e_score_correction_bias",)),
+        ("glm_moe_dsa", ("e_score_correction_bias", "k_norm.weight", "k_norm.bias", "weights_proj.weight")),
+    ],
+)
+def test_a_cast_leaves_buffers_in_float32_alone(
+    family: str, kept: tuple[str, ...], saved: Path, tmp_path: Path
+) -> None:
+    convert.hf_to_megatron(saved / family, tmp_path / "megatron", dtype=DType.BF16)
     convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back", dtype=DType.F16)
-    original, back = (load_file(x / "model.safetensors") for x in (saved / "minimax_m2", tmp_path / "back"))
+    original, back = (load_file(x / "model.safetensors") for x in (saved / family, tmp_path / "back"))
     for name, tensor in back.items():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(kept):
             assert torch.equal(tensor, original[name])
         else:
             assert tensor.dtype == torch.float16

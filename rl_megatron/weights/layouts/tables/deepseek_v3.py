@@ -1,10 +1,12 @@
-"""DeepSeek-V2, V3, Kimi-K2 and GLM-4.7-Flash: multi-head latent attention; dense layers, then experts.
+"""DeepSeek-V2, V3, V3.2, Kimi-K2, GLM-4.7-Flash and GLM-5: multi-head latent attention; dense layers, then experts.
 
-The layers for multi-token prediction have no rows. Sources: transformers ``models/deepseek_v2``, ``deepseek_v3`` and
-``glm4_moe_lite``;
+The layers for multi-token prediction have no rows. Sources: transformers ``models/deepseek_v2``, ``deepseek_v3``,
+``deepseek_v32``, ``glm4_moe_lite`` and ``glm_moe_dsa``;
 megatron-core 0.16 ``models/gpt/gpt_layer_specs.py`` (``multi_latent_attention``, ``qk_layernorm``: the norms of the
 latents are fused into the up projections) and ``transformer/multi_latent_attention.py`` (down projections whole on
-every rank); vLLM ``model_executor/models/deepseek_v2.py`` (``fused_qkv_a_proj`` is q over kv, whole on every rank).
+every rank) and ``transformer/experimental_attention_variant/dsa.py`` (the indexer, whole on every rank); vLLM
+``model_executor/models/deepseek_v2.py`` (``fused_qkv_a_proj`` is q over kv, ``wk_weights_proj`` the indexer's keys over
+its heads' weights; whole on every rank).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rl_megatron.models.families import deepseek_v3
-from rl_megatron.models.shape import LatentAttention, ModelShape
+from rl_megatron.models.shape import Indexer, LatentAttention, ModelShape
 from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.layout import Band, ParamSpec, Piece
 from rl_megatron.weights.layouts.tables.blocks import Block, decoder, dense_mlp, experts
@@ -89,39 +91,112 @@ def _out(name: str) -> ParamSpec:
     return row_cut(name, _OUT, _value_rows, axis="tp", unit=_value_dim)
 
 
-_LATENT_ATTENTION = Block(
-    hf=(
-        vector(_NORM_IN, _NORM_IN, hidden),
-        _straight(matrix(_Q, whole(_Q, _q_rows))),
-        _squeezed(matrix(_Q_A, whole(_Q_A, _q_rank))),
-        _squeezed(vector(_Q_NORM, _Q_NORM, _q_rank)),
-        _squeezed(matrix(_Q_B, whole(_Q_B, _q_rows), columns=_q_rank)),
-        matrix(_KV_A, whole(_KV_A, _kv_down)),
-        vector(_KV_NORM, _KV_NORM, _kv_rank),
-        matrix(_KV_B, whole(_KV_B, _kv_rows), columns=_kv_rank),
-        row_cut(_OUT, _OUT, _value_rows),
+def _latent_attention(*rows_of_straight: Block) -> Block:
+    """Latent attention; ``rows_of_straight`` are of queries without a latent, which models of some families have."""
+    hf, megatron, engine = (
+        tuple(_straight(row) for block in rows_of_straight for row in getattr(block, layout))
+        for layout in ("hf", "megatron", "engine")
+    )
+    return Block(
+        hf=(
+            vector(_NORM_IN, _NORM_IN, hidden),
+            *hf,
+            _squeezed(matrix(_Q_A, whole(_Q_A, _q_rank))),
+            _squeezed(vector(_Q_NORM, _Q_NORM, _q_rank)),
+            _squeezed(matrix(_Q_B, whole(_Q_B, _q_rows), columns=_q_rank)),
+            matrix(_KV_A, whole(_KV_A, _kv_down)),
+            vector(_KV_NORM, _KV_NORM, _kv_rank),
+            matrix(_KV_B, whole(_KV_B, _kv_rows), columns=_kv_rank),
+            row_cut(_OUT, _OUT, _value_rows),
+        ),
+        megatron=(
+            vector(DECODER + "input_layernorm.weight", _NORM_IN, hidden),
+            *megatron,
+            _squeezed(matrix(_SELF + "linear_q_down_proj.weight", whole(_Q_A, _q_rank))),
+            _squeezed(vector(_SELF + "linear_q_up_proj.layer_norm_weight", _Q_NORM, _q_rank)),
+            _squeezed(_heads(_SELF + "linear_q_up_proj.weight", _Q_B, _q_rows, _q_head, _q_rank)),
+            matrix(_SELF + "linear_kv_down_proj.weight", whole(_KV_A, _kv_down)),
+            vector(_SELF + "linear_kv_up_proj.layer_norm_weight", _KV_NORM, _kv_rank),
+            _heads(_SELF + "linear_kv_up_proj.weight", _KV_B, _kv_rows, _kv_head, _kv_rank),
+            _out(_SELF + "linear_proj.weight"),
+        ),
+        engine=(
+            vector(_NORM_IN, _NORM_IN, hidden),
+            *engine,
+            _squeezed(matrix(_ATTENTION + "fused_qkv_a_proj.weight", _down_stacked)),
+            _squeezed(vector(_Q_NORM, _Q_NORM, _q_rank)),
+            _squeezed(_heads(_Q_B, _Q_B, _q_rows, _q_head, _q_rank)),
+            vector(_KV_NORM, _KV_NORM, _kv_rank),
+            _heads(_KV_B, _KV_B, _kv_rows, _kv_head, _kv_rank),
+            _out(_OUT),
+        ),
+    )
+
+
+_LATENT_ATTENTION = _latent_attention(
+    Block(
+        hf=(matrix(_Q, whole(_Q, _q_rows)),),
+        megatron=(_heads(_SELF + "linear_q_proj.weight", _Q, _q_rows, _q_head),),
+        engine=(_heads(_Q, _Q, _q_rows, _q_head), matrix(_KV_A, whole(_KV_A, _kv_down))),
+    )
+)
+_INDEXER, _CORE_INDEXER = _ATTENTION + "indexer.", _SELF + "core_attention.indexer."
+_INDEX_Q, _INDEX_K = _INDEXER + "wq_b.weight", _INDEXER + "wk.weight"
+_INDEX_WEIGHTS, _INDEX_NORM = _INDEXER + "weights_proj.weight", _INDEXER + "k_norm."
+
+
+def _indexer(m: ModelShape) -> Indexer:
+    assert m.indexer is not None, "this table needs a shape with an indexer"
+    return m.indexer
+
+
+def _index_heads(m: ModelShape) -> int:
+    return _indexer(m).heads
+
+
+def _index_key(m: ModelShape) -> int:
+    return _indexer(m).head_dim
+
+
+def _index_queries(m: ModelShape) -> int:
+    return _indexer(m).heads * _indexer(m).head_dim
+
+
+def _index_stacked(m: ModelShape, _degree: int) -> tuple[Band, ...]:
+    return ((Piece(hf=_INDEX_K, start=0, stop=_index_key(m)), Piece(hf=_INDEX_WEIGHTS, start=0, stop=_index_heads(m))),)
+
+
+def _held(*rows: ParamSpec) -> tuple[ParamSpec, ...]:
+    """The rows, of layers with an indexer, which is not trained."""
+    return tuple(replace(row, layers=lambda m: _indexer(m).layers, frozen=True) for row in rows)
+
+
+def _index_norm(name: str) -> tuple[ParamSpec, ...]:
+    rows = (vector(name + part, _INDEX_NORM + part, _index_key) for part in ("weight", "bias"))
+    return tuple(replace(row, keeps_dtype=True) for row in rows)
+
+
+def _index_rows(queries: str, keys: str, norm: str, weights: str) -> tuple[ParamSpec, ...]:
+    return _held(
+        matrix(queries, whole(_INDEX_Q, _index_queries), columns=_q_rank),
+        matrix(keys, whole(_INDEX_K, _index_key)),
+        *_index_norm(norm),
+        replace(matrix(weights, whole(_INDEX_WEIGHTS, _index_heads)), keeps_dtype=True),
+    )
+
+
+_HELD_INDEXER = Block(
+    hf=_index_rows(_INDEX_Q, _INDEX_K, _INDEX_NORM, _INDEX_WEIGHTS),
+    megatron=_index_rows(
+        _CORE_INDEXER + "linear_wq_b.weight",
+        _CORE_INDEXER + "linear_wk.weight",
+        _CORE_INDEXER + "k_norm.",
+        _CORE_INDEXER + "linear_weights_proj.weight",
     ),
-    megatron=(
-        vector(DECODER + "input_layernorm.weight", _NORM_IN, hidden),
-        _straight(_heads(_SELF + "linear_q_proj.weight", _Q, _q_rows, _q_head)),
-        _squeezed(matrix(_SELF + "linear_q_down_proj.weight", whole(_Q_A, _q_rank))),
-        _squeezed(vector(_SELF + "linear_q_up_proj.layer_norm_weight", _Q_NORM, _q_rank)),
-        _squeezed(_heads(_SELF + "linear_q_up_proj.weight", _Q_B, _q_rows, _q_head, _q_rank)),
-        matrix(_SELF + "linear_kv_down_proj.weight", whole(_KV_A, _kv_down)),
-        vector(_SELF + "linear_kv_up_proj.layer_norm_weight", _KV_NORM, _kv_rank),
-        _heads(_SELF + "linear_kv_up_proj.weight", _KV_B, _kv_rows, _kv_head, _kv_rank),
-        _out(_SELF + "linear_proj.weight"),
-    ),
-    engine=(
-        vector(_NORM_IN, _NORM_IN, hidden),
-        _straight(_heads(_Q, _Q, _q_rows, _q_head)),
-        _straight(matrix(_KV_A, whole(_KV_A, _kv_down))),
-        _squeezed(matrix(_ATTENTION + "fused_qkv_a_proj.weight", _down_stacked)),
-        _squeezed(vector(_Q_NORM, _Q_NORM, _q_rank)),
-        _squeezed(_heads(_Q_B, _Q_B, _q_rows, _q_head, _q_rank)),
-        vector(_KV_NORM, _KV_NORM, _kv_rank),
-        _heads(_KV_B, _KV_B, _kv_rows, _kv_head, _kv_rank),
-        _out(_OUT),
+    engine=_held(
+        matrix(_INDEX_Q, whole(_INDEX_Q, _index_queries), columns=_q_rank),
+        matrix(_INDEXER + "wk_weights_proj.weight", _index_stacked),
+        *_index_norm(_INDEX_NORM),
     ),
 )
 _TABLES = decoder(
@@ -137,4 +212,10 @@ DEEPSEEK_V2 = Family(  # without a selection bias
     serves=True,
 )
 DEEPSEEK_V3 = Family(model_types=("deepseek_v3", "kimi_k2"), read=deepseek_v3.read_v3, tables=_TABLES, serves=True)
+INDEXED = Family(
+    model_types=("deepseek_v32", "glm_moe_dsa"),
+    read=deepseek_v3.read_indexed,
+    tables=decoder(_latent_attention(), _HELD_INDEXER, dense_mlp(), experts(bias=True, dense_first=True, shared=True)),
+    serves=True,
+)
 GLM4_MOE_LITE = Family(model_types=("glm4_moe_lite",), read=deepseek_v3.read_glm, tables=_TABLES, serves=True)
