@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 BASE: Mapping[str, Any] = {
     "vocab_size": 61,
@@ -86,6 +86,15 @@ TOWER: Mapping[str, Any] = {
     "patch_size": 4,
     "num_position_embeddings": 16,
 }
+KIMI_TOWER: Mapping[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "patch_size": 4,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
@@ -130,6 +139,18 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "deepseek_v3",
         {**LATENT, "n_group": 1, "topk_group": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
     ),
+    "kimi_k25": ("kimi_k25", {**LATENT, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}),
+    "hy_v3": (
+        "hy_v3",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "head_dim": 16,
+            "router_scaling_factor": 1.7,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        },
+    ),
     "glm4_moe_air": ("glm4_moe", {**GLM, "first_k_dense_replace": 2, "n_shared_experts": 2, "use_qk_norm": False}),
     "gpt_oss": (
         "gpt_oss",
@@ -168,6 +189,13 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Name -> (model_type, the settings that differ from BASE)."""
 
 
+_TOWERS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_5_moe": {"vision_config": TOWER},
+    "kimi_k25": {"vision_config": KIMI_TOWER, "projection_hidden_size": 16, "tie_word_embeddings": False},
+}
+_OF_TEXT: Mapping[str, Mapping[str, Any]] = {"qwen3_5_moe": {}, "kimi_k25": {"model_type": "kimi_k2"}}
+
+
 def save_model(name: str, folder: Path, **more: Any) -> Any:
     """Save the model in ``folder``, with ``more`` settings; its weights are so large that a wrong rope, bias or route
     shows."""
@@ -176,8 +204,9 @@ def save_model(name: str, folder: Path, **more: Any) -> Any:
     kind, differing = MODELS[name]
     torch.manual_seed(zlib.crc32(name.encode()))
     text = {**BASE, **differing, **more}
-    sees = kind == "qwen3_5_moe"
-    config = AutoConfig.for_model(kind, **({"text_config": text, "vision_config": TOWER} if sees else text))
+    sees = kind in _TOWERS
+    given = {"text_config": {**text, **_OF_TEXT[kind]}, **_TOWERS[kind]} if sees else text
+    config = AutoConfig.for_model(kind, **given)
     loader = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     model = loader.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -189,6 +218,11 @@ def save_model(name: str, folder: Path, **more: Any) -> Any:
     if name == "qwen3_5_moe_stacked":
         held = {key: value.contiguous() for key, value in model.state_dict().items()}  # as transformers computes
         save_file({**held, "mtp.fc.weight": torch.zeros(32, 64)}, folder / "model.safetensors", {"format": "pt"})
+    if name == "kimi_k25":  # as published: transformers calls the text model's layers as it does the tower's
+        held = load_file(folder / "model.safetensors")
+        names = {key: key.replace("language_model.model.blocks", "language_model.model.layers") for key in held}
+        names = {key: new.replace("model.mm_projector", "mm_projector") for key, new in names.items()}
+        save_file({names[key]: value for key, value in held.items()}, folder / "model.safetensors", {"format": "pt"})
     if name == "kimi_k2":  # transformers knows the model under DeepSeek's name alone
         path = folder / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": name}))

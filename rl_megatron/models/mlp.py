@@ -79,11 +79,11 @@ class GatedExperts(ExpertMlp):
 
     def named(self) -> dict[str, Tensor]:  # noqa: D102
         prefix, width = self._names.prefix, self._shape.expert_width
-        found = {f"{prefix}gate.weight": self._router}
+        found = {prefix + self._names.router: self._router}
         if self._selection_bias is not None:
             found[prefix + self._names.selection_bias] = self._selection_bias
         if self._shared is not None:
-            found |= self._shared.named(f"{prefix}shared_experts.")
+            found |= self._shared.named(prefix + self._names.shared)
         for e in range(self._shape.num_experts):
             parts = zip(self._names.parts, (self._w13[e, :width], self._w13[e, width:], self._w2[e]), strict=True)
             found |= {f"{prefix}experts.{e}.{name}.weight": tensor for name, tensor in parts}

@@ -128,10 +128,11 @@ class Router:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
     """Names of a layer's router and experts in Hugging Face's files, behind the layer's own: ``prefix``, then those of
-    an expert's gate, up and down, of the router's selection bias, and of shared experts."""
+    an expert's gate, up and down, of the router and its selection bias, and of shared experts."""
 
     prefix: str = "mlp."
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate.weight"
     selection_bias: str = "gate.e_score_correction_bias"
     shared: str = "shared_experts."
 

@@ -151,6 +151,8 @@ def test_losses_gradients_and_weights_are_those_of_transformers_and_adamw(place:
     [
         ("qwen3_5_moe_stacked", AutoModelForImageTextToText, {}, ("model.visual.", "mtp."), ""),
         ("glm_moe_dsa", AutoModelForCausalLM, {"index_topk": 256}, (), ".indexer."),
+        ("kimi_k25", AutoModelForImageTextToText, {}, ("vision_tower.", "mm_projector."), ""),
+        ("hy_v3", AutoModelForCausalLM, {}, (), "expert_bias"),
     ],
 )
 def test_other_families_learn_and_their_export_is_transformers_by_the_names_that_were_read(

@@ -24,6 +24,7 @@ DOCUMENTS = [
 ]
 SHELVES = {  # listed in one table: options do not import each other, by contract; commands are those of __main__.py
     *("rl_megatron/options", "launcher/commands", "launcher/programs"),
+    *("rl_megatron/models/families", "rl_megatron/weights/layouts/tables"),
 }
 ONE_EACH = {  # functions that may have one name, by where they are: a table takes them, or a program
     "check": "launcher/preflight",

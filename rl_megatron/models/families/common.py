@@ -20,6 +20,12 @@ SILU: Mapping[str, object] = {"hidden_act": "silu"}
 _KINDS = ("default", "linear", "llama3", "yarn")
 
 
+def text_model(raw: Mapping[str, Any], path: Path) -> Fields:
+    """The keys of the text model of a model for images and text, whose config.json has them under ``text_config``."""
+    above = {key: raw[key] for key in ("model_type", "tie_word_embeddings") if raw.get(key) is not None}
+    return Fields({**raw["text_config"], **above}, path, "text_config.")
+
+
 def refuse_others(raw: Mapping[str, Any], path: Path, fixed: Mapping[str, object]) -> None:
     """Raises ConfigError for a key of ``fixed`` that holds another value; a missing or null key is as ``fixed``."""
     for key, wanted in fixed.items():
@@ -125,6 +131,21 @@ def dense_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 def given(raw: Mapping[str, Any], key: str, default: float) -> Any:
     """The value of ``key``, or ``default`` where it is null or missing; 0 and false are values."""
     return default if raw.get(key) is None else raw[key]
+
+
+def dense_first(raw: Mapping[str, Any], path: Path, default: int) -> int:
+    """How many layers have no experts, the first ones: by ``mlp_layer_types``, ``first_k_dense_replace``, or both."""
+    kinds, layers, first = raw.get("mlp_layer_types"), raw["num_hidden_layers"], raw.get("first_k_dense_replace")
+    if kinds is None:
+        return int(given(raw, "first_k_dense_replace", default))
+    dense = kinds.count("dense") if first is None else first
+    if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
+        raise ConfigError(
+            f"{path}: mlp_layer_types={shorten(kinds)} with first_k_dense_replace={first} is not supported; allowed: "
+            f"'dense' for the first layers, as many as first_k_dense_replace says if it is given, and 'sparse' for "
+            f"all others of {layers}"
+        )
+    return int(dense)
 
 
 def windows(raw: Mapping[str, Any], path: Path, kinds: Sequence[str] | None = None) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""Reads config.json of DeepSeek-V2, V3, V3.2, Kimi-K2, GLM-4.7-Flash and GLM-5.
+"""Reads config.json of DeepSeek-V2, V3, V3.2, Kimi-K2 and K2.5, GLM-4.7-Flash and GLM-5.
 
-Sources: transformers ``models/deepseek_{v2,v3,v32}``, ``glm4_moe_lite`` and ``glm_moe_dsa``.
+Sources: transformers ``models/deepseek_{v2,v3,v32}``, ``glm4_moe_lite``, ``glm_moe_dsa`` and ``kimi_k25``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_megatron.config.errors import shorten
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.families.common import given, read_rope, refuse_others
+from rl_megatron.models.families.common import dense_first, given, read_rope, refuse_others, text_model
 from rl_megatron.models.shape import Indexer, LatentAttention, ModelShape, Router
 
 _FIXED: Mapping[str, object] = {
@@ -52,13 +52,18 @@ def read_v3(raw: dict[str, Any], path: Path) -> ModelShape:
     return _decoder(raw, path, router=router, normalize_top_k=True, dense=dense)
 
 
+def read_kimi(raw: dict[str, Any], path: Path) -> ModelShape:
+    """Kimi-K2.5: Kimi-K2 beside a tower for images."""
+    return replace(read_v3(text_model(raw, path), path), draft_layers=0, beside=("vision_tower.", "mm_projector."))
+
+
 def read_glm(raw: dict[str, Any], path: Path) -> ModelShape:
     """GLM-4.7-Flash: DeepSeek-V3 with ``mlp_layer_types``, which may be ``first_k_dense_replace`` as in V3."""
     refuse_others(raw, path, {**_V3, "partial_rotary_factor": 1.0})
     router = Router(score="sigmoid", selection_bias=True, scaling=float(given(raw, "routed_scaling_factor", 1.8)))
     return replace(
         _decoder(
-            raw, path, router=_grouped(raw, router, "top2"), normalize_top_k=True, dense=_dense_first(raw, path, 1)
+            raw, path, router=_grouped(raw, router, "top2"), normalize_top_k=True, dense=dense_first(raw, path, 1)
         ),
         shared_width=given(raw, "n_shared_experts", 1) * raw["moe_intermediate_size"],
     )
@@ -75,7 +80,7 @@ def read_indexed(raw: dict[str, Any], path: Path) -> ModelShape:
         top_k=given(raw, "index_topk", 2048),
         layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "full"),
     )
-    dense = _dense_first(raw, path, 3)
+    dense = dense_first(raw, path, 3)
     return replace(
         _decoder(raw, path, router=_grouped(raw, router, "top2"), normalize_top_k=True, dense=dense), indexer=indexer
     )
@@ -96,20 +101,6 @@ def _indexers(raw: Mapping[str, Any], path: Path) -> Sequence[str]:
             f"{layers} layers"
         )
     return kinds
-
-
-def _dense_first(raw: Mapping[str, Any], path: Path, default: int) -> int:
-    kinds, layers, first = raw.get("mlp_layer_types"), raw["num_hidden_layers"], raw.get("first_k_dense_replace")
-    if kinds is None:
-        return int(given(raw, "first_k_dense_replace", default))
-    dense = kinds.count("dense") if first is None else first
-    if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
-        raise ConfigError(
-            f"{path}: mlp_layer_types={shorten(kinds)} with first_k_dense_replace={first} is not supported; allowed: "
-            f"'dense' for the first layers, as many as first_k_dense_replace says if it is given, and 'sparse' for "
-            f"all others of {layers}"
-        )
-    return int(dense)
 
 
 def _grouped(raw: Mapping[str, Any], router: Router, score: Any) -> Router:

@@ -103,6 +103,8 @@ class ConfigFields(JsonFields):
     n_routed_experts: _Count = None
     num_experts_per_tok: _Count = None
     n_shared_experts: _Some = None
+    num_shared_experts: _Some = None
+    expert_hidden_dim: _Width = None
     first_k_dense_replace: _Some = None
     n_group: _Count = None
     topk_group: _Count = None
@@ -130,6 +132,7 @@ class ConfigFields(JsonFields):
     rope_scaling: RopeFields | None = None
     partial_rotary_factor: _Share = None
     routed_scaling_factor: _Number = None
+    router_scaling_factor: _Number = None
     swiglu_limit: _Number = None
     norm_topk_prob: _Flag = None
     tie_word_embeddings: _Flag = None

@@ -12,8 +12,7 @@ from typing import Any
 
 from rl_megatron.config.errors import shorten
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.families.common import SILU, decoder_fields, given, refuse_others
-from rl_megatron.models.json_files import Fields
+from rl_megatron.models.families.common import SILU, decoder_fields, given, refuse_others, text_model
 from rl_megatron.models.shape import DeltaNet, ModelShape
 
 _DELTA, _FULL = "linear_attention", "full_attention"
@@ -46,10 +45,8 @@ def read(raw: dict[str, Any], path: Path) -> ModelShape:
 
 
 def read_text_model(raw: dict[str, Any], path: Path) -> ModelShape:
-    """The text model of Qwen3.5-MoE for images and text, whose config.json has it under ``text_config``."""
-    above = {key: raw[key] for key in ("model_type", "tie_word_embeddings") if raw.get(key) is not None}
-    inner = Fields({**raw["text_config"], **above}, path, "text_config.")
-    return replace(read(inner, path), beside=("mtp.", "model.visual."))
+    """The text model of Qwen3.5-MoE for images and text."""
+    return replace(read(text_model(raw, path), path), beside=("mtp.", "model.visual."))
 
 
 def _kinds(raw: Mapping[str, Any], path: Path) -> list[str]:

@@ -28,8 +28,9 @@ class LocalEngine:
     def __init__(
         self, shape: ModelShape, *, slots: int, dtype: torch.dtype, device: torch.device | str, max_length: int
     ) -> None:
-        names = family_of(shape).names
-        self.model = ReferenceModel(shape, dtype=dtype, device=device, max_length=max_length, names=names)
+        family = family_of(shape)
+        self.model = ReferenceModel(shape, dtype=dtype, device=device, max_length=max_length, names=family.names)
+        self._tensors = {family.prefix + name: tensor for name, tensor in self.model.tensors.items()}
         self.version: int | None = 0
         self._slots, self.max_length = slots, max_length
         self._cache: KVCache | None = None
@@ -37,7 +38,7 @@ class LocalEngine:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Every Hugging Face tensor, as a view to write in place between calls of `generate`."""
-        return self.model.tensors
+        return self._tensors
 
     def withdraw(self) -> None:
         """Stop serving until `serve`, because ``tensors`` are being written."""

@@ -78,15 +78,17 @@ def _megatron(folder: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 def _kind(name: str) -> str:
     """The part of a model that a tensor belongs to, by either kind's names."""
-    if name.startswith(("mtp.", "model.visual.")):
-        return "beside the model: draft layers" if name.startswith("mtp.") else "beside the model: a tower"
+    if name.startswith("mtp."):
+        return "beside the model: draft layers"
+    if name.startswith(("model.visual.", "vision_tower.", "mm_projector.")):
+        return "beside the model: a tower"
     if ".lora_" in name:
         return "adapters"
     if "expert" in name and "shared" not in name and "bias" not in name.rpartition(".")[2]:
         return "model: experts"
     return (
         "model: embedding and output"
-        if "embed" in name or name.startswith(("lm_head", "output_layer"))
+        if "embed" in name or name.startswith(("lm_head", "language_model.lm_head", "output_layer"))
         else ("model: the rest")
     )
 

@@ -147,10 +147,12 @@ def config_text(
     ``pad_token_id``, which it would pass over, is null where that ends texts. ``stacked`` is for a megatron checkpoint
     whose experts are one tensor a layer, which its config.json says.
     """
-    text = (source_folder / "config.json").read_text()
+    old = (source_folder / "config.json").read_text()
     read_json(source_folder / "config.json", ConfigFields)  # raises if it is torn
-    config: dict[str, object] = json.loads(text)
+    config: dict[str, object] = json.loads(old)
     new = {key: value for key, value in config.items() if key not in ("quantization_config", "stacked_experts")}
+    if isinstance(text := config.get("text_config"), dict):
+        new["text_config"] = {key: value for key, value in text.items() if key != "quantization_config"}
     if stacked:
         new["stacked_experts"] = True
     new.update(dict.fromkeys(_DRAFT_KEYS & config.keys(), 0))  # layers that are not written
@@ -167,7 +169,7 @@ def config_text(
         pad, ends = config.get("pad_token_id"), config.get("eos_token_id")
         if pad is not None and pad in (ends if isinstance(ends, list) else [ends]):
             new["pad_token_id"] = None
-    return text if new == config else json.dumps(new, indent=2) + "\n"
+    return old if new == config else json.dumps(new, indent=2) + "\n"
 
 
 def is_draft(name: str, shape: ModelShape) -> bool:

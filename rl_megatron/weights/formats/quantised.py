@@ -70,7 +70,7 @@ def scheme_of(folder: Path) -> Scheme | None:
     """How the checkpoint in ``folder`` is quantised; None if it is not. Raises ConfigError naming a format not read."""
     path = folder / "config.json"
     config = read_json(path, ConfigFields) if path.is_file() else ConfigFields()
-    given = config.quantization_config
+    given = config.quantization_config or (config.text_config or config).quantization_config
     if given is None:
         return None
     make = _METHODS.get(given.quant_method or "")

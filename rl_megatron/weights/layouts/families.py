@@ -9,15 +9,17 @@ from pathlib import Path
 from rl_megatron.config.errors import shorten
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.families.fields import CLASSIFIER, ConfigFields
+from rl_megatron.models.families.refused import REFUSED
 from rl_megatron.models.json_files import Fields, read_json, tensor_names
 from rl_megatron.models.shape import ModelShape, shape_problems
 from rl_megatron.types import ParallelDims
 from rl_megatron.user_code import load_named
 from rl_megatron.weights.layouts.family import STACK, Family
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec
-from rl_megatron.weights.layouts.tables.deepseek_v3 import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, INDEXED
+from rl_megatron.weights.layouts.tables.deepseek_v3 import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, INDEXED, KIMI_K25
 from rl_megatron.weights.layouts.tables.glm4_moe import GLM4_MOE
 from rl_megatron.weights.layouts.tables.gpt_oss import GPT_OSS
+from rl_megatron.weights.layouts.tables.hy_v3 import HY_V3
 from rl_megatron.weights.layouts.tables.llama import LLAMA, MISTRAL
 from rl_megatron.weights.layouts.tables.minimax_m2 import MINIMAX_M2
 from rl_megatron.weights.layouts.tables.mixtral import MIXTRAL
@@ -29,7 +31,18 @@ from rl_megatron.weights.layouts.tables.qwen3_next import QWEN3_5_MOE, QWEN3_5_M
 
 _ALL = (
     *(QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2),
-    *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, INDEXED, OLMOE, QWEN3_NEXT, QWEN3_5_MOE_TEXT, QWEN3_5_MOE),
+    *(
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        GLM4_MOE_LITE,
+        INDEXED,
+        KIMI_K25,
+        HY_V3,
+        OLMOE,
+        QWEN3_NEXT,
+        QWEN3_5_MOE_TEXT,
+        QWEN3_5_MOE,
+    ),
 )
 FAMILIES: Mapping[str, Family] = {model_type: family for family in _ALL for model_type in family.model_types}
 """Every family of this package by Hugging Face's ``model_type``."""
@@ -50,7 +63,9 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
     model_type = raw.get("model_type")
     if model_type is None or model_type not in known:
         allowed = ", ".join(map(repr, known)) + (f", of {family}" if family else "")
-        raise ConfigError(f"{path}: model_type={shorten(model_type)} is not supported; allowed: {allowed}")
+        why = REFUSED.get(str(model_type))
+        told = f"model_type={shorten(model_type)} is not supported" + (f": {why}" if why else "")
+        raise ConfigError(f"{path}: {told}; allowed: {allowed}")
     scores = any(name.endswith(CLASSIFIER) for name in raw.get("architectures") or ())
     shape = replace(known[model_type].read(raw, path), family=model_type, family_at=family)
     if scores:

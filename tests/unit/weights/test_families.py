@@ -237,6 +237,20 @@ def test_transformers_4_wrote_ropes_otherwise(saved: Path, tmp_path: Path) -> No
         ),
         ("glm_moe_dsa", {"indexer_types": ["shared", "full"] * 2}, "the first layer has no indexer; its indexer_types"),
         ("deepseek_v32", {"q_lora_rank": None}, "no q_lora_rank; fetch the file again"),
+        ("hy_v3", {"route_norm": False}, "route_norm=False is not supported; allowed: True"),
+        ("hy_v3", {"qk_norm": False}, "qk_norm=False is not supported; allowed: True"),
+        ("kimi_k25", {"text_config": None}, "no text_config; fetch the file again"),
+        (
+            "glm4_moe",
+            {"model_type": "nemotron_h"},
+            "model_type='nemotron_h' is not supported: its mamba layers are not",
+        ),
+        (
+            "glm4_moe",
+            {"model_type": "ernie4_5_moe"},
+            "'ernie4_5_moe' is not supported: its routers add a bias to softm",
+        ),
+        ("glm4_moe", {"model_type": "granitemoe"}, "'granitemoe' is not supported: factors of its config.json"),
         ("glm4_moe", {"model_type": "glm5"}, "model_type='glm5' is not supported; allowed: 'qwen2', 'qwen3'"),
     ],
 )
@@ -267,6 +281,14 @@ def test_public_configs_have_the_fields_that_matter() -> None:
     )
     assert (glm.rotary_dim, glm.draft_layers, glm.qk_norm, glm.qkv_bias) == (16, 1, None, True)
     assert (glm.router.scaling, glm.moe_layers) == (2.5, range(1, 4))
+
+
+def test_hunyuan_3_has_two_spellings(saved: Path, tmp_path: Path) -> None:
+    """The published one, which vLLM reads, and transformers'."""
+    published = {"expert_hidden_dim": 24, "first_k_dense_replace": 1, "route_norm": True, "qk_norm": True}
+    aside = {"moe_intermediate_size": None, "mlp_layer_types": None}
+    folder = changed(saved / "hy_v3", tmp_path / "published", **published, **aside, num_nextn_predict_layers=1)
+    assert read_shape(folder) == replace(read_shape(saved / "hy_v3"), draft_layers=1)
 
 
 @pytest.mark.parametrize(

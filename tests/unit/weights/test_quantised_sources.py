@@ -24,6 +24,7 @@ from rl_megatron.weights.checkpoints.contents import contents
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.verify import verify
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
+from tests.family_models import save_model
 from tests.unit.weights.test_quantize import set_config
 
 FP8 = torch.float8_e4m3fn
@@ -159,6 +160,33 @@ def test_a_rank_cuts_its_boxes_out_of_words_and_groups(stored: tuple[Path, Path]
         read_boxes(HFFolder(wide), hf_layout(shape), ranks, rank, wanted)
         for name in wanted:
             assert torch.equal(found[name].bfloat16().float(), wanted[name]), name
+
+
+def test_kimi_k25_is_read_as_published_in_int4_beside_a_tower(tmp_path: Path) -> None:
+    """Its experts are in words, and ``quantization_config`` is that of the text model."""
+    save_model("kimi_k25", tmp_path / "plain", moe_intermediate_size=32)
+    held = load_file(tmp_path / "plain" / "model.safetensors")
+    small, wide = dict(held), dict(held)
+    for name in [name for name in held if ".mlp.experts." in name]:
+        rows, columns = held[name].shape
+        parts, values = packed(4, 32)((rows, columns))
+        small |= {name.replace("weight", end): part for end, part in parts.items()}
+        wide[name] = values.float()
+        del small[name]
+    for folder, tensors in (("small", small), ("wide", wide)):
+        shutil.copytree(tmp_path / "plain", tmp_path / folder)
+        save_file(tensors, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((tmp_path / "plain" / "config.json").read_text())["text_config"]
+    set_config(tmp_path / "small", text_config={**text, "quantization_config": compressed("pack-quantized", **INT4)})
+    told = convert.left_out(tmp_path / "small") or ""
+    assert told.startswith("vision_tower, mm_projector: only the text model is trained and converted; the new folder")
+    assert "beside the model: a tower" in {part.what for part in contents(tmp_path / "small").parts}
+    convert.hf_to_megatron(tmp_path / "small", tmp_path / "megatron")
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["text_config"] == text
+    back, aside = load_file(tmp_path / "back" / "model.safetensors"), ("vision_tower.", "mm_projector.")
+    assert back.keys() == {name for name in wide if not name.startswith(aside)}
+    assert all(torch.equal(tensor, wide[name]) for name, tensor in back.items())
 
 
 @pytest.fixture(scope="module")

@@ -181,7 +181,7 @@ def experts(
     """
     mlp, only = LAYER + names.prefix, moe_layers
     gate, up, down = (f"{mlp}experts.{{expert}}.{name}.weight" for name in names.parts)
-    router = mlp + "gate.weight"
+    router = mlp + names.router
     norm = () if dense_first else (vector(_NORM_MLP, _NORM_MLP, hidden),)
     hf = [*norm, matrix(router, whole(router, num_experts), layers=only)]
     megatron = [

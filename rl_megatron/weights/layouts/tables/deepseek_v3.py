@@ -1,7 +1,7 @@
-"""DeepSeek-V2, V3, V3.2, Kimi-K2, GLM-4.7-Flash and GLM-5: multi-head latent attention; dense layers, then experts.
+"""DeepSeek-V2, V3, V3.2, Kimi-K2 and K2.5, GLM-4.7-Flash and GLM-5: latent attention; dense layers, then experts.
 
 The layers for multi-token prediction have no rows. Sources: transformers ``models/deepseek_v2``, ``deepseek_v3``,
-``deepseek_v32``, ``glm4_moe_lite`` and ``glm_moe_dsa``;
+``deepseek_v32``, ``glm4_moe_lite``, ``glm_moe_dsa`` and ``kimi_k25`` (the names of its published index);
 megatron-core 0.16 ``models/gpt/gpt_layer_specs.py`` (``multi_latent_attention``, ``qk_layernorm``: the norms of the
 latents are fused into the up projections) and ``transformer/multi_latent_attention.py`` (down projections whole on
 every rank) and ``transformer/experimental_attention_variant/dsa.py`` (the indexer, whole on every rank); vLLM
@@ -18,7 +18,7 @@ from rl_megatron.models.shape import Indexer, LatentAttention, ModelShape
 from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.layout import Band, ParamSpec, Piece
 from rl_megatron.weights.layouts.tables.blocks import Block, decoder, dense_mlp, experts
-from rl_megatron.weights.layouts.tables.rows import DECODER, LAYER, Size, hidden, matrix, row_cut, vector, whole
+from rl_megatron.weights.layouts.tables.rows import DECODER, LAYER, Size, hidden, matrix, row_cut, under, vector, whole
 
 _ATTENTION, _SELF = LAYER + "self_attn.", DECODER + "self_attention."
 _NORM_IN, _OUT = LAYER + "input_layernorm.weight", _ATTENTION + "o_proj.weight"
@@ -205,6 +205,7 @@ _TABLES = decoder(
     experts(bias=True, dense_first=True, shared=True),
 )
 HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3, ENGINE_DEEPSEEK_V3 = _TABLES["hf"], _TABLES["megatron"], _TABLES["engine"]
+_EXPERTS = experts(bias=True, dense_first=True, shared=True)
 DEEPSEEK_V2 = Family(  # without a selection bias
     model_types=("deepseek_v2",),
     read=deepseek_v3.read_v2,
@@ -215,7 +216,18 @@ DEEPSEEK_V3 = Family(model_types=("deepseek_v3", "kimi_k2"), read=deepseek_v3.re
 INDEXED = Family(
     model_types=("deepseek_v32", "glm_moe_dsa"),
     read=deepseek_v3.read_indexed,
-    tables=decoder(_latent_attention(), _HELD_INDEXER, dense_mlp(), experts(bias=True, dense_first=True, shared=True)),
+    tables=decoder(_latent_attention(), _HELD_INDEXER, dense_mlp(), _EXPERTS),
     serves=True,
+)
+_INSIDE = "language_model."
+KIMI_K25 = Family(
+    model_types=("kimi_k25",),
+    read=deepseek_v3.read_kimi,
+    tables={
+        layout: tuple(under(_INSIDE, row, named_so=layout == "hf", instead="") for row in rows)
+        for layout, rows in decoder(_latent_attention(), dense_mlp(), _EXPERTS).items()
+    },
+    serves=True,
+    prefix=_INSIDE,
 )
 GLM4_MOE_LITE = Family(model_types=("glm4_moe_lite",), read=deepseek_v3.read_glm, tables=_TABLES, serves=True)

@@ -135,12 +135,12 @@ def vocabulary(
     return spec if exists is None else replace(spec, exists=exists)
 
 
-def under(prefix: str, spec: ParamSpec, *, named_so: bool) -> ParamSpec:
-    """The row for files whose names begin with ``prefix`` where others begin with ``model.``; with ``named_so`` its own
-    name does, too."""
+def under(prefix: str, spec: ParamSpec, *, named_so: bool, instead: str = "model.") -> ParamSpec:
+    """The row for files whose names begin with ``prefix`` where others begin with ``instead``; with ``named_so`` its
+    own name does, too."""
 
     def moved(name: str) -> str:
-        return prefix + name.removeprefix("model.") if name.startswith("model.") else name
+        return prefix + name.removeprefix(instead) if name.startswith(instead) else name
 
     def bands(m: ModelShape, degree: int) -> tuple[Band, ...]:
         return tuple(
