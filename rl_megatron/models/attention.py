@@ -17,12 +17,17 @@ from rl_megatron.models.rotary import RotaryTables, as_halves, softmax_scale
 from rl_megatron.models.shape import LatentAttention, ModelShape
 
 
-class Attend(Protocol):
-    """Attention of one layer over the given tokens and whatever the caller has cached."""
+class Context(Protocol):
+    """What a layer's tokens have before them: the given tokens, and whatever the caller has cached."""
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """``query`` [N, Q, D], ``key`` and ``value`` [N, K, D], all rotated -> [N, Q * D]. ``sinks`` [Q] are logits of
         each head's softmax without a value."""
+        ...
+
+    def remember(self, layer: int, x: Tensor, taps: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """The delta rule of a layer with a delta net, of K key heads with R value heads of dv numbers: channels ``x``
+        [N, M], convolved by ``taps`` [M, 1, T], ``decay`` (the logarithm) and ``beta`` [N, K, R] -> [N, K, R, dv]."""
         ...
 
 
@@ -43,24 +48,26 @@ class LayerAttention(Protocol):
     """One layer's attention."""
 
     def named(self) -> dict[str, Tensor]:
-        """Its tensors, to write in place, by their names behind ``self_attn.``."""
+        """Its tensors, to write in place, by their names in a layer."""
         ...
 
     def __call__(
-        self, layer: int, residual: Tensor, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend
+        self, layer: int, residual: Tensor, x: Tensor, angles: tuple[Tensor, Tensor], context: Context
     ) -> Tensor:
         """``residual`` [N, H] plus the attention of ``x`` [N, H], whose positions have ``angles``."""
         ...
 
 
 class GroupedAttention(LayerAttention):
-    """Grouped queries; with biases, norms of queries and keys, and sinks where the shape has them."""
+    """Grouped queries; with biases, norms of queries and keys, sinks and an output gate where the shape has them. Each
+    head's rows of ``q_proj`` are then its query, and its gate."""
 
     def __init__(self, shape: ModelShape, rotary: RotaryTables, zeros: Zeros, eps: Tensor) -> None:
         self._shape, self._rotary, self._eps = shape, rotary, eps
         self._sizes = [heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
-        self._qkv = zeros(sum(self._sizes), shape.hidden_size)
-        self._bias = zeros(sum(self._sizes)) if shape.qkv_bias else None
+        rows = [self._sizes[0] * (2 if shape.output_gate else 1), *self._sizes[1:]]
+        self._rows, self._qkv = rows, zeros(sum(rows), shape.hidden_size)
+        self._bias = zeros(sum(rows)) if shape.qkv_bias else None
         self._output = zeros(shape.hidden_size, self._sizes[0])
         self._output_bias = zeros(shape.hidden_size) if shape.out_bias else None
         self._sinks = zeros(shape.num_heads) if shape.sinks else None
@@ -70,35 +77,40 @@ class GroupedAttention(LayerAttention):
         self._norm_of_head = torch.tensor([0] * shape.num_heads + [1] * shape.num_kv_heads, device=eps.device)
 
     def named(self) -> dict[str, Tensor]:  # noqa: D102
-        parts = zip(("q_proj", "k_proj", "v_proj"), self._qkv.split(self._sizes), strict=True)
+        parts = zip(("q_proj", "k_proj", "v_proj"), self._qkv.split(self._rows), strict=True)
         found = {f"{name}.weight": tensor for name, tensor in parts}
         if self._bias is not None:
-            parts = zip(("q_proj", "k_proj", "v_proj"), self._bias.split(self._sizes), strict=True)
+            parts = zip(("q_proj", "k_proj", "v_proj"), self._bias.split(self._rows), strict=True)
             found |= {f"{name}.bias": tensor for name, tensor in parts}
         norms = self._whole_norms if self._norms is None else self._norms
         if norms is not None:
             found |= {"q_norm.weight": norms[0], "k_norm.weight": norms[1]}
         found["o_proj.weight"] = self._output
         more = {"o_proj.bias": self._output_bias, "sinks": self._sinks}
-        return found | {name: tensor for name, tensor in more.items() if tensor is not None}
+        found |= {name: tensor for name, tensor in more.items() if tensor is not None}
+        return {f"self_attn.{name}": tensor for name, tensor in found.items()}
 
     def __call__(  # noqa: D102
-        self, layer: int, residual: Tensor, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend
+        self, layer: int, residual: Tensor, x: Tensor, angles: tuple[Tensor, Tensor], context: Context
     ) -> Tensor:
         num, head_dim, queries = len(x), self._shape.head_dim, self._shape.num_heads
-        qkv = linear(x, self._qkv)
+        qkv, gate = linear(x, self._qkv), None
         if self._bias is not None:
             qkv = qkv + self._bias
+        if self._shape.output_gate:
+            first, second = qkv[:, : self._rows[0]].view(num, queries, 2, head_dim).unbind(2)
+            qkv, gate = torch.cat((first.flatten(1), qkv[:, self._rows[0] :]), 1), second.flatten(1).sigmoid()
         qk, value = qkv[:, : -self._sizes[2]], qkv[:, -self._sizes[2] :].view(num, -1, head_dim)
         if self._whole_norms is not None:
             parts = zip(qk.split(self._sizes[:2], 1), self._whole_norms, strict=True)
             qk = torch.cat([rms_norm(part, norm, self._eps) for part, norm in parts], 1)
         qk = qk.view(num, -1, head_dim)
         if self._norms is not None:
-            qk = rms_norm(qk, self._norms.index_select(0, self._norm_of_head), self._eps)
+            norms = self._norms.index_select(0, self._norm_of_head)
+            qk = rms_norm(qk, norms + 1 if self._shape.zero_centered else norms, self._eps)
         qk = self._rotary.turned(qk, *angles)
-        mixed = attend(layer, qk[:, :queries], qk[:, queries:], value, self._sinks)
-        out = linear(mixed, self._output).add_(residual)
+        mixed = context.attend(layer, qk[:, :queries], qk[:, queries:], value, self._sinks)
+        out = linear(mixed if gate is None else mixed * gate, self._output).add_(residual)
         return out if self._output_bias is None else out.add_(self._output_bias)
 
 
@@ -125,10 +137,10 @@ class LatentLayer(LayerAttention):
             self._tensors["q_a_layernorm.weight"] = zeros(m.query_rank)
 
     def named(self) -> dict[str, Tensor]:  # noqa: D102
-        return self._tensors
+        return {f"self_attn.{name}": tensor for name, tensor in self._tensors.items()}
 
     def __call__(  # noqa: D102
-        self, layer: int, residual: Tensor, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend
+        self, layer: int, residual: Tensor, x: Tensor, angles: tuple[Tensor, Tensor], context: Context
     ) -> Tensor:
         m, num, heads = self._latent, len(x), self._heads
         still, turning = self._queries(x).view(num, heads, -1).split([m.nope_dim, m.rope_dim], -1)
@@ -138,7 +150,7 @@ class LatentLayer(LayerAttention):
         turned = self._rotary.turned(as_halves(torch.cat((turning, shared[:, None]), 1)), *angles)
         query = torch.cat((still, turned[:, :heads]), -1)
         key = torch.cat((key, turned[:, heads:].expand(-1, heads, -1)), -1)
-        mixed = attend(layer, self._wide(query), self._wide(key), self._wide(value), None)
+        mixed = context.attend(layer, self._wide(query), self._wide(key), self._wide(value), None)
         return self._times("o_proj", mixed.view(num, heads, -1)[..., : m.value_dim].flatten(1)).add_(residual)
 
     def _queries(self, x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The cache of keys and values of the sequences being decoded, a ring of columns that all sequences share.
+"""The cache of keys and values of the sequences being decoded, a ring of columns that all sequences share, and the
+states of their delta nets.
 
 One clock ticks for the whole batch: in each step every active row writes the same column, so a write is one strided
 copy and no row needs an index. A row is a sequence; its tokens end at the current column, whatever its length, and a
@@ -17,18 +18,36 @@ Letters: n active rows (always the first n), Q query heads, K key-value heads, D
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rl_megatron.models.attention import score_scale
+from rl_megatron.models.attention import Context, score_scale
+from rl_megatron.models.delta import DeltaStates
 from rl_megatron.models.shape import ModelShape
 
 # Keys lie in blocks of columns, so that the scores of columns not in use are not computed.
 BLOCK_COLUMNS = 48
 
 
-class KVCache:
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What P sequences leave behind for those that go on from them.
+
+    ``columns`` [2 * layers that attend, P, longest, K, D] are all rotated keys, then all values; each sequence stands
+    at the END of its row, with zeros before it.
+    """
+
+    columns: Tensor
+    remembered: DeltaStates
+
+    def of(self, sequences: Tensor) -> Prefix:
+        """Copies of those of ``sequences``."""
+        return Prefix(self.columns.index_select(1, sequences), self.remembered.of(sequences))
+
+
+class KVCache(Context):
     """A ring of ``columns`` for ``rows`` sequences; no row may live for more than ``columns`` tokens."""
 
     def __init__(self, shape: ModelShape, *, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -36,11 +55,13 @@ class KVCache:
         self._heads, self._query_heads, self._head_dim = shape.num_kv_heads, shape.num_heads, shape.widest_head
         self._scale, self._windows = score_scale(shape), shape.windows
         self._block = min(BLOCK_COLUMNS, columns)
-        blocks, layers, heads = -(-columns // self._block), shape.num_layers, shape.num_kv_heads
+        blocks, heads = -(-columns // self._block), shape.num_kv_heads
+        self._places, layers = shape.places_of_layers, len(shape.attention_layers)
         # Zeros, not empty: a hidden column has weight 0, and 0 * NaN would show.
         key_size = (layers, blocks, rows, heads, self._head_dim, self._block)
         self._keys = torch.zeros(key_size, dtype=dtype, device=device)
         self._values = torch.zeros((layers, rows, heads, columns, self._head_dim), dtype=dtype, device=device)
+        self._remembered = DeltaStates.zeros(shape, rows, dtype, device)
         self._bias = torch.zeros(rows, 1, columns, dtype=dtype, device=device)
         # The key-value head of every query head, counted over all rows.
         head = torch.arange(rows * heads, device=device, dtype=torch.int32)
@@ -67,35 +88,37 @@ class KVCache:
             self._outside[size] = self._bias.new_zeros(len(age)).masked_fill_(age >= size, -torch.inf)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Write the open column, and attend from one token per active row to its own columns (an `Attend`)."""
-        num = self._active
+        """Write the open column, and attend from one token per active row to its own columns."""
+        num, place = self._active, self._places[layer]
         block, inside = divmod(self._column, self._block)
-        self._keys[layer, block, :num, ..., inside] = key
-        self._values[layer, :num, :, self._column] = value
+        self._keys[place, block, :num, ..., inside] = key
+        self._values[place, :num, :, self._column] = value
         bias = self._bias[:num, :, self._first : self._last]
         if self._windows and (size := self._windows[layer]):
             bias = bias + self._outside[size]
-        scores = torch.add(bias, self._scores(layer, query.reshape(-1)), alpha=self._scale)
+        scores = torch.add(bias, self._scores(place, query.reshape(-1)), alpha=self._scale)
         if sinks is not None:
             scores = torch.cat((scores, sinks[:, None].expand(num, -1, 1)), -1)
         weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
         if sinks is not None:
             weights = weights[..., :-1].contiguous()
-        values = self._values[layer].view(-1, self._head_dim)
+        values = self._values[place].view(-1, self._head_dim)
         return _weighted_sums(values, self._value_rows, self._value_starts, weights.view(-1)).view(num, -1)
 
-    def insert(self, start: int, clock: int, prefix: Tensor, lengths: Tensor) -> None:
-        """Write the prefixes of the rows from ``start`` on, as if they were decoded in the steps before ``clock``.
+    def remember(self, layer: int, x: Tensor, taps: Tensor, decay: Tensor, beta: Tensor) -> Tensor:  # noqa: D102
+        return self._remembered.step(self._places[layer], x, taps, decay, beta)
 
-        ``prefix`` [2 * layers, rows, longest, K, D], all keys, then all values, holds each row's ``lengths`` [rows]
-        tokens at its end.
-        """
-        stop, longest = start + prefix.shape[1], prefix.shape[2]
+    def insert(self, start: int, clock: int, prefix: Prefix, lengths: Tensor) -> None:
+        """Write the prefixes, of ``lengths`` [rows] tokens, of the rows from ``start`` on, as if they were decoded in
+        the steps before ``clock``."""
+        columns = prefix.columns
+        stop, longest = start + columns.shape[1], columns.shape[2]
+        self._remembered.write(slice(start, stop), prefix.remembered)
         age = (clock - 1 - torch.arange(self.columns, device=lengths.device)) % self.columns
         hidden = age >= lengths[:, None]
         self._bias[start:stop] = hidden.to(self._bias.dtype).masked_fill_(hidden, -torch.inf).unsqueeze(1)
         layers = len(self._values)
-        keys, values = prefix[:layers].permute(0, 1, 3, 4, 2), prefix[layers:].transpose(2, 3)
+        keys, values = columns[:layers].permute(0, 1, 3, 4, 2), columns[layers:].transpose(2, 3)
         for column, source, count in self._runs((clock - longest) % self.columns, longest):
             block, inside = divmod(column, self._block)
             here = slice(source, source + count)
@@ -105,6 +128,7 @@ class KVCache:
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy rows ``source`` over rows ``target`` (indices; no row is in both)."""
         self._bias[target] = self._bias[source]
+        self._remembered.write(target, self._remembered.of(source))
         keys, values = self._keys[:, self._live_blocks], self._values[..., self._first : self._last, :]
         keys[:, :, target] = keys[:, :, source]
         values[:, target] = values[:, source]

@@ -66,6 +66,7 @@ class GatedExperts(ExpertMlp):
         # A transposed view of [H, E, I], so that all experts are also one [H, E * I] matrix.
         self._w2 = zeros(shape.hidden_size, shape.num_experts, shape.expert_width).transpose(0, 1)
         self._shared = DenseMlp(shape, shape.shared_width, zeros) if shape.shared_width else None
+        self._shared_gate = zeros(1, shape.hidden_size) if shape.shared_gate else None
         self._packed: PackedExperts | None = None
         self._packed_is_current = False
 
@@ -84,6 +85,10 @@ class GatedExperts(ExpertMlp):
             found[prefix + self._names.selection_bias] = self._selection_bias
         if self._shared is not None:
             found |= self._shared.named(prefix + self._names.shared)
+        if self._shared_gate is not None:
+            found[f"{prefix}{self._names.shared.rstrip('.')}_gate.weight"] = self._shared_gate
+        if self._shape.stacked_experts:
+            return found | {f"{prefix}experts.gate_up_proj": self._w13, f"{prefix}experts.down_proj": self._w2}
         for e in range(self._shape.num_experts):
             parts = zip(self._names.parts, (self._w13[e, :width], self._w13[e, width:], self._w2[e]), strict=True)
             found |= {f"{prefix}experts.{e}.{name}.weight": tensor for name, tensor in parts}
@@ -92,8 +97,16 @@ class GatedExperts(ExpertMlp):
     def __call__(self, residual: Tensor, x: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: D102
         chosen, shares = choose_experts(_logits(x, self._router, None, noise), self._shape, self._selection_bias)
         packed = self._packed if self._packed_is_current else None
-        residual = residual if self._shared is None else self._shared(residual, x)
+        if self._shared is not None:
+            residual = self._beside(self._shared, residual, x)
         return mix_experts(residual, x, chosen, shares, self._w13, self._w2, packed), chosen
+
+    def _beside(self, shared: DenseMlp, residual: Tensor, x: Tensor) -> Tensor:
+        """``residual`` plus the output of shared experts, multiplied by their gate if they have one."""
+        if self._shared_gate is None:
+            return shared(residual, x)
+        gate = functional.linear(x, self._shared_gate).sigmoid()
+        return torch.addcmul(residual, gate, shared(torch.zeros_like(residual), x))
 
 
 class ClampedExperts(ExpertMlp):

@@ -2,8 +2,8 @@
 
 The storage is fused for speed; `ReferenceModel.tensors` names every Hugging Face tensor as a view of it. No
 autograd, no process group. The caller chooses the attention: `hidden` runs the layers on a flat list of tokens
-and hands queries, keys and values to an `Attend` (`CausalAttention` for whole sequences, `kv_cache.KVCache` for
-one new token a sequence). Architectures: transformers/models/*/modeling_*.py.
+with what they have before them, a `Context` (`WholeSequences`, or `kv_cache.KVCache` for one new token a sequence).
+Architectures: transformers/models/*/modeling_*.py.
 
 Letters: N tokens, H hidden, V vocabulary, Q query heads, K key-value heads, D a head's numbers
 (`ModelShape.widest_head`).
@@ -20,37 +20,39 @@ from torch import Tensor
 from torch.nn import functional
 
 from rl_megatron.models.attention import (
-    Attend,
+    Context,
     GroupedAttention,
     LatentLayer,
     LayerAttention,
     held_indexer,
     score_scale,
 )
+from rl_megatron.models.delta import DeltaLayer, DeltaStates, remember_whole
 from rl_megatron.models.experts import PackedExperts
+from rl_megatron.models.kv_cache import Prefix
 from rl_megatron.models.linear import linear
 from rl_megatron.models.mlp import ClampedExperts, DenseMlp, ExpertMlp, GatedExperts
-from rl_megatron.models.norms import rms_norm
+from rl_megatron.models.norms import Norm
 from rl_megatron.models.rotary import RotaryTables
-from rl_megatron.models.shape import ExpertNames, ModelShape
+from rl_megatron.models.shape import DecoderNames, ExpertNames, ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayer:
     """One layer; its norms are before its parts."""
 
-    input_norm: Tensor  # [H]
+    input_norm: Norm
     attention: LayerAttention
-    mlp_norm: Tensor  # [H]
+    mlp_norm: Norm
     mlp: DenseMlp | ExpertMlp
     indexer: Mapping[str, Tensor]  # held, not used; empty in a layer without
 
     def named(self) -> dict[str, Tensor]:
         """Its tensors, to write in place, by their names in a layer."""
-        norms = {"input_layernorm.weight": self.input_norm, "post_attention_layernorm.weight": self.mlp_norm}
         return {
-            **norms,
-            **{f"self_attn.{name}": tensor for name, tensor in self.attention.named().items()},
+            "input_layernorm.weight": self.input_norm.weight,
+            "post_attention_layernorm.weight": self.mlp_norm.weight,
+            **self.attention.named(),
             **{f"self_attn.indexer.{name}": tensor for name, tensor in self.indexer.items()},
             **self.mlp.named(),
         }
@@ -59,9 +61,9 @@ class DecoderLayer:
 class ReferenceModel:
     """Weights and forward pass of one decoder. The weights start as zeros: fill ``tensors`` in place before a run.
 
-    ``tensors`` has the names, shapes and values of transformers' `save_pretrained`, experts' by ``names``; views of
-    ``down_proj`` of experts are strided, the others contiguous. With tied embeddings there is no ``lm_head.weight``, as
-    in such a checkpoint.
+    ``tensors`` has the names, shapes and values of transformers' `save_pretrained`, by ``names`` and ``decoder``; views
+    of ``down_proj`` of experts are strided, the others contiguous. With tied embeddings there is no ``lm_head.weight``,
+    as in such a checkpoint.
     """
 
     def __init__(
@@ -72,12 +74,13 @@ class ReferenceModel:
         device: torch.device | str,
         max_length: int,
         names: ExpertNames | None = None,
+        decoder: DecoderNames | None = None,
     ) -> None:
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
         self.embedding = self._zeros(shape.vocab_size, shape.hidden_size)
-        self.final_norm = self._zeros(shape.hidden_size)
         self.head = self.embedding if shape.tie_embeddings else self._zeros(shape.vocab_size, shape.hidden_size)
         self._eps = torch.tensor(shape.norm_eps, dtype=torch.float32, device=self.device)
+        self.final_norm = self._new_norm()
         latent = shape.latent
         self._rotary = RotaryTables(
             shape,
@@ -87,6 +90,7 @@ class ReferenceModel:
             dtype=dtype,
             device=self.device,
         )
+        self._decoder = decoder or DecoderNames()
         self.layers = [self._new_layer(index, names or ExpertNames()) for index in range(shape.num_layers)]
         self.tensors = self._name_tensors()
 
@@ -108,7 +112,7 @@ class ReferenceModel:
         self,
         tokens: Tensor,
         positions: Tensor,
-        attend: Attend,
+        context: Context,
         routes: Tensor | None = None,
         noise: Callable[[int], Tensor] | None = None,
     ) -> Tensor:
@@ -120,15 +124,15 @@ class ReferenceModel:
         x = self.embedding.index_select(0, tokens)
         angles, first = self._rotary.at(positions), self.shape.moe_layers.start
         for index, layer in enumerate(self.layers):
-            x = layer.attention(index, x, rms_norm(x, layer.input_norm, self._eps), angles, attend)
-            normed = rms_norm(x, layer.mlp_norm, self._eps)
+            x = layer.attention(index, x, layer.input_norm(x), angles, context)
+            normed = layer.mlp_norm(x)
             if isinstance(layer.mlp, DenseMlp):
                 x = layer.mlp(x, normed)
                 continue
             x, chosen = layer.mlp(x, normed, None if noise is None else noise(index))
             if routes is not None:
                 routes[:, index - first] = chosen
-        return rms_norm(x, self.final_norm, self._eps)
+        return self.final_norm(x)
 
     def project(self, hidden: Tensor) -> Tensor:
         """Next-token logits [N, V] float32 of final-normed states [N, H]."""
@@ -138,8 +142,8 @@ class ReferenceModel:
     def logits(self, input_ids: Tensor) -> Tensor:
         """Logits [B, L, V] float32 of whole sequences [B, L] int64, by a plain causal forward without a cache."""
         rows, length = input_ids.shape
-        attend = CausalAttention([length] * rows, shape=self.shape, device=self.device)
-        hidden = self.hidden(input_ids.reshape(-1), attend.positions, attend)
+        whole = WholeSequences([length] * rows, shape=self.shape, device=self.device)
+        hidden = self.hidden(input_ids.reshape(-1), whole.positions, whole)
         return self.project(hidden).view(rows, length, -1)
 
     def _zeros(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -155,49 +159,61 @@ class ReferenceModel:
         else:
             mlp = GatedExperts(s, names, zeros)
         return DecoderLayer(
-            input_norm=zeros(s.hidden_size),
-            attention=(LatentLayer if s.latent else GroupedAttention)(s, self._rotary, zeros, self._eps),
-            mlp_norm=zeros(s.hidden_size),
+            input_norm=self._new_norm(),
+            attention=self._new_attention(index),
+            mlp_norm=self._new_norm(),
             mlp=mlp,
             indexer=held_indexer(s, index, zeros),
         )
 
+    def _new_attention(self, index: int) -> LayerAttention:
+        s, zeros = self.shape, self._zeros
+        if index in s.delta_layers:
+            return DeltaLayer(s, zeros, self._eps, grouped=self._decoder.grouped)
+        return (LatentLayer if s.latent else GroupedAttention)(s, self._rotary, zeros, self._eps)
+
+    def _new_norm(self) -> Norm:
+        return Norm(self._zeros(self.shape.hidden_size), self._eps, zero_centered=self.shape.zero_centered)
+
     def _name_tensors(self) -> dict[str, Tensor]:
-        named = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
+        prefix = self._decoder.prefix
+        named = {f"{prefix}embed_tokens.weight": self.embedding, f"{prefix}norm.weight": self.final_norm.weight}
         if not self.shape.tie_embeddings:
-            named["lm_head.weight"] = self.head
+            named[f"{self._decoder.head}.weight"] = self.head
         for index, layer in enumerate(self.layers):
-            named |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.named().items()}
+            named |= {f"{prefix}layers.{index}.{name}": tensor for name, tensor in layer.named().items()}
         return named
 
 
-class CausalAttention:
+class WholeSequences(Context):
     """Causal attention inside each of P whole sequences, given as one flat list of N tokens without padding.
 
-    ``positions`` [N] counts from 0 in each sequence. With ``keep`` (a dtype), it stores every layer's rotated keys and
-    values in ``kept`` [2 * layers, P, longest, K, D]: all keys, then all values; each sequence at the END of its row,
-    with zeros before it.
+    ``positions`` [N] counts from 0 in each sequence. With ``keep`` (a dtype), ``prefix`` gets what they leave behind.
     """
 
     def __init__(
         self, lengths: Sequence[int], *, shape: ModelShape, device: torch.device, keep: torch.dtype | None = None
     ) -> None:
-        counts = torch.tensor(lengths, device=device)
+        self._lengths = torch.tensor(lengths, device=device)
         self._num, self._longest = len(lengths), max(lengths)
         self._scale, self._windows = score_scale(shape), shape.windows
         columns = torch.arange(self._longest, device=device)
-        inside = columns < counts[:, None]
+        inside = columns < self._lengths[:, None]
         self.positions = columns.expand_as(inside)[inside]
         self._from_start = inside.view(-1).nonzero().view(-1)
-        self._from_end = (columns >= self._longest - counts[:, None]).view(-1).nonzero().view(-1)
-        size = (2 * shape.num_layers if keep else 0, self._num, self._longest, shape.num_kv_heads, shape.widest_head)
-        self.kept = torch.zeros(size, dtype=keep, device=device)
+        self._from_end = (columns >= self._longest - self._lengths[:, None]).view(-1).nonzero().view(-1)
+        self._places = shape.places_of_layers
+        attending = len(shape.attention_layers) if keep else 0
+        size = (2 * attending, self._num, self._longest, shape.num_kv_heads, shape.widest_head)
+        self.prefix = Prefix(
+            torch.zeros(size, dtype=keep, device=device), DeltaStates.zeros(shape, self._num, keep, device)
+        )
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Attend among the N tokens (an `Attend`)."""
-        if len(self.kept):
-            self.kept[layer].flatten(0, 1).index_copy_(0, self._from_end, key)
-            self.kept[layer + len(self.kept) // 2].flatten(0, 1).index_copy_(0, self._from_end, value)
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:  # noqa: D102
+        if len(columns := self.prefix.columns):
+            place = self._places[layer]
+            columns[place].flatten(0, 1).index_copy_(0, self._from_end, key)
+            columns[place + len(columns) // 2].flatten(0, 1).index_copy_(0, self._from_end, value)
         # Padding stands behind each sequence, where no earlier query looks: causality is all the mask it needs.
         q, k, v = (self._pad(x).transpose(1, 2) for x in (query, key, value))
         window = self._windows[layer] if self._windows else 0
@@ -208,6 +224,12 @@ class CausalAttention:
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=True
         )
         return mixed.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, self._from_start)
+
+    def remember(self, layer: int, x: Tensor, taps: Tensor, decay: Tensor, beta: Tensor) -> Tensor:  # noqa: D102
+        padded, logs, betas = (self._pad(part) for part in (x, decay, beta))
+        states = self.prefix.remembered
+        out = remember_whole(padded, taps, logs, betas, states, self._places[layer], self._lengths)
+        return out.flatten(0, 1).index_select(0, self._from_start)
 
     def _mask(self, window: int, sinks: Tensor | None) -> Tensor:
         """What a query sees, [longest, longest] bool; with ``sinks`` [Q] what to add to scores, [Q, longest, 1 +
@@ -222,7 +244,7 @@ class CausalAttention:
         return torch.cat((of_sinks, hidden.expand(len(sinks), -1, -1)), -1)
 
     def _pad(self, flat: Tensor) -> Tensor:
-        """[N, heads, D] -> [P, longest, heads, D]."""
+        """[N, ...] -> [P, longest, ...]."""
         padded = flat.new_zeros(self._num, self._longest, *flat.shape[1:])
         padded.flatten(0, 1).index_copy_(0, self._from_start, flat)
         return padded

@@ -138,6 +138,16 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderNames:
+    """How Hugging Face's files name a decoder: the ``prefix`` of all but its output layer, whose name is ``head``, and
+    whether delta nets have two matrices of inputs, ``grouped`` by key head, in place of four."""
+
+    prefix: str = "model."
+    head: str = "lm_head"
+    grouped: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Sizes of one decoder, global (not per rank), in Hugging Face's meaning.
 
@@ -228,6 +238,12 @@ class ModelShape:
     def attention_layers(self) -> tuple[int, ...]:
         """The layers that attend."""
         return tuple(layer for layer in range(self.num_layers) if layer not in self.delta_layers)
+
+    @property
+    def places_of_layers(self) -> tuple[int, ...]:
+        """Of each layer, its place among those of its kind, which attend or have a delta net."""
+        kinds = [layer in self.delta_layers for layer in range(self.num_layers)]
+        return tuple(kinds[:layer].count(kind) for layer, kind in enumerate(kinds))
 
     @property
     def active_parameters(self) -> int:

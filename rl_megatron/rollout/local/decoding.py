@@ -23,8 +23,8 @@ from torch import Tensor
 
 from rl_megatron.data.routes import encode_routes, routes_dtype
 from rl_megatron.errors import EngineError
-from rl_megatron.models.kv_cache import KVCache
-from rl_megatron.models.reference import CausalAttention, ReferenceModel
+from rl_megatron.models.kv_cache import KVCache, Prefix
+from rl_megatron.models.reference import ReferenceModel, WholeSequences
 from rl_megatron.rollout.local.noise import RouterNoise, completion_streams, prompt_streams
 from rl_megatron.rollout.local.sampling import RowSampling, choose_tokens, stream_keys, uniforms
 from rl_megatron.types import Completion, GenerationRequest, Routes, Span
@@ -78,7 +78,7 @@ def continuations_of(requests: Sequence[GenerationRequest]) -> list[Continuation
 class _Block:
     """Prompts prefilled together, and the sequences that wait for rows to continue them."""
 
-    prefix: Tensor  # [2 * layers, P, longest, K, D], each prompt without its last token, right-aligned
+    prefix: Prefix  # of each prompt without its last token
     places: Tensor
     prompts: Tensor  # of each place's sequence: the number of its prompt in ``prefix``
     started: int = 0
@@ -140,7 +140,7 @@ class Decoding:
         tokens_in, positions = self._state[_TOKEN, :padded], self._state[_POSITION, :padded]
         routes = self._room(padded) if self._out_routes is not None else None
         noise = self._noise_of_rows(padded) if self._any_noise else None
-        hidden = self._model.hidden(tokens_in, positions, self._cache.attend, routes, noise)
+        hidden = self._model.hidden(tokens_in, positions, self._cache, routes, noise)
         state = self._state[:, : self._active]
         logits = self._model.project(hidden)[: self._active]
         inverse_temperature, top_p, greedy, top_k, min_p = self._sampling[:, : self._active].unsqueeze(-1)
@@ -322,20 +322,20 @@ class Decoding:
             sequences += len(taken[-1].places)
         shape, device = self._model.shape, self._model.device
         lengths = [one.prefix_length for one in taken]
-        attend = CausalAttention(lengths, shape=shape, device=device, keep=self._model.dtype)
+        whole = WholeSequences(lengths, shape=shape, device=device, keep=self._model.dtype)
         prompts = [token for one in taken for token in one.request.token_ids[:-1]]
         routes = None if self._out_routes is None else self._room(len(prompts))
         if prompts:
             tokens, noise = torch.tensor(prompts, device=device), None
             if self._any_noise:
-                noise = self._noise_of_prompts(taken, attend.positions)
-            self._model.hidden(tokens, attend.positions, attend, routes, noise)
+                noise = self._noise_of_prompts(taken, whole.positions)
+            self._model.hidden(tokens, whole.positions, whole, routes, noise)
         if routes is not None:
             for one, its_own in zip(taken, routes.split(lengths), strict=True):
                 self._prompt_routes |= dict.fromkeys(one.places, its_own)
         counts = torch.tensor([len(one.places) for one in taken], device=device)
         return _Block(
-            prefix=attend.kept,
+            prefix=whole.prefix,
             places=torch.tensor([place for one in taken for place in one.places], device=device),
             prompts=torch.arange(len(taken), device=device).repeat_interleave(counts),
         )
@@ -364,7 +364,7 @@ class Decoding:
             waited = slice(block.started, block.started + num)
             places, prompts = block.places[waited], block.prompts[waited]
             state = self._initial[:, places]
-            self._cache.insert(rows.start, self._clock, block.prefix.index_select(1, prompts), state[_POSITION])
+            self._cache.insert(rows.start, self._clock, block.prefix.of(prompts), state[_POSITION])
             self._state[:, rows] = state
             self._state[_OLDEST, rows] = self._clock - state[_POSITION]
             self._sampling[:, rows] = self._initial_sampling[:, places]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl_megatron.errors import EngineError
 from rl_megatron.models.kv_cache import KVCache
-from rl_megatron.models.reference import CausalAttention, ReferenceModel
+from rl_megatron.models.reference import ReferenceModel, WholeSequences
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability import activity
 from rl_megatron.rollout.local.decoding import Decoding, continuations_of
@@ -29,8 +29,9 @@ class LocalEngine:
         self, shape: ModelShape, *, slots: int, dtype: torch.dtype, device: torch.device | str, max_length: int
     ) -> None:
         family = family_of(shape)
-        self.model = ReferenceModel(shape, dtype=dtype, device=device, max_length=max_length, names=family.names)
-        self._tensors = {family.prefix + name: tensor for name, tensor in self.model.tensors.items()}
+        self.model = ReferenceModel(
+            shape, dtype=dtype, device=device, max_length=max_length, names=family.names, decoder=family.decoder
+        )
         self.version: int | None = 0
         self._slots, self.max_length = slots, max_length
         self._cache: KVCache | None = None
@@ -38,7 +39,7 @@ class LocalEngine:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Every Hugging Face tensor, as a view to write in place between calls of `generate`."""
-        return self._tensors
+        return self.model.tensors
 
     def withdraw(self) -> None:
         """Stop serving until `serve`, because ``tensors`` are being written."""
@@ -84,8 +85,8 @@ class LocalEngine:
                 f"a text of {length} tokens: give 1 to {self.max_length} token ids in [0, {vocabulary}) to score"
             )
         text = torch.tensor(token_ids, device=self.model.device)
-        attend = CausalAttention([length], shape=self.model.shape, device=self.model.device)
-        hidden = self.model.hidden(text, attend.positions, attend)[:-1]
+        whole = WholeSequences([length], shape=self.model.shape, device=self.model.device)
+        hidden = self.model.hidden(text, whole.positions, whole)[:-1]
         parts = []
         for rows, targets in zip(hidden.split(_SCORED_ROWS), text[1:].split(_SCORED_ROWS), strict=True):
             logprobs = self.model.project(rows).log_softmax(-1)

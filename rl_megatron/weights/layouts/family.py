@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.shape import ExpertNames, ModelShape
+from rl_megatron.models.shape import DecoderNames, ExpertNames, ModelShape
 from rl_megatron.weights.layouts.layout import ParamSpec
 
 Reader = Callable[[dict[str, Any], Path], ModelShape]
@@ -28,7 +28,8 @@ class Family:
     ``megatron`` and, if plans support engines with it, ``engine``; ``stacked`` has them for files with one tensor
     for all experts of a layer, `STACK` in its name, if there are any. ``serves``: the in-process engine
     ``rollout.local`` can sample from it, because the parts of its layers are among those of `ReferenceModel`, under the
-    same names but for experts', which are ``names``, and a ``prefix`` of all. Raises ConfigError if a table is missing.
+    same names but for experts', which are ``names``, and what ``decoder`` says. Raises ConfigError if a table is
+    missing.
     """
 
     model_types: tuple[str, ...]
@@ -37,7 +38,7 @@ class Family:
     stacked: Mapping[str, Sequence[ParamSpec]] | None = None
     serves: bool = False
     names: ExpertNames = field(default_factory=ExpertNames)
-    prefix: str = ""
+    decoder: DecoderNames = field(default_factory=DecoderNames)
 
     def __post_init__(self) -> None:
         missing = {"hf", "megatron"} - self.tables.keys()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.models import mlp
+from rl_megatron.models.attention import Context
 from rl_megatron.models.kv_cache import KVCache
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.local import engine as local
@@ -170,9 +171,8 @@ def test_routers_that_round_otherwise(policy: Policy, monkeypatch: pytest.Monkey
 def offset_when_decoding(engine: Embedded) -> None:
     inner = engine.engine.model.hidden
 
-    def hidden(tokens: Tensor, positions: Tensor, attend: object, *others: Tensor | None) -> Tensor:
-        decoding = getattr(attend, "__self__", None).__class__ is KVCache
-        return inner(tokens, positions + int(decoding), attend, *others)  # type: ignore[arg-type]
+    def hidden(tokens: Tensor, positions: Tensor, context: Context, *others: Tensor | None) -> Tensor:
+        return inner(tokens, positions + int(isinstance(context, KVCache)), context, *others)  # type: ignore[arg-type]
 
     engine.engine.model.hidden = hidden  # type: ignore[method-assign]
 

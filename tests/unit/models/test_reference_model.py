@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_megatron.models import experts, kv_cache
+from rl_megatron.models.delta import DeltaStates
 from rl_megatron.models.experts import PackedExperts, all_experts, grouped_experts
-from rl_megatron.models.kv_cache import KVCache
+from rl_megatron.models.kv_cache import KVCache, Prefix
 from rl_megatron.models.reference import ReferenceModel
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.layouts.families import read_shape
@@ -141,6 +142,7 @@ def test_ring_cache_equals_full_attention_across_wraps_moves_and_late_rows(
     )  # fmt: skip
     generator = torch.Generator().manual_seed(5)
     cache = KVCache(shape, rows=3, columns=9, dtype=torch.float64, device=torch.device("cpu"))
+    nothing = DeltaStates.zeros(shape, 1, torch.float64, torch.device("cpu"))
     history: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # of each active row: its (key, value) so far
     for clock in range(5, 35):
         if len(history) == 3 and clock % 2:  # the oldest row (by age) leaves; the last takes its place
@@ -152,7 +154,7 @@ def test_ring_cache_equals_full_attention_across_wraps_moves_and_late_rows(
             length = clock % 4
             prefix = torch.zeros(2, 1, 3, 2, 4, dtype=torch.float64)
             prefix[:, :, 3 - length :] = torch.randn(2, 1, length, 2, 4, generator=generator, dtype=torch.float64)
-            cache.insert(len(history), clock, prefix, torch.tensor([length]))
+            cache.insert(len(history), clock, Prefix(prefix, nothing), torch.tensor([length]))
             history.append([(prefix[0, 0, i], prefix[1, 0, i]) for i in range(3 - length, 3)])
         num = len(history)
         query = torch.randn(num, 4, 4, generator=generator, dtype=torch.float64)

@@ -28,9 +28,9 @@ VOCABULARY = 61
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Any, LocalEngine]:
     theirs = save_model(request.param, tmp_path)
     shape = read_shape(tmp_path)
-    engine = LocalEngine(shape, slots=4, dtype=torch.float32, device="cpu", max_length=64)
-    held = load_file(tmp_path / "model.safetensors")
-    checkpoint = {name: tensor for name, tensor in held.items() if not is_draft(name, shape)}
+    engine = LocalEngine(shape, slots=4, dtype=torch.float32, device="cpu", max_length=128)
+    saved = load_file(tmp_path / "model.safetensors")
+    checkpoint = {name: tensor for name, tensor in saved.items() if not is_draft(name, shape)}
     assert {n: t.shape for n, t in engine.tensors.items()} == {n: t.shape for n, t in checkpoint.items()}
     for name, tensor in checkpoint.items():
         engine.tensors[name].copy_(tensor)
@@ -85,14 +85,11 @@ def test_what_it_samples_has_the_log_probs_and_routes_of_transformers(served: tu
 
 def test_logits_of_whole_texts_are_those_of_transformers(served: tuple[str, Any, LocalEngine]) -> None:
     _, theirs, engine = served
-    ids = torch.randint(0, VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(2))
+    length = 80 if engine.model.shape.delta else 40  # two of a delta net's chunks; from 140 on rounding is 1e-3
+    ids = torch.randint(0, VOCABULARY, (3, length), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         torch.testing.assert_close(engine.model.logits(ids), theirs(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_every_family_is_served_but_those_with_delta_nets() -> None:
-    assert {kind for kind, family in FAMILIES.items() if not family.serves} == {
-        "qwen3_next",
-        "qwen3_5_moe_text",
-        "qwen3_5_moe",
-    }
+def test_every_family_is_served() -> None:
+    assert [kind for kind, family in FAMILIES.items() if not family.serves] == []

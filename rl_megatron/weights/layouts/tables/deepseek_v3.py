@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rl_megatron.models.families import deepseek_v3
-from rl_megatron.models.shape import Indexer, LatentAttention, ModelShape
+from rl_megatron.models.shape import DecoderNames, Indexer, LatentAttention, ModelShape
 from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.layout import Band, ParamSpec, Piece
 from rl_megatron.weights.layouts.tables.blocks import Block, decoder, dense_mlp, experts
@@ -228,6 +228,6 @@ KIMI_K25 = Family(
         for layout, rows in decoder(_latent_attention(), dense_mlp(), _EXPERTS).items()
     },
     serves=True,
-    prefix=_INSIDE,
+    decoder=DecoderNames(prefix=_INSIDE + "model.", head=_INSIDE + "lm_head"),
 )
 GLM4_MOE_LITE = Family(model_types=("glm4_moe_lite",), read=deepseek_v3.read_glm, tables=_TABLES, serves=True)

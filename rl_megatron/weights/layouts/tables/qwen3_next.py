@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rl_megatron.models.families import qwen3_next
-from rl_megatron.models.shape import DeltaNet, ExpertNames, ModelShape
+from rl_megatron.models.shape import DecoderNames, DeltaNet, ExpertNames, ModelShape
 from rl_megatron.weights.layouts.family import STACK, Family
 from rl_megatron.weights.layouts.layout import Axis, Band, ParamSpec, Piece
 from rl_megatron.weights.layouts.tables.blocks import Block, Tables, attention, decoder, experts, moe_layers
@@ -206,7 +206,9 @@ QWEN3_NEXT = Family(
         _EXPERTS,
         planned=False,
     ),
+    serves=True,
     names=_NAMES,
+    decoder=DecoderNames(grouped=True),
 )
 _MLP, _FFN = LAYER + "mlp.", DECODER + "mlp."
 _STACKS: tuple[tuple[str, Others], ...] = (
@@ -244,11 +246,13 @@ def _text(experts_block: Block) -> Tables:
     return decoder(_gated_attention(), _delta_net(inputs, _apart), experts_block, planned=False)
 
 
+_INSIDE = "model.language_model."
+
+
 def _inside(tables: Tables) -> Tables:
     """The tables of a text model beside a tower for images."""
     return {
-        layout: tuple(under("model.language_model.", row, named_so=layout == "hf") for row in rows)
-        for layout, rows in tables.items()
+        layout: tuple(under(_INSIDE, row, named_so=layout == "hf") for row in rows) for layout, rows in tables.items()
     }
 
 
@@ -258,6 +262,7 @@ QWEN3_5_MOE_TEXT = Family(
     read=qwen3_next.read,
     tables=_APART_EXPERTS,
     stacked=_STACKED_EXPERTS,
+    serves=True,
     names=_NAMES,
 )
 QWEN3_5_MOE = Family(
@@ -265,5 +270,7 @@ QWEN3_5_MOE = Family(
     read=qwen3_next.read_text_model,
     tables=_inside(_APART_EXPERTS),
     stacked=_inside(_STACKED_EXPERTS),
+    serves=True,
     names=_NAMES,
+    decoder=DecoderNames(prefix=_INSIDE),
 )
