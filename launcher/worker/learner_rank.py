@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -213,10 +213,13 @@ class Worker(RankModels):
             return error
 
     def export(self, folder: Path) -> None:
-        """Write the version pushed last as a Hugging Face folder."""
-        from rl_megatron.weights.checkpoints.safetensors_io import write_folder
+        """Write the version pushed last as a Hugging Face folder, with the draft layers from which the run started."""
+        from rl_megatron.weights.checkpoints.safetensors_io import WithDrafts, write_folder
 
-        write_folder(self._held, self._model_folder, folder)
+        tensors: Mapping[str, Tensor] = self._held
+        if self._made_up is None and not self._shape.scores:
+            tensors = WithDrafts(tensors, self._model_folder, self._dtype, self._config.learner.model)
+        write_folder(tensors, self._model_folder, folder)
 
     def checksums(self) -> dict[str, int]:
         """The checksum of each Hugging Face tensor that a push wrote here, as the engine holds it."""

@@ -161,9 +161,10 @@ class ModelShape:
     Latent attention with an ``indexer`` is computed for sequences of at most ``longest`` positions.
     With ``stacked_experts`` files and learner have one tensor for all experts of a layer; others, one for each.
     ``expert_bias`` and ``clamped_swiglu`` (the limit, 0 for plain SwiGLU) are gpt-oss's. Some checkpoints have
-    ``draft_layers`` behind the decoder, for multi-token prediction, and tensors whose names begin with one of
-    ``beside``, of such layers or of a tower for images; nothing here reads or writes them. A model that
-    ``scores`` has one output in place of the vocabulary's: transformers' ``…ForSequenceClassification`` with one label.
+    ``draft_layers`` behind the decoder, for multi-token prediction (DeepSeek-V3, arXiv:2412.19437); with ``drafts`` the
+    model has them too, each like the decoder's last layer, else they are left aside. Tensors whose names begin with one
+    of ``beside``, of draft layers without rows or of a tower for images, are never read. A model that ``scores`` has
+    one output in place of the vocabulary's: transformers' ``…ForSequenceClassification`` with one label.
 
     ``family`` is the ``model_type`` of config.json. ``family_at`` names the definition of a family of the user's own,
     as ``package.module:name``, so that every process that gets the shape can import it.
@@ -207,6 +208,7 @@ class ModelShape:
     zero_centered: bool = False
     draft_layers: int = 0
     beside: tuple[str, ...] = ()
+    drafts: bool = False
     scores: bool = False
 
     @property
@@ -228,6 +230,11 @@ class ModelShape:
     def moe_layers(self) -> range:
         """The layers with experts."""
         return range(self.dense_layers if self.num_experts else self.num_layers, self.num_layers)
+
+    @property
+    def drafted(self) -> range:
+        """The numbers of the model's draft layers, which follow those of the decoder's."""
+        return range(self.num_layers, self.num_layers + (self.draft_layers if self.drafts else 0))
 
     @property
     def uniform(self) -> bool:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from rl_megatron.errors import CheckpointError
+from rl_megatron.models.json_files import JsonFields, read_json
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.kind import is_megatron, total_bytes
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
 
 _BESIDE = ("_scale_inv", "_scales", "_scale", ".weight_shape")  # a weight that is quantised
+_ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # of peft
+_PEFT = re.compile(r"\.(\w+)\.(lora_\w+)(\.weight)?$")  # linear, matrix
+_LAYER = re.compile(r"^(mtp\.|model\.|model\.language_model\.)layers\.(\d+)\.")
+_DRAFTS = "model: draft layers"
+_Held = tuple[str, str, str, tuple[int, ...]]  # name, part, dtype, shape
 _STATE = {  # megatron's optimizer state, by the prefix of its names
     "optimizer.state.param.": "optimizer: float32 weights",
     "optimizer.state.exp_avg_sq.": "optimizer: second moments",
@@ -41,45 +48,93 @@ class Contents:
     parts: tuple[Part, ...]
 
 
-def contents(folder: Path) -> Contents:
-    """The contents of a Hugging Face folder or a megatron ``torch_dist`` checkpoint.
+class _TextLayers(JsonFields):
+    num_hidden_layers: int | None = None
 
-    Raises CheckpointError if it is torn, ConfigError if it is neither.
+
+class _Layers(_TextLayers):
+    text_config: _TextLayers | None = None  # of a text model in the folder of one that sees
+
+
+class _AdapterFields(JsonFields):
+    peft_type: str
+    base_model_name_or_path: str | None = None
+    r: int | None = None
+    lora_alpha: float | None = None
+
+
+def contents(folder: Path) -> Contents:
+    """The contents of a Hugging Face folder, a megatron ``torch_dist`` checkpoint, or a folder of peft's adapters.
+
+    Raises CheckpointError if it is torn, ConfigError if it is none of these.
     """
-    megatron = is_megatron(folder)
-    held = _megatron(folder) if megatron else _hugging_face(folder)
+    if (folder / _ADAPTER).is_file():
+        return _adapters(folder)
+    megatron, facts = is_megatron(folder), _model(folder)
+    layers = _num_layers(folder)
+    held = list(_megatron(folder, layers) if megatron else _hugging_face(folder, layers))
+    facts = {**facts, **(_megatron_facts(folder) if megatron else _hugging_face_facts(folder))}
+    drafts = sorted({draft for name, *_ in held if (draft := _draft_of(name, layers)) is not None})
+    if drafts:
+        facts["draft layers"] = ", ".join(drafts)
+    parts = [(what, dtype, shape) for _, what, dtype, shape in held]
+    return _told("megatron torch_dist" if megatron else "Hugging Face", folder, facts, parts)
+
+
+def _told(
+    kind: str, folder: Path, facts: Mapping[str, str], held: Sequence[tuple[str, str, tuple[int, ...]]]
+) -> Contents:
     parts: dict[tuple[str, str], tuple[int, int]] = {}
     for what, dtype, shape in held:
         count, parameters = parts.get((what, dtype), (0, 0))
         parts[what, dtype] = count + 1, parameters + prod(shape)
-    facts = {**_model(folder), **(_megatron_facts(folder) if megatron else _hugging_face_facts(folder))}
     return Contents(
-        kind="megatron torch_dist" if megatron else "Hugging Face",
+        kind=kind,
         facts=(*facts.items(), ("size", f"{total_bytes(folder):,} bytes of weights in all files")),
         parts=tuple(Part(what=w, dtype=d, tensors=n, parameters=p) for (w, d), (n, p) in sorted(parts.items())),
     )
 
 
-def _hugging_face(folder: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def _adapters(folder: Path) -> Contents:
+    """Low-rank adapters (arXiv:2106.09685) as peft writes them."""
+    told = read_json(folder / _ADAPTER, _AdapterFields, CheckpointError)
+    if not (folder / _ADAPTER_WEIGHTS).is_file():
+        raise CheckpointError(f"{folder}: {_ADAPTER} is there, and {_ADAPTER_WEIGHTS} is not; fetch it again")
+    entries = read_header(MappedFile(folder / _ADAPTER_WEIGHTS))
+    named = {name: _PEFT.search(name) for name in entries}
+    linears = sorted({match[1] for match in named.values() if match})
+    facts = {
+        "base model": told.base_model_name_or_path or "not named",
+        "rank and alpha": f"{told.r} and {told.lora_alpha:g}" if told.r and told.lora_alpha else "not given",
+        "linears": ", ".join(linears) or "none",
+    }
+    held = [
+        (f"adapter: {match[2]}" if (match := named[name]) else "adapter: other", str(entry.dtype), entry.shape)
+        for name, entry in entries.items()
+    ]
+    return _told(f"adapters ({told.peft_type}, peft)", folder, facts, held)
+
+
+def _hugging_face(folder: Path, layers: int | None) -> Iterator[_Held]:
     for name in weight_files(folder)[0]:
         for tensor, entry in read_header(MappedFile(folder / name)).items():
-            what = "scales of quantised weights" if tensor.endswith(_BESIDE) else _kind(tensor)
-            yield what, str(entry.dtype), entry.shape
+            what = "scales of quantised weights" if tensor.endswith(_BESIDE) else _kind(tensor, layers)
+            yield tensor, what, str(entry.dtype), entry.shape
 
 
-def _megatron(folder: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def _megatron(folder: Path, layers: int | None) -> Iterator[_Held]:
     sizes, chunks = read_index(folder)
     dtypes = {chunk.key: str(chunk.dtype) for chunk in chunks}
     for key, size in sizes.items():
         what = next((what for start, what in _STATE.items() if key.startswith(start)), None)
-        other = "optimizer: other" if key.startswith("optimizer.") else _kind(key)
-        yield what or other, dtypes.get(key, "no chunk"), size
+        other = "optimizer: other" if key.startswith("optimizer.") else _kind(key, layers)
+        yield key, what or other, dtypes.get(key, "no chunk"), size
 
 
-def _kind(name: str) -> str:
-    """The part of a model that a tensor belongs to, by either kind's names."""
-    if name.startswith("mtp."):
-        return "beside the model: draft layers"
+def _kind(name: str, layers: int | None) -> str:
+    """The part of a model that a tensor belongs to, by either kind's names; the decoder has so many ``layers``."""
+    if _draft_of(name, layers) is not None or name.startswith("mtp."):
+        return _DRAFTS
     if name.startswith(("model.visual.", "vision_tower.", "mm_projector.")):
         return "beside the model: a tower"
     if ".lora_" in name:
@@ -91,6 +146,22 @@ def _kind(name: str) -> str:
         if "embed" in name or name.startswith(("lm_head", "language_model.lm_head", "output_layer"))
         else ("model: the rest")
     )
+
+
+def _draft_of(name: str, layers: int | None) -> str | None:
+    """The name of the draft layer, for multi-token prediction, that a tensor belongs to."""
+    found = _LAYER.match(name)
+    if found is None or not (found[1] == "mtp." or (layers is not None and int(found[2]) >= layers)):
+        return None
+    return found[0].removesuffix(".")
+
+
+def _num_layers(folder: Path) -> int | None:
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    told = read_json(path, _Layers, CheckpointError)
+    return told.num_hidden_layers or (told.text_config.num_hidden_layers if told.text_config else None)
 
 
 def _model(folder: Path) -> Mapping[str, str]:

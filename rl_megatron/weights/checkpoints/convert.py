@@ -16,6 +16,7 @@ from pathlib import Path
 from rl_megatron.digests import digest_of
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies, write_safetensors
@@ -43,8 +44,9 @@ from rl_megatron.weights.formats.hf_folder import (
     is_draft,
     weight_files,
 )
-from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
+from rl_megatron.weights.layouts.families import family_of, hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.tables.drafts import has_draft_rows
 from rl_megatron.weights.plans.plan import plan
 
 _ALL = Share()
@@ -70,7 +72,7 @@ def hf_to_megatron(
     """
     if dtype is DType.F8_E4M3:
         raise ConfigError("dtype=float8_e4m3fn: a megatron checkpoint cannot hold block scales; set another dtype")
-    shape = read_shape(source, family)
+    shape = converted_shape(source, family=family)
     hf, megatron = hf_layout(shape), megatron_layout(shape)  # the order of rows on one rank is that of any file
     stored, files = hf_copies(source, shape, dtype)
     home = {tensor.name: tensor for tensor in in_dtype(stored, dtype, hf)}
@@ -86,13 +88,14 @@ def hf_to_megatron(
         for name, size in megatron.local_shapes(0).items()
     ]
     sinks = [
-        Sink(name=f"__{i}_0.distcp", tensors=tuple(group), write=partial(write_chunks, stacked=shape.uniform))
+        Sink(name=f"__{i}_0.distcp", tensors=tuple(group), write=partial(write_chunks, shape=shape))
         for i, group in enumerate(in_files(tensors, shard_bytes))
     ]
 
     def finish(folder: Path, notes: Mapping[str, list[dict[str, object]]]) -> None:
-        index_files(folder, sinks, notes, stacked=shape.uniform)
-        config = config_text(source, {str(dtype)} if dtype else set(), stacked=shape.stacked_experts)
+        index_files(folder, sinks, notes, shape)
+        written = {str(dtype)} if dtype else set()
+        config = config_text(source, written, drafts=shape.drafts, stacked=shape.stacked_experts)
         _copy_companions(source, folder, config)
 
     options = options_of(source, family, dtype, shard_bytes)
@@ -116,7 +119,7 @@ def megatron_to_hf(
     layers to block-scaled float8, and keeps other tensors as they are stored. Raises as `hf_to_megatron`.
     """
     companion = config or source
-    shape = held_shape(source, read_shape(companion, family))
+    shape = converted_shape(source, config, family)
     quantise = dtype is DType.F8_E4M3
     stored, files = megatron_copies(source, shape)
     plain = stored if quantise else in_dtype(stored, dtype, hf_layout(shape))
@@ -128,7 +131,7 @@ def megatron_to_hf(
         tensors,
         files,
         companion=companion,
-        config=config_text(companion, {str(plain[0].dtype)}, quantization),
+        config=config_text(companion, {str(plain[0].dtype)}, quantization, drafts=shape.drafts),
         options=options_of(companion, family, dtype, shard_bytes),
         shard_bytes=shard_bytes,
         on_bytes=on_bytes,
@@ -177,25 +180,48 @@ def options_of(companion: Path, family: str | None, dtype: DType | None, shard_b
     return {"config": config, "family": family, "dtype": dtype, "shard_bytes": shard_bytes}
 
 
+def converted_shape(source: Path, config: Path | None = None, family: str | None = None) -> ModelShape:
+    """The sizes of the model of a checkpoint of either kind, with the draft layers that it holds.
+
+    Those of a family that has no rows for them are left out. ``config`` is a folder with config.json if ``source`` has
+    none. Raises as `read_shape` does.
+    """
+    shape = read_shape(config or source, family)
+    shape = held_shape(source, shape) if is_megatron(source) else shape
+    if not shape.draft_layers or not has_draft_rows(family_of(shape).tables["megatron"]):
+        return shape
+    held = has_draft(read_index(source)[0]) if is_megatron(source) else bool(_drafts(source, shape))
+    return replace(shape, drafts=held)
+
+
 def left_out(source: Path, config: Path | None = None, family: str | None = None) -> str | None:
     """A line to show about tensors in ``source`` that are never converted; None if there are none.
 
     ``config`` is a folder with config.json if ``source`` has none.
     """
-    told = "multi-token prediction is not trained and not converted; the new config.json has none"
+    shape = converted_shape(source, config, family)
+    if shape.drafts:
+        return None
+    told = "draft layers of this family are neither trained nor converted; the new config.json has none"
     if is_megatron(source):
         return f"mtp: {told}" if has_draft(read_index(source)[0]) else None
-    shape = read_shape(config or source, family)
-    if not shape.draft_layers and not shape.beside:
+    found = _drafts(source, shape)
+    if not found:
         return None
+    if any(name.startswith("model.visual") for name in found):
+        told = "only the text model is trained and converted; the new folder has neither draft layers nor towers"
+    return f"{', '.join(found)}: {told}"
+
+
+def _drafts(source: Path, shape: ModelShape) -> list[str]:
+    """The draft layers, and the prefixes beside the model, of which a Hugging Face folder holds a tensor."""
+    if not shape.draft_layers and not shape.beside:
+        return []
     files, placed = weight_files(source)
     names = placed or read_header(MappedFile(source / files[0]))
     held = [prefix.rstrip(".") for prefix in shape.beside if any(name.startswith(prefix) for name in names)]
-    if set(held) - {"mtp"}:
-        told = "only the text model is trained and converted; the new folder has neither draft layers nor towers"
     drafts = {name.split(".")[2] for name in names if is_draft(name, shape) and not name.startswith(shape.beside)}
-    found = [*held, *(f"model.layers.{layer}" for layer in sorted(drafts, key=int))]
-    return f"{', '.join(found)}: {told}" if found else None
+    return [*held, *(f"model.layers.{layer}" for layer in sorted(drafts, key=int))]
 
 
 def hf_tensors(folder: Path, config: Path | None = None, family: str | None = None) -> tuple[list[Copy], Files]:
@@ -203,20 +229,18 @@ def hf_tensors(folder: Path, config: Path | None = None, family: str | None = No
 
     ``config`` is a folder with config.json if ``folder`` has none. Raises as `hf_to_megatron`.
     """
-    shape = read_shape(config or folder, family)
-    if is_megatron(folder):
-        return megatron_copies(folder, held_shape(folder, shape))
-    return hf_copies(folder, shape, None)
+    shape = converted_shape(folder, config, family)
+    return megatron_copies(folder, shape) if is_megatron(folder) else hf_copies(folder, shape, None)
 
 
-def _keeping_dtype(layout: Layout) -> set[str]:
+def keeping_dtype(layout: Layout) -> set[str]:
     """Names of tensors that a conversion of dtypes leaves alone."""
     return set(replace(layout, table=[row for row in layout.table if row.keeps_dtype]).local_shapes(0))
 
 
 def in_dtype(tensors: Sequence[Copy], dtype: DType | None, layout: Layout) -> list[Copy]:
     """The tensors in ``dtype``, except those whose row of ``layout`` keeps its dtype."""
-    exact = _keeping_dtype(layout)
+    exact = keeping_dtype(layout)
     return [tensor if tensor.name in exact else _cast(tensor, dtype) for tensor in tensors]
 
 

@@ -18,7 +18,7 @@ from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import Entry, MappedFile, header_bytes
 from rl_megatron.weights.checkpoints.streaming import Copy, Files, Fragment, OnBytes, Sliceable, Streamed, numbers
 from rl_megatron.weights.formats.hf_folder import (
-    is_draft,
+    is_left_aside,
     raise_misfits,
     raise_uncounted,
     read_headers,
@@ -34,7 +34,7 @@ def hf_copies(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[lis
     """
     headers = read_headers(source)
     files = Files([source / name for name in dict.fromkeys(name for name, _ in headers.entries.values())])
-    weights = {name: size for name, size in headers.shapes.items() if not is_draft(name, shape)}
+    weights = {name: size for name, size in headers.shapes.items() if not is_left_aside(name, shape)}
     layout = hf_layout(shape)
     raise_uncounted(source, len(weights), layout)
     raise_misfits(str(source), weights, layout.local_shapes(0))

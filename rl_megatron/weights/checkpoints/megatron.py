@@ -114,24 +114,24 @@ def _box(chunk: Chunk, home: Home) -> Box:
 
 
 def write_chunks(
-    file: IO[bytes], tensors: Sequence[Streamed], on_bytes: OnBytes, *, stacked: bool
+    file: IO[bytes], tensors: Sequence[Streamed], on_bytes: OnBytes, *, shape: ModelShape
 ) -> list[dict[str, object]]:
     """Write one file, and return notes of where each tensor lies in it."""
     notes: list[dict[str, object]] = []
     for tensor in tensors:
         start = file.tell()
-        _, index = place_of(tensor.name, stacked=stacked)
-        shape = (*(1 for _ in index), *tensor.shape)
-        notes.append({"start": start, "length": write_tensor(file, tensor.dtype, shape, numbers(tensor, on_bytes))})
+        _, index = place_of(tensor.name, shape)
+        size = (*(1 for _ in index), *tensor.shape)
+        notes.append({"start": start, "length": write_tensor(file, tensor.dtype, size, numbers(tensor, on_bytes))})
     return notes
 
 
 def index_files(
-    folder: Path, sinks: Sequence[Sink], notes: Mapping[str, list[dict[str, object]]], *, stacked: bool
+    folder: Path, sinks: Sequence[Sink], notes: Mapping[str, list[dict[str, object]]], shape: ModelShape
 ) -> None:
     """Write the index of the files of ``sinks``, from the notes of `write_chunks`."""
     chunks = [
-        _noted_chunk(sink.name, tensor, place_of(tensor.name, stacked=stacked), note)
+        _noted_chunk(sink.name, tensor, place_of(tensor.name, shape), note)
         for sink in sinks
         for tensor, note in zip(sink.tensors, notes[sink.name], strict=True)
     ]

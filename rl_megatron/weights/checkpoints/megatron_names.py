@@ -18,15 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_megatron.errors import WeightError
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.formats.hf_folder import raise_lines
 from rl_megatron.weights.layouts.layout import Layout
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+_DRAFTED = re.compile(r"^mtp\.layers\.(\d+)\.(transformer_layer\.)?(.*)$")
 _EXPERT = re.compile(r"^mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 _HALVES = ("_w", "_v")  # of SwiGLU's first matrix: gate, up
-_DRAFT = "mtp."  # layers for multi-token prediction
+_DRAFT = "mtp."
 _STATE = re.compile(r"(chained_\d+\.)?optimizer\.|.*\._extra_state\b")
 _FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)
 
@@ -41,29 +43,34 @@ class Home:
     rows: int | None = None  # None: all
 
 
-def place_of(param: str, *, stacked: bool) -> tuple[str, Shape]:
-    """The stacked tensor and leading indices of a parameter with a global name (weights/layouts/tables).
+def place_of(param: str, shape: ModelShape) -> tuple[str, Shape]:
+    """The stacked tensor and leading indices as which we write a parameter with a global name (weights/layouts/tables).
 
-    ``stacked`` says whether layers are stacked; experts always are. So we write it.
+    Layers are stacked if all have the same parts, experts always. Draft layers are not, and are numbered from 0.
     """
-    layer = _LAYER.match(param)
-    if layer is None:
-        return param, ()
-    prefix, index = ("decoder.layers.", (int(layer[1]),)) if stacked else (f"decoder.layers.{layer[1]}.", ())
-    expert = _EXPERT.match(layer[2])
-    if expert is None:
-        return prefix + layer[2], index
-    return f"{prefix}mlp.experts.experts.{expert[1]}.weight", (*index, int(expert[2]))
+    return next(_spellings(param, shape, stacked=shape.uniform))
 
 
-def _spellings(param: str) -> Iterator[tuple[str, Shape]]:
-    """Every tensor and index by which the parameter may be found."""
-    yield place_of(param, stacked=True)
-    yield place_of(param, stacked=False)
-    layer = _LAYER.match(param)
-    expert = _EXPERT.match(layer[2]) if layer else None
-    if layer and expert:
-        yield f"decoder.layers.{layer[1]}.mlp.experts.experts.{expert[2]}.{expert[1]}.weight", ()
+def _spellings(param: str, shape: ModelShape, *, stacked: bool) -> Iterator[tuple[str, Shape]]:
+    """Every tensor and index by which the parameter may be found; first with layers ``stacked``, or not."""
+    if found := _DRAFTED.match(param):
+        prefixes: list[tuple[str, Shape]] = [(f"mtp.layers.{int(found[1]) - shape.num_layers}.{found[2] or ''}", ())]
+        rest = found[3]
+    elif found := _LAYER.match(param):
+        both: list[tuple[str, Shape]] = [("decoder.layers.", (int(found[1]),)), (f"decoder.layers.{found[1]}.", ())]
+        prefixes, rest = both if stacked else both[::-1], found[2]
+    else:
+        yield param, ()
+        return
+    expert = _EXPERT.match(rest)
+    for prefix, index in prefixes:
+        if expert:
+            yield f"{prefix}mlp.experts.experts.{expert[1]}.weight", (*index, int(expert[2]))
+        else:
+            yield prefix + rest, index
+    if expert:
+        alone = next(prefix for prefix, index in prefixes if not index)
+        yield f"{alone}mlp.experts.experts.{expert[2]}.{expert[1]}.weight", ()
 
 
 def find_homes(
@@ -72,11 +79,11 @@ def find_homes(
     """The homes of every parameter of ``layout``'s only rank, among tensors of these global ``sizes`` and ``dtypes``.
 
     Raises WeightError that names each parameter that is missing, and each tensor that is misshapen, of no float dtype
-    or unknown. Optimizer state and layers for multi-token prediction are left out.
+    or unknown. Optimizer state is left out, and so are draft layers of a model without them.
     """
     params = layout.local_shapes(0)
-    homes = {param: _homes(param, shape, sizes) for param, shape in params.items()}
-    missing = sorted({place_of(param, stacked=layout.shape.uniform)[0] for param, found in homes.items() if not found})
+    homes = {param: _homes(param, layout.shape, shape, sizes) for param, shape in params.items()}
+    missing = sorted({place_of(param, layout.shape)[0] for param, found in homes.items() if not found})
     if missing:
         more = f" and {len(missing) - 20} more" if len(missing) > 20 else ""
         odd = (
@@ -99,14 +106,17 @@ def find_homes(
                 for key in sorted(used)
                 if dtypes.get(key, DType.F32) not in _FLOATS
             ),
-            *(f"{key} {sizes[key]} is unknown; the model has no such tensor" for key in _unknown(sizes, used)),
+            *(
+                f"{key} {sizes[key]} is unknown; the model has no such tensor"
+                for key in _unknown(sizes, used, drafts=layout.shape.drafts)
+            ),
         ],
     )
     return homes
 
 
-def _homes(param: str, shape: Shape, sizes: Mapping[str, Shape]) -> tuple[Home, ...]:
-    for key, index in _spellings(param):
+def _homes(param: str, model: ModelShape, shape: Shape, sizes: Mapping[str, Shape]) -> tuple[Home, ...]:
+    for key, index in _spellings(param, model, stacked=True):
         if key in sizes:
             return (Home(key=key, index=index),)
         if all(key + half in sizes for half in _HALVES):
@@ -137,10 +147,11 @@ def _misshapen(wanted: Mapping[str, Shape], sizes: Mapping[str, Shape], padded: 
             yield f"{key} has shape {have}; it should have {want}"
 
 
-def _unknown(sizes: Mapping[str, Shape], used: Set[str]) -> list[str]:
-    return sorted(key for key in sizes if key not in used and not key.startswith(_DRAFT) and not _STATE.match(key))
+def _unknown(sizes: Mapping[str, Shape], used: Set[str], *, drafts: bool) -> list[str]:
+    left = (key for key in sizes if key not in used and not _STATE.match(key))
+    return sorted(key for key in left if drafts or not key.startswith(_DRAFT))
 
 
 def has_draft(sizes: Mapping[str, Shape]) -> bool:
-    """Whether the checkpoint has layers for multi-token prediction, which no model here has."""
+    """Whether the checkpoint has draft layers, for multi-token prediction."""
     return any(key.startswith(_DRAFT) for key in sizes)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,9 @@ from torch import Tensor
 from rl_megatron.durable import publish_folder
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.weights.boxes import Box, Shape, whole_box
-from rl_megatron.weights.bytes.bits import all_numbers
+from rl_megatron.weights.bytes.bits import all_numbers, to_tensor
+from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors, keeping_dtype
+from rl_megatron.weights.checkpoints.streaming import Copy, numbers
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.formats.hf_folder import (
     INDEX,
@@ -24,13 +27,15 @@ from rl_megatron.weights.formats.hf_folder import (
     config_text,
     file_names,
     index_text,
-    is_draft,
+    is_left_aside,
     raise_misfits,
     raise_uncounted,
     read_headers,
 )
 from rl_megatron.weights.formats.quantize import read_quantised
+from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.tables.drafts import JOIN
 from rl_megatron.weights.layouts.tables.rows import SCORE
 from rl_megatron.weights.plans.plan import plan
 
@@ -86,7 +91,7 @@ def read_boxes(source: TensorSource, hf: Layout, layout: Layout, rank: int, tens
     every tensor of it, then of ``tensors``, that is missing, unknown or misshapen; nothing is written then.
     the first tensor that holds NaN or infinite values.
     """
-    given = {name: size for name, size in source.shapes().items() if not is_draft(name, hf.shape)}
+    given = {name: size for name, size in source.shapes().items() if not is_left_aside(name, hf.shape)}
     raise_uncounted(source.folder, len(given), hf)
     raise_misfits(f"{source.folder}", given, hf.local_shapes(0))
     here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -113,6 +118,42 @@ def checksums(source: HFFolder, shapes: Mapping[str, Shape], dtypes: Mapping[str
     }
 
 
+class WithDrafts(Mapping[str, Tensor]):
+    """``trained`` by Hugging Face's names, then the draft layers that ``start`` holds, a folder of either kind.
+
+    Draft layers are in ``dtype``, but for what keeps its own. They are read each time, so none stays in memory. Raises
+    as `hf_tensors`.
+    """
+
+    def __init__(
+        self, trained: Mapping[str, Tensor], start: Path, dtype: torch.dtype, family: str | None = None
+    ) -> None:
+        shape = converted_shape(start, family=family)
+        self._trained, self._dtype = trained, dtype
+        self._drafts: dict[str, Copy] = {}
+        if shape.drafts:
+            layout, without = hf_layout(shape), hf_layout(replace(shape, drafts=False))
+            self._exact = keeping_dtype(layout)
+            names = layout.local_shapes(0).keys() - without.local_shapes(0).keys()
+            found, self._files = hf_tensors(start, family=family)
+            self._drafts = {copy.name: copy for copy in found if copy.name in names}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._trained:
+            return self._trained[name]
+        copy = self._drafts[name]
+        blocks = [to_tensor(block.copy(), copy.dtype) for block in numbers(copy, lambda _: None)]
+        tensor = torch.cat(blocks).view(copy.shape)
+        return tensor if name in self._exact else tensor.to(self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._trained
+        yield from self._drafts
+
+    def __len__(self) -> int:
+        return len(self._trained) + len(self._drafts)
+
+
 def write_folder(
     tensors: Mapping[str, Tensor], source_folder: Path, out: Path, max_shard_bytes: int = 5 * 10**9
 ) -> None:
@@ -130,9 +171,9 @@ def write_folder(
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed writer
     partial.mkdir(parents=True)
     try:
-        _write_tensors(tensors, partial, max_shard_bytes)
-        dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
-        (partial / "config.json").write_text(config_text(source_folder, dtypes, scores=SCORE in tensors))
+        dtypes = _write_tensors(tensors, partial, max_shard_bytes)
+        drafts = any(name.endswith(JOIN) for name in tensors)
+        (partial / "config.json").write_text(config_text(source_folder, dtypes, drafts=drafts, scores=SCORE in tensors))
         for path in companions(source_folder):
             shutil.copyfile(path, partial / path.name)
         publish_folder(partial, out)
@@ -140,22 +181,27 @@ def write_folder(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_tensors(tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int) -> None:
+def _write_tensors(tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int) -> set[str]:
+    """Returns torch's names of the tensors' dtypes."""
     shards: list[list[str]] = []
-    free = 0
+    free = total = 0
+    dtypes: set[str] = set()
     for name, tensor in tensors.items():
         if not shards or tensor.nbytes > free:
             shards.append([])
             free = max_shard_bytes
         shards[-1].append(name)
         free -= tensor.nbytes
+        total += tensor.nbytes
+        dtypes.add(str(tensor.dtype).removeprefix("torch."))
     weight_map: dict[str, str] = {}
     for file, names in zip(file_names(len(shards)), shards, strict=True):
         shard = {name: tensors[name].detach().cpu().contiguous() for name in names}
         save_file(shard, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(names, file))
     if len(shards) > 1:
-        (folder / INDEX).write_text(index_text(weight_map, sum(tensor.nbytes for tensor in tensors.values())))
+        (folder / INDEX).write_text(index_text(weight_map, total))
+    return dtypes
 
 
 def _open(path: Path) -> Any:  # safetensors' class has no types

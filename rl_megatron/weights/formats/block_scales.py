@@ -16,7 +16,7 @@ from rl_megatron.weights.boxes import Shape
 
 BLOCK = 128  # rows and columns of a written block
 SCALES = "_scale_inv"  # the suffix that a weight's name gets for its scales
-_WHOLE_MODULES = ("embed_tokens", "lm_head", "gate", "router", "shared_expert_gate", "weights_proj")
+_WHOLE_MODULES = ("embed_tokens", "lm_head", "gate", "router", "shared_expert_gate", "eh_proj", "weights_proj")
 
 
 def is_quantised(name: str, shape: Shape) -> bool:

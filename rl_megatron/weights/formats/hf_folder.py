@@ -35,6 +35,7 @@ _TOKENIZERS = (
     "sentencepiece.bpe.model",
 )
 _DRAFT_KEYS = {"num_nextn_predict_layers", "num_mtp_modules"}  # of DeepSeek and GLM, of MiniMax
+_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")  # in a draft layer: of the embedding, the output matrix
 _NAME_BYTES = 255  # the longest file name
 _MAX_LINES = 20  # of one error message; a wrong folder lacks thousands of tensors
 
@@ -137,15 +138,16 @@ def config_text(
     dtypes: set[str],
     quantization: Mapping[str, object] | None = None,
     *,
+    drafts: bool = False,
     scores: bool = False,
     stacked: bool = False,
 ) -> str:
     """The source's config.json, changed only so that it describes the written weights.
 
     ``dtypes`` are torch's names; ``quantization`` is the ``quantization_config`` of what is written: None for plain
-    weights. With ``scores`` it is that of a sequence classifier with one label, which reads a text's last token: its
-    ``pad_token_id``, which it would pass over, is null where that ends texts. ``stacked`` is for a megatron checkpoint
-    whose experts are one tensor a layer, which its config.json says.
+    weights. Without ``drafts`` it has no draft layers. With ``scores`` it is that of a sequence classifier with one
+    label, which reads a text's last token: its ``pad_token_id``, which it would pass over, is null where that ends
+    texts. ``stacked`` is for a megatron checkpoint whose experts are one tensor a layer, which its config.json says.
     """
     old = (source_folder / "config.json").read_text()
     read_json(source_folder / "config.json", ConfigFields)  # raises if it is torn
@@ -155,7 +157,8 @@ def config_text(
         new["text_config"] = {key: value for key, value in text.items() if key != "quantization_config"}
     if stacked:
         new["stacked_experts"] = True
-    new.update(dict.fromkeys(_DRAFT_KEYS & config.keys(), 0))  # layers that are not written
+    if not drafts:
+        new.update(dict.fromkeys(_DRAFT_KEYS & config.keys(), 0))
     key = next((key for key in ("dtype", "torch_dtype") if key in config), None)
     if key is not None and len(dtypes) == 1:
         new[key] = str(*dtypes)
@@ -173,10 +176,17 @@ def config_text(
 
 
 def is_draft(name: str, shape: ModelShape) -> bool:
-    """Whether a tensor belongs to the layers for multi-token prediction after the decoder, or to a tower beside it,
-    which no model here has."""
+    """Whether a tensor of a folder is of its draft layers, which the model of ``shape`` may have, or of a tower."""
     layers = range(shape.num_layers, shape.num_layers + shape.draft_layers)
     return name.startswith((*shape.beside, *(f"model.layers.{layer}." for layer in layers)))
+
+
+def is_left_aside(name: str, shape: ModelShape) -> bool:
+    """Whether a tensor of a folder is none of the model's.
+
+    It is then of draft layers that the model lacks, or a draft layer's copy of the embedding or the output matrix.
+    """
+    return is_draft(name, shape) and (not shape.drafts or name.startswith(shape.beside) or name.endswith(_COPIES))
 
 
 def raise_uncounted(where: Path, given: int, layout: Layout) -> None:

@@ -216,12 +216,13 @@ class Layout:
         return range(ep * count, (ep + 1) * count)
 
     def _layers(self, stage: int) -> list[int]:
-        """Layers of a stage: a chunk of every stage in turn, ``vpp`` times."""
+        """Layers of a stage: a chunk of every stage in turn, ``vpp`` times; draft layers are on the last."""
         chunks = self.dims.pp * self.dims.vpp
         sizes = self.stages if self.stages is not None else (self.shape.num_layers // chunks,) * chunks
         ends = list(itertools.accumulate(sizes))
         mine = range(stage, chunks, self.dims.pp)
-        return [layer for chunk in mine for layer in range(ends[chunk] - sizes[chunk], ends[chunk])]
+        drafted = self.shape.drafted if stage == self.dims.pp - 1 else ()
+        return [layer for chunk in mine for layer in range(ends[chunk] - sizes[chunk], ends[chunk])] + [*drafted]
 
     def _boxes(self, spec: ParamSpec, chunk: int) -> list[tuple[str, Box, Box]]:
         """(HF name pattern, HF box, local box) of each piece that overlaps the ``chunk``-th share of its band."""

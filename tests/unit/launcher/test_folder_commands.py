@@ -10,12 +10,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from launcher.__main__ import app, main
 from launcher.programs.logprobs import differences
 from rl_megatron.observability.metrics.table import STEPS
+from tests.draft_models import save_with_drafts
 from tests.family_models import save_model
 
 LAYERS = """
@@ -46,6 +48,46 @@ def main_of(*arguments: object) -> int:
     with pytest.raises(SystemExit) as ended:
         main([str(a) for a in arguments])
     return int(ended.value.code or 0)
+
+
+def test_draft_layers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = save_with_drafts("glm4_moe", tmp_path / "hf", count=2)
+    main_of("convert", tmp_path / "hf", tmp_path / "megatron")
+    drafts = {name: tensor.numel() for name, tensor in tensors.items() if re.match(r"model\.layers\.[45]\.", name)}
+    copies = sum(size for name, size in drafts.items() if name.endswith(("embed_tokens.weight", "head.weight")))
+    for folder, names, left in (
+        ("hf", "model.layers.4, model.layers.5", 0),
+        ("megatron", "mtp.layers.0, mtp.layers.1", copies),
+    ):
+        assert main_of("inspect", tmp_path / folder) == 0
+        said = capsys.readouterr().out
+        assert f"draft layers: {names}" in said
+        (row,) = (line for line in said.splitlines() if "model: draft layers" in line)
+        assert int(row.split("│")[4].replace(",", "")) == sum(drafts.values()) - left
+    save_model("deepseek_v3", tmp_path / "plain")
+    main_of("inspect", tmp_path / "plain")
+    assert "draft layers" not in capsys.readouterr().out
+
+
+def test_adapters_of_peft_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names and keys are those that peft 0.21.2 writes."""
+    layer = "base_model.model.model.layers.0."
+    names = [f"{layer}{linear}.lora_{x}.weight" for linear in ("self_attn.q_proj", "mlp.down_proj") for x in "AB"]
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": "some/model", "r": 8, "lora_alpha": 16})
+    )
+    assert main_of("inspect", tmp_path) == 1
+    assert "adapter_model.safetensors is not; fetch it again" in capsys.readouterr().err
+    save_file({name: torch.ones(8, 4) for name in names}, tmp_path / "adapter_model.safetensors")
+    assert main_of("inspect", tmp_path) == 0
+    said = capsys.readouterr().out
+    for line in ("adapters (LORA, peft)", "base model: some/model", "rank and alpha: 8 and 16"):
+        assert line in said
+    assert "linears: down_proj, q_proj" in said
+    assert [line.split("│")[1].strip() for line in said.splitlines() if "float32" in line] == [
+        "adapter: lora_A",
+        "adapter: lora_B",
+    ]
 
 
 def test_what_a_folder_holds_is_told(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,13 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
-from rl_megatron.errors import WeightError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import LatentAttention, ModelShape, Router
-from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
@@ -123,40 +119,6 @@ def test_megatrons_tensors_are_those_that_mbridge_makes(saved: tuple[ModelShape,
         used.update(sources)
         assert torch.equal(tensor, bridge._weight_to_mcore_format(name, [hf[source] for source in sources])), name
     assert used == hf.keys()
-
-
-def with_draft_layer(folder: Path, out: Path) -> dict[str, Tensor]:
-    """A copy whose checkpoint has a layer for multi-token prediction, as DeepSeek-V3's own has; what it stands for."""
-    tensors = load_file(folder / "model.safetensors")
-    names = ("eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head.head", "mlp.gate", "self_attn.o_proj")
-    drafts = {f"model.layers.3.{name}.weight": torch.ones(2, 2) for name in names}
-    out.mkdir()
-    save_file(tensors | drafts, out / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
-    return tensors
-
-
-def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
-    save_with_transformers(SHAPE, tmp_path / "plain")
-    tensors = with_draft_layer(tmp_path / "plain", tmp_path / "draft")
-    assert "model.layers.3: multi-token prediction is not trained" in (convert.left_out(tmp_path / "draft") or "")
-    convert.hf_to_megatron(tmp_path / "draft", tmp_path / "megatron")
-    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
-    back = load_file(tmp_path / "back/model.safetensors")
-    assert back.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(back[name], tensor), name
-    assert json.loads((tmp_path / "back/config.json").read_text())["num_nextn_predict_layers"] == 0
-    assert convert.left_out(tmp_path / "back") is None
-    shape = read_shape(tmp_path / "draft")
-    found = {name: torch.empty(size) for name, size in hf_layout(shape).local_shapes(0).items()}
-    read_boxes(HFFolder(tmp_path / "draft"), hf_layout(shape), hf_layout(shape), 0, found)
-    assert torch.equal(found["lm_head.weight"], tensors["lm_head.weight"])
-    config = json.loads((tmp_path / "draft/config.json").read_text())
-    (tmp_path / "draft/config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
-    with pytest.raises(WeightError, match=r"model\.layers\.3\.\S+ is unknown"):
-        convert.hf_to_megatron(tmp_path / "draft", tmp_path / "other")
 
 
 def megatrons_own_shapes() -> dict[str, tuple[int, ...]]:

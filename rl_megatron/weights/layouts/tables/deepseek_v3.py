@@ -1,6 +1,6 @@
 """DeepSeek-V2, V3, V3.2, Kimi-K2 and K2.5, GLM-4.7-Flash and GLM-5: latent attention; dense layers, then experts.
 
-The layers for multi-token prediction have no rows. Sources: transformers ``models/deepseek_v2``, ``deepseek_v3``,
+Sources: transformers ``models/deepseek_v2``, ``deepseek_v3``,
 ``deepseek_v32``, ``glm4_moe_lite``, ``glm_moe_dsa`` and ``kimi_k25`` (the names of its published index);
 megatron-core 0.16 ``models/gpt/gpt_layer_specs.py`` (``multi_latent_attention``, ``qk_layernorm``: the norms of the
 latents are fused into the up projections) and ``transformer/multi_latent_attention.py`` (down projections whole on
@@ -18,6 +18,7 @@ from rl_megatron.models.shape import DecoderNames, Indexer, LatentAttention, Mod
 from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.layout import Band, ParamSpec, Piece
 from rl_megatron.weights.layouts.tables.blocks import Block, decoder, dense_mlp, experts
+from rl_megatron.weights.layouts.tables.drafts import with_drafts
 from rl_megatron.weights.layouts.tables.rows import DECODER, LAYER, Size, hidden, matrix, row_cut, under, vector, whole
 
 _ATTENTION, _SELF = LAYER + "self_attn.", DECODER + "self_attention."
@@ -199,10 +200,12 @@ _HELD_INDEXER = Block(
         *_index_norm(_INDEX_NORM),
     ),
 )
-_TABLES = decoder(
-    _LATENT_ATTENTION,
-    dense_mlp(),
-    experts(bias=True, dense_first=True, shared=True),
+_TABLES = with_drafts(
+    decoder(
+        _LATENT_ATTENTION,
+        dense_mlp(),
+        experts(bias=True, dense_first=True, shared=True),
+    )
 )
 HF_DEEPSEEK_V3, MEGATRON_DEEPSEEK_V3, ENGINE_DEEPSEEK_V3 = _TABLES["hf"], _TABLES["megatron"], _TABLES["engine"]
 _EXPERTS = experts(bias=True, dense_first=True, shared=True)

@@ -8,14 +8,17 @@ from __future__ import annotations
 from rl_megatron.models.families import glm4_moe
 from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.tables.blocks import attention, decoder, dense_mlp, experts
+from rl_megatron.weights.layouts.tables.drafts import with_drafts
 
 GLM4_MOE = Family(
     model_types=("glm4_moe",),
     read=glm4_moe.read,
-    tables=decoder(
-        attention(qkv_bias=True, qk_norm="head"),
-        dense_mlp(),
-        experts(bias=True, dense_first=True, shared=True),
+    tables=with_drafts(
+        decoder(
+            attention(qkv_bias=True, qk_norm="head"),
+            dense_mlp(),
+            experts(bias=True, dense_first=True, shared=True),
+        )
     ),
     serves=True,
 )

@@ -1,0 +1,150 @@
+"""Draft layers, for multi-token prediction, in tables and conversions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rl_megatron.errors import WeightError
+from rl_megatron.models.named import NAMED
+from rl_megatron.types import ParallelDims
+from rl_megatron.weights.checkpoints import convert
+from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, WithDrafts, read_boxes
+from rl_megatron.weights.checkpoints.torch_dist import read_index
+from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
+from tests.draft_models import save_with_drafts
+from tests.family_models import save_model
+
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+
+
+@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    folder = tmp_path_factory.mktemp("drafts") / "hf"
+    return folder, save_with_drafts(request.param, folder, count=2)
+
+
+def test_a_conversion_carries_them_to_the_bit_but_for_copies(
+    saved: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    folder, tensors = saved
+    convert.hf_to_megatron(folder, tmp_path / "megatron")
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    back = load_file(tmp_path / "back/model.safetensors")
+    copies = {name for name in tensors if name.startswith("model.layers.") and name.endswith(COPIES)}
+    assert len(copies) == 4
+    assert back.keys() == tensors.keys() - copies
+    assert all(torch.equal(back[name], tensors[name]) for name in back)
+    assert json.loads((tmp_path / "back/config.json").read_text())["num_nextn_predict_layers"] == 2
+    assert convert.left_out(folder) is None
+    assert convert.left_out(tmp_path / "megatron") is None
+
+
+def test_megatron_finds_each_where_its_own_layers_save_it(
+    saved: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    """Keys of megatron-core 0.16's MultiTokenPredictionBlock, read by torch: layers from 0 on, experts stacked."""
+    folder, tensors = saved
+    convert.hf_to_megatron(folder, tmp_path / "megatron")
+    sizes, _ = read_index(tmp_path / "megatron")
+    state: dict[str, Any] = {key: torch.empty(size) for key, size in sizes.items() if key.startswith("mtp.")}
+    dcp.load(state, checkpoint_id=str(tmp_path / "megatron"), no_dist=True)
+    for draft in range(2):
+        here, there = f"model.layers.{4 + draft}.", f"mtp.layers.{draft}."
+        assert torch.equal(state[there + "eh_proj.weight"], tensors[here + "eh_proj.weight"])
+        assert torch.equal(state[there + "final_layernorm.weight"], tensors[here + "shared_head.norm.weight"])
+        fused = state[there + "transformer_layer.mlp.experts.experts.linear_fc1.weight"]
+        parts = [tensors[f"{here}mlp.experts.3.{x}_proj.weight"] for x in ("gate", "up")]
+        assert torch.equal(fused[3], torch.cat(parts))
+
+
+def test_names_are_mbridges() -> None:
+    """mbridge's rules know one draft layer, behind DeepSeek-V3's 61."""
+    from mbridge.models.deepseek_v3 import DeepseekV3Bridge
+
+    bridge = object.__new__(DeepseekV3Bridge)  # its rules alone
+    bridge.config = SimpleNamespace(mtp_num_layers=1, num_layers=61)
+    shape = replace(NAMED["deepseek-v3"], drafts=True)
+    assert list(shape.drafted) == [61]
+    layout = megatron_layout(shape)
+    drafts = [spec for spec in layout.rows() if spec.name.startswith("mtp.")]
+    assert len(drafts) == 19
+    for spec in drafts:
+        name = spec.name.replace("{layer}", "0").replace("{expert}", "5")
+        ours = {held.hf.format(layer=61, expert=5) for held in layout.first_chunk(spec)}
+        assert set(bridge._weight_name_mapping_mcore_to_hf(name)) == ours, name
+
+
+def test_they_are_on_the_last_stage_and_cut_like_the_last_layer() -> None:
+    shape = replace(NAMED["deepseek-v3"], drafts=True)
+    dims = ParallelDims(tp=2, pp=4, dp=2, ep=4)
+    stages = (15, 15, 15, 16)
+    layout = megatron_layout(shape, dims, stages=stages)
+    without = megatron_layout(replace(shape, drafts=False), dims, stages=stages)
+    assert layout.local_shapes(0) == without.local_shapes(0)
+    held = layout.local_shapes(15)
+    more = held.keys() - without.local_shapes(15).keys()
+    prefix = "mtp.layers.61.transformer_layer."
+    assert more
+    assert all(name.startswith("mtp.layers.61.") for name in more)
+    for name in more:
+        if name.startswith(prefix):
+            assert held[name] == held["decoder.layers.60." + name.removeprefix(prefix)], name
+    assert held["mtp.layers.61.eh_proj.weight"] == (7168 // 2, 2 * 7168)
+
+
+def test_a_model_without_them_reads_the_folder_and_a_lost_tensor_is_named(
+    saved: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    folder, tensors = saved
+    shape = read_shape(folder)
+    found = {name: torch.empty(size) for name, size in hf_layout(shape).local_shapes(0).items()}
+    read_boxes(HFFolder(folder), hf_layout(shape), hf_layout(shape), 0, found)
+    assert found.keys() == {name for name in tensors if not name.startswith(("model.layers.4", "model.layers.5"))}
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn/config.json").write_text((folder / "config.json").read_text())
+    kept = {name: tensor for name, tensor in tensors.items() if name != "model.layers.5.eh_proj.weight"}
+    save_file(kept, tmp_path / "torn/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WeightError, match=r"model\.layers\.5\.eh_proj\.weight is missing"):
+        convert.hf_to_megatron(tmp_path / "torn", tmp_path / "out")
+
+
+def test_those_of_a_family_without_rows_are_left_out_and_told(tmp_path: Path) -> None:
+    save_model("minimax_m2", tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    more = {"model.layers.4.whatever.weight": torch.ones(2)}
+    save_file(tensors | more, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "use_mtp": True, "num_mtp_modules": 1}))
+    assert "model.layers.4: draft layers of this family" in (convert.left_out(tmp_path / "hf") or "")
+    convert.hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert load_file(tmp_path / "back/model.safetensors").keys() == tensors.keys()
+    assert json.loads((tmp_path / "back/config.json").read_text())["num_mtp_modules"] == 0
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_mtp_modules": 0}))
+    with pytest.raises(WeightError, match=r"model\.layers\.4\.\S+ is unknown"):
+        convert.hf_to_megatron(tmp_path / "hf", tmp_path / "other")
+
+
+def test_an_export_reads_them_from_either_kind_of_folder(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    folder, tensors = saved
+    convert.hf_to_megatron(folder, tmp_path / "megatron")
+    trained = {"lm_head.weight": torch.zeros(2)}
+    for start in (folder, tmp_path / "megatron"):
+        exported = WithDrafts(trained, start, torch.bfloat16)
+        assert next(iter(exported)) == "lm_head.weight"
+        assert len(exported) == len([*exported]) > 40
+        for name, tensor in list(exported.items())[1:]:
+            biased = name.endswith("e_score_correction_bias")
+            assert torch.equal(tensor, tensors[name] if biased else tensors[name].bfloat16()), name
+    save_model("glm4_moe", tmp_path / "plain")
+    assert [*WithDrafts(trained, tmp_path / "plain", torch.bfloat16)] == ["lm_head.weight"]
