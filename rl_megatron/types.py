@@ -204,7 +204,7 @@ class RolloutGroup:
         return tuple(trajectory.reward for trajectory in self.trajectories)
 
 
-_OF_SEQUENCES = ("group_of", "trajectory_of", "cu_seqlens")
+_OF_SEQUENCES = ("group_of", "trajectory_of", "source_of", "cu_seqlens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,8 +231,9 @@ class Samples:
     token_weight: Tensor | None = None  # [N] float32, of each token in the loss; None: by the counts of LossInputs
     turn_of: Tensor | None = None  # [N] int32, which turn of its sequence sampled the target; 0 where none did
     routes: Tensor | None = None  # [N, MoE layers, top_k] uint8 (int16 above 256 experts), what routers shall choose
-    group_of: Tensor | None = None  # [S] int64, the prompt of each sequence; this and the next stay in the controller
+    group_of: Tensor | None = None  # [S] int64, each prompt's number; this and the next two stay in the controller
     trajectory_of: Tensor | None = None  # [S] int64, from 0, ascending; None: each sequence is a trajectory
+    source_of: Tensor | None = None  # [S] int64, the source of each sequence's prompt, by its place in the mixture
     cu_seqlens: Tensor  # [S + 1] int64, starts at 0, ends at N
 
     @property

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.build.data import Data, load_data
@@ -19,6 +19,7 @@ from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.launcher import SlurmLauncher
 from launcher.processes.own_thread import OwnThread
 from launcher.runs.stop import Stop
+from launcher.servers.engines import adapter_of
 from launcher.servers.launcher import ServedLauncher
 from launcher.servers.site import HERE, MoreSites
 from rl_megatron.config.run import RunConfig
@@ -26,6 +27,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import Launcher, RewardFunction, Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.progress import Progress
+from rl_megatron.rollout.teachers import Teacher, Teachers
 from rl_megatron.services import Services
 from rl_megatron.training.stopping import unless_stopped
 from rl_megatron.weights.layouts.families import read_shape
@@ -77,7 +79,28 @@ async def _start(
         starting.cancel()
         await asyncio.wait([starting])
         raise
-    return await starting, data, shape
+    roles = await starting
+    if config.algorithm.kl.teachers:
+        progress.note(f"asking teachers: {', '.join(config.algorithm.kl.teachers)}")
+        roles = replace(roles, frozen={**roles.frozen, "reference": await _teachers(stack, parts, shape)})
+    return roles, data, shape
+
+
+async def _teachers(stack: contextlib.AsyncExitStack, parts: Parts, shape: ModelShape) -> Teachers:
+    """Those of the configuration, each tried once. Raises EngineError."""
+    kl = parts.config.algorithm.kl
+    teachers = Teachers(
+        [
+            Teacher(name=name, section=one, adapter=adapter_of(one.engine, shape), services=parts.services)
+            for name, one in kl.teachers.items()
+        ],
+        top=kl.top_k,
+        vocab_size=shape.vocab_size,
+        sources=parts.config.source_names,
+    )
+    stack.push_async_callback(teachers.close)
+    await teachers.try_out()
+    return teachers
 
 
 def allocation_of(config: RunConfig, folder: Path) -> Allocation | None:

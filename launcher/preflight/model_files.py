@@ -19,6 +19,7 @@ from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
+from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import learner_layout, role_shape
 
 
@@ -30,6 +31,27 @@ def check(subject: Subject) -> Iterator[Found]:
         yield from _classifier(subject)
     if subject.config.reference is not None and subject.config.needs_reference:
         yield from _reference(subject, subject.config.reference)
+    for name, one in subject.config.algorithm.kl.teachers.items():
+        yield from _teacher(subject, f"algorithm.kl.teachers.{name}.path", one.path)
+
+
+def _teacher(subject: Subject, key: str, folder: Path) -> Iterator[Found]:
+    """Yields why a teacher behind a server cannot judge the policy's tokens: its lengths, its vocabulary."""
+    config = subject.config
+    if not (folder / "config.json").is_file():
+        yield problem(f"{key}={folder}: it has no config.json; give the Hugging Face folder of what the server serves")
+        return
+    try:
+        most = read_shape(folder).max_positions
+    except ConfigError:
+        yield unchecked(f"the lengths of {key}={folder}: the learner does not know its family")
+    else:
+        if most < config.longest_sequence:
+            yield problem(
+                f"{config.named_longest} = {config.longest_sequence} is more than max_position_embeddings={most} of "
+                f"{key}={folder}; lower them"
+            )
+    yield from _same_tokens(subject.model_folder, folder, key)
 
 
 def _policy(subject: Subject) -> Iterator[Found]:

@@ -12,7 +12,7 @@ from rl_megatron.config.modes import problems_of_modes
 from rl_megatron.config.reads import problems_of_job, problems_of_unread_keys
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.weights import NODE_MEMORY, TRANSPORT_KINDS
-from rl_megatron.config.services import problems_of_services
+from rl_megatron.config.services import problems_of_services, problems_of_teachers
 from rl_megatron.config.waves import problems_of_waves
 from rl_megatron.options.table import problems as option_problems
 
@@ -40,6 +40,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *problems_of_waves(config),
         *problems_of_environments(config),
         *problems_of_services(config),
+        *problems_of_teachers(config),
         *problems_of_keeping(config),
         *problems_of_evaluating(config),
         *problems_of_job(config),

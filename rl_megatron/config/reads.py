@@ -29,7 +29,8 @@ OWN = "package.module:name"
 _CORRECTION = ("correction.level", "correction.low", "correction.high", "correction.of")
 _OF_THE_GAP = ("correction.mode", "correction.times", "correction.veto")
 _KL = tuple(
-    f"kl.{key}" for key in ("placement", "estimator", "importance_weighted", "target", "horizon", "top_k", "beta")
+    f"kl.{key}"
+    for key in ("placement", "estimator", "importance_weighted", "target", "horizon", "top_k", "beta", "teachers")
 )
 _OF_OBJECTIVES = (
     "ratio_level",

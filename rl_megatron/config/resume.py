@@ -33,6 +33,10 @@ FREE: Mapping[str, bool] = {
     "sandbox": True,
     "services": True,
     "algorithm": False,
+    **{
+        f"algorithm.kl.teachers.<name>.{key}": True
+        for key in ("server", "engine", "token_file", "concurrency", "timeout_seconds", "retries")
+    },
     "rollout": False,
     "rollout.python": True,
     "rollout.slots": True,
@@ -75,6 +79,8 @@ def is_free(key: str) -> bool:
     parts = key.split(".")
     if parts[:2] == ["data", "sources"]:
         parts[2:3] = ["<name>"]
+    if parts[:3] == ["algorithm", "kl", "teachers"]:
+        parts[3:4] = ["<name>"]
     above = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next(FREE[name] for name in above if name in FREE)
 

@@ -248,8 +248,9 @@ class RunConfig(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen model scores what is trained on."""
-        return self.kind.reference or (self.kind.samples and self.algorithm.needs_reference)
+        """Whether ranks hold a frozen model that scores what is trained on."""
+        sampled = self.kind.samples and self.algorithm.needs_reference and not self.algorithm.kl.teachers
+        return self.kind.reference or sampled
 
     @property
     def reference(self) -> Path | None:
@@ -266,6 +267,11 @@ class RunConfig(Section):
     def reference_key(self) -> str:
         """The key of ``reference``, for messages."""
         return f"{self.job}.reference" if self.kind.reference else "algorithm.kl.reference"
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The sources of a mixture, in their order; none of other data."""
+        return tuple(self.data.sources) if isinstance(self.data, MixtureData) else ()
 
     @property
     def source_rewards(self) -> Mapping[str, RewardSection]:

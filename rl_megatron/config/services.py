@@ -1,4 +1,5 @@
-"""Rules of the ``services`` section and others: who asks a service, and where it runs."""
+"""Rules of the ``services`` section and others: who asks a service, and where it runs; and of teachers, who may be
+services."""
 
 from __future__ import annotations
 
@@ -14,10 +15,13 @@ if TYPE_CHECKING:
 def problems_of_services(c: RunConfig) -> Iterator[str]:
     """A line for each rule that the configuration breaks."""
     rewards = [name for one in (c.reward, *c.own_rewards.values()) for name in one.functions.values()]
-    asked = {name.removeprefix(SERVICE).partition("/")[0] for name in rewards if name.startswith(SERVICE)}
-    for name in sorted(asked - set(c.services)):
+    askers = dict.fromkeys(rewards, "reward.function")
+    askers |= {one.server: f"algorithm.kl.teachers.{name}.server" for name, one in c.algorithm.kl.teachers.items()}
+    of_services = {name.removeprefix(SERVICE): key for name, key in askers.items() if name.startswith(SERVICE)}
+    asked = {name.partition("/")[0]: key for name, key in of_services.items()}
+    for name in sorted(asked.keys() - set(c.services)):
         known = ", ".join(c.services) or "none"
-        yield f"reward.function={SERVICE}{name}: services has {known}; give services.{name}.command, or another name"
+        yield f"{asked[name]}={SERVICE}{name}: services has {known}; give services.{name}.command, or another name"
     nodes, replicas = c.slurm.services.nodes, sum(one.replicas for one in c.services.values())
     if nodes > replicas:
         yield (
@@ -28,8 +32,39 @@ def problems_of_services(c: RunConfig) -> Iterator[str]:
         yield "slurm.services requests nodes unlike the learner's; set slurm.heterogeneous=true, or only its nodes"
     if not c.services:
         return
-    if not c.environments and (unasked := sorted(set(c.services) - asked)):
+    if not c.environments and (unasked := sorted(set(c.services) - asked.keys())):
         yield (
             f"services.{unasked[0]}: nothing asks it; set reward.function={SERVICE}{unasked[0]}/path, or an "
-            "environment.function that takes services, or leave it out"
+            f"environment.function that takes services, or algorithm.kl.teachers.<name>.server={SERVICE}{unasked[0]}, "
+            "or leave it out"
         )
+
+
+def problems_of_teachers(c: RunConfig) -> Iterator[str]:
+    """A line for each reason why the teachers cannot judge what is sampled."""
+    kl, key = c.algorithm.kl, "algorithm.kl.teachers"
+    if not kl.teachers:
+        return
+    if kl.reference is not None:
+        yield f"algorithm.kl.reference={kl.reference} and {key} ({', '.join(kl.teachers)}): both judge; keep one"
+    if c.algorithm.preference_beta is not None:
+        yield f"{key} with algorithm.preference_beta: pairs are compared with a reference of the run; leave {key} out"
+    if c.rollout.temperature != 1:
+        yield (
+            f"{key} with rollout.temperature={c.rollout.temperature:g}: servers tell log-probs of prompts at a "
+            "temperature of 1; set rollout.temperature=1, or serve no teacher but set algorithm.kl.reference"
+        )
+    known = c.source_names
+    for name, one in kl.teachers.items():
+        for source in one.sources:
+            if source not in known:
+                yield f"{key}.{name}.sources names {source!r:.80}; data.sources has {', '.join(known) or 'none'}"
+    for source in known or ("",):
+        of = [name for name, one in kl.teachers.items() if not one.sources or source in one.sources]
+        if not of:
+            yield f"{key}: none judges the prompts of data.sources.{source}; name it in one's sources"
+        if len(of) > 1 and kl.estimator != "k1":
+            yield (
+                f"{key}: {', '.join(of)} judge the same prompts, and estimator={kl.estimator} of several is no "
+                "divergence from any of them; set algorithm.kl.estimator=k1, whose weighted sum is, or one teacher"
+            )

@@ -25,12 +25,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def to_samples(groups: Sequence[RolloutGroup], *, groups_of: bool = False, turns_of: bool = False) -> Samples:
+def to_samples(
+    groups: Sequence[RolloutGroup], *, groups_of: bool = False, turns_of: bool = False, sources: Sequence[str] = ()
+) -> Samples:
     """Every row of every trajectory, in the order of ``groups``; only turns are masked in.
 
     Advantages are 0, and ``old_logprobs`` are the engine's, until the update replaces them. ``trajectory_of`` is there
-    where a trajectory has several rows, ``group_of`` with ``groups_of``, ``turn_of`` with ``turns_of``. Raises
-    DataError for a row without a sampled token, and for routes that do not fit their row.
+    where a trajectory has several rows, ``group_of`` with ``groups_of``, ``turn_of`` with ``turns_of``,
+    ``source_of`` with ``sources``. Raises DataError for a row without a sampled token, and for routes that do not fit
+    their row.
     """
     rows = [(group.prompt.id, row) for group in groups for one in group.trajectories for row in one.chains]
     ids, tokens = [prompt for prompt, _ in rows], [row.token_ids for _, row in rows]
@@ -44,12 +47,19 @@ def to_samples(groups: Sequence[RolloutGroup], *, groups_of: bool = False, turns
         group_of=_numbered(in_groups) if groups_of else None,
         trajectory_of=_numbered(each) if any(count != 1 for count in each) else None,
         turn_of=_turns_of(turns, samples.cu_seqlens) if turns_of else None,
+        source_of=_sources_of(groups, in_groups, sources) if sources else None,
     )
 
 
 def _numbered(counts: Sequence[int]) -> Tensor:
     """0 ``counts[0]`` times, 1 ``counts[1]`` times, …"""
     return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
+
+
+def _sources_of(groups: Sequence[RolloutGroup], counts: Sequence[int], sources: Sequence[str]) -> Tensor:
+    return torch.tensor([sources.index(group.prompt.source) for group in groups]).repeat_interleave(
+        torch.tensor(counts)
+    )
 
 
 def _turns_of(turns: Sequence[Sequence[tuple[int, LogProbs]]], cu_seqlens: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class GroupJob(ABC):
         """
         roles, kl, critic = self.roles, self.config.algorithm.kl, self.config.algorithm.critic
         wanted = (
-            "reference" in roles.frozen and kl.reference is None,
+            self.config.needs_reference and kl.reference is None,
             "critic" in roles.learners and critic.path is None,
         )
         if fresh and any(wanted):
@@ -92,9 +92,9 @@ class GroupJob(ABC):
             path, model = critic.path or self.start_folder, roles.learners["critic"]
             trained = not (path / "config.json").is_file()  # shards of a critic, not a model to start from
             await (model.load(path, files_of(path)) if trained else model.start_from(path))
-        if "reference" in roles.frozen:
+        if self.config.needs_reference:
             await roles.frozen["reference"].start_from(kl.reference or self.start_folder)
-        return "reference" in roles.frozen or (fresh and "critic" in roles.learners)
+        return self.config.needs_reference or (fresh and "critic" in roles.learners)
 
     async def step(self, number: int, watch: Stopwatch) -> Row:
         """Take a batch, train on it and push the weights. Returns the metrics row."""

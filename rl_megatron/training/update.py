@@ -168,7 +168,9 @@ class Update:
         """Samples of the groups, with the engine's routes if the run needs them. Raises DataError if it has none."""
         section, asking = self.config.algorithm, self.config.asks_for_routes
         groups_of = section.aggregation == "prompt_mean" or self.config.train.whole_groups
-        samples = to_samples(groups, groups_of=groups_of, turns_of=section.ratio_level == "turn")
+        sources = self.config.source_names if section.kl.teachers else ()
+        turns_of = section.ratio_level == "turn"
+        samples = to_samples(groups, groups_of=groups_of, turns_of=turns_of, sources=sources)
         if section.preference_beta is not None and samples.trajectory_of is not None:
             raise DataError("algorithm.preference_beta pairs completions of one row; these trajectories have several")
         if asking is None:

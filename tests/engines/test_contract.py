@@ -10,7 +10,7 @@ import torch
 
 from rl_megatron.data.routes import decode_routes
 from rl_megatron.errors import EngineError
-from tests.engines.benches import RETURN_ROUTES, Bench, logits_of, logprobs_of, request, routes_of
+from tests.engines.benches import RETURN_ROUTES, Bench, ServedBench, logits_of, logprobs_of, request, routes_of
 
 PROMPTS = [[(7 * i + j) % 256 for j in range(4 + 9 * i)] for i in range(6)]
 
@@ -29,6 +29,20 @@ def test_logprobs_are_of_the_weights_pushed_last(bench: Bench, models: tuple[Pat
                 torch.testing.assert_close(mine, expected, atol=1e-4, rtol=0)
                 assert (mine - logprobs_of(other, asked.token_ids, c, temperature)).abs().max() > 0.1
                 assert (c.finish_reason, c.spans, len(c.token_ids)) == ("length", ((0, version),), 16)
+
+
+def test_a_server_judges_a_text_as_a_teacher(server: ServedBench, models: tuple[Path, Path]) -> None:
+    server.push(models[0], 1)
+    text = [(5 * i * i + 3) % 256 for i in range(90)]
+    (at,) = server.engine.servers
+    for top in (0, 1, 7):
+        said = server.run(server.engine.adapter.judge(at, text, top))
+        wanted = logits_of(models[0], text)[:-1].log_softmax(-1)
+        own = wanted.gather(1, torch.tensor(text[1:])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(said.logprobs), own, atol=1e-4, rtol=0)
+        best = wanted.topk(top)
+        assert said.top_ids.tolist() == best.indices.tolist()
+        torch.testing.assert_close(torch.from_numpy(said.top_logprobs), best.values, atol=1e-4, rtol=0)
 
 
 def test_routes_are_transformers_of_every_position_once(bench: Bench, models: tuple[Path, Path]) -> None:

@@ -55,6 +55,7 @@ BASE = [
 NOT_OF_A_STEP = ("rollout.engine", "rollout.python", "rollout.server")  # what samples: tests of engines
 ELSEWHERE = {  # keys that act outside of a step, and where that is shown
     "algorithm.kl.top_k": "tests/distributed/test_losses_in_layouts.py",
+    "algorithm.kl.teachers": "tests/e2e/test_teacher.py",
     "algorithm.critic.optimizer": "launcher/worker/models.py",
     "reward.timeout_seconds": "tests/unit/rollout/test_rollout_sampler.py",
     "roles.critic": "tests/unit/launcher/test_memory.py",
@@ -110,6 +111,8 @@ def alternatives(key: str, annotation: Any) -> Iterator[list[object]]:
         yield [Path("another")]
     elif annotation is str:
         yield OTHER_TEXTS.get(key, ["another"])
+    elif key == "algorithm.kl.teachers":
+        yield [{"t": {"server": "http://127.0.0.1:9", "engine": "vllm", "path": "tests"}}]
     elif key == "algorithm.correction.times":
         yield [{"tis": {"mode": "truncate", "high": 0.5}}]
     else:

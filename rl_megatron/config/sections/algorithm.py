@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from rl_megatron.config.sections.services import TeacherName, TeacherSection
 from rl_megatron.options.optimizer import OptimizerSection
 from rl_megatron.section import (
     NUMBER,
@@ -121,6 +122,7 @@ class KLSection(Section):
     """Number of completions over which the adaptive coefficient corrects the error."""
     reference: Path | None = None
     """Hugging Face folder of the reference; null: the policy at the start of reinforcement learning."""
+    teachers: Mapping[TeacherName, TeacherSection] = Field(default_factory=dict)
 
     @field_validator("estimator", mode="before")
     @classmethod

@@ -1,17 +1,21 @@
-"""The ``services`` section: servers of rewards and environments that a run starts and ends."""
+"""The ``services`` section: servers that a run starts and ends; and teachers behind servers, the entries of
+``algorithm.kl.teachers``."""
 
 from __future__ import annotations
 
+import re
 import shlex
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from rl_megatron.section import NonNegative, Positive, PositiveFloat, Section
+from rl_megatron.section import LISTED, NonNegative, OwnCode, Positive, PositiveFloat, Section
 
 SERVICE = "service:"
-"""Begins a ``reward.function`` that is a service of the run, as in service:judge/score."""
+"""Begins the name of a service of the run, as in service:judge/score."""
 
 
 def _of_words(text: str) -> str:
@@ -41,3 +45,49 @@ class ServiceSection(Section):
     """Time limit until ``health`` answers."""
     restarts: NonNegative = 3
     """Most restarts of a replica that ended; at one more the run ends."""
+
+
+TeacherName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+
+
+def _of_server(text: str) -> str:
+    if re.fullmatch(re.escape(SERVICE) + r"[a-z][a-z0-9_]*", text):
+        return text
+    try:
+        url = urlsplit(text)
+        fits = url.scheme in {"http", "https"} and url.hostname and url.port is not None and url.path in {"", "/"}
+        fits = fits and not (url.query or url.fragment or url.username or re.search(r"[^!-~]", text))
+    except ValueError:
+        fits = False
+    if not fits:
+        raise PydanticCustomError("server", "Input should be service:<name> or http://host:port, without user or path")
+    return text
+
+
+class TeacherSection(Section):
+    """A model behind a server of an engine, which judges what the policy samples (docs/distillation.md)."""
+
+    server: Annotated[str, AfterValidator(_of_server)]
+    """service:<name> of ``services``, or http(s)://host:port of a server that runs already."""
+    engine: Literal["vllm", "sglang"] | OwnCode
+    """What the server is: vllm, sglang, or ``package.module:Class``, an engine of your own."""
+    path: Path
+    """Hugging Face folder of what it serves, of which config.json and tokenizer.json are read here."""
+    weight: PositiveFloat = 1.0
+    """Weight of its log-probs among those of all teachers of a prompt, which add up to 1."""
+    sources: Annotated[tuple[str, ...], LISTED] = ()
+    """The sources of ``data.sources`` whose prompts it judges; none: all."""
+    token_file: Path | None = None
+    """File with the bearer token of a server that runs already; a service has a key of its own."""
+    concurrency: Positive = 64
+    """Most sequences in flight."""
+    timeout_seconds: PositiveFloat = 600.0
+    """Time limit of one attempt at a sequence."""
+    retries: NonNegative = 5
+    """Most retries of a sequence, after 1, 2, 4, ... seconds; after that the run ends."""
+
+    @model_validator(mode="after")
+    def _one_key(self) -> Self:
+        if self.token_file is not None and self.server.startswith(SERVICE):
+            raise ValueError(f"token_file={self.token_file}: {self.server} has a key of its own; leave token_file out")
+        return self

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.rollout.servers.decoding import Judged
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.checks.reports import Report
@@ -109,6 +110,11 @@ class Sampling(Protocol):
     async def score(self, server: Server, text: Sequence[int]) -> list[float]:
         """Log-probs, at temperature 1, of every token after the first, from one forward pass over the whole text."""
         ...
+
+    async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
+        """As `score`, with the ``top`` most probable tokens at each place, from the same pass. Raises EngineError
+        where the engine does not tell them."""
+        raise EngineError(f"{server.url}: this engine tells no probable tokens of a prompt")
 
     async def tokens(self, server: Server) -> Hashable:
         """A value that changes whenever the server has made tokens. It must return at once, even if the server is

@@ -40,6 +40,16 @@ class SampledColumns:
     routes: str | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Judged:
+    """What a server says of a text of L tokens, at temperature 1: the log-prob [L - 1] of every token after the first,
+    and behind each beginning the most probable tokens [L - 1, k], the first the most probable, with theirs."""
+
+    logprobs: LogProbs
+    top_ids: NDArray[np.int32]
+    top_logprobs: NDArray[np.float32]
+
+
 def as_form(text: bytes, form: type[T]) -> T:
     """The JSON ``text`` as ``form``. Raises ValueError that names the first part that is not of this form, or where the
     text breaks off."""

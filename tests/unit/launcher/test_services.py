@@ -25,6 +25,7 @@ from rl_megatron.types import Completion, Prompt, Span
 
 REPO = Path(__file__).resolve().parents[3]
 JUDGE = f"{sys.executable} {REPO / 'tests' / 'judge.py'} --at {{host}}:{{port}}"
+TEACHER = tuple(f"algorithm.kl.teachers.t.{key}" for key in ("server=service:big", "engine=vllm", "path=tests"))
 PROMPT = Prompt(id="p", text="", token_ids=(0,), answer="")
 DONE = Completion(
     token_ids=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop", spans=(Span(0, 0),)
@@ -132,6 +133,10 @@ def test_one_that_does_not_start_is_named_with_its_last_lines(tmp_path: Path, co
     [
         (["reward.function=service:judge/score"], "reward.function=service:judge: services has none"),
         (["services.judge.command=x"], "services.judge: nothing asks it"),
+        (
+            ["algorithm=distill", *TEACHER],
+            "algorithm.kl.teachers.t.server=service:big: services has none; give services.big.command",
+        ),
         (["services.judge.command='x {name}'"], "names host and port alone in braces"),
         (["services.judge.command=''"], "empty"),
         (["slurm.services.nodes=1"], "slurm.services.nodes=1, but services have 0 replicas"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench.answers import drawn, loaded_sglang, loaded_vllm, of_sglang, of_vllm
-from rl_megatron.rollout.servers.decoding import SampledColumns
+from rl_megatron.rollout.servers.decoding import Judged, SampledColumns
 from rl_megatron.rollout.servers.sglang import answer as sglang
 from rl_megatron.rollout.servers.vllm import answer as vllm
 
@@ -122,3 +122,49 @@ def test_scores_are_those_of_json_loads() -> None:
     assert vllm.read_scored(text) == [{"7": -1.5, "9": -0.5}, {}]
     tokens = [[None, 5, None], [-0.25, 6, None], [None, 7, None], [-1, 8, "text"]]
     assert sglang.read_scored(json.dumps({"meta_info": {"input_token_logprobs": tokens}}).encode()) == [-0.25, -1.0]
+
+
+TEXT = [5, 9, 7]
+JUDGED = {
+    "vllm": {
+        "prompt_logprobs": [
+            None,
+            {"9": {"logprob": -3.5}, "2": {"logprob": -0.5}, "4": {"logprob": -0.25}},
+            {"7": {"logprob": -0.125}, "3": {"logprob": -2.5}},
+        ]
+    },
+    "sglang": {
+        "meta_info": {
+            "input_token_logprobs": [[None, 5, None], [-3.5, 9, None], [-0.125, 7, None]],
+            "input_top_logprobs": [None, [[-0.25, 4, None], [-0.5, 2, None]], [[-0.125, 7, None], [-2.5, 3, None]]],
+        }
+    },
+}
+
+
+def judged(engine: str, answer: object, top: int = 2) -> Judged:
+    text = json.dumps(answer).encode()
+    if engine == "vllm":
+        return vllm.read_judged(text, text=TEXT, top=top)
+    return sglang.read_judged(text, length=len(TEXT), top=top)
+
+
+@ENGINES
+def test_a_judged_text_has_its_tokens_and_the_most_probable_ones_the_first_first(engine: str) -> None:
+    said = judged(engine, JUDGED[engine])
+    assert said.logprobs.tolist() == [-3.5, -0.125]
+    assert said.top_ids.tolist() == [[4, 2], [7, 3]]
+    assert said.top_logprobs.tolist() == [[-0.25, -0.5], [-0.125, -2.5]]
+
+
+@ENGINES
+def test_a_judged_text_of_other_tokens_or_fewer_is_no_answer(engine: str) -> None:
+    with pytest.raises(ValueError, match=r"were asked for"):
+        judged(engine, JUDGED[engine], top=4)
+    short = json.loads(json.dumps(JUDGED[engine]))
+    (short if engine == "vllm" else short["meta_info"]).popitem()
+    with pytest.raises(ValueError, match="missing required field"):
+        judged(engine, short)
+    if engine == "vllm":
+        with pytest.raises(ValueError, match="token 1 of the text"):
+            vllm.read_judged(json.dumps(JUDGED[engine]).encode(), text=[5, 8, 7], top=2)

@@ -9,6 +9,7 @@ import os
 import pickle
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,9 +32,10 @@ from rl_megatron.rollout.servers.adapter import (
     version_of,
 )
 from rl_megatron.rollout.servers.answers import checked_routes, completion_seed, spans_of
-from rl_megatron.rollout.servers.decoding import SampledColumns
+from rl_megatron.rollout.servers.decoding import Judged, SampledColumns
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.sglang import answer as form
+from rl_megatron.rollout.servers.sglang import request as ask
 from rl_megatron.types import Completion, GenerationRequest, Routes
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes, boxes_of
@@ -197,31 +199,32 @@ class SGLangAdapter(Adapter):
         }
         places = range(request.num_completions)
         body = {
-            "rid": _names(request, request_id),
+            "rid": ask.names(request, request_id),
             "input_ids": [list(request.token_ids) for _ in places],  # the radix cache shares the prompt
             # Read in its deterministic mode alone, where a seed that is not given is 42, and a group's answers are one.
             "sampling_params": [sampling | {"sampling_seed": completion_seed(p.seed, place)} for place in places],
             "return_logprob": True,
             "return_routed_experts": request.routes,
-            **_prioritised(server, request.birth or 0),
-            **_salted(server),
+            **ask.labels(server, request.birth or 0),
         }
         answers = await server.sampled("/generate", body, form.read_sampled)
         return [_completion(answer, request, self._shape) for answer in answers]
 
     @override
     async def score(self, server: Server, text: Sequence[int]) -> list[float]:
-        sampling = {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}
-        body = {"input_ids": list(text), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        body |= {**_prioritised(server, 0), **_salted(server)}
-        logprobs = await server.sampled("/generate", body, form.read_scored)
+        logprobs = await server.sampled("/generate", ask.scoring(server, text), form.read_scored)
         if len(logprobs) != len(text) - 1:
             raise AttemptFailed(f"{server.url}: it returned {len(logprobs)} log-probs for {len(text) - 1} tokens")
         return logprobs
 
     @override
+    async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
+        body = {**ask.scoring(server, text), "top_logprobs_num": top}
+        return await server.sampled("/generate", body, partial(form.read_judged, length=len(text), top=top))
+
+    @override
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
-        for name in _names(request, request_id):
+        for name in ask.names(request, request_id):
             await server.post("/abort_request", {"rid": name})
 
     @override
@@ -332,17 +335,6 @@ class SGLangAdapter(Adapter):
         return [Report.from_json(one) for one in await self._order(server, path, order)]
 
 
-def _salted(server: Server) -> dict[str, str]:
-    """The key by which prefixes that other weights cached are not found."""
-    return {} if server.salt is None else {"extra_key": server.salt}
-
-
-def _prioritised(server: Server, birth: int) -> dict[str, int]:
-    """Older ones go first. A request without a priority gets one of SGLang 0.5.21's own, with which its cache's tree
-    overflows at the request's end, and the server dies."""
-    return {"priority": birth} if server.priorities else {}
-
-
 def _degrees(options: StartOptions) -> tuple[str, ...]:
     """The options for the server's ranks, and for this node of several."""
     out = ["--tp-size", str(options.tp * options.dp)]  # SGLang's counts all ranks of a stage
@@ -370,10 +362,6 @@ def _answers(path: Path, ranks: int) -> list[dict[str, Any]]:
     for file in files:
         file.unlink()
     return said
-
-
-def _names(request: GenerationRequest, request_id: str) -> list[str]:
-    return [f"{request_id} {number}" for number in range(request.num_completions)]
 
 
 def _completion(answer: SampledColumns, request: GenerationRequest, shape: ModelShape) -> Completion:

@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from rl_megatron.rollout.servers.decoding import LabelledSpan, SampledColumns, as_form, logprob_column, token_column
+from rl_megatron.rollout.servers.decoding import (
+    Judged,
+    LabelledSpan,
+    SampledColumns,
+    as_form,
+    logprob_column,
+    token_column,
+)
 from rl_megatron.types import FinishReason
 
 
@@ -45,6 +53,14 @@ class _Scored(msgspec.Struct):
     meta_info: _ScoredMeta
 
 
+class _TopMeta(_ScoredMeta):
+    input_top_logprobs: list[list[_Token] | None]  # the first has none
+
+
+class _TopScored(msgspec.Struct):
+    meta_info: _TopMeta
+
+
 def read_sampled(text: bytes) -> list[SampledColumns]:
     """The completions, in the order asked. Raises ValueError as `as_form` does."""
     return [_answer(one.meta_info) for one in as_form(text, list[_Sampled])]
@@ -54,6 +70,24 @@ def read_scored(text: bytes) -> list[float]:
     """Log-probs of the tokens after the first that have one. Raises ValueError as `as_form` does."""
     said = as_form(text, _Scored).meta_info.input_token_logprobs[1:]
     return [one.logprob for one in said if one.logprob is not None]
+
+
+def read_judged(answer: bytes, *, length: int, top: int) -> Judged:
+    """What it says of a text of ``length`` tokens. Raises ValueError as `as_form` does, and where a place has fewer
+    probable tokens than ``top``, as of a vocabulary of fewer."""
+    said = as_form(answer, _TopScored).meta_info
+    logprobs = [one.logprob for one in said.input_token_logprobs[1:] if one.logprob is not None]
+    places = [place or [] for place in said.input_top_logprobs[1:]]
+    if len(logprobs) != length - 1 or len(places) != length - 1:
+        raise ValueError(f"{len(logprobs)} log-probs and {len(places)} places of {length - 1}")
+    if any(len(place) != top for place in places):
+        raise ValueError(f"a place has {min(map(len, places))} probable tokens, {top} were asked for")
+    shape = len(places), top
+    return Judged(
+        logprobs=logprob_column(logprobs),
+        top_ids=np.array([one.token for place in places for one in place], np.int32).reshape(shape),
+        top_logprobs=np.array([one.logprob for place in places for one in place], np.float32).reshape(shape),
+    )
 
 
 def _answer(said: _Meta) -> SampledColumns:

@@ -8,6 +8,7 @@ import io
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ from rl_megatron.rollout.servers.adapter import (
     version_of,
 )
 from rl_megatron.rollout.servers.answers import checked_routes, spans_of
-from rl_megatron.rollout.servers.decoding import SampledColumns
+from rl_megatron.rollout.servers.decoding import Judged, SampledColumns
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.vllm import answer as form
 from rl_megatron.types import Completion, GenerationRequest, Routes
@@ -182,12 +183,15 @@ class VLLMAdapter(Adapter):
 
     @override
     async def score(self, server: Server, text: Sequence[int]) -> list[float]:
-        sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "ignore_eos": True, "detokenize": False}
-        body = {"token_ids": list(text), "sampling_params": sampling, **_salted(server)}
-        said = await server.sampled("/inference/v1/generate", body, form.read_scored)
+        said = await server.sampled("/inference/v1/generate", _scoring(server, text, 0), form.read_scored)
         if len(said) != len(text) - 1 or any(str(t) not in found for t, found in zip(text[1:], said, strict=True)):
             raise AttemptFailed(f"{server.url}: its prompt_logprobs do not belong to the given tokens")
         return [found[str(token)] for token, found in zip(text[1:], said, strict=True)]
+
+    @override
+    async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
+        read = partial(form.read_judged, text=text, top=top)
+        return await server.sampled("/inference/v1/generate", _scoring(server, text, top), read)
 
     @override
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
@@ -307,6 +311,12 @@ class VLLMAdapter(Adapter):
     async def _rpc(self, server: Server, method: str, *arguments: object) -> Any:
         """The answer of each rank of the first dp replica."""
         return (await server.post("/collective_rpc", {"method": method, "args": list(arguments)}))["results"]
+
+
+def _scoring(server: Server, text: Sequence[int], top: int) -> dict[str, object]:
+    """A request for the log-probs of a text and of the ``top`` most probable tokens, with one token behind it."""
+    sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": top, "ignore_eos": True, "detokenize": False}
+    return {"token_ids": list(text), "sampling_params": sampling, **_salted(server)}
 
 
 def _salted(server: Server) -> dict[str, str]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 import msgspec
+import numpy as np
 
-from rl_megatron.columns import TokenIds
+from rl_megatron.columns import TokenIds, freeze
 from rl_megatron.rollout.servers.decoding import (
+    Judged,
     LabelledSpan,
     SampledColumns,
     as_form,
@@ -66,6 +70,24 @@ def read_scored(text: bytes) -> Sequence[Mapping[str, float]]:
     """Log-probs by token id of each token after the first. Raises ValueError as `as_form` does."""
     said = as_form(text, _Scored).prompt_logprobs[1:]
     return [{token: one.logprob for token, one in (found or {}).items()} for found in said]
+
+
+def read_judged(answer: bytes, *, text: Sequence[int], top: int) -> Judged:
+    """What it says of the ``text``. Raises ValueError as `as_form` does, and where a token has no log-prob, or a place
+    fewer probable tokens than ``top``, as of a vocabulary of fewer."""
+    said = read_scored(answer)
+    if len(said) != len(text) - 1:
+        raise ValueError(f"log-probs of {len(said) + 1} tokens, and {len(text)} were sent")
+    logprobs = np.empty(len(said), np.float32)
+    ids, of_ids = np.empty((len(said), top), np.int32), np.empty((len(said), top), np.float32)
+    for place, (token, found) in enumerate(zip(text[1:], said, strict=True)):
+        if str(token) not in found or len(found) < top:
+            raise ValueError(f"token {place + 1} of the text has {len(found)} log-probs, {top} were asked for")
+        logprobs[place] = found[str(token)]
+        best = heapq.nlargest(top, found.items(), key=itemgetter(1))
+        ids[place], of_ids[place] = [int(name) for name, _ in best], [logprob for _, logprob in best]
+    freeze(logprobs)
+    return Judged(logprobs=logprobs, top_ids=ids, top_logprobs=of_ids)
 
 
 def _answer(choice: _Choice, token_ids: TokenIds) -> SampledColumns:

@@ -1,0 +1,171 @@
+"""Teachers behind servers as one frozen model: which are asked for which sequence, and what their answers make."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl_megatron.config.sections.services import ServiceSection, TeacherSection
+from rl_megatron.data.packing import Packer, unpack
+from rl_megatron.data.samples import to_samples
+from rl_megatron.errors import EngineError
+from rl_megatron.rollout.servers.decoding import Judged
+from rl_megatron.rollout.servers.http import Server
+from rl_megatron.rollout.teachers import Teacher, Teachers
+from rl_megatron.services import ServiceAddress, Services
+from rl_megatron.types import Batch, ParallelDims, Prompt, RolloutGroup, Samples, Want
+from tests.turns import trajectory
+from tests.unit.rollout.test_engine_servers import Fake, Words, running
+
+VOCABULARY, TOP = 12, 3
+
+
+def told(text: Sequence[int], scale: float) -> list[float]:
+    """Log-probs of the tokens behind the first, which say both tokens and the place."""
+    return [-scale * (1 + 0.1 * place + text[place - 1] + 0.01 * text[place]) for place in range(1, len(text))]
+
+
+class Told(Words):
+    async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
+        said = await server.sampled("/judge", {"text": list(text), "top": top}, json.loads)
+        ids = np.array(said["ids"], np.int32).reshape(len(text) - 1, top)
+        return Judged(
+            logprobs=np.array(said["logprobs"], np.float32),
+            top_ids=ids,
+            top_logprobs=-0.5 * ids.astype(np.float32) - 1,
+        )
+
+
+def answers(fake: Fake, scale: float, *, first: int = 0) -> list[list[int]]:
+    """Have the server answer, with probable tokens from ``first`` on; the texts that it was asked for."""
+    texts = list[list[int]]()
+
+    def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, dict[str, Any]]:
+        texts.append(body["text"])
+        ids = [[first + k for k in range(body["top"])] for _ in body["text"][1:]]
+        return 200, {"logprobs": told(body["text"], scale), "ids": ids}
+
+    fake.answer = answer
+    return texts
+
+
+def teacher(fake: Fake | None = None, services: Services | None = None, **keys: Any) -> Teacher:
+    given = {"server": fake.url if fake else "service:t", "engine": "vllm", "path": "t", **keys}
+    section = TeacherSection.model_validate(given)
+    return Teacher(name="t", section=section, adapter=Told(), services=services or Services())
+
+
+def groups() -> list[RolloutGroup]:
+    """Four completions of two prompts, of different lengths; the last is of another source."""
+    lengths = {"a": (3, 5), "b": (2, 7)}
+    return [
+        RolloutGroup(
+            prompt=Prompt(id=source, text="", token_ids=(1, 2), answer="", source=source),
+            trajectories=tuple(trajectory([length], seed=length) for length in of),
+        )
+        for source, of in lengths.items()
+    ]
+
+
+def packed() -> tuple[Samples, Batch]:
+    samples = to_samples(groups(), sources=("b", "a"))
+    packer = Packer(dims=ParallelDims(dp=2), max_tokens=8, attention_cost=0.0, unit=1)
+    return samples, packer.pack(samples)
+
+
+def scored(teachers: Sequence[Teacher], want: frozenset[Want], top: int = TOP) -> dict[Want, torch.Tensor]:
+    samples, batch = packed()
+
+    async def ask() -> dict[Want, torch.Tensor]:
+        model = Teachers(teachers, top=top, vocab_size=VOCABULARY, sources=("b", "a"))
+        await model.try_out()
+        said = await model.score(batch, want)
+        await model.close()
+        return {name: unpack(batch, rows, samples) for name, rows in said.items()}
+
+    return asyncio.run(ask())
+
+
+def texts() -> list[list[int]]:
+    return [list(one.chains[0].token_ids) for group in groups() for one in group.trajectories]
+
+
+def test_each_sequence_has_the_log_probs_and_tokens_of_its_teacher() -> None:
+    with running(1) as (fake,):
+        asked = answers(fake, 1.0)
+        said = scored([teacher(fake)], frozenset({"logprobs", "top"}))
+    np.testing.assert_allclose(said["logprobs"], np.concatenate([told(one, 1.0) for one in texts()]), rtol=1e-6)
+    assert sorted(asked[1:]) == sorted(texts())  # each once, behind the trial
+    assert said["top"].shape == (len(said["logprobs"]), 2, TOP)
+    np.testing.assert_array_equal(said["top"][:, 0], np.tile([0.0, 1.0, 2.0], (len(said["logprobs"]), 1)))
+    np.testing.assert_array_equal(said["top"][:, 1], -0.5 * said["top"][:, 0] - 1)
+
+
+def test_log_probs_of_several_are_their_weighted_mean_and_some_judge_one_source_alone() -> None:
+    with running(2) as (one, other):
+        answers(one, 1.0)
+        asked = answers(other, 2.0)
+        said = scored([teacher(one), teacher(other, weight=3.0, sources=["b"])], frozenset({"logprobs"}))
+    scales = (1.0, 1.0, (1 + 3 * 2) / 4, (1 + 3 * 2) / 4)
+    wanted = np.concatenate([told(text, scale) for text, scale in zip(texts(), scales, strict=True)])
+    np.testing.assert_allclose(said["logprobs"], wanted, rtol=1e-6)
+    assert sorted(asked[1:]) == sorted(texts()[2:])
+
+
+def test_all_tokens_are_named_where_the_vocabulary_has_no_more() -> None:
+    with running(1) as (fake,):
+        answers(fake, 1.0)
+        assert scored([teacher(fake)], frozenset({"top"}), top=64)["top"].shape[2] == VOCABULARY
+
+
+def test_a_failed_attempt_is_made_again_and_a_service_is_asked_where_it_is_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    services = _service()
+    waits = list[float]()
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        services.stopped("t", 0)
+        services.serves("t", 0, ServiceAddress(url=second.url, key="two"))
+
+    with running(2) as (first, second):
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        first.answer = lambda path, body, number: (500, {})
+        answers(second, 1.0)
+        services.serves("t", 0, ServiceAddress(url=first.url, key="one"))
+        said = asyncio.run(teacher(services=services).judge([1, 2, 3], 0))
+    np.testing.assert_allclose(said.logprobs, told([1, 2, 3], 1.0), rtol=1e-6)
+    assert waits == [1.0]
+
+
+def _service() -> Services:
+    return Services({"t": ServiceSection(command="serve")})
+
+
+def test_what_goes_on_failing_or_is_refused_ends_with_the_teachers_key() -> None:
+    with running(1) as (fake,):
+        fake.answer = lambda path, body, number: (500, {"why": "tired"})
+        with pytest.raises(EngineError, match=r"algorithm\.kl\.teachers\.t: .*tired.*; attempts made: 1$"):
+            asyncio.run(teacher(fake, retries=0).judge([1, 2], 0))
+        fake.answer = lambda path, body, number: (400, {"why": "too long"})
+        with pytest.raises(EngineError, match=r"algorithm\.kl\.teachers\.t: .*too long"):
+            asyncio.run(teacher(fake).judge([1, 2], 0))
+        assert len(fake.asked) == 2
+    with pytest.raises(EngineError, match=r"no replica of it serves now.*; attempts made: 1"):
+        asyncio.run(teacher(services=_service(), retries=0).judge([1, 2], 0))
+
+
+def test_a_token_that_the_policy_lacks_and_scores_that_no_server_tells_are_refused() -> None:
+    with running(1) as (fake,):
+        answers(fake, 1.0, first=10)
+        with pytest.raises(EngineError, match=r"it names token 12, and the policy's last is 11"):
+            scored([teacher(fake)], frozenset({"top"}))
+        with pytest.raises(EngineError, match="tells log-probs, and no values"):
+            scored([teacher(fake)], frozenset({"values"}))

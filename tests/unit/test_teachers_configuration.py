@@ -1,0 +1,107 @@
+"""Which teachers behind servers fit an algorithm and its data, and what a resume may change of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher.preflight.model_files import check
+from launcher.preflight.subject import Subject
+from rl_megatron.config.io import load_config
+from rl_megatron.config.resume import fixed
+from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.tiny import make_tiny_model
+
+URL = "http://127.0.0.1:9"
+KEY = "algorithm.kl.teachers"
+
+
+def teacher(name: str, path: Path = Path("tests"), *keys: str) -> list[str]:
+    given = [f"server={URL}", "engine=vllm", f"path={path}", *keys]
+    return [f"{KEY}.{name}.{key}" for key in given]
+
+
+def sources(*names: str) -> list[str]:
+    made = [f"data.sources.{name}.{key}" for name in names for key in ("type=arithmetic", "digits=2")]
+    return ["data.type=mixture", *made]
+
+
+def loaded(*keys: str) -> RunConfig:
+    return load_config("tiny_cpu", ["algorithm=distill", *keys])
+
+
+def test_ranks_hold_no_reference_beside_them() -> None:
+    config = loaded(*teacher("a"))
+    assert not config.needs_reference
+    assert config.algorithm.needs_reference
+    assert loaded().needs_reference
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ([*teacher("a"), "algorithm.kl.reference=tests"], "both judge; keep one"),
+        ([*teacher("a"), "rollout.temperature=0.5"], "at a temperature of 1"),
+        ([*teacher("a"), "algorithm=grpo"], "does nothing: algorithm.kl.coefficient=0.0 does not read it"),
+        ([*teacher("a"), "algorithm=dpo"], "with algorithm.preference_beta"),
+        ([*teacher("a"), "roles.reference=separate"], "the algorithm has no reference"),
+        (
+            [*teacher("a"), *teacher("b"), "algorithm=gkd"],
+            "a, b judge the same prompts, and estimator=top_k",
+        ),
+        (teacher("a", Path("tests"), "sources=[sums]"), f"{KEY}.a.sources names 'sums'; data.sources has none"),
+        (
+            [*sources("sums", "more"), *teacher("a", Path("tests"), "sources=[sums]")],
+            "none judges the prompts of data.sources.more",
+        ),
+        ([f"{KEY}.a.server=ftp://x:1", f"{KEY}.a.engine=vllm", f"{KEY}.a.path=tests"], "service:<name> or http://host"),
+        ([f"{KEY}.a.server=http://me:pw@x:1", f"{KEY}.a.engine=vllm", f"{KEY}.a.path=tests"], "without user or path"),
+        (
+            [*teacher("a"), f"{KEY}.a.server=service:b", "services.b.command=x", f"{KEY}.a.token_file=t"],
+            "service:b has a key of its own",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(keys: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        loaded(*keys)
+    assert said in str(refused.value)
+
+
+def test_several_are_weighed_and_each_source_may_have_its_own() -> None:
+    loaded(*teacher("a"), *teacher("b", Path("tests"), "weight=3"))
+    of = {name: teacher(name, Path("tests"), f"sources=[{name}]") for name in ("sums", "more")}
+    for algorithm in ("distill", "gkd"):
+        loaded(f"algorithm={algorithm}", *sources("sums", "more"), *of["sums"], *of["more"])
+
+
+def test_a_resume_may_find_them_elsewhere_but_not_others() -> None:
+    before = fixed(loaded(*teacher("a")))
+    moved = loaded(*teacher("a", Path("tests"), "server=http://other:1", "engine=sglang", "retries=0"))
+    assert fixed(moved) == before
+    assert fixed(loaded(*teacher("a", Path("conf")))) != before
+    assert fixed(loaded(*teacher("a", Path("tests"), "weight=2"))) != before
+
+
+def test_its_tokens_and_lengths_are_compared_with_the_policys(tmp_path: Path) -> None:
+    policy = make_tiny_model(TinyModelSection(), tmp_path, 0)
+    short = make_tiny_model(TinyModelSection(max_position_embeddings=8), tmp_path, 0)
+    tokens = (policy / "tokenizer.json").read_text()
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (other / name).write_text((policy / name).read_text())
+    (other / "tokenizer.json").write_text(tokens.replace('"id": 256', '"id": 258', 1))
+
+    def found(*paths: Path) -> list[str]:
+        keys = [key for number, path in enumerate(paths) for key in teacher(f"t{number}", path)]
+        config = loaded(f"model.path={policy}", *keys)
+        return [one.text for one in check(Subject(config=config, for_job=False))]
+
+    assert found(policy) == []
+    said = found(short, other, tmp_path)
+    assert f"max_position_embeddings=8 of {KEY}.t0.path={short}" in said[0]
+    assert f"{KEY}.t1.path={other}: 1 of the policy's" in said[1]
+    assert f"{KEY}.t2.path={tmp_path}: it has no config.json" in said[2]
