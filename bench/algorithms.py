@@ -3,8 +3,9 @@
     python -m bench.algorithms [NAME ...] [--dir runs/algorithms] [--jobs 2] [--set key=value ...]
 
 Each is the default run (``rl-megatron train algorithm=NAME``) in one process with one thread, ``--jobs`` of them at a
-time. Algorithms without a ratio take one minibatch per step, VAPO a lambda for short answers. Runs already finished in
-``--dir`` are not repeated. Prints a Markdown table and writes ``report.html`` there.
+time. Algorithms without a ratio take one minibatch per step, VAPO a lambda for short answers, SPO as many prompts as
+other rows have completions. Runs already finished in ``--dir`` are not repeated. Prints a Markdown table and writes
+``report.html`` there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ ENOUGH = 0.9
 STEPS = load_config("tiny_cpu", []).train.steps
 ON_POLICY = ("train.minibatches=1",)  # no ratio: right only for samples of the current policy
 LONG_LAMBDA = ("algorithm.lam_length_factor=5",)  # the paper's 0.05 makes lambda 0 below 20 tokens; answers have 4
-SETTINGS = {"reinforce": ON_POLICY, "rloo": ON_POLICY, "remax": ON_POLICY, "vapo": LONG_LAMBDA}
+AS_MANY = ("rollout.prompts_per_step=1024",)  # completions as of groups
+SETTINGS = {"reinforce": ON_POLICY, "rloo": ON_POLICY, "remax": ON_POLICY, "vapo": LONG_LAMBDA, "spo": AS_MANY}
 
 
 def train(name: str, folder: Path, settings: list[str]) -> None:

@@ -85,12 +85,20 @@ def _sampling(
     )
     attention_cost = _attention_cost(shape)
     at_peak = seconds_at_peak(shape, roles.gpus)
+    prompts = PromptStream(
+        data.train,
+        seed=config.seed,
+        weights=weights_of(config.data),
+        curriculum=config.data.curriculum,
+        track_decay=config.algorithm.track_decay,
+    )
     update = (WaveUpdate if config.train.stream_micro_batches else Update)(
         config=config,
         roles=roles,
         attention_cost=attention_cost,
         seconds_at_peak=at_peak,
         training_flops=partial(training_flops, shape),
+        tracked=None if prompts.table is None else prompts.table.value_of,
     )
     warm = WarmStart(
         config=config,
@@ -104,9 +112,6 @@ def _sampling(
             packer=packer_of(config.learner, attention_cost=attention_cost),
             optimizer_steps=update.policy_steps,
         ),
-    )
-    prompts = PromptStream(
-        data.train, seed=config.seed, weights=weights_of(config.data), curriculum=config.data.curriculum
     )
     beside = EvaluationBeside(evaluation=evaluation, recorder=recorder, at_once=config.eval.at_once)
     return warm, Reinforcement(

@@ -61,7 +61,7 @@ def check_own_objective(row: AlgorithmSection) -> None:
 
 def check_own_advantages(row: AlgorithmSection) -> None:
     """Call the user's function of a group's rewards on some groups. Raises as `advantages.of_each_group`."""
-    if row.advantage_mean in {*LEVELS, "greedy", "moving"}:
+    if row.advantage_mean in {*LEVELS, "greedy", "moving", "tracked"}:
         return
     rewards = torch.tensor(_REWARDS)
     ids = torch.arange(len(rewards)).repeat_interleave(rewards.shape[1])

@@ -198,7 +198,7 @@ def _group_problems(c: RunConfig) -> list[str]:
         )
     teachers = {
         "algorithm.credit=gae": a.credit == "gae",
-        f"algorithm.advantage_mean={a.advantage_mean}": a.advantage_mean in {"greedy", "batch", "moving"},
+        f"algorithm.advantage_mean={a.advantage_mean}": a.advantage_mean in {"greedy", "batch", "moving", "tracked"},
         f"algorithm.kl.placement={a.kl.placement}": a.kl.coefficient > 0 and a.kl.placement != "loss",
     }
     if r.dynamic_sampling != "off" and any(teachers.values()):

@@ -50,6 +50,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "batch": ("leave_one_out",),
         "greedy": (),
         "moving": ("baseline_decay",),
+        "tracked": ("baseline_decay",),
         OWN: (),
     },
     "advantage_std": {

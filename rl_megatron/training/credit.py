@@ -51,6 +51,7 @@ class Rewards:
     values: Tensor
     state: AlgorithmState
     greedy: Tensor | None = None  # [groups], of greedy completions, if they were sampled
+    tracked: Tensor | None = None  # [groups], what each prompt's earlier completions have shown, where it is tracked
 
 
 def shape_rewards(
@@ -295,6 +296,9 @@ def _completion_advantages(groups: Sequence[RolloutGroup], rewards: Rewards, sec
                 "it was set; start a new run"
             )
         return remax_advantages(values, rewards.greedy[ids])
+    if mean == "tracked":
+        assert rewards.tracked is not None
+        values, mean = values - rewards.tracked[ids], "batch"
     if mean == "moving":
         values, mean = values - (float(values.double().mean()) if before is None else before), "none"
     return group_advantages(

@@ -162,13 +162,15 @@ class GroupJob(ABC):
         if table is None:
             return {}
         seen = [
-            (one.drawn.prompt.id, float(np.mean([reward >= right for reward in one.answered.rewards])))
+            (one.drawn.prompt.id, one.answered.rewards)
             for one in sorted(self.places, key=lambda place: place.drawn.ordinal)
             if one.answered is not None
             and one.answered.rewards
             and (one.kept or one.answered.reason == "equal_rewards")
         ]
-        table.update(seen, self.number, self.prompts.left_out)
+        shares = [(name, float(np.mean([reward >= right for reward in rewards]))) for name, rewards in seen]
+        table.update(shares, self.number, self.prompts.left_out)
+        table.track(seen)
         return dict(table.row())
 
     def _describe_sources(self, rollouts: RolloutBatch) -> Row:

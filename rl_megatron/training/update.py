@@ -72,6 +72,8 @@ class Update:
     """Of training the policy on sequences of such lengths; None where its GPUs' peak is not known."""
     training_flops: Callable[[Iterable[int]], float] | None = None
     """Of the same, for the metric flops/train; None: not counted."""
+    tracked: Callable[[str], float] | None = None
+    """The value of a prompt by its id, where the baseline is tracked."""
     state: AlgorithmState = field(init=False)
     _selection: Selection = field(init=False)
     _packer: Packer = field(init=False)
@@ -140,7 +142,7 @@ class Update:
             samples, state = assign_credit(
                 found.samples,
                 groups,
-                rewards,
+                self._with_tracked(rewards, groups),
                 section,
                 success_reward=self.config.eval.success_reward,
                 next_values=found.next_values,
@@ -149,6 +151,11 @@ class Update:
             return replace(found, gaps=gaps_of(groups, step) if aged else None), samples, state
 
         return await to_thread(credited)
+
+    def _with_tracked(self, rewards: Rewards, groups: Sequence[RolloutGroup]) -> Rewards:
+        if self.tracked is None:
+            return rewards
+        return replace(rewards, tracked=torch.tensor([self.tracked(group.prompt.id) for group in groups]))
 
     @property
     def _replays(self) -> bool:

@@ -202,7 +202,10 @@ class Rig:
             greedy_baseline=config.algorithm.advantage_mean == "greedy",
             routes=config.algorithm.routing_replay == "r3",
         )
-        prompts, size = PromptStream(self.prompts, seed=0), config.rollout.prompts_per_step
+        decay, size = config.algorithm.track_decay, config.rollout.prompts_per_step
+        prompts = PromptStream(self.prompts, seed=0, track_decay=decay)
+        if prompts.table is not None:
+            prompts.table.track([(one.id, (1.0,)) for one in self.prompts[::2]])
         stream = stream_of(config, prompts, sampler, Ledger())
         started = LedgerState(trained=STARTED * size)
         stream.restore(replace(stream.state(), version=STARTED, drawn=STARTED * size, ledger=started))
@@ -212,7 +215,12 @@ class Rig:
             stream=stream,
             prompts=prompts,
             evaluation=Evaluation(sampler=sampler, sets=(), section=config.eval, last_step=0),
-            update=Update(config=config, roles=roles, attention_cost=0.0),
+            update=Update(
+                config=config,
+                roles=roles,
+                attention_cost=0.0,
+                tracked=None if prompts.table is None else prompts.table.value_of,
+            ),
             start_folder=self.folder / "hf_start",
             recorder=Recorder(self.folder, config.log, self.progress),
             route="memory",

@@ -152,10 +152,11 @@ class CriticSection(Section):
 class AlgorithmSection(Section):
     """An algorithm is this row of choices (docs/algorithms.md); conf/algorithm/ has a file for each known one."""
 
-    advantage_mean: Literal["none", "group", "batch", "greedy", "moving"] | OwnCode = "group"
+    advantage_mean: Literal["none", "group", "batch", "greedy", "moving", "tracked"] | OwnCode = "group"
     """The baseline of an advantage is the mean reward of the group or the batch, the reward of a greedy completion
-    (greedy: ReMax), or a moving mean over steps; none: no baseline. ``package.module:name`` is a function of your own,
-    from the rewards of a group to its advantages."""
+    (greedy: ReMax), a moving mean over steps, or what the prompt's earlier completions have shown, and then the batch's
+    mean (tracked: SPO); none: no baseline. ``package.module:name`` is a function of your own, from the rewards of a
+    group to its advantages."""
     advantage_std: Literal["none", "group", "batch", "advantages"] = "group"
     """Divide advantages by the standard deviation of the rewards of the group or the batch, or of the batch's rewards
     less their groups' means (advantages: ScaleRL); none: do not divide."""
@@ -166,7 +167,7 @@ class AlgorithmSection(Section):
     leave_one_out: bool = False
     """Whether the baseline excludes the completion itself (RLOO)."""
     baseline_decay: Fraction = 0.9
-    """advantage_mean=moving: decay of the moving mean, the weight of earlier steps."""
+    """advantage_mean=moving: decay of the moving mean, the weight of earlier steps; tracked: of earlier completions."""
     credit: Literal["completion", "turn", "discounted", "gae"] = "completion"
     """The advantage of a token is that of its completion, or of its turn (of the rewards from that turn on), its
     discounted return (REINFORCE++), or the generalised advantage estimate from a critic's values (PPO)."""
@@ -269,6 +270,11 @@ class AlgorithmSection(Section):
         return self.credit == "gae"
 
     @property
+    def track_decay(self) -> float | None:
+        """The decay of a baseline of each prompt; None without one."""
+        return self.baseline_decay if self.advantage_mean == "tracked" else None
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the loss or the rewards need log-probs of a frozen reference."""
         return self.kl.coefficient > 0 or self.preference_beta is not None
@@ -318,7 +324,7 @@ def _credit_problems(a: AlgorithmSection) -> list[str]:
 def _turn_problems(a: AlgorithmSection) -> list[str]:
     """What shapes or compares rewards of whole completions, beside credit=turn."""
     out, given = [], "algorithm.credit=turn"
-    if a.advantage_mean in {"greedy", "moving"}:
+    if a.advantage_mean in {"greedy", "moving", "tracked"}:
         out.append(
             f"{given} with algorithm.advantage_mean={a.advantage_mean}: that baseline is the reward of a whole "
             "completion, and turns' rewards are compared here; set advantage_mean=group, batch or none"

@@ -138,6 +138,9 @@ class CurriculumSection(Section):
     """Prompts with a higher pass rate are drawn with the probability ``outside``."""
     outside: PositiveFraction = 0.1
     """Probability, in each epoch, of drawing a prompt below ``lowest`` or above ``highest``."""
+    explore: PositiveFraction | None = None
+    """Draw a prompt of pass rate p in an epoch with the probability (sqrt(p (1 - p)) + this) / (1/2 + this), so most
+    often those that are solved half the time (SPO: 0.05); null: pass rates do not matter so."""
     min_seen: Positive = 1
     """Times that a prompt must be sampled before its pass rate counts."""
     decay: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), NUMBER] = 0.5
@@ -150,7 +153,7 @@ class CurriculumSection(Section):
     @property
     def is_on(self) -> bool:
         """Whether pass rates decide anything."""
-        return self.retire_above is not None or self.has_window
+        return self.retire_above is not None or self.has_window or self.explore is not None
 
     @property
     def has_window(self) -> bool:
@@ -166,7 +169,7 @@ class CurriculumSection(Section):
         needs = {
             "outside": (self.has_window, "lowest or highest"),
             "min_left": (self.retire_above is not None, "retire_above"),
-            **dict.fromkeys(("min_seen", "decay", "initial"), (self.is_on, "retire_above, lowest or highest")),
+            **dict.fromkeys(("min_seen", "decay", "initial"), (self.is_on, "retire_above, lowest, highest or explore")),
         }
         for name, (read, needed) in needs.items():
             if not read and getattr(self, name) != type(self).model_fields[name].default:

@@ -23,7 +23,8 @@ class PromptStream:
 
     With ``weights`` each prompt is of one of these sources, which follow each other by `Proportions`; without, all
     prompts are of one source. ``left_out`` are the rows of ``prompts`` that are drawn no more. With a ``curriculum``
-    `table` has their pass rates, which the caller updates, saves and restores, and says which are drawn.
+    `table` has their pass rates, which the caller updates, saves and restores, and says which are drawn; with a
+    ``track_decay`` their values too.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class PromptStream:
         seed: int,
         weights: Mapping[str, float] | None = None,
         curriculum: CurriculumSection | None = None,
+        track_decay: float | None = None,
     ) -> None:
         if not len(prompts):
             raise DataError("no prompts to train on")
@@ -41,8 +43,9 @@ class PromptStream:
         rows = self._pool.sources(list(self._weights)) if weights else {"": np.arange(len(prompts), dtype=np.uint32)}
         self._epochs = {name: Epochs(own, seed=seed) for name, own in rows.items()}
         self.table: PromptTable | None = None
-        if curriculum is not None and curriculum.is_on:
-            self.table = PromptTable(self._pool, rows, curriculum, seed=seed)
+        if (curriculum is not None and curriculum.is_on) or track_decay is not None:
+            section = curriculum or CurriculumSection()
+            self.table = PromptTable(self._pool, rows, section, seed=seed, track_decay=track_decay)
         self._shares = Proportions(self._weights or {"": 1.0})
 
     def take(self, n: int) -> list[Prompt]:

@@ -1,4 +1,6 @@
-"""One row a prompt: how often it was trained on or had equal rewards, and its pass rate; says which prompts are drawn.
+"""One row a prompt: how often it was trained on or had equal rewards, its pass rate, and its value, SPO's baseline.
+
+It says which prompts are drawn.
 
 It is updated at the end of a step, in the order in which prompts were drawn, so that it is a function of the steps.
 """
@@ -6,7 +8,7 @@ It is updated at the end of a step, in the order in which prompts were drawn, so
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +21,9 @@ from rl_megatron.errors import CheckpointError, DataError
 
 logger = logging.getLogger(__name__)
 
+_PRIOR = 0.5, 1.0  # a value, and of how many completions: Beta(1/2, 1/2)
+_MOST_SPREAD = 0.5  # of a reward of 0 or 1, at a pass rate of a half
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableState:
@@ -28,21 +33,32 @@ class TableState:
     rates: Rates  # NaN: unknown
     retired: Retired  # the step; -1: it is drawn
     skipped: int  # draws
+    values: Rates | None = None  # where they are tracked
+    counts: Rates | None = None  # of completions that still count
 
 
 class PromptTable:
     """``prompts`` with their pass rates; ``sources`` has the rows of each source."""
 
     def __init__(
-        self, prompts: Pool, sources: Mapping[str, NDArray[np.integer]], section: CurriculumSection, *, seed: int
+        self,
+        prompts: Pool,
+        sources: Mapping[str, NDArray[np.integer]],
+        section: CurriculumSection,
+        *,
+        seed: int,
+        track_decay: float | None = None,
     ) -> None:
-        """Raises DataError that names a prompt without the field ``data.curriculum.initial``."""
-        self._section, self._seed = section, seed
+        """``track_decay``: of the values (`track`); None: these are not tracked. Raises DataError that names a prompt
+        without the field ``data.curriculum.initial``."""
+        self._section, self._seed, self._track_decay = section, seed, track_decay
         self._sources, self._prompts = sources, prompts
         self.visits = np.zeros(len(prompts), np.int32)
         self.rates = np.full(len(prompts), np.nan)
         self.retired = np.full(len(prompts), -1, np.int32)
         self.skipped = 0
+        value, count = _PRIOR
+        self.values, self.counts = np.full(len(prompts), value), np.full(len(prompts), count)
         if section.initial is not None:
             self.rates = _initial(prompts, section.initial)
 
@@ -53,6 +69,9 @@ class PromptTable:
         known = self.visits[row] >= s.min_seen or (s.initial is not None and not self.visits[row])
         if drawn and known and not s.lowest <= rate <= s.highest:
             drawn = np.random.default_rng([self._seed, epoch, row, 1]).random() < s.outside
+        if drawn and known and s.explore is not None and not np.isnan(rate):
+            share = (np.sqrt(rate * (1 - rate)) + s.explore) / (_MOST_SPREAD + s.explore)
+            drawn = np.random.default_rng([self._seed, epoch, row, 2]).random() < share
         self.skipped += not drawn
         return bool(drawn)
 
@@ -70,6 +89,24 @@ class PromptTable:
             if s.retire_above is not None and self.visits[row] >= s.min_seen and self.rates[row] >= s.retire_above:
                 self.retired[row] = step
         self.keep_enough(left_out)
+
+    def track(self, seen: Iterable[tuple[str, Sequence[float]]]) -> None:
+        """Add the rewards of completions of each prompt, by its id and in the order drawn, to its value.
+
+        The mean of the posterior of SPO's value tracker (arXiv:2509.13232): alpha' = decay alpha + sum of r and
+        beta' = decay beta + sum of 1 - r, with alpha / (alpha + beta) the value and alpha + beta the count.
+        """
+        if self._track_decay is None:
+            return
+        for name, rewards in seen:
+            row = self._prompts.row_of(name)
+            kept = self._track_decay * self.counts[row]
+            self.counts[row] = kept + len(rewards)
+            self.values[row] = (kept * self.values[row] + sum(rewards)) / self.counts[row]
+
+    def value_of(self, name: str) -> float:
+        """The value of the prompt, from its completions of earlier steps."""
+        return float(self.values[self._prompts.row_of(name)])
 
     def keep_enough(self, left_out: Set[int]) -> None:
         """Where less than ``min_left`` of a source is drawn, draw its retired prompts again, those first that retired
@@ -99,6 +136,8 @@ class PromptTable:
     def state(self) -> TableState:
         """What ``restore`` continues from."""
         columns = {"visits": self.visits.copy(), "rates": self.rates.copy(), "retired": self.retired.copy()}
+        if self._track_decay is not None:
+            columns |= {"values": self.values.copy(), "counts": self.counts.copy()}
         return TableState(**columns, skipped=self.skipped)
 
     def restore(self, state: TableState | None) -> None:
@@ -111,6 +150,8 @@ class PromptTable:
             )
         self.visits, self.rates, self.retired = state.visits.copy(), state.rates.copy(), state.retired.copy()
         self.skipped = state.skipped
+        if state.values is not None and state.counts is not None:
+            self.values, self.counts = state.values.copy(), state.counts.copy()
 
 
 def _initial(prompts: Pool, name: str) -> NDArray[np.float64]:

@@ -92,7 +92,7 @@ def test_the_names_that_the_schema_allows_are_those_of_the_tables() -> None:
     }
     for (section, name), names in fields.items():
         assert set(get_args(section.model_fields[name].annotation)) == names
-    or_own = {"objective": set(OBJECTIVES), "advantage_mean": set(LEVELS) | {"greedy", "moving"}}
+    or_own = {"objective": set(OBJECTIVES), "advantage_mean": set(LEVELS) | {"greedy", "moving", "tracked"}}
     for name, names in or_own.items():
         known, _ = get_args(AlgorithmSection.model_fields[name].annotation)
         assert set(get_args(known)) == names

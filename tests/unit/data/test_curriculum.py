@@ -170,7 +170,7 @@ async def step(ours: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["min_seen=3"], "data.curriculum.min_seen=3 does nothing without retire_above, lowest or highest"),
+        (["min_seen=3"], "data.curriculum.min_seen=3 does nothing without retire_above, lowest, highest or explore"),
         (["retire_above=0.9", "outside=0.5"], "data.curriculum.outside=0.5 does nothing without lowest or highest"),
         (["lowest=0.1", "min_left=0.5"], "data.curriculum.min_left=0.5 does nothing without retire_above"),
         (["lowest=0.8", "highest=0.2"], "data.curriculum.lowest=0.8 must be below data.curriculum.highest=0.2"),
