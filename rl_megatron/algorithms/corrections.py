@@ -2,7 +2,7 @@
 
 TIS is truncate at 2; IcePop is mask to 0.5 .. 5; the geometric band is band at sequence level, 0.999 .. 1.002;
 decoupled PPO is the clip objective with truncate at 5. Several are multiplied. Denominators stay those of the whole
-batch: a token left out counts as a loss of 0. Letters: T positions, S sequences, N tokens of the global batch.
+batch: a token left out counts as a loss of 0. Letters: T positions, S sequences, N tokens of a minibatch.
 """
 
 from __future__ import annotations
@@ -86,19 +86,16 @@ def _weight(section: CorrectionWeight, gap: Tensor, inputs: LossInputs, lengths:
     return torch.where(SIGNS[section.of](inputs.advantages), weight, 1.0)
 
 
-def second_moment_mask(log_ratios: Tensor, mask: Tensor, *, threshold: float = 0.04) -> Tensor:
-    """The tokens of the **global** batch that M2PO trains on, [N] bool (arXiv:2510.01161).
+def second_moment_mask(log_ratios: Tensor, *, threshold: float) -> Tensor:
+    """The tokens of a whole minibatch that M2PO trains on, [N] bool (arXiv:2510.01161).
 
-    Masks the tokens of largest squared log-ratio until the mean square of the rest is at most ``threshold``. On a
-    micro-batch the mask would depend on how the batch was cut, so this runs once, before packing.
+    Leaves out the tokens of largest squared log-ratio until the mean square of the rest is at most ``threshold``.
     """
-    squares, order = log_ratios[mask].double().square().sort()
+    squares, order = log_ratios.double().square().sort()
     means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
     kept = torch.zeros_like(order, dtype=torch.bool)
     kept[order] = means <= threshold  # means of a growing sorted prefix never fall
-    out = torch.zeros_like(mask)
-    out[mask] = kept
-    return out
+    return kept
 
 
 def proximal_share(rollout_version: Tensor, *, proximal_version: int, version: int) -> Tensor:

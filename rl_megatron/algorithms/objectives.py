@@ -34,7 +34,7 @@ def reinforce(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: Algor
 
 
 def importance(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmSection) -> TokenLosses:
-    """-rho A, without a limit: M2PO, whose mask over the batch (corrections.second_moment_mask) replaces the clip."""
+    """-rho A, without a limit: M2PO, whose choice of tokens (tokens.choose=second_moment) replaces the clip."""
     return -log_ratio.exp() * inputs.advantages, _untouched(log_ratio)
 
 

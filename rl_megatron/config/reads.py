@@ -95,6 +95,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "top_entropy": ("tokens.share",),
         "clip_cov": ("tokens.share", "tokens.low", "tokens.high"),
         "kl_cov": ("tokens.share", "tokens.kl_coefficient", "tokens.kl_estimator"),
+        "second_moment": ("tokens.limit",),
     },
     "kl.coefficient": {OFF: (), ON: _KL},
     "kl.placement": {"loss": ("kl.importance_weighted",), "token_reward": (), "completion_reward": ()},

@@ -59,15 +59,10 @@ def _of_batches(c: RunConfig) -> Iterator[tuple[str, str]]:
         yield given, "the std of rewards is the batch's; set advantage_std=group or none"
     if a.whiten_rewards:
         yield "algorithm.whiten_rewards=true", "moments of rewards take in the batch first; set whiten_rewards=false"
-    if a.second_moment_limit is not None:
-        yield (
-            f"algorithm.second_moment_limit={a.second_moment_limit:g}",
-            "the tokens to mask are the largest of the batch; set second_moment_limit=null",
-        )
     if a.tokens.choose != "all":
         yield (
             f"algorithm.tokens.choose={a.tokens.choose}",
-            "the tokens to choose are a share of the batch's; set tokens.choose=all",
+            "the tokens to choose are the batch's; set tokens.choose=all",
         )
     if a.nll_coefficient:
         yield (

@@ -12,12 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rl_megatron.algorithms.corrections import second_moment_mask
 from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.config.sections.algorithm import AlgorithmSection, TokensSection
 from rl_megatron.observability.recorder import Row
 from rl_megatron.training.credit import Rewards
 from rl_megatron.training.measures import Measured
 from rl_megatron.types import RolloutGroup, Samples
+
+_TRAINED = ("top_entropy", "second_moment")  # the tokens that are chosen are those that are trained on
 
 Chosen = tuple[Sequence[RolloutGroup], Rewards, Row]
 """Groups, the rewards of their completions, and metrics of the selection."""
@@ -109,22 +112,24 @@ class TokenChoice:
         (places,) = torch.where(samples.mask & inside[sequence_ids(samples.cu_seqlens)])
         if not len(places):
             return samples
-        chosen = self._chosen(samples.advantages, places)
+        chosen = self._chosen(samples, places)
         self.shares.append(float(chosen.double().mean()))
         if self.section.choose == "kl_cov":
             weights = torch.zeros_like(samples.advantages)
             weights[places[chosen]] = self.section.kl_coefficient
             return replace(samples, old_kl_weights=weights)
         advantages = samples.advantages.clone()
-        advantages[places[~chosen if self.section.choose == "top_entropy" else chosen]] = 0.0
+        advantages[places[~chosen if self.section.choose in _TRAINED else chosen]] = 0.0
         return replace(samples, advantages=advantages)
 
-    def _chosen(self, advantages: Tensor, places: Tensor) -> Tensor:
+    def _chosen(self, samples: Samples, places: Tensor) -> Tensor:
         section = self.section
+        if section.choose == "second_moment":
+            return second_moment_mask((self.logprobs - samples.rollout_logprobs)[places], threshold=section.limit)
         if section.choose == "top_entropy":
             assert self.entropy is not None
             return top_entropy(self.entropy[places], section.share)
-        values = covariances(self.logprobs[places], advantages[places])
+        values = covariances(self.logprobs[places], samples.advantages[places])
         if section.choose == "kl_cov":
             return greatest(values, section.share)
         return drawn_between(values, section.share, section.low, section.high, self.generator)

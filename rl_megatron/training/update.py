@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rl_megatron.algorithms.aggregation import token_weight
 from rl_megatron.algorithms.auxiliary import ValueLoss
-from rl_megatron.algorithms.corrections import proximal_share, second_moment_mask
+from rl_megatron.algorithms.corrections import proximal_share
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.own import check_own_advantages, check_own_objective
 from rl_megatron.config.run import RunConfig
@@ -116,8 +116,6 @@ class Update:
         if not samples.mask.any():
             self.state = state
             return row | await to_thread(self._gaps, found)
-        if section.second_moment_limit is not None:
-            samples = await to_thread(self._with_second_moment_limited, samples, found.current, row)
         row |= await self._train(found, samples, step, watch, [group.prompt for group in groups])
         row |= await self._flips(found, step, watch)
         self.state = await to_thread(controlled, state, samples, section, row)
@@ -193,9 +191,8 @@ class Update:
         """Score the rollouts with all models before any of them changes; only the scores that the algorithm needs."""
         section, roles = self.config.algorithm, self.roles
         ranks, batch = await to_thread(self._packed, samples, step)
-        asked = section.old_logprobs == "learner" or section.second_moment_limit is not None
+        asked = section.old_logprobs == "learner" or section.tokens.choose != "all"
         asked |= section.routing_replay == "r2" or self.config.train.route_flips
-        asked |= section.tokens.choose != "all"
         current = entropy = next_values = None
         routes = samples.routes
         async with AtOnce(watch) as at_once:
@@ -273,15 +270,6 @@ class Update:
             num_units=num_units,
         )
         return samples if weight is None else replace(samples, token_weight=weight)
-
-    def _with_second_moment_limited(self, samples: Samples, current: Tensor | None, row: Row) -> Samples:
-        """M2PO: zero the advantages of tokens far from the policy that sampled them; denominators count all tokens."""
-        limit = self.config.algorithm.second_moment_limit
-        assert limit is not None
-        assert current is not None
-        kept = second_moment_mask(current - samples.rollout_logprobs, samples.mask, threshold=limit)
-        row["correction/dropped_fraction"] = 1 - float(kept.sum() / samples.mask.sum())
-        return replace(samples, advantages=torch.where(kept, samples.advantages, 0.0))
 
     def _with_proximal_share(self, samples: Samples, groups: Sequence[RolloutGroup], step: int) -> Samples:
         """Step s trains version s - 1, the proximal one, into version s."""

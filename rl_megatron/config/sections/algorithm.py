@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -76,15 +76,18 @@ class CorrectionSection(CorrectionWeight):
 class TokensSection(Section):
     """Chooses tokens of a minibatch, by the policy at the start of the step; denominators count all its tokens."""
 
-    choose: Literal["all", "top_entropy", "clip_cov", "kl_cov"] = "all"
+    choose: Literal["all", "top_entropy", "clip_cov", "kl_cov", "second_moment"] = "all"
     """Train on all tokens, or only on those of most entropy; leave out some of great covariance of log-prob and
-    advantage (Clip-Cov), or hold those of the greatest to the old policy by a KL (KL-Cov)."""
+    advantage (Clip-Cov), or hold those of the greatest to the old policy by a KL (KL-Cov); leave out those
+    furthest from the engine's policy until the second moment of the rest is small (M2PO)."""
     share: PositiveFraction = 0.2
     """Share of the minibatch's tokens that top_entropy trains on, clip_cov leaves out or kl_cov holds; one at least."""
     low: Finite = 1.0
     """choose=clip_cov: least covariance, in nats times advantage, of a token that may be left out."""
     high: Finite = 5.0
     """choose=clip_cov: greatest covariance of such a token."""
+    limit: PositiveFloat = 0.04
+    """choose=second_moment: greatest mean square of log pi - log pi_rollout of the tokens that are trained on."""
     kl_coefficient: PositiveFloat = 1.0
     """choose=kl_cov: weight of the KL of the old policy to the current one."""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "abs"
@@ -152,6 +155,10 @@ class CriticSection(Section):
 class AlgorithmSection(Section):
     """An algorithm is this row of choices (docs/algorithms.md); conf/algorithm/ has a file for each known one."""
 
+    moved: ClassVar[Mapping[str, str]] = {
+        "second_moment_limit": "algorithm.tokens.limit, with tokens.choose=second_moment"
+    }
+
     advantage_mean: Literal["none", "group", "batch", "greedy", "moving", "tracked"] | OwnCode = "group"
     """The baseline of an advantage is the mean reward of the group or the batch, the reward of a greedy completion
     (greedy: ReMax), a moving mean over steps, or what the prompt's earlier completions have shown, and then the batch's
@@ -216,9 +223,6 @@ class AlgorithmSection(Section):
     """How token losses are aggregated into the batch's loss; a sequence is a trajectory, whatever rows it has."""
     max_length: Positive | None = None
     """aggregation=seq_mean_token_sum_norm: the divisor of token sums; null: rollout.max_new_tokens."""
-    second_moment_limit: PositiveFloat | None = None
-    """Mask the batch's tokens of largest squared log-ratio until the mean of the rest is at most this (M2PO); null is
-    off."""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus, in nats; with ``entropy_target``, the weight at first."""
     entropy_target: PositiveFloat | None = None

@@ -77,7 +77,6 @@ class PlainUpdate:
             said = self._pairs(said)
         self._measure(said)
         self._credit(said)
-        self._limit(said)
         self._choose(said)
         for _ in range(self.config.train.epochs):
             policy, critic = self.policy.clone().requires_grad_(), self.critic.clone().requires_grad_()
@@ -169,7 +168,7 @@ class PlainUpdate:
         return out
 
     def _choose(self, said: list[Said]) -> None:
-        """Tokens of most entropy alone, or of great covariance left out or held; those that are trained on count."""
+        """Tokens of most entropy or near the engine alone; of great covariance left out or held; all trained count."""
         tokens, every = self.a.tokens, [(s, t) for s in said if s.trained for t in range(len(s.targets))]
         for s in said:
             s.held = [False] * len(s.targets)
@@ -178,6 +177,11 @@ class PlainUpdate:
             least = sorted((s.entropy[t] for s, t in every), reverse=True)[num - 1]
             for s, t in every:
                 s.advantages[t] *= s.entropy[t] >= least - 1e-6
+        elif tokens.choose == "second_moment":
+            nearest = sorted(every, key=lambda one: (one[0].now[one[1]] - one[0].engine[one[1]]) ** 2)
+            while statistics.fmean((s.now[t] - s.engine[t]) ** 2 for s, t in nearest) > tokens.limit:
+                s, t = nearest.pop()
+                s.advantages[t] = 0.0
         elif tokens.choose != "all":
             logp, adv = (
                 statistics.fmean(x) for x in zip(*((s.now[t], s.advantages[t]) for s, t in every), strict=True)
@@ -189,17 +193,6 @@ class PlainUpdate:
                     s.held[t] = i in order[: max(int(tokens.share * len(every)), 1)]
                 elif tokens.low <= cov[i] <= tokens.high:  # a share of 1 draws them all
                     s.advantages[t] = 0.0
-
-    def _limit(self, said: list[Said]) -> None:
-        """M2PO: the tokens of largest squared gap to the engine get no advantage until the mean square is small."""
-        if self.a.second_moment_limit is None:
-            return
-        gaps = {(id(s), t): (s.now[t] - s.engine[t]) ** 2 for s in said for t in range(len(s.targets))}
-        kept = sorted(gaps, key=lambda key: gaps[key])
-        while statistics.fmean(gaps[key] for key in kept) > self.a.second_moment_limit:
-            kept.pop()
-        for s in said:
-            s.advantages = [x if (id(s), t) in kept else 0.0 for t, x in enumerate(s.advantages)]
 
     def _loss(self, said: list[Said], policy: Tensor, step: int) -> Tensor:
         a, total = self.a, torch.zeros((), dtype=torch.float64)

@@ -147,10 +147,10 @@ def test_weights_are_learner_over_engine(correction: dict[str, Any]) -> None:
 def test_the_row_tells_how_many_tokens_m2po_leaves_out() -> None:
     """The largest squares, until the mean of the rest is at most the limit."""
     squares = sorted(gap**2 for of_sequence in gaps() for gap in of_sequence)
-    row = update(objective="importance", second_moment_limit=0.5)
+    row = update(objective="importance", tokens={"choose": "second_moment", "limit": 0.5})
     kept = max(n for n in range(len(squares) + 1) if sum(squares[:n]) <= 0.5 * n)
     assert 1 < kept < len(squares) - 1
-    assert row["correction/dropped_fraction"] == pytest.approx(1 - kept / len(squares))
+    assert row["tokens/chosen_fraction"] == pytest.approx(kept / len(squares))
 
 
 def test_the_row_tells_the_mismatch_of_the_batch() -> None:

@@ -187,13 +187,17 @@ def test_k3_has_the_gradient_of_the_kl_of_the_old_policy() -> None:
 
 
 def test_the_rows_have_the_shares_of_their_papers() -> None:
-    rows = {name: load_config("tiny_cpu", [f"algorithm={name}"]) for name in ("clip_cov", "kl_cov", "top_entropy")}
+    rows = {
+        name: load_config("tiny_cpu", [f"algorithm={name}"]) for name in ("clip_cov", "kl_cov", "top_entropy", "m2po")
+    }
     tokens = {name: config.algorithm.tokens for name, config in rows.items()}
     assert {name: (t.choose, t.share) for name, t in tokens.items()} == {
         "clip_cov": ("clip_cov", 2e-4),
         "kl_cov": ("kl_cov", 2e-3),
         "top_entropy": ("top_entropy", 0.2),
+        "m2po": ("second_moment", 0.2),
     }
+    assert (tokens["m2po"].limit, rows["m2po"].algorithm.old_logprobs) == (0.04, "rollout")
     assert (tokens["clip_cov"].low, tokens["clip_cov"].high, tokens["kl_cov"].kl_coefficient) == (1.0, 5.0, 1.0)
     assert rows["top_entropy"].algorithm.clip_high == 0.28
 
@@ -208,6 +212,11 @@ def test_the_rows_have_the_shares_of_their_papers() -> None:
         (["algorithm=kl_cov", "algorithm.tokens.low=0.5"], "tokens.low=0.5 does nothing.*tokens.choose=clip_cov does"),
         (["algorithm=clip_cov", "algorithm.tokens.low=9"], "tokens.low=9.0 is above algorithm.tokens.high=5.0; swap"),
         (["algorithm=dpo", "algorithm.tokens.choose=kl_cov"], "trains on pairs without it"),
+        (["algorithm=m2po", "algorithm.tokens.share=0.5"], "tokens.share=0.5 does nothing"),
+        (
+            ["algorithm=m2po", "algorithm.second_moment_limit=0.1"],
+            r"second_moment_limit.*algorithm\.tokens\.limit, with tokens\.choose=second_moment",
+        ),
         (["algorithm=kl_cov", "algorithm.tokens.share=0"], r"tokens.share=0\b.* greater than 0"),
     ],
 )

@@ -24,6 +24,7 @@ from tests.toy_roles import VOCABULARY, Toy, table
 from tests.unit.training.plain_update import PlainUpdate
 
 CRITIC = {"credit": "gae", "advantage_mean": "none", "advantage_std": "none"}
+M2PO = {"choose": "second_moment", "limit": 0.1}
 ALIKE = {"advantage_mean": "none", "advantage_std": "none"}
 REWARDED_KL = {"kl": {"coefficient": 0.3, "placement": "token_reward", "estimator": "k1"}}
 PATHS: dict[str, dict[str, Any]] = {
@@ -33,8 +34,8 @@ PATHS: dict[str, dict[str, Any]] = {
     | {"gamma": 0.9, "lam": 0.8, "critic": {"clip": 0.05, "lam": 0.95}},
     "ppo, KL in the reward of a token": CRITIC | REWARDED_KL | {"whiten": True},
     "the critic alone at first": CRITIC | {"unfinished_reward": 0.0, "critic": {"only_steps": 3}},
-    "m2po": ALIKE | {"objective": "importance", "second_moment_limit": 0.1, "old_logprobs": "rollout"},
-    "m2po by the learner's old policy": {"objective": "importance", "second_moment_limit": 0.1},
+    "m2po": ALIKE | {"objective": "importance", "tokens": M2PO, "old_logprobs": "rollout"},
+    "m2po by the learner's old policy": {"objective": "importance", "tokens": M2PO},
     "the tokens of most entropy": {"tokens": {"choose": "top_entropy", "share": 0.3}},
     "Clip-Cov, all of its candidates": ALIKE
     | {"objective": "importance", "tokens": {"choose": "clip_cov", "share": 1.0, "low": 0.1, "high": 0.5}},
