@@ -158,12 +158,22 @@ def test_a_judged_text_has_its_tokens_and_the_most_probable_ones_the_first_first
 
 
 @ENGINES
+def test_a_judged_text_without_probable_tokens_has_the_log_probs_alone(engine: str) -> None:
+    plain: Any = json.loads(json.dumps(JUDGED[engine]))
+    if engine == "sglang":
+        del plain["meta_info"]["input_top_logprobs"]
+    said = judged(engine, plain, top=0)
+    assert said.logprobs.tolist() == [-3.5, -0.125]
+    assert said.top_ids.shape == said.top_logprobs.shape == (2, 0)
+
+
+@ENGINES
 def test_a_judged_text_of_other_tokens_or_fewer_is_no_answer(engine: str) -> None:
     with pytest.raises(ValueError, match=r"were asked for"):
         judged(engine, JUDGED[engine], top=4)
-    short = json.loads(json.dumps(JUDGED[engine]))
+    short: Any = json.loads(json.dumps(JUDGED[engine]))
     (short if engine == "vllm" else short["meta_info"]).popitem()
-    with pytest.raises(ValueError, match="missing required field"):
+    with pytest.raises(ValueError, match=r"missing required field|2 log-probs and 0 places of 2"):
         judged(engine, short)
     if engine == "vllm":
         with pytest.raises(ValueError, match="token 1 of the text"):

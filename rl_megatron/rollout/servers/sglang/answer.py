@@ -54,7 +54,7 @@ class _Scored(msgspec.Struct):
 
 
 class _TopMeta(_ScoredMeta):
-    input_top_logprobs: list[list[_Token] | None]  # the first has none
+    input_top_logprobs: list[list[_Token] | None] = []  # the first has none, and without ``top`` there is no list
 
 
 class _TopScored(msgspec.Struct):
@@ -77,7 +77,7 @@ def read_judged(answer: bytes, *, length: int, top: int) -> Judged:
     probable tokens than ``top``, as of a vocabulary of fewer."""
     said = as_form(answer, _TopScored).meta_info
     logprobs = [one.logprob for one in said.input_token_logprobs[1:] if one.logprob is not None]
-    places = [place or [] for place in said.input_top_logprobs[1:]]
+    places = [place or [] for place in said.input_top_logprobs[1:]] if top else [[] for _ in logprobs]
     if len(logprobs) != length - 1 or len(places) != length - 1:
         raise ValueError(f"{len(logprobs)} log-probs and {len(places)} places of {length - 1}")
     if any(len(place) != top for place in places):
