@@ -195,6 +195,8 @@ def test_version_short_help_and_completion_are_there() -> None:
     named = re.findall(r"rl_megatron-([\d.]+)-py3", "".join(path.read_text() for path in repo.glob("docs/*.md")))
     assert set(named) == {version}
     assert re.search(r"^## (\S+) ", (repo / "CHANGELOG.md").read_text(), re.M)[1] == version
+    pins = "".join((repo / path).read_text() for path in ("constraints.txt", "tests/engines/vllm.txt"))
+    assert re.findall(r"^vllm(?:-cpu)?==(.*)$", pins, re.M) == ["0.32.0"] * 2, "the extra's is the tested one"
     for arguments in (["-h"], ["train", "-h"]):
         said = CliRunner().invoke(app, arguments)
         assert said.exit_code == 0
