@@ -46,7 +46,7 @@ class Recorder:
             folder, tensorboard=log.tensorboard, wandb=log.wandb, wandb_project=log.wandb_project
         )
         self._samples, self._timeline = SamplesWriter(folder), Timeline(folder)
-        self._per_step, self._decode = log.samples_per_step, decode
+        self._per_step, self._per_group, self._decode = log.samples_per_step, log.samples_per_group, decode
         self._idle_steps, self._warned = 0, is_taught  # latest steps in a row without a gradient
         self._file = folder / "samples.jsonl"
         self.progress, self._process = progress, process
@@ -73,17 +73,18 @@ class Recorder:
             self.progress.note(f"warning: {text}")
 
     def write_samples(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Record the first completion of the first ``log.samples_per_step`` groups."""
+        """Record the first ``log.samples_per_group`` completions of the first ``log.samples_per_step`` groups."""
         self._samples.write(
             SampleRow(
                 step=step,
                 prompt=group.prompt.text,
-                completion="".join(turn.text for turn in group.trajectories[0].turns),
+                completion="".join(turn.text for turn in trajectory.turns),
                 answer=group.prompt.answer,
-                reward=group.trajectories[0].reward,
-                turns=tuple(self._turns(group.trajectories[0])),
+                reward=trajectory.reward,
+                turns=tuple(self._turns(trajectory)),
             )
             for group in groups[: self._per_step]
+            for trajectory in group.trajectories[: self._per_group]
         )
 
     def _turns(self, trajectory: Trajectory) -> Iterator[SampleTurn]:

@@ -15,7 +15,9 @@ class LogSection(Section):
     progress: Literal["auto", "live", "plain"] = "auto"
     """Show progress as a live panel, as plain lines, or as whichever suits the terminal (auto)."""
     samples_per_step: NonNegative = 4
-    """Number of completions per step to write to samples.jsonl."""
+    """Number of groups per step of which completions are written to samples.jsonl."""
+    samples_per_group: Positive = 4
+    """How many completions of each of them, to read beside one another; a group has ``rollout.group_size``."""
     tensorboard: bool = True
     """Whether to write TensorBoard files."""
     wandb: Literal["off", "offline", "online"] = "off"
