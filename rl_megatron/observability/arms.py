@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rl_megatron.observability.charts import Point
+from rl_megatron.observability.charts import Point, thinned
 from rl_megatron.observability.history import Run
 from rl_megatron.observability.intervals import mean_interval
 
@@ -54,24 +55,27 @@ def group_runs(runs: Sequence[Run], names: Sequence[str] | None = None) -> list[
     return arms
 
 
-def over_seeds(points: Sequence[Sequence[Point]]) -> list[Point]:
-    """At each x the mean of the runs that have a value there, and its band; points of one run stay as they are."""
-    if len(points) == 1:
-        return list(points[0])
-    at: dict[float, list[Point]] = {}
-    for point in (p for run in points for p in run if p.y is not None):
-        at.setdefault(point.x, []).append(point)
-    out = []
-    for x, there in sorted(at.items()):
-        values = [p.y for p in there if p.y is not None]
-        found, low, high = mean_interval(values), min(values), max(values)
-        if found.low is not None and found.high is not None and len(values) >= LEAST_FOR_INTERVAL:
-            low, high = found.low, found.high
-        banded = len(values) > 1
-        out.append(
-            Point(x=x, y=found.value, label=there[0].label, low=low if banded else None, high=high if banded else None)
-        )
-    return out
+def over_seeds(runs: Sequence[Sequence[tuple[float, str, float | None]]]) -> list[Point]:
+    """The mean of several runs at each x where some have a value, with its band: as many points as a chart draws.
+
+    ``runs`` have x, label and value."""
+    at: dict[float, tuple[str, list[float]]] = {}
+    for x, label, value in (one for run in runs for one in run):
+        if value is not None:
+            at.setdefault(x, (label, []))[1].append(value)
+    means = [(x, label, math.fsum(values) / len(values), values) for x, (label, values) in sorted(at.items())]
+    return [_banded(*mean) for mean in thinned(means, lambda mean: mean[2])]
+
+
+def _banded(x: float, label: str, mean: float, values: Sequence[float]) -> Point:
+    low, high = min(values), max(values)
+    if len(values) >= LEAST_FOR_INTERVAL:
+        found = mean_interval(values)
+        assert found.low is not None
+        assert found.high is not None
+        low, high = found.low, found.high
+    banded = len(values) > 1
+    return Point(x=x, y=mean, label=label, low=low if banded else None, high=high if banded else None)
 
 
 def differing(runs: Sequence[Run]) -> dict[str, list[str]]:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+T = TypeVar("T")
 
 W, H = 400.0, 210.0
 LEFT, RIGHT, TOP, BOTTOM = 42.0, 392.0, 10.0, 186.0
@@ -89,7 +92,7 @@ def number_text(value: float) -> str:
 
 def line_chart(title: str, unit: str, series: Sequence[Series], limits: tuple[float, float] | None = None) -> Chart:
     """Lines with bands over a shared axis. At least one point must have a value. Bytes are shown in GB, MB or kB."""
-    series = [replace(s, points=_thin(s.points)) for s in series]
+    series = [replace(s, points=thinned(s.points, lambda p: p.y)) for s in series]
     if unit == "bytes" and limits is None:
         unit, series = _of_a_thousand(series)
     points = [p for s in series for p in s.points]
@@ -164,18 +167,32 @@ def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[tu
     )
 
 
-def histogram_chart(title: str, unit: str, what: str, counts: Sequence[float]) -> Chart:
-    """A bar for each of 0, 1, 2 and on: how many of ``what``, as a share of all. Some count is above 0."""
-    shares = [count / sum(counts) for count in counts]
+def thinned(points: Sequence[T], value: Callable[[T], float | None]) -> Sequence[T]:
+    """About MAX_POINTS of them: the least and the greatest of each bucket, so that no spike is lost, and both ends."""
+    if len(points) <= MAX_POINTS + 2:
+        return points
+    size = math.ceil(2 * len(points) / MAX_POINTS)
+    kept = [0]
+    for start in range(1, len(points) - 1, size):
+        there = range(start, min(start + size, len(points) - 1))
+        bucket = [(found, i) for i in there if (found := value(points[i])) is not None]
+        if bucket:
+            kept += sorted({min(bucket)[1], max(bucket, key=lambda one: one[0])[1]})
+    return [points[i] for i in (*kept, len(points) - 1)]
+
+
+def histogram_chart(title: str, unit: str, what: str, weights: Sequence[float]) -> Chart:
+    """A bar for each of 0, 1, 2 and on: its share of ``what``. Some weight is above 0."""
+    shares = [weight / sum(weights) for weight in weights]
     y_ticks, y = _y_axis(0.0, max(shares))
-    slot = (RIGHT - LEFT) / len(counts)
-    centers = [LEFT + (place + 0.5) * slot for place in range(len(counts))]
+    slot = (RIGHT - LEFT) / len(shares)
+    centers = [LEFT + (place + 0.5) * slot for place in range(len(shares))]
     boxes = (
         f"M{_r(at - slot * 0.42)} {BOTTOM}V{y(share)}h{_r(slot * 0.84)}V{BOTTOM}Z"
         for at, share in zip(centers, shares, strict=True)
     )
-    ages = [t for t in _ticks(0, len(counts) - 1, 8) if t == int(t)]
-    told = [f"{share:.1%} ({number_text(count)})" for share, count in zip(shares, counts, strict=True)]
+    ages = [t for t in _ticks(0, len(shares) - 1, 8) if t == int(t)]
+    told = [f"{share:.1%}" for share in shares]
     return Chart(
         title=title,
         unit=unit,
@@ -205,20 +222,6 @@ def _of_a_thousand(series: Sequence[Series]) -> tuple[str, list[Series]]:
         return replace(p, y=scaled(p.y), low=scaled(p.low), high=scaled(p.high))
 
     return unit, [replace(s, points=[point(p) for p in s.points]) for s in series]
-
-
-def _thin(points: Sequence[Point]) -> Sequence[Point]:
-    """Keep about MAX_POINTS: the least and the greatest of each bucket, so that no spike is lost."""
-    if len(points) <= MAX_POINTS:
-        return points
-    size = math.ceil(2 * len(points) / MAX_POINTS)
-    kept: list[Point] = [points[0]]
-    for start in range(1, len(points) - 1, size):
-        bucket = [p for p in points[start : min(start + size, len(points) - 1)] if p.y is not None]
-        if bucket:
-            ends = (min(bucket, key=lambda p: p.y or 0.0), max(bucket, key=lambda p: p.y or 0.0))
-            kept += sorted({p.x: p for p in ends}.values(), key=lambda p: p.x)
-    return [*kept, points[-1]]
 
 
 def _ticks(low: float, high: float, count: int) -> list[float]:

@@ -76,6 +76,24 @@ def read_jsonl(path: Path) -> list[dict[str, JsonValue]]:
     return [_parse(path, number, line) for number, line in enumerate(_whole_lines(path), 1)]
 
 
+def rows_from(path: Path, share: float = 0.0) -> Iterator[dict[str, JsonValue]]:
+    """The rows of `read_jsonl` from the one on in which this share of the file's bytes ends, or the next if it is long.
+
+    Raises DataError that names the file and the line, for a broken line that it reaches.
+    """
+    with path.open("rb") as file:
+        place = int(file.seek(0, os.SEEK_END) * share)
+        file.seek(max(0, place - _BLOCK))
+        before = file.read(min(place, _BLOCK))
+        if len(before) < place and b"\n" not in before:
+            file.readline()
+        else:
+            file.seek(place - len(before) + before.rfind(b"\n") + 1)
+        for line in file:
+            if line.endswith(b"\n"):
+                yield _parse_anywhere(path, line[:-1])
+
+
 def from_the_end(path: Path) -> Iterator[dict[str, JsonValue]]:
     """The rows of `read_jsonl`, the last one first; reads no more of the file than is asked for.
 
@@ -84,19 +102,19 @@ def from_the_end(path: Path) -> Iterator[dict[str, JsonValue]]:
     with path.open("rb") as file:
         at, first, torn = file.seek(0, os.SEEK_END), b"", True
         while at:
-            size = min(_BLOCK, at)
+            size = min(max(_BLOCK, len(first)), at)  # a line of many blocks is not copied once a block
             at -= size
             file.seek(at)
             first, *lines = (file.read(size) + first).split(b"\n")
             for line in reversed(lines):
                 if not torn:
-                    yield _parse_near_end(path, line)
+                    yield _parse_anywhere(path, line)
                 torn = False
     if not torn:
-        yield _parse_near_end(path, first)
+        yield _parse_anywhere(path, first)
 
 
-def _parse_near_end(path: Path, line: bytes) -> dict[str, JsonValue]:
+def _parse_anywhere(path: Path, line: bytes) -> dict[str, JsonValue]:
     try:
         return _parse(path, 0, line)
     except DataError:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from rl_megatron.observability.charts import number_text
 from rl_megatron.observability.files import JsonRow, read_jsonl
 from rl_megatron.observability.log import last_warnings
 from rl_megatron.observability.metrics.table import STEPS
-from rl_megatron.observability.samples import SampleRow, read_samples
+from rl_megatron.observability.samples import SampleRow, samples_between
 
 T = TypeVar("T")
 
@@ -28,13 +28,12 @@ class Run:
     label: str
     warm_start: Sequence[JsonRow]
     rl: Sequence[JsonRow]
+    places: Sequence[tuple[float, str]]  # x and label of each row of ``rl``
+    names: Sequence[str]  # of all metrics in its rows, by their first row
     config: Mapping[str, str]
-    samples: Sequence[SampleRow]
+    samples: Sequence[SampleRow]  # of its first, a middle and its last step
     plan: Mapping[str, float] = field(default_factory=dict)  # what the planner said of metrics, by name
     warnings: Sequence[str] = ()  # the last ones of its log
-    staleness: Sequence[
-        int
-    ] = ()  # completions that were trained on, by the pushes since their oldest token: 0, 1, 2 ...
 
     def numbers(self, name: str, *, phase: str = "rl") -> list[float]:
         """The recorded values of a metric in step order, without nulls."""
@@ -119,14 +118,16 @@ def _load(folder: Path, label: str, left_out: Callable[[str], None] | None) -> R
     if not rows:
         raise DataError(f"{folder / 'metrics.jsonl'}: no step is recorded yet; wait for the run's first row")
     samples = folder / "samples.jsonl"
+    warm_start, rl = [row for row in rows if row.get("phase") == "warm_start"], _with_evaluations(rows)
     return Run(
         label=label,
-        warm_start=[row for row in rows if row.get("phase") == "warm_start"],
-        rl=_with_evaluations(rows),
-        config=_config(folder / "config.yaml"),
-        samples=read_samples(samples) if samples.is_file() else [],  # log.samples_per_step=0 writes none
+        warm_start=warm_start,
+        rl=rl,
+        places=[(number(row, "step") or 0, f"step {row['step']}") for row in rl],
+        names=tuple(dict.fromkeys(name for row in (*warm_start, *rl) for name in row)),
+        config=_config(folder / "config.yaml", (folder / "config.yaml").stat().st_mtime_ns),
+        samples=samples_between(samples) if samples.is_file() else [],  # log.samples_per_step=0 writes none
         plan=unless_damaged(_plan, folder / "plan.json", left_out) or {},
-        staleness=_staleness(folder / "ledger.jsonl"),
         warnings=last_warnings(folder),
     )
 
@@ -139,22 +140,6 @@ def _with_evaluations(rows: Sequence[JsonRow]) -> list[JsonRow]:
         if row.get("phase") == "eval"
     }
     return [{**row, **evaluated.get(row["step"], {})} for row in rows if row.get("phase") in STEPS]
-
-
-def _staleness(path: Path) -> list[int]:
-    """What a run's ledger says; empty without one.
-
-    A completion's spans are "<first token>:<version> ...", and step s trains version s - 1.
-    """
-    counts = Counter[int]()
-    for row in read_jsonl(path) if path.is_file() else ():
-        spans = str(row.get("spans") or "") if row.get("state") == "trained" else ""
-        try:
-            oldest = [int(one.split()[0].partition(":")[2]) for one in spans.split(", ") if one]
-        except ValueError as error:
-            raise DataError(f"{path}: step {row['step']} has the spans {spans[:80]!r}, not token:version") from error
-        counts.update(max(0, int(row["step"] or 0) - 1 - version) for version in oldest)
-    return [counts[age] for age in range(max(counts, default=-1) + 1)]
 
 
 def _plan(path: Path) -> dict[str, float]:
@@ -175,7 +160,9 @@ def _labels(folders: Sequence[Path]) -> list[str]:
     return ["/".join(p[-depth:]) for p in parts]
 
 
-def _config(path: Path) -> dict[str, str]:
+@lru_cache(64)  # it takes a tenth of a second, and a page that is watched asks for it again and again
+def _config(path: Path, changed: int) -> Mapping[str, str]:
+    """``changed``: when the file was."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from rl_megatron.observability.charts import (
     line_chart,
     stacked_bars,
     styles,
+    thinned,
 )
 from rl_megatron.observability.curves import FIRST, HEADLINES, SECTIONS, Curve
 from rl_megatron.observability.files import JsonRow
@@ -33,6 +35,8 @@ from rl_megatron.observability.timeline.strip import STEPS_SHOWN, Strip, strip_o
 
 MAX_BANDS = 3  # more single runs than this and their shaded bands hide the lines
 SAMPLES_PER_STEP = 4
+_MOST_TEXT = 20_000  # characters of a sample's prompt, or of what is said or read in a turn
+_AGE = re.compile(r"staleness/share/v([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +91,9 @@ def write_page(
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["by_its_ends"] = _by_its_ends
     differences = {} if len(runs) == 1 else differing(runs)
+    at_once, sections = _sections(arms)
     page = environment.get_template("report.html.j2").render(
         title=title,
         runs=_rows(arms, differences),
@@ -99,8 +105,8 @@ def write_page(
         idle=_idle(runs[0]),
         spent=spent,
         warnings=runs[0].warnings if len(runs) == 1 else (),
-        headlines=_charts(HEADLINES, arms),
-        sections=_sections(arms),
+        headlines=[*_charts(HEADLINES, arms), *at_once],
+        sections=sections,
         samples=[(arm.runs[0].label, arm.style, _samples(arm.runs[0])) for arm in arms if arm.runs[0].samples],
         size=FRAME,
         styles=styles(len(arms)),
@@ -133,8 +139,16 @@ def _rows(arms: Sequence[Arm], differences: Mapping[str, Sequence[str]]) -> list
         for run in arm.runs:
             keys = [values[len(rows)] for values in differences.values()]
             is_best = best is not None and ends.get(id(run)) == best
-            rows.append({**headline_figures(run), "style": arm.style, "keys": keys, "best": is_best})
+            rows.append(
+                {**headline_figures(run), "style": arm.style, "keys": keys, "best": is_best, "worse": _fell(run)}
+            )
     return rows
+
+
+def _fell(run: Run) -> bool:
+    """Whether the last accuracy is below that before the first step."""
+    before, values = run.numbers("eval/accuracy", phase="warm_start"), run.numbers("eval/accuracy")
+    return bool(values) and values[-1] < [*before[-1:], values[0]][0]
 
 
 def _means(arms: Sequence[Arm]) -> list[tuple[str, int, str, str]]:
@@ -160,19 +174,19 @@ def _band_note(arms: Sequence[Arm]) -> str:
     )
 
 
-def _sections(arms: Sequence[Arm]) -> list[tuple[str, list[Chart]]]:
+def _sections(arms: Sequence[Arm]) -> tuple[list[Chart], list[tuple[str, list[Chart]]]]:
+    """The charts of time and load that come first on the page of one run, and those of each section."""
     firsts = [arm.runs[0] for arm in arms]
     first = FIRST if len(arms) == len(arms[0].runs) == 1 else ()
     sections = [(name, _charts([c for c in curves if c.metric not in first], arms)) for name, curves in SECTIONS]
     phases = [chart for run in firsts if (chart := _phases(run, named=len(arms) > 1))]
-    if first:
-        chosen = [curve for _, curves in SECTIONS for curve in curves if curve.metric in first]
-        sections.insert(0, ("Time and load", [*phases, *_charts(chosen, arms)]))
-    else:
+    chosen = [curve for _, curves in SECTIONS for curve in curves if curve.metric in first]
+    if not first:
         sections[-1][1].extend(phases)
     health = next(charts for name, charts in sections if name == "Health")
     health.extend(chart for run in firsts if (chart := _staleness(run, named=len(arms) > 1)))
-    return [(name, charts) for name, charts in sections if charts]
+    at_once = [*phases, *_charts(chosen, arms)] if first else []
+    return at_once, [(name, charts) for name, charts in sections if charts]
 
 
 def _charts(curves: Sequence[Curve], arms: Sequence[Arm]) -> list[Chart]:
@@ -185,7 +199,7 @@ def _named(curve: Curve, runs: Sequence[Run]) -> list[Curve]:
     """The curve, or one for each recorded name and number in place of its ``<name>`` and ``<k>``."""
     if "<name>" not in curve.metric:
         return [curve]
-    recorded = dict.fromkeys(metric for run in runs for row in run.rl for metric in row)
+    recorded = dict.fromkeys(name for run in runs for name in run.names)
     names = [m for m in recorded if (metric := documented(m)) and metric.name == curve.metric]
     family = re.compile(re.escape(curve.metric).replace("<name>", "(.+)").replace("<k>", "([0-9]+)"))
 
@@ -219,7 +233,11 @@ def _lines(curve: Curve, arm: Arm, num_arms: int, *, several: bool) -> list[Seri
         points = [Point(x=x, y=planned, label=label) for x, label, _ in rows[0]]
         lines.append(Series(label="plan", style=arm.style + DOTTED, points=points))
     band = not several and num_arms <= MAX_BANDS
-    points = over_seeds([[_point(curve, x, label, row, band=band) for x, label, row in each] for each in rows])
+    if len(rows) == 1:
+        drawn = thinned(rows[0], lambda one: number(one[2], curve.metric))
+        points = [_point(curve, x, label, row, band=band) for x, label, row in drawn]
+    else:
+        points = over_seeds([[(x, label, number(row, curve.metric)) for x, label, row in each] for each in rows])
     name = ("mean" if curve.peak else curve.metric) if alone else arm.label
     lines.append(Series(label=name, style=arm.style, points=points))
     return [line for line in lines if any(p.y is not None for p in line.points)]
@@ -227,6 +245,8 @@ def _lines(curve: Curve, arm: Arm, num_arms: int, *, several: bool) -> list[Seri
 
 def _rows_of(curve: Curve, run: Run, *, warm_start: bool) -> list[tuple[float, str, JsonRow]]:
     """Rows with the metric, by x; a warm start, which ends at another step in each run, is shown for single runs."""
+    if curve.metric not in run.names:
+        return []
     rows: list[tuple[float, str, JsonRow]] = []
     steps = [int(number(row, "warm_start/step") or 0) for row in run.warm_start]
     if curve.metric.startswith("warm_start/"):
@@ -235,7 +255,7 @@ def _rows_of(curve: Curve, run: Run, *, warm_start: bool) -> list[tuple[float, s
         if curve.warm_start and steps and warm_start:
             share = 1 / (max(steps) or 1)
             rows = [(s * share - 1, f"warm-start step {s}", r) for s, r in zip(steps, run.warm_start, strict=True)]
-        rows += [(number(row, "step") or 0, f"step {row['step']}", row) for row in run.rl]
+        rows += [(*place, row) for place, row in zip(run.places, run.rl, strict=True) if curve.metric in row]
     return [row for row in rows if curve.metric in row[2]]
 
 
@@ -277,13 +297,38 @@ def _idle(run: Run) -> str:
 
 def _staleness(run: Run, *, named: bool) -> Chart | None:
     """The run's completions by the pushes since their oldest token, where some were sampled before the last push."""
+    shares: dict[int, float] = {}
+    for row in run.rl:
+        for name in row:
+            if age := _AGE.fullmatch(name):
+                shares[int(age[1])] = shares.get(int(age[1]), 0.0) + (number(row, name) or 0.0)
+    if max(shares, default=0) == 0:
+        return None
     title = "Completions by staleness" + (f": {run.label}" if named else "")
-    return histogram_chart(title, "pushes", "completions", run.staleness) if len(run.staleness) > 1 else None
+    return histogram_chart(title, "pushes", "completions", [shares.get(age, 0.0) for age in range(max(shares) + 1)])
 
 
 def _samples(run: Run) -> list[tuple[int, list[tuple[SampleRow, bool]]]]:
-    """Samples of the first, middle and last recorded step, each marked as right or wrong."""
-    steps = sorted({sample.step for sample in run.samples})
-    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
-    by_step = {step: [s for s in run.samples if s.step == step][:SAMPLES_PER_STEP] for step in chosen}
-    return [(step, [(s, s.reward >= run.success_reward) for s in rows]) for step, rows in by_step.items()]
+    """Samples of the run's steps, of as many prompts as can be, each marked as right or wrong."""
+    by_step: dict[int, list[SampleRow]] = {}
+    for sample in run.samples:
+        by_step.setdefault(sample.step, []).append(sample)
+    shown = {step: _of_prompts(rows)[:SAMPLES_PER_STEP] for step, rows in by_step.items()}
+    return [(step, [(s, s.reward >= run.success_reward) for s in rows]) for step, rows in shown.items()]
+
+
+def _of_prompts(rows: Sequence[SampleRow]) -> list[SampleRow]:
+    """The first of each prompt, then the second of each, and on."""
+    seen, turns = Counter[str](), list[int]()
+    for row in rows:
+        turns.append(seen[row.prompt])
+        seen[row.prompt] += 1
+    return [row for _, row in sorted(zip(turns, rows, strict=True), key=lambda pair: pair[0])]
+
+
+def _by_its_ends(text: str) -> str:
+    """The text, or of a long one its beginning and its end."""
+    if (left_out := len(text) - _MOST_TEXT) <= 0:
+        return text
+    half = _MOST_TEXT // 2
+    return f"{text[:half]}\n… {left_out:,} characters left out, which samples.jsonl has …\n{text[-half:]}"

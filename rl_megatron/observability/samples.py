@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as dataclass_fields
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 
 from rl_megatron.errors import DataError
-from rl_megatron.observability.files import JsonlFile, JsonRow, from_the_end, read_jsonl
+from rl_megatron.observability.files import JsonlFile, JsonRow, from_the_end, read_jsonl, rows_from
+
+_MOST_OF_STEP = 256  # rows that `samples_between` takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,20 @@ class SamplesWriter:
 def read_samples(path: Path) -> list[SampleRow]:
     """All rows in file order. Raises DataError that names the file for a row with other fields."""
     return [_sample(path, row) for row in read_jsonl(path)]
+
+
+def samples_between(path: Path) -> list[SampleRow]:
+    """Those of the first step, of one at the middle of the file (from there on) and of the last; 256 of each at most.
+
+    Reads no more of the file, which may be long. Raises DataError as `read_samples`.
+    """
+    found: dict[object, Sequence[JsonRow]] = {}
+    for rows in (rows_from(path), rows_from(path, 0.5)):
+        for step, alike in islice(groupby(rows, lambda row: row["step"]), 1):
+            found.setdefault(step, [*islice(alike, _MOST_OF_STEP)])
+    for step, alike in islice(groupby(from_the_end(path), lambda row: row["step"]), 1):
+        found[step] = [*islice(alike, _MOST_OF_STEP)][::-1]
+    return [_sample(path, row) for rows in found.values() for row in rows]
 
 
 def search_samples(path: Path, search: SampleSearch, *, skip: int, limit: int) -> tuple[list[SampleRow], bool]:

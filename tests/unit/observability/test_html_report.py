@@ -243,13 +243,12 @@ def test_each_reward_part_has_a_chart_of_its_own(tmp_path: Path) -> None:
     assert charts["Set aime: pass@8"]["points"][0][2][0][2] == "0.5 (0.25 to 0.75)"
 
 
-def test_samples_are_of_the_first_middle_and_last_step_and_marked(tmp_path: Path) -> None:
-    text = Page(write_report([a_run(tmp_path / "a", steps=9)], tmp_path / "r.html")).text
-    assert [s for s in range(1, 10) if f"said-{s};" in text] == [1, 5, 9]
-    assert text.count("✓ right") == 3
-    folder = a_run(tmp_path / "b", steps=2)
-    text = Page(write_report([folder], tmp_path / "r.html")).text
-    assert (text.count("✓ right"), text.count("✗ wrong")) == (1, 1)
+@pytest.mark.parametrize(("end", "worse"), [(0.1, True), (0.2, False), (0.9, False)])
+def test_an_accuracy_that_fell_is_not_shown_as_a_gain(tmp_path: Path, end: float, worse: bool) -> None:
+    """The warm start ends at 0.2."""
+    MetricsWriter(a_run(tmp_path / "a")).write({"phase": "rl", "step": 7, "eval/accuracy": end})
+    page = Page(write_report([tmp_path / "a"], tmp_path / "r.html"))
+    assert ({"class": "worse"} in [a for tag, a in page.tags if tag == "b"]) == worse
 
 
 def test_variables_of_a_job_are_not_shown(tmp_path: Path) -> None:
@@ -370,21 +369,16 @@ def test_a_finished_run_has_a_report_without_a_plan_or_a_trace_that_is_damaged(t
 
 
 def test_completions_are_counted_by_the_pushes_since_their_oldest_token(tmp_path: Path) -> None:
-    """By hand: step 3 trains version 2, so that tokens of versions 2, 0 and 1 are 0, 2 and 1 pushes old."""
-    folder = a_run(tmp_path / "a")
-    rows = [
-        {"step": 3, "ordinal": 0, "state": "trained", "spans": "0:2, 0:0 7:1 9:2, 0:1"},
-        {"step": 3, "ordinal": 1, "state": "dropped", "spans": ""},
-        {"step": 4, "ordinal": 2, "state": "trained", "spans": "0:3"},
-    ]
-    (folder / "ledger.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    charts = Page(write_report([folder], tmp_path / "r.html")).charts()
+    """In the mean of the steps; not where none was sampled ahead."""
+    metrics = MetricsWriter(a_run(tmp_path / "a"))
+    metrics.write({"phase": "rl", "step": 7, "staleness/share/v0": 1.0})
+    assert "Completions by staleness" not in Page(write_report([tmp_path / "a"], tmp_path / "r.html")).charts()
+    metrics.write({"phase": "rl", "step": 8, "staleness/share/v0": 0.5, "staleness/share/v1": 0.0})
+    metrics.write({"phase": "rl", "step": 8, "staleness/share/v2": 0.5})
+    charts = Page(write_report([tmp_path / "a"], tmp_path / "r.html")).charts()
     found = charts["Completions by staleness"]["points"]
     assert [(label, values[0][2]) for _, label, values in found] == [
-        ("staleness 0", "50.0% (2)"),
-        ("staleness 1", "25.0% (1)"),
-        ("staleness 2", "25.0% (1)"),
+        ("staleness 0", "75.0%"),
+        ("staleness 1", "0.0%"),
+        ("staleness 2", "25.0%"),
     ]
-    (folder / "ledger.jsonl").write_text('{"step": 3, "state": "trained", "spans": "x"}\n')
-    with pytest.raises(DataError, match=r"ledger\.jsonl: step 3 has the spans 'x'"):
-        write_report([folder], tmp_path / "r.html")

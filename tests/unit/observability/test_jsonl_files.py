@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rl_megatron.errors import DataError
-from rl_megatron.observability.files import JsonlFile, from_the_end, read_jsonl
+from rl_megatron.observability.files import JsonlFile, from_the_end, read_jsonl, rows_from
 
 
 def test_rows_are_read_back_in_order_and_floats_to_the_bit(tmp_path: Path) -> None:
@@ -57,6 +58,14 @@ def test_rows_from_the_end_are_the_rows(tmp_path: Path, lengths: list[int], torn
     rows = [{"step": i, "text": "x" * length} for i, length in enumerate(lengths)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + torn)
     assert list(from_the_end(path)) == rows[::-1]
+    assert list(rows_from(path)) == rows
+    for share in (0.3, 0.5, 0.99):
+        rest = list(rows_from(path, share))
+        assert rest == rows[len(rows) - len(rest) :]
+        place = share * path.stat().st_size
+        ends = [line.end() for line in re.finditer(rb"\n", path.read_bytes())]
+        due = [row for row, end in zip(rows, ends, strict=True) if end > place]
+        assert rest == due or (rest == due[1:] and len(due[0]["text"]) >= 65_500)
 
 
 def test_the_last_row_of_a_long_file_is_read_alone(tmp_path: Path) -> None:

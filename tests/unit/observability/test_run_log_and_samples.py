@@ -5,21 +5,29 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from rl_megatron.config.sections.log import LogSection
+from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
 from rl_megatron.observability.log import run_log
+from rl_megatron.observability.progress import Progress
+from rl_megatron.observability.recorder import Recorder
 from rl_megatron.observability.samples import (
     SampleRow,
     SampleSearch,
     SamplesWriter,
     SampleTurn,
     read_samples,
+    samples_between,
     search_samples,
 )
+from rl_megatron.types import Completion, Prompt, RolloutGroup, Span
 
 
 def test_the_log_names_role_and_rank_and_only_our_warnings_reach_stderr(
@@ -86,3 +94,34 @@ def test_rows_that_are_no_samples_are_named(tmp_path: Path, row: str) -> None:
     (tmp_path / "samples.jsonl").write_text(row + "\n")
     with pytest.raises(DataError, match=r"samples\.jsonl: a row of step 4 .* a sample has step, prompt"):
         read_samples(tmp_path / "samples.jsonl")
+
+
+def test_a_report_reads_no_more_of_samples_than_it_shows(tmp_path: Path) -> None:
+    """Lines that are none lie between what it reads."""
+    rows = [json.dumps(asdict(_sample(step, reward))) for step in range(1, 9001) for reward in (0, 1)]
+    rows[5_000] = rows[14_000] = "no row"
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(f"{row}\n" for row in rows))
+    found = [(row.step, row.reward) for row in samples_between(path)]
+    middle = {step for step, _ in found} - {1, 9000}
+    assert len(middle) == 1
+    assert 4400 < middle.pop() < 4600
+    assert [*found[:2], *found[-2:]] == [(1, 0), (1, 1), (9000, 0), (9000, 1)]
+
+
+def test_completions_of_a_group_are_beside_one_another(tmp_path: Path) -> None:
+    zeros = np.zeros(1, np.float32)
+
+    def group(name: str, rewards: tuple[float, ...]) -> RolloutGroup:
+        prompt = Prompt(id=name, text=name, token_ids=(1,), answer="7")
+        said = Completion(token_ids=np.zeros(1, np.int32), logprobs=zeros, finish_reason="stop", spans=(Span(0, 0),))
+        return single_turns(prompt, [said] * len(rewards), rewards=rewards)
+
+    groups = [group("a", (0, 1, 0.5)), group("b", (1, 0, 0)), group("c", (0, 0, 0))]
+    log = LogSection(tensorboard=False, samples_per_step=2, samples_per_group=2)
+    with closing(Recorder(tmp_path, log, Progress(1, "plain"))) as recorder:
+        recorder.write_samples(3, groups)
+    path = tmp_path / "samples.jsonl"
+    assert [(row.prompt, row.reward) for row in read_samples(path)] == [("a", 0), ("a", 1), ("b", 1), ("b", 0)]
+    found, _ = search_samples(path, SampleSearch(step=3, prompt="a"), skip=0, limit=9)
+    assert [row.reward for row in found] == [1, 0]
