@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 import hashlib
 import json
 import logging
@@ -13,24 +14,27 @@ import secrets
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from rl_megatron.errors import DataError
+from rl_megatron.errors import DataError, Stopped
 from rl_megatron.observability import report
 from rl_megatron.observability.charts import FRAME
 from rl_megatron.observability.samples import SampleSearch, search_samples
 from rl_megatron.rollout.endpoint.bodies import ReceivePart, SendPart, method_of, respond
 from rl_megatron.rollout.endpoint.served import RequestRefused
+from rl_megatron.training.stopping import unless_stopped
 
 logger = logging.getLogger(__name__)
 
 SAMPLES_AT_ONCE = 50
 _PATHS = {"/": "GET", "/report": "GET", "/samples": "GET"}
-_READ = ("config.yaml", "metrics.jsonl", "samples.jsonl", "trace.json", "plan.json")  # whose change makes a new page
+MOST_CHARACTERS = 2**21  # of the samples of an answer; one that is longer comes alone
+_READ = ("config.yaml", "metrics.jsonl", "samples.jsonl", "trace.json", "plan.json", "log.txt")  # a change: a new page
 _KINDS = {"text": str, "prompt": str, "least_reward": float, "most_reward": float}  # all others are integers
 _PLAIN, _HTML, _JSON = b"text/plain; charset=utf-8", b"text/html; charset=utf-8", b"application/json"
 
@@ -42,9 +46,10 @@ class WatchApplication:
     runs: Sequence[Path]
     token: str
     costs: Callable[[Path], Sequence[str]]  # of a run, as lines of its page
+    ends: asyncio.Event = field(default_factory=asyncio.Event)  # once it is set, no answer waits for a page
     _page: bytes = field(init=False)
     _headers: Mapping[bytes, bytes] = field(init=False)
-    _report: tuple[str, bytes] = ("", b"")  # its tag, and the page
+    _report: tuple[str, bytes] = ("", b"")  # its tag, and the page, compressed
     _rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
@@ -67,10 +72,12 @@ class WatchApplication:
         """Answer, or refuse with a status and its reason as plain text."""
         status, headers = 200, dict(self._headers)
         try:
-            status, kind, body, tag = await self._answer(scope)
-            headers |= {b"etag": f'"{tag}"'.encode()} if tag else {}
+            status, kind, body, more = await self._answer(scope)
+            headers |= more
         except RequestRefused as error:
             status, kind, body = error.status, _PLAIN, str(error).encode()
+        except Stopped:
+            status, kind, body = 503, _PLAIN, b"rl-megatron watch ends"
         except DataError as error:  # a run that has no row yet, or a damaged file
             status, kind, body = 503, _PLAIN, str(error).encode(errors="replace")
         except Exception as error:
@@ -78,28 +85,36 @@ class WatchApplication:
             status, kind, body = 500, _PLAIN, f"{type(error).__name__}; its traceback is in the terminal".encode()
         await respond(send, status, headers | {b"content-type": kind}, [body])
 
-    async def _answer(self, scope: Mapping[str, Any]) -> tuple[int, bytes, bytes, str]:
-        """Status, type and body, and the tag of what may be asked for again."""
+    async def _answer(self, scope: Mapping[str, Any]) -> tuple[int, bytes, bytes, Mapping[bytes, bytes]]:
+        """Status, type and body, and headers of its own."""
         headers = dict(scope["headers"])
         port = scope["server"][1]
         if headers.get(b"host") not in {f"{name}:{port}".encode() for name in ("127.0.0.1", "localhost")}:
             raise RequestRefused(421, "ask by the address that `rl-megatron watch` printed")  # another name leads here
         path = method_of(scope, _PATHS)
         if path == "/":
-            return 200, _HTML, self._page, ""
+            return 200, _HTML, self._page, {}
         kind, _, token = headers.get(b"authorization", b"").partition(b" ")
         if kind.lower() != b"bearer" or not secrets.compare_digest(token.strip(), self.token.encode()):
             raise RequestRefused(
                 401, "open the whole address that `rl-megatron watch` printed, with what is behind its #"
             )
         if path == "/samples":
-            return 200, _JSON, await asyncio.to_thread(self._samples, scope["query_string"]), ""
+            found = asyncio.to_thread(self._samples, scope["query_string"])
+            return 200, _JSON, await unless_stopped(self.ends, found), {}
         async with self._rendering:
-            tag = await asyncio.to_thread(self._tag)
-            if tag != self._report[0]:
-                self._report = tag, await asyncio.to_thread(self._render)
-        unchanged = headers.get(b"if-none-match") == f'"{tag}"'.encode()
-        return (304 if unchanged else 200), _HTML, b"" if unchanged else self._report[1], tag
+            tag, page = self._report = await unless_stopped(self.ends, asyncio.to_thread(self._newest, self._report))
+        own = {b"etag": f'"{tag}"'.encode()}
+        if headers.get(b"if-none-match") == own[b"etag"]:
+            return 304, _HTML, b"", own
+        if b"gzip" in headers.get(b"accept-encoding", b""):
+            return 200, _HTML, page, own | {b"content-encoding": b"gzip"}
+        return 200, _HTML, await asyncio.to_thread(gzip.decompress, page), own
+
+    def _newest(self, last: tuple[str, bytes]) -> tuple[str, bytes]:
+        """The tag and the page of now: the ``last`` one, if nothing has changed."""
+        tag = self._tag()
+        return last if tag == last[0] else (tag, gzip.compress(self._render(), compresslevel=1))
 
     def _tag(self) -> str:
         """Another one after every change of a file that the report shows."""
@@ -125,7 +140,13 @@ class WatchApplication:
         rows, more = search_samples(
             self.runs[run] / "samples.jsonl", SampleSearch(**given), skip=skip, limit=SAMPLES_AT_ONCE
         )
-        return json.dumps({"samples": [asdict(row) for row in rows], "more": more}).encode()
+        lengths = (
+            len(row.prompt) + len(row.completion) + len(row.answer) + sum(len(turn.read) for turn in row.turns)
+            for row in rows
+        )
+        fitting = max(1, sum(length <= MOST_CHARACTERS for length in accumulate(lengths)))
+        found = [asdict(row) for row in rows[:fitting]]
+        return json.dumps({"samples": found, "more": more or fitting < len(rows)}).encode()
 
 
 def _query(query: bytes) -> dict[str, Any]:

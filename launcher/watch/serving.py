@@ -21,7 +21,8 @@ async def watch_runs(runs: Sequence[Path], port: int, costs: Callable[[Path], Se
         if not (run / "config.yaml").is_file():
             raise ConfigError(f"{run}: no config.yaml there; give the folder of a run, such as runs/tiny_cpu")
     token = secrets.token_hex(32)
-    server = HttpServer(WatchApplication(runs, token, costs))
+    app = WatchApplication(runs, token, costs)
+    server = HttpServer(app)
     try:
         url = server.listen(port)
     except OSError as error:
@@ -29,4 +30,5 @@ async def watch_runs(runs: Sequence[Path], port: int, costs: Callable[[Path], Se
     print(f"open {url.removesuffix('v1')}#{token}")
     print("Ctrl-C ends it", flush=True)
     await signalled()
+    app.ends.set()
     await server.stop()

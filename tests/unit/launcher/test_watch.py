@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 import hashlib
 import http.client
 import json
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -23,7 +25,8 @@ from urllib.parse import urlencode, urlsplit
 
 import pytest
 
-from launcher.watch.app import SAMPLES_AT_ONCE, WatchApplication
+from launcher.watch.app import MOST_CHARACTERS, SAMPLES_AT_ONCE, WatchApplication
+from rl_megatron.observability.log import run_log
 from rl_megatron.observability.samples import SampleRow, SamplesWriter
 from rl_megatron.rollout.endpoint.server import HttpServer
 from tests.unit.observability.test_html_report import EVIL, a_run
@@ -45,7 +48,8 @@ class Client:
         own = {"Authorization": f"Bearer {token}"} if token is not None else {}
         connection.request(method, path, headers=own | {name.replace("_", "-"): text for name, text in headers.items()})
         answer = connection.getresponse()
-        text = answer.read().decode()
+        body = answer.read()
+        text = (gzip.decompress(body) if answer.getheader("content-encoding") == "gzip" else body).decode()
         connection.close()
         return answer.status, {name.lower(): value for name, value in answer.getheaders()}, text
 
@@ -78,16 +82,20 @@ def client(run: Path) -> Iterator[Client]:
 class served:  # noqa: N801 -- a context manager
     """A server of these runs in a thread with an event loop of its own."""
 
-    def __init__(self, runs: list[Path]) -> None:
-        self._app = WatchApplication(runs, TOKEN, lambda run: [f"{run.name} cost 3 hours"])
+    def __init__(self, runs: list[Path], costs: Callable[[Path], list[str]] | None = None) -> None:
+        self.app = WatchApplication(runs, TOKEN, costs or (lambda run: [f"{run.name} cost 3 hours"]))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def __enter__(self) -> Client:
         self._thread.start()
-        self._server = HttpServer(self._app)
+        self._server = HttpServer(self.app)
         url = asyncio.run_coroutine_threadsafe(self._listening(), self._loop).result(ENDED)
         return Client(urlsplit(url).port or 0)
+
+    def ends(self) -> None:
+        """As a signal does."""
+        self._loop.call_soon_threadsafe(self.app.ends.set)
 
     def __exit__(self, *_: object) -> None:
         asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result(ENDED)
@@ -161,6 +169,11 @@ def test_the_report_is_the_one_of_now(run: Path, tmp_path: Path) -> None:
             file.write(json.dumps({"phase": "rl", "step": 7, "reward/mean": 0.123456}) + "\n")
         status, later, page = client.ask("/report", If_None_Match=headers["etag"])
         assert (status, later["etag"] != headers["etag"], "7 of 6" in page) == (200, True, True)
+        with run_log(folder, role="rank", rank=3):
+            logging.getLogger("launcher").error("the watchdog says <b>")
+        status, last, page = client.ask("/report", If_None_Match=later["etag"], Accept_Encoding="gzip, br")
+        assert (status, "the watchdog says &lt;b&gt;" in page) == (200, True)
+        assert (last["content-encoding"], later.get("content-encoding")) == ("gzip", None)
         (folder / "metrics.jsonl").write_text("")
         status, _, said = client.ask("/report")
         assert (status, "metrics.jsonl" in said) == (503, True)
@@ -184,6 +197,42 @@ def test_samples_are_found_by_text_reward_length_and_group_the_latest_first(clie
     whole = client.samples(step=5, prompt="1+1=")
     assert [row["completion"] for row in whole["samples"]] == ["said-5;"]
     assert EVIL in client.samples(step=8, most_length=1)["samples"][0]["prompt"]
+
+
+def test_long_samples_come_few_at_a_time_and_none_is_left_out(tmp_path: Path) -> None:
+    folder, samples = a_run(tmp_path / "a", steps=1), SamplesWriter(tmp_path / "a")
+    lengths = [MOST_CHARACTERS + 1, 5, 7, MOST_CHARACTERS // 2, MOST_CHARACTERS // 2]
+    samples.write(SampleRow(step=2, prompt="", completion="x" * n, answer="", reward=0) for n in lengths)
+    samples.close()
+    answers, found = list[list[int]](), {"more": True}
+    with served([folder]) as client:
+        while found["more"]:
+            found = client.samples(step=2, skip=sum(map(len, answers)))
+            answers.append([len(row["completion"]) for row in found["samples"]])
+    assert answers == [[MOST_CHARACTERS // 2] * 2, [7, 5], [MOST_CHARACTERS + 1]]
+
+
+def test_a_page_that_is_being_made_holds_back_no_end(run: Path) -> None:
+    begun, goes_on, said = threading.Event(), threading.Event(), list[tuple[int, str]]()
+
+    def costs(folder: Path) -> list[str]:
+        begun.set()
+        goes_on.wait(ENDED)
+        return []
+
+    def asks(client: Client) -> None:
+        status, _, text = client.ask("/report")
+        said.append((status, text))
+
+    server = served([run], costs)
+    with server as client:
+        asking = threading.Thread(target=asks, args=(client,))
+        asking.start()
+        assert begun.wait(ENDED)
+        server.ends()
+        asking.join(ENDED / 2)
+        goes_on.set()
+    assert said == [(503, "rl-megatron watch ends")]
 
 
 @pytest.mark.parametrize(
