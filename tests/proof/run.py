@@ -53,21 +53,24 @@ def claims() -> Iterator[Claim]:
 
 
 def printed(command: str) -> str:
-    """What the command writes to both streams, whatever its exit status."""
+    """What the command writes to both streams, whatever its exit status; of one that takes too long only that."""
     words = shlex.split(command)
     program = Path(sys.executable).with_name(Path(words[0]).name)
     environment = os.environ | {"COLUMNS": str(COLUMNS), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "docs").symlink_to(REPO / "docs")
-        return subprocess.run(
-            [str(program), *words[1:]],
-            cwd=REPO if program.name == "pytest" else folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_SECONDS,
-        ).stdout
+        try:
+            return subprocess.run(
+                [str(program), *words[1:]],
+                cwd=REPO if program.name == "pytest" else folder,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=LIMIT_SECONDS,
+            ).stdout
+        except subprocess.TimeoutExpired:
+            return f"it did not end within {LIMIT_SECONDS:g} s"  # alone, so that nothing which is shown is there
 
 
 def stale(shown: str, text: str) -> str | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import re
+from collections import defaultdict
 
 import pytest
 
-from tests.proof.run import PAGE, Claim, claims, printed, stale
+from rl_megatron.observability.intervals import mean_interval
+from tests.proof import run
+from tests.proof.run import PAGE, REPO, Claim, claims, printed, stale
 
 KINDS = 12
 EVERY = list(claims())
@@ -26,6 +30,23 @@ def test_every_kind_of_complaint_has_threads_a_command_its_output_and_a_test() -
         assert re.search(r"`[\w/]+\.py::\w+`", section), title
         assert "<!-- run by " in section, title
     assert len(EVERY) == KINDS
+
+
+def test_a_command_of_hours_shows_its_stored_run_by_date_and_commit() -> None:
+    """The page's figures are those of the stored table."""
+    text = PAGE.read_text(encoding="utf-8")
+    (at,) = re.finditer(r"<!-- not run: hours; the stored run is of \d{4}-\d\d-\d\d, commit [0-9a-f]{7} -->", text)
+    named, shown = re.search(r"`(docs/[\w/-]+\.csv)`.*?```\n(.*?)```", text[at.end() :], re.S).groups()  # type: ignore[union-attr]
+    arms = defaultdict[str, list[float]](list)
+    for row in csv.DictReader((REPO / named).read_text().splitlines()):
+        arms[row["arm"]].append(float(row["result"]))
+    found = {arm: mean_interval(values) for arm, values in arms.items()}
+    assert shown.splitlines() == [f"{arm:<12} {f.value:.4f}  {f.low:.4f} to {f.high:.4f}" for arm, f in found.items()]
+
+
+def test_a_command_that_does_not_end_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "LIMIT_SECONDS", 0.01)
+    assert printed("rl-megatron doctor") == "it did not end within 0.01 s"
 
 
 @pytest.mark.parametrize("claim", QUICK, ids=lambda claim: claim.command[:60])
