@@ -107,6 +107,10 @@ def _allowed(error: ErrorDetails) -> str:
             return f"text that matches {error['ctx']['pattern']}"
         case "string_too_long":
             return f"text of at most {error['ctx']['max_length']} characters"
+        case "too_short":
+            return f"at least {error['ctx']['min_length']} of them"
+        case "too_long":
+            return f"at most {error['ctx']['max_length']} of them"
         case "int_parsing_size":
             return "a valid integer of 64 bits"
         case "path_type":

@@ -64,6 +64,10 @@ def test_every_key_with_nasty_values_is_taken_or_refused_in_words() -> None:
             outcome("tiny_cpu", [*group, f"{key}={value}"])
 
 
+def test_an_empty_list_is_refused_in_words() -> None:
+    assert outcome("tiny_cpu", ["profile.ranks=[]"]).endswith("profile.ranks='[]': must be at least 1 of them")
+
+
 def test_mixtures_of_them_are_refused_in_words() -> None:
     draw, words = random.Random(0), [*KEYS, "data", "algorithm", "rollout", "x", "a" * 100_000, "a." * 500 + "b", "."]
     for _ in range(100):
