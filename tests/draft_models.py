@@ -12,6 +12,8 @@ from torch import Tensor
 
 from tests.family_models import save_model
 
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+
 
 def save_with_drafts(name: str, folder: Path, count: int = 1, **changed: Any) -> dict[str, Tensor]:
     """Save the model with ``count`` draft layers of random weights; returns all of the folder's tensors."""
@@ -32,7 +34,70 @@ def save_with_drafts(name: str, folder: Path, count: int = 1, **changed: Any) ->
     for layer in range(layers, layers + count):
         tensors |= {f"model.layers.{layer}.{key}": drawn(shape, key) for key, shape in (alike | own).items()}
         tensors[f"model.layers.{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        tensors[f"model.layers.{layer}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        output = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+        tensors[f"model.layers.{layer}.shared_head.head.weight"] = output.clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     path.write_text(json.dumps({**config, "num_nextn_predict_layers": count}))
     return tensors
+
+
+class WrittenDraft(torch.nn.Module):
+    """The forward of one draft layer, of transformers' own layer and norms, by the formula of arXiv:2412.19437, 2.2.
+
+    Its parameters have the names of files behind ``model.layers.N.``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        super().__init__()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self.model.eval().requires_grad_(False)
+        config, last = self.model.config, self.model.model.layers[-1]
+        size = config.hidden_size
+        self.layer = type(last)(config, config.num_hidden_layers - 1)
+        norm = type(self.model.model.norm)
+        self.enorm, self.hnorm, self.norm = (norm(size, eps=config.rms_norm_eps) for _ in range(3))
+        self.eh_proj = torch.nn.Linear(2 * size, size, bias=False)
+        self.prefix = f"model.layers.{config.num_hidden_layers}."
+        held = {n.removeprefix(self.prefix): t for n, t in load_file(folder / "model.safetensors").items()}
+        self.held = {n: held[n].requires_grad_() for n in held if not n.startswith("model.") and n != "lm_head.weight"}
+        self.held = {n: t for n, t in self.held.items() if not n.endswith(COPIES)}
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Of one text [L] -> [L - 2, V]: position i says token i + 2."""
+        held = self.held
+        hidden = self.model.model(tokens[None, :-1]).last_hidden_state.detach()
+        own = {
+            "enorm.weight": held["enorm.weight"],
+            "hnorm.weight": held["hnorm.weight"],
+            "norm.weight": held["shared_head.norm.weight"],
+            "eh_proj.weight": held["eh_proj.weight"],
+            **{f"layer.{name}": tensor for name, tensor in self._in_layer().items()},
+        }
+        return torch.func.functional_call(self, own, (hidden, tokens))
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        embedded = self.model.model.embed_tokens(tokens[None, 1:])
+        mixed = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1))[:, :-1]
+        places = torch.arange(mixed.shape[1])[None]
+        rotary = self.model.model.rotary_emb(mixed, places)
+        causal = torch.full((mixed.shape[1],) * 2, -torch.inf).triu(1)[None, None]
+        out = self.layer(mixed, attention_mask=causal, position_ids=places, position_embeddings=rotary)
+        out = out[0] if isinstance(out, tuple) else out
+        return self.model.lm_head(self.norm(out))[0]
+
+    def _in_layer(self) -> dict[str, Tensor]:
+        """Under transformers' names, which has the experts of a layer in one tensor."""
+        held, found = self.held, dict[str, Tensor]()
+        known = {name for name, _ in [*self.layer.named_parameters(), *self.layer.named_buffers()]}
+        experts = range(self.model.config.n_routed_experts)
+        for name in known:
+            if name == "mlp.experts.gate_up_proj":
+                parts = [[held[f"mlp.experts.{e}.{x}_proj.weight"] for x in ("gate", "up")] for e in experts]
+                found[name] = torch.stack([torch.cat(pair) for pair in parts])
+            elif name == "mlp.experts.down_proj":
+                found[name] = torch.stack([held[f"mlp.experts.{e}.down_proj.weight"] for e in experts])
+            elif name in held:
+                found[name] = held[name]
+        return found

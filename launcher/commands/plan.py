@@ -25,6 +25,7 @@ from rl_megatron.scaling.host_memory import copies_bytes, host_bytes, why_off_gp
 from rl_megatron.scaling.memory import GB, Footprint, check_memory, footprints, fullest
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.learner import shape_with_drafts
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
 from rl_megatron.weights.plans.cost import Cost, Links, broadcast_cost, plan_cost
 from rl_megatron.weights.plans.plan import plan as plan_moves
@@ -169,7 +170,7 @@ def show_config(config_name: str, overrides: Sequence[str], *, exact: bool = Fal
     if config.model.name is None and named:
         raise ConfigError(f"{config_name}: the model's sizes are not known; set model.path or model.name")
     model = str(config.model.name if named else config.model.path)
-    shape = model_shape(model, config.learner.model)
+    shape = shape_with_drafts(config, model_shape(model, config.learner.model))
     expect(config.model.name, shape)
     show_memory(config_name, config, shape)
     print(_counted_layers(config, shape))

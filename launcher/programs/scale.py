@@ -18,6 +18,7 @@ from rl_megatron.scaling.machines.calibration import machine_named
 from rl_megatron.scaling.planner.layouts import Goal, Wanted
 from rl_megatron.scaling.planner.search import PlannedRun
 from rl_megatron.scaling.rollouts import lengths_of
+from rl_megatron.weights.layouts.learner import shape_with_drafts
 from rl_megatron.weights.layouts.parsing import model_shape
 
 _OWN = ("gpus", "gpu", "goal", "mean_tokens")
@@ -98,7 +99,7 @@ def asked_of(arguments: Sequence[str]) -> Asked:
         raise ConfigError(
             f"goal=step is synchronous, but train.max_staleness={base.train.max_staleness}; leave one of them out"
         )
-    shape = model_shape(model, base.learner.model)
+    shape = shape_with_drafts(base, model_shape(model, base.learner.model))
     most = base.rollout.max_new_tokens
     mean = _whole("mean_tokens", own["mean_tokens"]) if "mean_tokens" in own else max(1, most // 2)
     if mean > most:

@@ -213,11 +213,12 @@ class Worker(RankModels):
             return error
 
     def export(self, folder: Path) -> None:
-        """Write the version pushed last as a Hugging Face folder, with the draft layers from which the run started."""
+        """Write the version pushed last as a Hugging Face folder, with the draft layers from which the run started, if
+        it has not trained them."""
         from rl_megatron.weights.checkpoints.safetensors_io import WithDrafts, write_folder
 
         tensors: Mapping[str, Tensor] = self._held
-        if self._made_up is None and not self._shape.scores:
+        if self._made_up is None and not self._shape.scores and not self._shape.drafts:
             tensors = WithDrafts(tensors, self._model_folder, self._dtype, self._config.learner.model)
         write_folder(tensors, self._model_folder, folder)
 

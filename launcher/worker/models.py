@@ -8,6 +8,7 @@ have their own ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -144,7 +145,7 @@ class RankModels:
             self._learners[role].unpark()
             self._start_adapters(role)
         random = self._made_up is not None and folder == self._model_folder
-        hf, layout = self._layouts_of(folder)
+        hf, layout = self._layouts_of(role, folder)
         if not random and role in self._learners and is_megatron(folder):
             self._learner(role).load_weights(folder, scored=hf.shape.scores)
             return
@@ -153,6 +154,7 @@ class RankModels:
             tensors.pop("output_layer.weight", None)  # a score layer starts at 0
         if role not in self._scorers:
             self._parked.back("reference")
+            tensors = {name: tensor for name, tensor in tensors.items() if name in layout.local_shapes(self._rank)}
             tensors = self._reference = {name: torch.empty_like(t) for name, t in tensors.items()}
         like = next(iter(tensors.values()))
         shapes = layout.local_shapes(self._rank).items()  # a critic has no output layer: these values are dropped
@@ -174,12 +176,15 @@ class RankModels:
         source = Untrained(self._model_folder, hf.local_shapes(0), self._config.seed)
         read_boxes(source, hf, layout, self._rank, tensors)
 
-    def _layouts_of(self, folder: Path) -> tuple[Layout, Layout]:
+    def _layouts_of(self, role: str, folder: Path) -> tuple[Layout, Layout]:
         """The folder's layout, and its over the ranks. A reward model may start from a policy, whose output layer it
-        drops, or from a reward model."""
+        drops, or from a reward model. The policy alone has draft layers."""
         from rl_megatron.weights.layouts.families import hf_layout, read_shape
         from rl_megatron.weights.layouts.learner import learner_layout
 
+        if self._shape.drafts and role != "policy":
+            known = replace(self._shape, drafts=False)
+            return hf_layout(known), learner_layout(self._config, known)
         if not self._shape.scores:
             return self._hf, self._layout
         known = read_shape(folder, self._config.learner.model)

@@ -17,6 +17,11 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
     """A line for each mode that the run's parts do not have."""
     if c.learner.lora.rank is not None:
         yield from _of_adapters(c)
+    if c.learner.draft.train and c.kind.pairs:
+        yield (
+            f"learner.draft.train=true with job={c.job}: half of its tokens are of answers that the policy is to "
+            "avoid, and a draft layer learns to say them; leave it out, and train the layer with job=sft or rl"
+        )
     if c.learner.deterministic and c.learner.device != "cpu" and not c.rollout.served:
         yield (
             f"learner.deterministic=true with learner.device={c.learner.device}: rollout.engine={c.rollout.engine} "

@@ -98,6 +98,12 @@ def _of_the_learner(learner: LearnerSection) -> Iterator[tuple[str, str]]:
             "learner.overlap.gradients=true",
             "ranks reduce gradients in the last backward pass, and none is known to be it; set overlap.gradients=false",
         )
+    if learner.draft.train:
+        yield (
+            "learner.draft.train=true",
+            "its loss is over the batch's tokens, whose number is not known yet, in a step of its own; set "
+            "draft.train=false",
+        )
     for kind, coefficient in learner.router.losses.items():
         yield (
             f"learner.router.{kind}={coefficient:g}",

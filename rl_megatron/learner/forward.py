@@ -7,7 +7,7 @@ result does not depend on how the batch was split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -25,9 +25,12 @@ from torch import Tensor
 from rl_megatron.learner.heads import Head
 from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.observability import activity, speed
-from rl_megatron.types import Loss, LossInputs, LossOutput, Want
+from rl_megatron.types import Loss, LossInputs, LossOutput, Metric, Want
 
 LossClosure = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
+AfterForward = Callable[[PackedMicroBatch, int], Mapping[str, Metric[Tensor]]]
+"""Computes gradients of parameters that are not the model's, of a micro-batch that has passed, given the batch's number
+of tokens (`learner.draft`)."""
 AroundForward = Callable[[Any, PackedMicroBatch], AbstractContextManager[None]]
 """Makes a context manager around a chunk's forward pass of a micro-batch (`learner.routers`)."""
 
@@ -58,10 +61,11 @@ def run_loss(
     *,
     num_tokens: int,
     num_sequences: int,
+    beside: AfterForward | None = None,
 ) -> list[LossOutput]:
     """Accumulates this rank's unreduced gradients in the chunks' buffers. Returns loss shares on the last stage.
 
-    Every rank calls it.
+    Every rank calls it. ``beside`` adds to the metrics, and to nothing else.
     """
 
     def closure(micro_batch: PackedMicroBatch, output: Tensor) -> tuple[Tensor, Tensor, LossOutput]:
@@ -76,7 +80,8 @@ def run_loss(
                 num_sequences=num_sequences,
             )
         )
-        return _viewless(share.loss), _zero_tokens(output), _without_graph(share)
+        more = beside(micro_batch, num_tokens) if beside is not None else {}
+        return _viewless(share.loss), _zero_tokens(output), _without_graph(share, more)
 
     results: list[LossOutput] = _schedule(chunks, micro_batches, closure, around, forward_only=False)
     return results
@@ -132,10 +137,10 @@ def _viewless(output: Tensor) -> Tensor:
     return whole
 
 
-def _without_graph(share: LossOutput) -> LossOutput:
+def _without_graph(share: LossOutput, more: Mapping[str, Metric[Tensor]]) -> LossOutput:
     """Megatron keeps what is said of each micro-batch until the step's last one. The loss holds its graph, whose leaves
     are the hidden states that the last stage received and the gradient of them, of every micro-batch so far."""
-    metrics = {name: replace(metric, value=metric.value.detach()) for name, metric in share.metrics.items()}
+    metrics = {name: replace(m, value=m.value.detach()) for name, m in {**share.metrics, **more}.items()}
     return LossOutput(loss=share.loss.detach(), metrics=metrics)
 
 

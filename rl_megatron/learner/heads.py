@@ -59,19 +59,19 @@ class VocabHead(Head):
 
     def _logprobs_of(self, logits: Tensor, targets: Tensor, logprobs: Tensor, tokens: Tensor) -> Tensor:
         """Log-probs [t, k] of ``tokens`` [t, k], by those of the targets."""
-        cut = self._cut(logits.shape[-1])
+        cut = self.cut(logits.shape[-1])
         every = torch.cat([tokens.long(), targets[:, None]], 1)
         x = logits_of(logits, every, vocab_start=cut["vocab_start"], group=cut["group"]) / self.temperature
         return x[:, :-1] - x[:, -1:] + logprobs[:, None]
 
     def _logprobs(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(logits, targets, **self._cut(logits.shape[-1]))
+        return token_logprobs(logits, targets, **self.cut(logits.shape[-1]))
 
     def _logits(self, output: Tensor) -> Tensor:
         """Output rows -> float32 logits of this TP rank's rows of the vocabulary."""
         return output.float()
 
-    def _cut(self, rows: int) -> dict[str, Any]:
+    def cut(self, rows: int) -> dict[str, Any]:
         """The keywords of log-probs over a vocabulary of which each TP rank has ``rows`` rows."""
         tp = parallel_state.get_tensor_model_parallel_group()
         return {
@@ -96,7 +96,7 @@ class VocabHead(Head):
 
     def _top(self, logits: Tensor, micro_batch: PackedMicroBatch, logprobs: Tensor) -> Tensor:
         """[t, 2, k]; zeros outside the mask. ``logprobs`` [t] are those of the targets."""
-        cut, mask = self._cut(logits.shape[-1]), micro_batch.columns["mask"]
+        cut, mask = self.cut(logits.shape[-1]), micro_batch.columns["mask"]
         below = min(self.vocab_size, self.top_below)
         tokens = top_tokens(logits[mask], min(self.top_k, below), below, cut["vocab_start"], cut["group"])
         found = self._logprobs_of(logits[mask], micro_batch.targets[mask], logprobs[mask], tokens)
@@ -135,7 +135,7 @@ class Float32Head(VocabHead):
     @override
     def _logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         weight = self._weight
-        return head_logprobs(hidden, weight, targets, announce=self.announces, **self._cut(len(weight)))
+        return head_logprobs(hidden, weight, targets, announce=self.announces, **self.cut(len(weight)))
 
     @override
     def _logits(self, hidden: Tensor) -> Tensor:

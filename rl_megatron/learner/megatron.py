@@ -75,7 +75,8 @@ def make_frozen(
     top_below: int = EXACT,
 ) -> MegatronScorer:
     """As `make_policy`, without gradients, optimizer or CUDA graphs."""
-    config = make_config(shape, learner.model_copy(update={"cuda_graphs": False}))
+    shape, learner = replace(shape, drafts=False), learner.model_copy(update={"cuda_graphs": False})
+    config = make_config(shape, learner)
     models = build_chunks(shape, learner, config)
     head = _vocab_head(shape, learner, models, temperature, top_k=top_k, top_below=top_below)
     chunks = [module.to(device).requires_grad_(False) for module in modules(config, models)]
@@ -84,7 +85,7 @@ def make_frozen(
 
 def make_critic(shape: ModelShape, learner: LearnerSection, device: torch.device) -> MegatronLearner:
     """As `make_policy`, with a value layer in place of the output layer; it is initialised to 0."""
-    untied = replace(shape, tie_embeddings=False)
+    untied = replace(shape, tie_embeddings=False, drafts=False)
     config = make_config(untied, learner)
     chunks = build_chunks(untied, learner, config)
     put_layer(ValueLayer, chunks, config)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_DRAFT = "mtp.layers.0."
 _HELD = (".router.expert_bias", ".indexer.")  # in names of buffers that layouts have
 _EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|lora_[AB]))(\d+)$")
 
 
-def global_name(chunk: GPTModel, name: str) -> str:
-    """The global name of the parameter that the chunk calls ``name``."""
+def global_name(chunk: Any, name: str) -> str:
+    """The global name of the parameter that a chunk of the policy, or its draft layer, calls ``name``."""
+    if name.startswith(_DRAFT):
+        name = f"mtp.layers.{chunk.config.num_layers}.{name.removeprefix(_DRAFT)}"
     if found := _LAYER.match(name):
         layer = chunk.decoder.layers[int(found[1])].layer_number - 1
         name = f"decoder.layers.{layer}.{name[found.end() :]}"
@@ -26,7 +30,7 @@ def global_name(chunk: GPTModel, name: str) -> str:
     return name
 
 
-def global_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
+def global_parameters(chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, Tensor]]:
     """(global name, tensor) of every parameter on this rank, and of the buffers of its routers and indexers."""
     for chunk in chunks:
         buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if any(part in name for part in _HELD))

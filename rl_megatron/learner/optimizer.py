@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -80,25 +79,23 @@ def _keeps_weights(adam: torch.optim.Optimizer) -> bool:
     return getattr(adam, "use_decoupled_grad", False)
 
 
-def step(optimizer: MegatronOptimizer, learning_rate: float) -> float:
-    """Clip the gradient and step, if the gradient's norm is finite. Returns that norm, over the whole model.
+def norm_of(optimizer: MegatronOptimizer) -> float:
+    """The gradient's norm over the whole model, which `step` takes next. Every rank calls it, and all get the same."""
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
 
-    If the norm is not finite, weights and moments stay equal to the bit. Otherwise this is megatron's
-    ChainedOptimizer.step, which never checks the norm. Every rank calls it, and all get the same norm.
-    """
+
+def step(optimizer: MegatronOptimizer, learning_rate: float, norm: float) -> None:
+    """Clip the gradient of `norm_of` and step: megatron's ChainedOptimizer.step, which never checks the norm. Every
+    rank calls it."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(norm):
-        return norm
     for part in inner_optimizers(optimizer):
         parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:
             decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             megatron_optimizer.clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm, decoupled)
     optimizer.step_with_ready_grads()
-    return norm
 
 
 def state_of(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:

@@ -141,20 +141,20 @@ class MegatronScorer:
                 raise RLMegatronError(too_long)
         missing = -len(micro_batches) % self._dims.pp if self._dims.vpp > 1 else 0
         masked = replace(micro_batches[-1], mask=torch.zeros_like(micro_batches[-1].mask))
-        return [
-            pack_micro_batch(
-                samples,
-                tp=self._dims.tp,
-                cp=self._dims.cp,
-                cp_rank=parallel_state.get_context_parallel_rank(),
-                device=self._device,
-                copy=samples is masked,
-                rows=self._rows,
-                sizes=self._padding.sizes,
-                sequences=self._padding.sequences,
-            )
-            for samples in (*micro_batches, *[masked] * missing)
-        ]
+        return [self._packed(samples, copy=samples is masked) for samples in (*micro_batches, *[masked] * missing)]
+
+    def _packed(self, samples: Samples, *, copy: bool) -> PackedMicroBatch:
+        return pack_micro_batch(
+            samples,
+            tp=self._dims.tp,
+            cp=self._dims.cp,
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            device=self._device,
+            copy=copy,
+            rows=self._rows,
+            sizes=self._padding.sizes,
+            sequences=self._padding.sequences,
+        )
 
     def _restore(self, scores: Tensor, packed: PackedMicroBatch, samples: Samples) -> Tensor:
         """Scatters this rank's [t] to the samples' positions [N], and sums over CP."""

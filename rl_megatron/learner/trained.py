@@ -16,13 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
+from typing_extensions import override
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.digests import Digest
@@ -31,15 +29,17 @@ from rl_megatron.learner import cpu
 from rl_megatron.learner.checkpoint import loading, saving
 from rl_megatron.learner.checkpoint.planned import Kept
 from rl_megatron.learner.checkpoint.saving import ShardSave
+from rl_megatron.learner.draft.training import Drafting
 from rl_megatron.learner.forward import run_loss
-from rl_megatron.learner.heads import Head, ValueHead
+from rl_megatron.learner.heads import Head, ValueHead, VocabHead
 from rl_megatron.learner.model.build import with_dtypes
 from rl_megatron.learner.model.decoder_config import DecoderConfig
 from rl_megatron.learner.model.graphs import Graphs
 from rl_megatron.learner.model.offload import Activations
-from rl_megatron.learner.optimizer import adopt, create_state, make_optimizer, state_of, step
+from rl_megatron.learner.naming import global_parameters
+from rl_megatron.learner.optimizer import adopt, create_state, make_optimizer, norm_of, state_of, step
 from rl_megatron.learner.overlap import Buckets
-from rl_megatron.learner.packed import PackedMicroBatch
+from rl_megatron.learner.packed import PackedMicroBatch, with_next
 from rl_megatron.learner.reduce import reduce_outputs
 from rl_megatron.learner.routers.balance import Balance, freeze_routers
 from rl_megatron.learner.scorer import MegatronScorer, modules
@@ -78,6 +78,10 @@ class MegatronLearner(MegatronScorer):
             for i, m in enumerate(modules(config, models))
         ]
         self._optimizer = make_optimizer(self._trained, given)
+        self._draft: Drafting | None = None
+        if shape.drafts:
+            assert isinstance(head, VocabHead), "a model that scores has no draft layer"
+            self._draft = Drafting(shape, learner, device, models, head)
         self._buckets = Buckets(config, self._trained)
         self._heap = cpu.Heap()
         self._added: list[Added] = []  # since the last step
@@ -89,10 +93,28 @@ class MegatronLearner(MegatronScorer):
         self._graphs = _graphs(config, models, learner)
         self._balance = Balance(self._trained, models, shape, learner.router, device)
 
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """As `MegatronScorer.tensors`, with those of the draft layer if that is trained."""
+        drafts = {} if self._draft is None else {n: p.data for n, p in global_parameters([self._draft.model])}
+        return {**super().tensors, **drafts}
+
+    @property
+    def _chunks_of_all(self) -> list[DistributedDataParallel]:
+        """The chunks of the model, and the draft layer."""
+        return self._trained if self._draft is None else [*self._trained, self._draft.chunk]
+
+    @property
+    def _optimizer_of_all(self) -> MegatronOptimizer:
+        """The optimizer of the model, chained with the draft layer's."""
+        return self._optimizer if self._draft is None else self._draft.chained(self._optimizer)
+
     def adopt(self) -> None:
         """Use the parameters that were written into ``tensors``: copies them into the optimizer's float32 weights."""
         self.unpark()
-        adopt(self._optimizer)
+        adopt(self._optimizer_of_all)
+        if self._draft is not None:
+            self._draft.changed()
 
     def gather(self) -> None:
         """Make ``tensors`` hold the weights of the last step, which with ``learner.overlap.parameters`` the next pass
@@ -104,7 +126,7 @@ class MegatronLearner(MegatronScorer):
         model's is not. ``scored``: the checkpoint is a reward model's. Raises CheckpointError."""
         self.unpark()
         without = "output_layer." if isinstance(self._head, ValueHead) and not scored else None
-        loading.load_weights(folder, self._trained, without=without)
+        loading.load_weights(folder, self._chunks_of_all, without=without)
         self.adopt()
 
     def park(self, *, pushed: bool) -> None:
@@ -116,15 +138,15 @@ class MegatronLearner(MegatronScorer):
         self.gather()  # into the weights' memory, which may leave
         if "gradients" in self._leaving:
             self._buckets.wait()  # for what is copied
-            buffers = [buffer.grad_data for chunk in self._trained for buffer in _buffers(chunk)]
+            buffers = [buffer.grad_data for chunk in self._chunks_of_all for buffer in _buffers(chunk)]
             self._parked.leave("gradients", buffers, kept=bool(self._added))
         if self._leaving:
-            for module in (module for chunk in self._trained for module in chunk.modules()):
+            for module in (module for chunk in self._chunks_of_all for module in chunk.modules()):
                 getattr(module, _COPIES, {}).clear()  # the next pass makes them
-        weights = [parameter for chunk in self._trained for parameter in chunk.parameters()]
+        weights = [parameter for chunk in self._chunks_of_all for parameter in chunk.parameters()]
         if "optimizer" in self._leaving:
-            create_state(self._optimizer)  # else a checkpoint would
-            self._parked.leave("optimizer", state_of(self._optimizer), besides=weights)
+            create_state(self._optimizer_of_all)  # else a checkpoint would
+            self._parked.leave("optimizer", state_of(self._optimizer_of_all), besides=weights)
         if "models" in self._leaving and not pushed:
             self._parked.leave("weights", weights)
 
@@ -157,9 +179,10 @@ class MegatronLearner(MegatronScorer):
         self._buckets.begin(again=bool(self._added))
         if not self._added:
             self._clear()
+            if self._draft is not None:
+                self.gather()  # the draft layer's copy of the embedding is made before the first pass
         add = partial(self._add, loss=loss, num_tokens=num_tokens, num_sequences=num_sequences)
-        packed = self._pack(micro_batches)
-        outputs = add(packed)
+        outputs = add(self._pack(micro_batches))
         self._buckets.end()
         self._added.append((micro_batches, add))
         return reduce_outputs(outputs) if parallel_state.is_pipeline_last_stage() else None
@@ -180,15 +203,38 @@ class MegatronLearner(MegatronScorer):
         if scale != 1.0:  # the gradients of a whole batch keep their bits
             for chunk in self._trained:
                 chunk.scale_gradients(scale)
-        grad_norm = step(self._optimizer, learning_rate)
-        self._optimizer.zero_grad()  # frees copies in float32
+        grad_norm, of_draft = norm_of(self._optimizer), self._norm_of_draft()
+        finite = math.isfinite(grad_norm) and math.isfinite(of_draft)
+        if finite:
+            self._step(learning_rate, grad_norm, of_draft)
+        self._optimizer_of_all.zero_grad()  # frees copies in float32
         activity.part("after the optimizer")
         replayed = any(m.routes is not None for micro_batches, _ in added for m in micro_batches)
         observed = self._observers.read() | self._balance.read() | (self._routing.read() if replayed else {})
-        if not math.isfinite(grad_norm):
-            return SkippedStep(grad_norm=grad_norm, culprits=self._culprits(added))
+        if not finite:
+            return SkippedStep(grad_norm=grad_norm + of_draft, culprits=self._culprits(added))
+        if self._draft is not None:
+            observed["draft/grad_norm"] = Metric(value=of_draft)
         self._balance.move_biases()
         return StepResult(grad_norm=grad_norm, metrics=observed)
+
+    def _norm_of_draft(self) -> float:
+        if self._draft is None:
+            return 0.0
+        self._draft.finalize()
+        return norm_of(self._draft.optimizer)
+
+    def _step(self, learning_rate: float, grad_norm: float, of_draft: float) -> None:
+        """Both step, or neither: their optimizers count as many steps."""
+        step(self._optimizer, learning_rate, grad_norm)
+        if self._draft is not None:
+            step(self._draft.optimizer, self._draft.learning_rate(learning_rate), of_draft)
+            self._draft.changed()
+
+    @override
+    def _packed(self, samples: Samples, *, copy: bool) -> PackedMicroBatch:
+        packed = super()._packed(samples, copy=copy)
+        return packed if self._draft is None else with_next(packed, samples)
 
     def _capture(self) -> None:
         """Before the first pass, with ``learner.cuda_graphs``."""
@@ -203,12 +249,15 @@ class MegatronLearner(MegatronScorer):
         for chunk in self._trained:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
+        if self._draft is not None:
+            self._draft.clear()
         self._balance.clear()
 
     def _add(
         self, packed: Sequence[PackedMicroBatch], *, loss: Loss, num_tokens: int, num_sequences: int
     ) -> list[LossOutput]:
-        with self._activations.passing():
+        draft = self._draft
+        with self._activations.passing(), contextlib.nullcontext() if draft is None else draft.watching():
             outputs = run_loss(
                 self._trained,
                 packed,
@@ -217,6 +266,7 @@ class MegatronLearner(MegatronScorer):
                 partial(self._routed, num_tokens=num_tokens),
                 num_tokens=num_tokens,
                 num_sequences=num_sequences,
+                beside=None if draft is None else draft.add,
             )
         self._routing.finish()
         self._balance.finish()
@@ -239,9 +289,9 @@ class MegatronLearner(MegatronScorer):
             self._clear()
             with self._buckets.held_back(), self._observers.unseen(), self._routing.unseen():
                 add(self._pack([micro_batch]))
-            buffers = [buffer for chunk in self._trained for buffer in chunk.buffers]
+            buffers = [buffer for chunk in self._chunks_of_all for buffer in chunk.buffers]
             if self._dims.ep == 1:
-                buffers += [buffer for chunk in self._trained for buffer in chunk.expert_parallel_buffers]
+                buffers += [buffer for chunk in self._chunks_of_all for buffer in chunk.expert_parallel_buffers]
             if not all(bool(buffer.grad_data.isfinite().all()) for buffer in buffers):
                 found.append(number)
         data_rank, rank, node = parallel_state.get_data_parallel_rank(), dist.get_rank(), socket.gethostname()
@@ -261,12 +311,15 @@ class MegatronLearner(MegatronScorer):
         if self._lora.rank is not None and dist.get_rank() == 0:
             write_lora(folder, self._lora)
         staged = self._staged if apart else None
-        return saving.save_shards(folder, self._trained, self._optimizer, self._planned, self._parked.on_host, staged)
+        chunks, optimizer = self._chunks_of_all, self._optimizer_of_all
+        return saving.save_shards(folder, chunks, optimizer, self._planned, self._parked.on_host, staged)
 
     def load(self, folder: Path) -> None:
         """Load the shards that ``save`` wrote. Raises CheckpointError."""
         self.unpark()
-        loading.load(folder, self._trained, self._optimizer)
+        loading.load(folder, self._chunks_of_all, self._optimizer_of_all)
+        if self._draft is not None:
+            self._draft.changed()
 
 
 def _buffers(chunk: DistributedDataParallel) -> list[Any]:

@@ -17,6 +17,7 @@ from rl_megatron.options.cuda_graphs import CudaGraphs
 from rl_megatron.options.deterministic import Deterministic
 from rl_megatron.options.device import Device
 from rl_megatron.options.dispatcher import Dispatcher
+from rl_megatron.options.draft import Draft
 from rl_megatron.options.dtype import Precision
 from rl_megatron.options.experts import ExpertParallel
 from rl_megatron.options.fp8 import Fp8
@@ -66,6 +67,7 @@ OPTIONS: Mapping[str, Option] = {
     "fp8": Fp8(),
     "cuda_graphs": CudaGraphs(),
     "lora": Lora(),
+    "draft": Draft(),
 }
 """This package's options by the name of their file, in the order in which they act on a rank's bytes: what layers keep
 of a micro-batch, then how many micro-batches are in flight. Installed options follow."""

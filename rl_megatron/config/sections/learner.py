@@ -11,6 +11,7 @@ from rl_megatron.options.cuda_graphs import CudaGraphKeys
 from rl_megatron.options.deterministic import DeterministicKeys
 from rl_megatron.options.device import DeviceKeys
 from rl_megatron.options.dispatcher import DispatcherKeys
+from rl_megatron.options.draft import DraftKeys
 from rl_megatron.options.dtype import DtypeKeys
 from rl_megatron.options.experts import ExpertKeys
 from rl_megatron.options.fp8 import Fp8Keys
@@ -59,6 +60,7 @@ class WorldKeys(Section):
 
 @with_installed_keys
 class LearnerSection(  # pydantic takes the keys of the last base first
+    DraftKeys,
     LoraKeys,
     CudaGraphKeys,
     BatchInvariantKeys,

@@ -40,7 +40,7 @@ def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel], *, wit
     state = _read(wanted, folder, "this layout")  # at once: all layers must be asked for, and each chunk has some
     with torch.no_grad():
         for i, chunk in enumerate(chunks):
-            _fill(chunk, state[key_of(i, len(chunks))], f"{folder}, chunk {i}", without)
+            _fill(chunk, _of_chunk(state, i, chunks), f"{folder}, chunk {i}", without)
             for name, parameter in inner(chunk).named_parameters():
                 if not is_left_out(name, without) and not is_adapter(name) and not all_numbers(parameter):
                     raise WeightError(f"{folder}: {name} holds NaN or infinite values; fetch or convert it again")
@@ -51,10 +51,16 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Meg
     state = _read(sharded_state(chunks, optimizer), folder, "this layout")
     with torch.no_grad():
         for i, chunk in enumerate(chunks):
-            _fill(chunk, state[key_of(i, len(chunks))], f"{folder}, chunk {i}")
+            _fill(chunk, _of_chunk(state, i, chunks), f"{folder}, chunk {i}")
         with own_settings(optimizer):
             optimizer.load_state_dict(_in_groups(_in_links(state["optimizer"], optimizer, folder), optimizer))
     copy_to_host(optimizer)
+
+
+def _of_chunk(state: dict[str, Any], index: int, chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
+    """Megatron leaves out a chunk without tensors: the draft layer's, on stages before the last."""
+    found: dict[str, Any] = state.get(key_of(index, len(chunks)), {})
+    return found
 
 
 def _fill(chunk: Any, state: dict[str, Any], where: str, without: str | None = None) -> None:

@@ -52,7 +52,8 @@ def sharded_state(
     Appends the tensors that `gathered` did not make to ``live``.
     """
     create_state(optimizer)
-    state: dict[str, Any] = {key_of(i, len(chunks)): trained(chunk) for i, chunk in enumerate(chunks)}
+    held = {key_of(i, len(chunks)): trained(chunk) for i, chunk in enumerate(chunks)}
+    state: dict[str, Any] = {key: tensors for key, tensors in held.items() if tensors}  # stages may lack a draft layer
     models = state["model"] if len(chunks) == 1 else dict(state)
     with _collecting(optimizer, values, gathered):
         state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=gathered is None, metadata=dict(METADATA))

@@ -29,7 +29,7 @@ from rl_megatron.learner.dry_run.meter import Meter  # noqa: E402
 from rl_megatron.learner.megatron import make_policy_as  # noqa: E402
 from rl_megatron.learner.model.delta.chunks import cut_into_chunks  # noqa: E402
 from rl_megatron.learner.optimizer import create_state  # noqa: E402
-from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch  # noqa: E402
+from rl_megatron.learner.packed import PackedMicroBatch, pack_micro_batch, with_next  # noqa: E402
 from rl_megatron.learner.trained import MegatronLearner  # noqa: E402
 
 _WITHOUT = {"fp8": None, "batch_invariant": False, "fusion": FusionSection()}
@@ -46,13 +46,14 @@ class WithoutMicroBatches(MegatronLearner):
 
     def bytes_held(self) -> tuple[int, int]:
         """Bytes of the parameters, and of the buffers in which gradients are added up."""
-        buffers = [b for chunk in self._trained for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        parameters = sum(p.nbytes for chunk in self._trained for p in chunk.parameters())
+        chunks = self._chunks_of_all
+        buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        parameters = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
         return parameters, sum(b.grad_data.nbytes for b in buffers)
 
     def counted(self, meter: Meter, micro_batches: int, rank: int) -> DryRun:
         """What ``meter``, which has seen everything since before the learner was made, counts of one step."""
-        create_state(self._optimizer)
+        create_state(self._optimizer_of_all)
         held, (parameters, gradients) = meter.live, self.bytes_held()
         meter.restart()
         nothing: list[Samples] = [None] * micro_batches  # type: ignore[list-item]
@@ -110,7 +111,9 @@ def micro_batch(learner: LearnerSection, sequence: int) -> PackedMicroBatch:
         cu_seqlens=torch.tensor([*range(0, tokens, min(sequence, tokens)), tokens]),
     )
     cp_rank = parallel_state.get_context_parallel_rank()
-    return pack_micro_batch(samples, tp=learner.tp, cp=learner.cp, cp_rank=cp_rank, device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    packed = pack_micro_batch(samples, tp=learner.tp, cp=learner.cp, cp_rank=cp_rank, device=cpu)
+    return with_next(packed, samples) if learner.draft.train else packed
 
 
 def _loss(inputs: LossInputs) -> LossOutput:

@@ -184,15 +184,21 @@ def _build_chunk(shape: ModelShape, learner: LearnerSection, config: DecoderConf
         model.rotary_pos_emb.inv_freq = inverse_frequencies(
             shape.rope_theta, shape.rotary_dim, shape.rope, model.rotary_pos_emb.inv_freq.device
         )
+    prepare_chunk(model, fused=fused)
+    return model
+
+
+def prepare_chunk(model: torch.nn.Module, *, fused: bool) -> None:
+    """Mark parameters as megatron's optimizer tells them apart, and make layers fast, unless they are ``fused`` ones of
+    TransformerEngine."""
     _mark_tensor_parallel(model)
     _mark_experts(model)
     if not fused:
         specialise(model)
     forget_routes(model)
-    return model
 
 
-def _mark_tensor_parallel(model: GPTModel) -> None:
+def _mark_tensor_parallel(model: torch.nn.Module) -> None:
     """Mark the weights that TP shards. Megatron marks them while it initialises weights, which we skip; without the
     marks the gradient norm counts only rank 0's shards of them."""
     cut = ((ColumnParallelLinear, 0), (RowParallelLinear, 1), (VocabParallelEmbedding, 0))
@@ -202,7 +208,7 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
                 set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
-def _mark_experts(model: GPTModel) -> None:
+def _mark_experts(model: torch.nn.Module) -> None:
     """Mark experts' weights as reduced over the ranks that hold the same experts, and so optimized apart from the rest.
 
     Megatron does so only where EP exceeds 1. Done at every degree, checkpoints have one form, whatever EP and ETP are.
@@ -233,7 +239,7 @@ def _block_spec(
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
-def keep_buffers_float32(chunks: Sequence[GPTModel]) -> None:
+def keep_buffers_float32(chunks: Sequence[torch.nn.Module]) -> None:
     """Restore float32 in buffers that keep it, which half precision converts. Call it before they are filled."""
     for chunk in chunks:
         for module in chunk.modules():

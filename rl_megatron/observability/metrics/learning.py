@@ -84,6 +84,8 @@ LEARNING = (
     ("eval/<name>/seconds", "s", "time that the set took to sample and score"),
     ("loss", "", "policy loss under the algorithm's aggregation, mean over the step's minibatches"),
     ("grad_norm", "", "global L2 norm of the gradient before clipping, mean over the minibatches"),
+    ("draft/loss", "nats", "mean cross-entropy of the draft layer per trained token (learner.draft.train)"),
+    ("draft/grad_norm", "", "L2 norm of the draft layer's gradient before clipping, mean over the minibatches"),
     ("steps/skipped", "steps", "optimizer steps skipped because their gradient was not finite (train.on_nonfinite)"),
     ("learning_rate", "", "learning rate of the step"),
     ("advantage/mean", "", "mean advantage of a trained token"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability import activity
 from rl_megatron.rollout.local.decoding import Decoding, continuations_of
 from rl_megatron.types import Completion, GenerationRequest
-from rl_megatron.weights.layouts.families import family_of
+from rl_megatron.weights.layouts.families import family_of, hf_layout
 
 _SCORED_ROWS = 1024  # whose logits are in memory at once
 
@@ -32,14 +33,18 @@ class LocalEngine:
         self.model = ReferenceModel(
             shape, dtype=dtype, device=device, max_length=max_length, names=family.names, decoder=family.decoder
         )
+        self._tensors = {**self.model.tensors, **_draft_tensors(shape, dtype, device)}
         self.version: int | None = 0
         self._slots, self.max_length = slots, max_length
         self._cache: KVCache | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Every Hugging Face tensor, as a view to write in place between calls of `generate`."""
-        return self.model.tensors
+        """Every Hugging Face tensor, as a view to write in place between calls of `generate`.
+
+        Those of draft layers, if ``shape`` has some, are held for exports, and sample nothing.
+        """
+        return self._tensors
 
     def withdraw(self) -> None:
         """Stop serving until `serve`, because ``tensors`` are being written."""
@@ -131,3 +136,16 @@ class LocalEngine:
         else:
             return
         raise EngineError(f"request {request.id!r}: {problem}")
+
+
+def _draft_tensors(shape: ModelShape, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
+    if not shape.drafts:
+        return {}
+    layout, without = hf_layout(shape), hf_layout(replace(shape, drafts=False))
+    exact = replace(layout, table=[row for row in layout.table if row.keeps_dtype]).local_shapes(0)
+    own = layout.local_shapes(0).keys() - without.local_shapes(0).keys()
+    return {
+        name: torch.zeros(size, dtype=torch.float32 if name in exact else dtype, device=device)
+        for name, size in layout.local_shapes(0).items()
+        if name in own
+    }

@@ -8,8 +8,9 @@ from pathlib import Path
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.weights.layouts.families import megatron_layout, read_shape
+from rl_megatron.weights.layouts.families import family_of, megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.tables.drafts import has_draft_rows
 
 
 def learner_layout(config: RunConfig, shape: ModelShape) -> Layout:
@@ -31,15 +32,28 @@ def job_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
             f"model.path={config.model.path} is a sequence classifier, which scores texts; job={config.job} needs a "
             "model with an output layer: give the one that it was trained from"
         )
-    return shape
+    return shape_with_drafts(config, shape)
+
+
+def shape_with_drafts(config: RunConfig, shape: ModelShape) -> ModelShape:
+    """``shape``, with draft layers if the run trains them. Raises ConfigError for a family without rows for them."""
+    if not config.learner.draft.train:
+        return shape
+    if not has_draft_rows(family_of(shape).tables["megatron"]):
+        raise ConfigError(
+            f"learner.draft.train=true: draft layers of model_type={shape.family!r} are not known here "
+            "(docs/weights.md); leave it out"
+        )
+    return replace(shape, drafts=True)
 
 
 def role_shape(config: RunConfig, shape: ModelShape, role: str, base: Path | None = None) -> ModelShape:
     """The sizes of the model on the ranks of ``role``: a separate reference has those of `RunConfig.reference`, a path
-    from ``base`` (the working directory), all others the policy's ``shape``. Raises ConfigError as readers do."""
+    from ``base`` (the working directory), all others the policy's ``shape``, which alone has draft layers. Raises
+    ConfigError as readers do."""
     folder = config.reference
     if role != "reference" or folder is None:
-        return shape
+        return replace(shape, drafts=False) if role in ("reference", "critic") else shape
     try:
         found = read_shape((base or Path()) / folder, config.learner.model)
     except ConfigError as error:
