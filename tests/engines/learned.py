@@ -50,11 +50,16 @@ KERNELS: Mapping[str, Mapping[str, Any]] = {
         "rope_parameters": {**MODELS["deepseek_v3"][1]["rope_parameters"], "original_max_position_embeddings": 128},
     },
 }
-KERNELS = {**KERNELS, "glm4_moe_lite": {**KERNELS["deepseek_v3"], "mlp_layer_types": ["dense", "sparse"]}}
+KERNELS = {
+    **KERNELS,
+    "glm4_moe_lite": {**KERNELS["deepseek_v3"], "mlp_layer_types": ["dense", "sparse"]},
+    "hy_v3": {"head_dim": 32, "mlp_layer_types": ["dense", "sparse"]},
+}
 """What differs from `family_models.MODELS` beside `SIZES`."""
 NOT_WRITTEN = {
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
     "glm4_moe_lite": {"topk_method": "noaux_tc", "first_k_dense_replace": 1},
+    "hy_v3": {"expert_hidden_dim": 32, "first_k_dense_replace": 1, "route_norm": True, "qk_norm": True},
 }
 """Keys of the published config.json that transformers does not write, and engines read."""
 
