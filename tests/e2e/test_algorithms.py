@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import statistics
+from collections import defaultdict
 from itertools import pairwise
 
 import pytest
 
 from rl_megatron.algorithms.kl import adaptive_beta
+from rl_megatron.observability.files import read_jsonl
 from tests.e2e.processes import Place, Run, alive
 
 HALF_RIGHT = "reward.function=my_rewards:even"
@@ -139,3 +142,28 @@ def test_old_log_probs_between_stale_rollouts_and_the_policy(place: Place) -> No
     rows = [row for row in run.rows() if row["step"]]
     assert [row["staleness/max"] for row in rows] == [0, 1, 2, 2]
     assert all(row["grad_norm"] > 0 and "seconds/logprobs" not in row for row in rows)
+
+
+def test_a_prompt_has_a_baseline_from_its_earlier_completions_and_a_resume_knows_it(place: Place) -> None:
+    """Sums of one digit, most of them seen again in the second epoch, behind the resume."""
+    keys = ("algorithm=spo", HALF_RIGHT, "data.digits=1", "rollout.prompts_per_step=28", "log.samples_per_step=28")
+    keys = (*keys, "rollout.group_size=1", "algorithm.advantage_std=none", "rollout.ignore_eos=true")
+    keys = (*keys, "train.lr_decay=none")
+    whole = place.fork("spo", *keys)
+    whole.finish()
+    place.fork("spo-resumed", *keys, "train.steps=4").finish()
+    resumed = place.fork("spo-resumed", *keys, resume=True)
+    resumed.finish()
+    assert resumed.record() == whole.record()
+    alpha, beta = defaultdict[str, float](lambda: 0.5), defaultdict[str, float](lambda: 0.5)
+    found = [row["advantage/std"] for row in whole.rows() if row["step"]]
+    samples = read_jsonl(whole.folder / "samples.jsonl")
+    for step in range(1, 7):
+        seen = [(one["prompt"], one["reward"]) for one in samples if one["step"] == step]
+        assert len(seen) == 28
+        above = [reward - alpha[prompt] / (alpha[prompt] + beta[prompt]) for prompt, reward in seen]
+        assert found[step - 1] == pytest.approx(statistics.pstdev(above), rel=1e-5)
+        for prompt, reward in seen:
+            alpha[prompt] = 0.875 * alpha[prompt] + reward
+            beta[prompt] = 0.875 * beta[prompt] + 1 - reward
+    assert len(alpha) < 6 * 28 * 0.8  # prompts came again
