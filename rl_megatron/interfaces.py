@@ -107,7 +107,7 @@ class FrozenModel(Scorer, Protocol):
     """A model that nobody trains, sharded as the policy: a reference, a teacher, a reward model."""
 
     async def start_from(self, folder: Path) -> None:
-        """Take a Hugging Face folder's weights (a critic: all but the value layer)."""
+        """Take a Hugging Face folder's weights (a critic: the value layer's from a reward model alone)."""
         ...
 
     async def release(self) -> None:

@@ -150,6 +150,8 @@ class RankModels:
             self._learner(role).load_weights(folder, scored=hf.shape.scores)
             return
         tensors = dict(self._scorer(role).tensors)
+        if role == "critic" and hf.shape.scores:
+            tensors |= self._learner(role).value_weight
         if self._shape.scores and not hf.shape.scores:
             tensors.pop("output_layer.weight", None)  # a score layer starts at 0
         if role not in self._scorers:
@@ -177,17 +179,17 @@ class RankModels:
         read_boxes(source, hf, layout, self._rank, tensors)
 
     def _layouts_of(self, role: str, folder: Path) -> tuple[Layout, Layout]:
-        """The folder's layout, and its over the ranks. A reward model may start from a policy, whose output layer it
-        drops, or from a reward model. The policy alone has draft layers."""
+        """The folder's layout, and its over the ranks. A reward model or a critic may start from a policy, whose output
+        layer it drops, or from a reward model. The policy alone has draft layers."""
         from rl_megatron.weights.layouts.families import hf_layout, read_shape
         from rl_megatron.weights.layouts.learner import learner_layout
 
-        if self._shape.drafts and role != "policy":
+        if self._shape.scores or role == "critic":
+            known = read_shape(folder, self._config.learner.model)
+        elif self._shape.drafts and role != "policy":
             known = replace(self._shape, drafts=False)
-            return hf_layout(known), learner_layout(self._config, known)
-        if not self._shape.scores:
+        else:
             return self._hf, self._layout
-        known = read_shape(folder, self._config.learner.model)
         return hf_layout(known), learner_layout(self._config, known)
 
     def release(self) -> None:

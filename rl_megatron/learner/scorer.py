@@ -64,6 +64,12 @@ class MegatronScorer:
         return {name: tensor for name, tensor in found.items() if ".lora_" not in name}
 
     @property
+    def value_weight(self) -> Mapping[str, Tensor]:
+        """The weight of a critic's value layer under its global name, on the ranks that have it. As `tensors`."""
+        every = global_parameters(self._models)
+        return {name: p.data for name, p in every if isinstance(p, ValueParameter) and name.endswith(".weight")}
+
+    @property
     def adapters(self) -> Mapping[str, Tensor]:
         """This rank's adapters under global names; empty without ``learner.lora.rank``. As `tensors`."""
         return {name: tensor for one in self._adapters for name, tensor in one.tensors.items()}

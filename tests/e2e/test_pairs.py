@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -225,6 +226,43 @@ def test_an_exported_reward_model_scores_texts_as_its_run_did(place: Place, rewa
     scores = [[one.total for one in judge._score("", [text(row["good"]), text(row["bad"])])] for row in rows]  # type: ignore[arg-type]
     found = sum(good - bad for good, bad in scores) / len(scores)
     assert reward.rows()[-1]["eval/preference_margin"] == pytest.approx(found, rel=1e-4)
+
+
+KEEPS = """
+import json
+
+def keeps(prompt, completions, texts):
+    if len(completions) > 1 and prompt.id != "made-up":
+        with open("kept.jsonl", "a") as file:
+            for one in completions:
+                file.write(json.dumps([list(map(int, prompt.token_ids)), one.token_ids.tolist()]) + "\\n")
+    return [float(sum(one.token_ids) % 2) for one in completions]
+"""
+
+
+@pytest.mark.parametrize("layout", [("learner.tp=2",), ("learner.pp=2",)], ids=["tp2", "pp2"])
+def test_a_critic_begins_with_the_scores_of_a_reward_model(
+    place: Place, model: Path, reward: Run, layout: tuple[str, ...]
+) -> None:
+    """The mean over sampled tokens of transformers' scores of what stands before them."""
+    (place.folder / "keeping.py").write_text(KEEPS)
+    (place.folder / "kept.jsonl").unlink(missing_ok=True)
+    (judge,) = reward.folder.glob("hf_step_*")
+    run = place.fork(
+        f"critic-{layout[0][8:10]}",
+        *("algorithm=ppo", "reward.function=keeping:keeps", f"model.path={model}", f"algorithm.critic.path={judge}"),
+        *("warm_start.steps=0", "train.steps=1", "train.minibatches=1", "eval.every=0", *layout),
+    )
+    run.finish()
+    classifier: Any = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32)
+    values: list[float] = []
+    for prompt, completion in read(place.folder / "kept.jsonl"):  # type: ignore[misc]
+        with torch.no_grad():
+            hidden = classifier.model(torch.tensor([prompt + completion])).last_hidden_state[0]
+        values += classifier.score(hidden)[len(prompt) - 1 : -1, 0].tolist()
+    (row,) = (row for row in run.rows() if row["step"])
+    assert abs(sum(values) / len(values)) > 1e-3
+    assert row["critic/value_mean"] == pytest.approx(sum(values) / len(values), rel=1e-4, abs=1e-6)
 
 
 def test_a_pair_loss_of_ones_own_is_trained_on(place: Place, model: Path) -> None:

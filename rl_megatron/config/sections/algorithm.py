@@ -139,7 +139,8 @@ class CriticSection(Section):
     """The value model of ``credit=gae``, which a megatron learner trains in the policy's layout."""
 
     path: Path | None = None
-    """Initial weights: a Hugging Face folder, or the critic/ folder of a checkpoint; null: those of the policy."""
+    """Initial weights: a Hugging Face folder, of a policy or, with its scores for values, of a reward model; or the
+    critic/ folder of a checkpoint; null: those of the policy."""
     learning_rate: PositiveFloat | None = None
     """Learning rate after the warm-up, on the policy's schedule; null: train.learning_rate."""
     lam: Fraction | None = None
