@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rl_megatron.observability.report import write_report
-from rl_megatron.observability.samples import SampleRow, SamplesWriter
+from rl_megatron.observability.samples import SampleRow, SamplesWriter, SampleTurn
 from tests.unit.observability.test_html_report import Page, a_run
 
 
@@ -31,3 +31,12 @@ def test_a_long_sample_is_shown_by_its_ends_and_prompts_differ_where_they_can(tm
     assert f"{len(long) - 20_000:,} characters left out" in text
     assert [f"again-{i};" in text for i in range(4)] == [True, True, False, False]
     assert "its-answer;" in text
+
+
+def test_turns_are_apart_and_what_was_read_is_told_from_what_was_said(tmp_path: Path) -> None:
+    turns = (SampleTurn(read="", said="call 7"), SampleTurn(read="<b>49", said="it is 49"))
+    row = SampleRow(step=7, prompt="7*7=", completion="call 7it is 49", answer="49", reward=1, turns=turns)
+    SamplesWriter(folder := a_run(tmp_path / "a")).write([row])
+    page = write_report([folder], tmp_path / "r.html").read_text()
+    shown = [("turn", "call 7"), ("prompt turn", "&lt;b&gt;49"), ("turn", "it is 49")]
+    assert "".join(f'<span class="{kind}">{text}</span>' for kind, text in shown) in page
