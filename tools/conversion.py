@@ -153,9 +153,10 @@ def found(folder: Path) -> Path:
 @contextmanager
 def display(folder: Path, share: float = 1.0) -> Iterator[Callable[[int], None]]:
     """A bar over a share of the bytes of a checkpoint, with rate and time left, on stderr."""
-    columns = (TextColumn(folder.name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    name = TextColumn("{task.description}", markup=False)
+    columns = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=round(total_bytes(folder) * share))
+        task = bar.add_task(folder.name, total=round(total_bytes(folder) * share))
         yield lambda count: bar.advance(task, count)
         bar.update(task, completed=bar.tasks[0].total)
 

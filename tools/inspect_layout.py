@@ -46,7 +46,7 @@ def run(
     made = parse_layout("layout", layout, model_shape(model, family))
     if rank is not None and rank >= made.dims.world_size:
         raise ConfigError(f"--rank {rank}: the layout {layout} has {made.dims.world_size} ranks, from 0 on")
-    console = Console()
+    console = Console(markup=False)
     console.print(parameters(made, rank) if rank is not None else ranks(made, f"{model}: {layout}"))
     if svg is not None:
         write_atomically(svg, picture(made, f"{model}: {layout}").encode())

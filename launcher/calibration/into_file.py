@@ -20,7 +20,7 @@ def calibrate_into(path: Path, *, device: str, ranks: int, threads: int) -> None
         raise ConfigError(f"--device {device}: must be cpu or cuda")
     if path.suffix != ".json" or not path.parent.is_dir():
         raise ConfigError(f"--calibrate {path}: give a file NAME.json in a folder that is there")
-    console, began = Console(), time.perf_counter()
+    console, began = Console(markup=False), time.perf_counter()
 
     def say(line: str) -> None:
         console.print(f"{time.perf_counter() - began:6.1f} s  {line}", soft_wrap=True, markup=False, highlight=False)

@@ -88,7 +88,7 @@ def show(engines: Sequence[Path] = ()) -> None:
     table = Table("package", "version", "what for", title="rl-megatron doctor")
     for distribution, module, purpose in _PACKAGES:
         table.add_row(distribution, _version(distribution, module), purpose)
-    console = Console()
+    console = Console(markup=False)
     console.print(table)
     cores = len(os.sched_getaffinity(0))
     console.print(f"machine: {platform.platform()}, Python {platform.python_version()}, {cores} cores")

@@ -127,7 +127,7 @@ def show_plan(
     seconds = time.perf_counter() - started
     direct = plan_cost(moves, element_bytes, links)
     usual = broadcast_cost(src, placement.values(), element_bytes, links)
-    console = Console()
+    console = Console(markup=False)
     console.print(_table(f"{model}: {texts['src']} to {texts['dst']}", direct, usual, src, dst, placement))
     console.print(
         f"{moves.num_transfers():,} transfers between {len(moves.traffic()):,} pairs, planned in {seconds:.2f} s. "
@@ -138,7 +138,7 @@ def show_plan(
     for side, layout in (("src", src), ("dst", dst)):
         if not texts[side].startswith("hf"):
             for line in _too_large(side, layout, element_bytes, gpu_memory_gb):
-                console.print(f"[bold red]{line}", soft_wrap=True)
+                console.print(line, style="bold red", soft_wrap=True)
 
 
 def _too_large(side: str, layout: Layout, element_bytes: int, gpu_memory_gb: float) -> Iterator[str]:
@@ -214,7 +214,7 @@ def show_memory(config_name: str, config: RunConfig, shape: ModelShape) -> None:
             table.add_row(term, *(f"{found.terms[term] / GB:.1f}" for found in stages.values()))
     table.add_section()
     table.add_row("together", *(f"{found.total / GB:.1f}" for found in stages.values()))
-    console = Console()
+    console = Console(markup=False)
     gpus = config.learner.dims.world_size * (1 + len(config.roles.separate))
     console.print(f"{config_name}: GB on the fullest GPU of each pipeline stage, {gpus} GPUs in all", soft_wrap=True)
     console.print(table)

@@ -99,7 +99,7 @@ def _searched(arguments: Sequence[str], *, explain: str | None, as_json: bool, e
     if as_json:
         print(json.dumps(as_tree(asked, found), indent=1))
         return
-    console = Console()
+    console = Console(markup=False)
     show(console, asked, found, time.perf_counter() - started)
     if explain is not None:
         for line in explain_term(explain, found.plans[0]):
@@ -224,7 +224,7 @@ def as_tree(asked: Asked, found: SearchResult) -> dict[str, object]:
 
 def show_points(path: Path) -> None:
     """Print each point's prediction, and how far they are off in all beside the bars that they are held to."""
-    console, refused = Console(), list[str]()
+    console, refused = Console(markup=False), list[str]()
     points = read_points(path)
     found = [*predictions(points, refused=refused), *rl_predictions(points, refused)]
     for kind, unit in _KINDS:

@@ -54,7 +54,7 @@ def show(found: CheckedRun, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(as_tree(found), indent=1))
         return
-    console = Console()
+    console = Console(markup=False)
     console.print(f"steps {found.first} to {found.last}: medians of {found.steps}", soft_wrap=True)
     table = Table("seconds of a step", "predicted", "measured", "error")
     for row in found.phases:

@@ -19,7 +19,7 @@ def show(folder: Path) -> None:
     """
     place, step = _checkpoint(folder)
     found = contents(place)
-    console = Console()
+    console = Console(markup=False)
     console.print(f"{place}: {found.kind}{step}", soft_wrap=True, highlight=False)
     for what, value in found.facts:
         console.print(f"  {what}: {value}", soft_wrap=True, highlight=False)

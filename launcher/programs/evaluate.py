@@ -94,7 +94,7 @@ def show_compared(first: Path, second: Path) -> None:
     for row in rows:
         both = f"{row.first:.4f}", f"{row.second:.4f}"
         table.add_row(row.set, row.figure, *both, f"{row.difference.value:+.4f}", *_ends(row.difference, "+"))
-    Console().print(table)
+    Console(markup=False).print(table)
     for name in sorted(one.sets.keys() ^ other.sets.keys()):
         print(f"left out: {name}, which one of the two has not")
 
@@ -120,8 +120,8 @@ def _described(sets: Sequence[ProblemSet]) -> str:
 
 
 def _display() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True))
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True, markup=False))
 
 
 def _show(results: Results) -> None:
@@ -129,7 +129,7 @@ def _show(results: Results) -> None:
     for name, one in results.sets.items():
         for figure, interval in one.figures.items():
             table.add_row(name, figure, f"{interval.value:.4f}", *_ends(interval))
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def _ends(interval: Interval, sign: str = "") -> tuple[str, str]:

@@ -56,7 +56,7 @@ def show_dry_runs(config: RunConfig, shape: ModelShape, model: str) -> None:
     built or make a step.
     """
     config, changed = visible(config)
-    d, console = config.learner.dims, Console()
+    d, console = config.learner.dims, Console(markup=False)
     found = [one for one in footprints(config, shape) if one.role == LEARNER]
     planned = {one.stage: one.terms for one in reversed(found)}
     stages = sorted({0, d.pp // 2, d.pp - 1, max(found, key=lambda one: one.total).stage})

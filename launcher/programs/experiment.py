@@ -93,7 +93,9 @@ async def run_cells(
         found = states.find_states(study, cells, queue() if queue else None)
         startable = {*states.STARTABLE, *([CellState.FAILED] if retry else [])}
         waiting = [each.cell for each in found if each.state in startable]
-        display = _Display(study, cells, console or Console(), {each.cell.name: each.step for each in found})
+        display = _Display(
+            study, cells, console or Console(markup=False), {each.cell.name: each.step for each in found}
+        )
         display.note(f"{study.folder}: {states.counts(found)}; up to {at_once} at once")
         if CellState.FAILED in {each.state for each in found} and not retry:
             display.note("cells that failed are left as they are; --retry starts them again")
@@ -236,7 +238,11 @@ class _Display:
     def __init__(self, study: Study, cells: Sequence[Cell], console: Console, steps: dict[str, int]) -> None:
         self._study, self._cells, self._steps = study, cells, steps
         self._console, self._told = console, time.monotonic()
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        )
         self._bars = Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
         self._whole = self._bars.add_task("steps of all cells", total=sum(c.config.train.steps for c in cells))
         self._tasks = {cell.name: self._bars.add_task(cell.name, total=0, visible=False) for cell in cells}

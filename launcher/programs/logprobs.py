@@ -70,7 +70,7 @@ def compare_logprobs(
     ours = _learner(folder, shape, learner, texts, threads)
     theirs = _transformers(reference, texts, threads)
     table, worst = differences(ours, theirs, tolerance)
-    console = Console()
+    console = Console(markup=False)
     console.print(table)
     said = "within" if worst <= tolerance else "NOT within"
     console.print(f"{folder} beside transformers' {reference}: {said} {tolerance:g}", soft_wrap=True, highlight=False)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from launcher.build.data import Data
@@ -220,10 +221,6 @@ def _not_served(error: str) -> list[Finding]:
 def _show(found: Sequence[Finding], what: str) -> None:
     table = Table("cause", "verdict", "evidence", "fix", title=f"mismatch of {what}", show_lines=True)
     for finding in found:
-        style = _STYLES[finding.verdict]
-        table.add_row(finding.cause, f"[{style}]{finding.verdict}[/]", _plain(finding.evidence), _plain(finding.fix))
-    Console().print(table)
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
+        verdict = Text(finding.verdict, style=_STYLES[finding.verdict])
+        table.add_row(finding.cause, verdict, finding.evidence, finding.fix)
+    Console(markup=False).print(table)

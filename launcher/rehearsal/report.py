@@ -48,7 +48,7 @@ class RehearsalReport:
             bound = "" if line.bound is None else f"{'>=' if line.least else '<='} {_shown(line.bound)}"
             table.add_row(line.what, _shown(line.predicted), _shown(line.measured), bound, line.unit, line.verdict)
         out = io.StringIO()
-        Console(file=out, width=_WIDTH).print(table)
+        Console(file=out, width=_WIDTH, markup=False).print(table)
         stages = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in self.seconds.items())
         said = [f"took: {stages}", "predictions of seconds and GB/s are by slurm.speeds, which are assumed"]
         said += [f"SLOW: {node}: {'; '.join(what)}" for node, what in self.slow.items()]

@@ -90,6 +90,19 @@ def test_adapters_of_peft_are_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     ]
 
 
+def test_names_of_folders_are_no_markup(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a[red]", "{a}["):
+        shutil.copytree(folders / "hf", name)
+        capsys.readouterr()
+        assert main_of("inspect", name) == 0
+        assert capsys.readouterr().out.startswith(f"{name}: Hugging Face\n")
+        assert main_of("convert", name, f"megatron {name}") == 0
+        assert main_of("verify", f"megatron {name}", "--against", name) == 0
+
+
 def test_what_a_folder_holds_is_told(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parameters = sum(tensor.numel() for tensor in load_file(folders / "hf" / "model.safetensors").values())
     for folder, kind in (("hf", "Hugging Face"), ("megatron", "megatron torch_dist")):
