@@ -29,6 +29,7 @@ from rl_megatron.placement.ranks import Placement, placement_of
 from rl_megatron.placement.seats import Seat, describe_seats, seats_of
 from rl_megatron.scaling.memory import GB, Footprint, check_memory
 
+SLURM_SECONDS = 300.0  # in which each of its commands answers; they have limits of their own, which differ by cluster
 _PREPARED = {"config.yaml", "job.sbatch", "placement.txt", "jobs"}
 
 
@@ -151,9 +152,14 @@ def call_slurm(command: list[str]) -> str:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
     kept |= {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}  # but none of a surrounding job
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=kept)
+        done = subprocess.run(command, capture_output=True, text=True, env=kept, timeout=SLURM_SECONDS)
     except FileNotFoundError as error:
         raise ConfigError(f"{command[0]} is not installed here; submit on a login node, or add --dry-run") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{shlex.join(command)}: no answer in {SLURM_SECONDS:g} s; sinfo says whether Slurm answers, and squeue "
+            "whether it has taken the job"
+        ) from error
     if done.returncode:
         raise ConfigError(f"{shlex.join(command)}: status {done.returncode}\n{done.stderr.strip()}")
     return done.stdout
