@@ -159,8 +159,8 @@ def _query(query: bytes) -> dict[str, Any]:
         raise RequestRefused(400, f"not a search for samples: {error}") from error
     if len(found) < len(pairs) or not all(math.isfinite(v) for v in found.values() if isinstance(v, float)):
         raise RequestRefused(400, f"a search gives each of {', '.join(sorted(fields))} once at most, as finite numbers")
-    if found.get("skip", 0) < 0:
-        raise RequestRefused(400, f"skip={found['skip']}: must be 0 or more")
+    if not 0 <= found.get("skip", 0) < 2**31:
+        raise RequestRefused(400, f"skip={found['skip']}: must be 0 or more, and less than {2**31}")
     return found
 
 

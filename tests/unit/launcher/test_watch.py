@@ -245,6 +245,7 @@ def test_a_page_that_is_being_made_holds_back_no_end(run: Path) -> None:
         ("run=1", "there are 1 runs"),
         ("run=-1", "there are 1 runs"),
         ("skip=-1", "0 or more"),
+        ("skip=99999999999999999999", "less than"),
         ("text", "not a search"),
     ],
 )
