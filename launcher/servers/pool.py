@@ -189,9 +189,10 @@ class ServedEngines:
         config.json describes the pushed weights, whatever format ``model.path`` has.
         """
         quantization = None if self._kind is None else self._kind.config(self._shapes)
+        config = config_text(self._model_folder, set(), quantization, drafts=self._shape.drafts)
         for name, files in (("bare", set[Path]()), ("model", companions(self._model_folder))):
             (packages / name).mkdir()
-            (packages / name / "config.json").write_text(config_text(self._model_folder, set(), quantization))
+            (packages / name / "config.json").write_text(config)
             for path in files:
                 shutil.copy(path, packages / name)
 

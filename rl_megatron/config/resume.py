@@ -51,6 +51,7 @@ FREE: Mapping[str, bool] = {
     "learner.head_dtype": False,
     "learner.fp8": False,
     "learner.lora": False,  # the state is the adapters'
+    "learner.draft": False,  # the state has the draft layer's
     "learner.router.frozen": False,  # a frozen router has no state in the optimizer
     "learner.optimizer.name": False,  # Muon's matrices have one moment, AdamW's two
     "learner.optimizer.distributed": False,  # its state has another form

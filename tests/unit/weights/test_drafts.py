@@ -21,6 +21,7 @@ from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, WithDrafts, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
+from rl_megatron.weights.servers.mirror import Mirror
 from tests.draft_models import save_with_drafts
 from tests.family_models import save_model
 
@@ -148,3 +149,15 @@ def test_an_export_reads_them_from_either_kind_of_folder(saved: tuple[Path, dict
             assert torch.equal(tensor, tensors[name] if biased else tensors[name].bfloat16()), name
     save_model("glm4_moe", tmp_path / "plain")
     assert [*WithDrafts(trained, tmp_path / "plain", torch.bfloat16)] == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_folder_of_a_mirror_says_whether_it_holds_them(
+    drafts: bool, saved: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    """vLLM skips tensors of draft layers by this number, and refuses them as unknown where it is 0."""
+    shape = replace(read_shape(saved[0]), drafts=drafts)
+    path = tmp_path / "private" / "weights"
+    Mirror.make(path, hf_layout(shape).local_shapes(0), torch.float32, saved[0] / "config.json", None, writers=1)
+    config = json.loads((path.parent / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == (2 if drafts else 0)
