@@ -161,11 +161,11 @@ def serve(kind: str, port: int) -> None:
 
 
 @contextlib.contextmanager
-def servers(kind: str) -> Iterator[list[str]]:
-    """URLs of `SERVERS` servers that are ready."""
+def servers(kind: str, count: int = SERVERS) -> Iterator[list[str]]:
+    """URLs of servers that are ready."""
     os.environ[VARIABLE] = TOKEN
     spawned, ports = multiprocessing.get_context("spawn"), []
-    for _ in range(SERVERS):
+    for _ in range(count):
         with socket.socket() as held:
             held.bind(("127.0.0.1", 0))
             ports.append(held.getsockname()[1])

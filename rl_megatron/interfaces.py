@@ -180,6 +180,31 @@ class Profiled(Protocol):
         ...
 
 
+class PinnedEngine(Protocol):
+    """Servers of evaluations alone, which hold a version while training goes on."""
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """Samples with the pinned version."""
+        ...
+
+    async def pin(self, version: int, held: Callable[[], None]) -> bool:
+        """Have them serve ``version``, which was pushed last, until the next call. False if none of them can.
+
+        ``held`` is called once training may go on: the next push waits until they have loaded. Raises SyncError.
+        """
+        ...
+
+    @property
+    def serving(self) -> int:
+        """How many serve the pinned version."""
+        ...
+
+    async def lost(self) -> None:
+        """Wait until none does. One that is restarted serves the next version that is pinned."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
     """Everything a run needs, as started by a launcher. Models are known by their roles' names."""
@@ -190,6 +215,8 @@ class Roles:
     """``reference`` where there is one."""
     engine: RolloutEngine
     weights: WeightSync
+    pinned: PinnedEngine | None = None
+    """With eval.mode=pinned."""
     engine_metrics: Callable[[], Mapping[str, float]] = dict
     """What a row of metrics says of the engine's servers; every step calls it once, after its push."""
     gpus: Sequence[str] = ()

@@ -113,7 +113,9 @@ def _sampling(
             optimizer_steps=update.policy_steps,
         ),
     )
-    beside = EvaluationBeside(evaluation=evaluation, recorder=recorder, at_once=config.eval.at_once)
+    beside = EvaluationBeside(
+        evaluation=evaluation, recorder=recorder, at_once=config.eval.at_once, pinned=roles.pinned
+    )
     return warm, Reinforcement(
         config=config,
         roles=roles,
@@ -124,7 +126,7 @@ def _sampling(
         start_folder=parts.folder / "hf_start",
         recorder=recorder,
         route=route_of(config).name,
-        beside=beside if config.eval.mode == "beside" else None,
+        beside=beside if config.eval.mode != "blocking" else None,
     )
 
 

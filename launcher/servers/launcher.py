@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from typing_extensions import override
@@ -16,16 +17,19 @@ from launcher.runs.folder import mirror_path
 from launcher.servers.colocated import colocated
 from launcher.servers.engines import adapter_of, longest_sequence
 from launcher.servers.kernels import ServerKernels
+from launcher.servers.pinned import PinnedServers, evaluating
 from launcher.servers.pool import ServedEngines
-from launcher.servers.site import HERE, MoreSites, Sites, vacated
+from launcher.servers.site import HERE, MoreSites, Site, Sites, vacated
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Launcher, Roles, WeightSync, unheard
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.rollout.servers.adapter import Adapter
 from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.servers.delivery import Delivery
 from rl_megatron.weights.servers.direct import DirectDelivery, LearnerRanks
 from rl_megatron.weights.servers.file import FileDelivery, LearnerWeights
+from rl_megatron.weights.servers.pinned import PinnedWeights
 from rl_megatron.weights.servers.probe import Probe
 from rl_megatron.weights.servers.sync import ServedWeights
 from rl_megatron.weights.servers.trust import Trust
@@ -68,44 +72,65 @@ class ServedLauncher(Launcher):
         adapter = adapter_of(config.rollout.engine, self._shape)
         path = mirror_path(config, self._run_folder)
         async with contextlib.AsyncExitStack() as stack:
-            servers = ServedEngines(
-                config, adapter, self._model_folder, self._run_folder, self._shape, self._sites, self._more_sites
-            )
-            starting = asyncio.create_task(stack.enter_async_context(servers.running(path)))
+            servers, *_ = pools = self._pools(config, adapter)
+            starting = [asyncio.create_task(stack.enter_async_context(one.running(path))) for one in pools]
             try:
                 if config.learner.offload.while_sampling:  # once learners are there, GPUs have no room for a start
-                    await (await starting).weights.release()
+                    await (await starting[0]).weights.release()
                 roles = await stack.enter_async_context(self._inner.start(config, tell))
+                engine, *others = [await one for one in starting]
             except BaseException:
-                starting.cancel()
-                await asyncio.wait([starting])
+                for one in starting:
+                    one.cancel()
+                await asyncio.wait(starting)
                 raise
-            engine = await starting
-            probe = Probe.make(
-                vocab_size=self._shape.vocab_size,
-                max_length=longest_sequence(config, self._shape),
-                temperature=config.rollout.temperature,
-                tolerance=_tolerance(config),
-            )
-            trust = Trust(
+            trusted = partial(
+                Trust,
                 path=path,
-                servers=engine.weights,
                 learner=roles.policy,
                 dims=config.learner.dims,
                 padding=config.learner.padding,
-                probe=probe,
+                probe=self._probe(config),
                 probes=config.rollout.server.probes,
             )
+            trust = trusted(servers=engine.weights)
             nodes = len(self._sites[0]) if self._sites else 1
             delivery = _delivery(config, roles.weights, engine.weights, path, self._host, nodes)
             weights = ServedWeights(learner=roles.weights, delivery=delivery, trust=trust, servers=engine.weights)
             servers.refit = weights.refit
             await stack.enter_async_context(self._control.offering("engines", servers.fleet.answer))
             roles = replace(roles, engine=engine, weights=weights, engine_metrics=engine.step_row)
+            for served in others:
+                holders = served.weights
+                pinned = PinnedWeights(training=weights, path=path, servers=holders, trust=trusted(servers=holders))
+                roles = replace(roles, pinned=PinnedServers(served=served, weights=pinned))
             if config.profile.engines:
                 kernels = ServerKernels(adapter, engine.replicas, self._run_folder)
                 roles = replace(roles, profiled=[*roles.profiled, kernels])
             yield colocated(roles, engine.weights) if config.rollout.server.colocated else roles
+
+    def _pools(self, config: RunConfig, adapter: Adapter) -> list[ServedEngines]:
+        """The servers that sample for training, and at the last sites those of evaluations alone, if there are any."""
+        folders, more_sites = (self._model_folder, self._run_folder), self._more_sites
+        sites, count = self._sites or [[Site()] for _ in range(config.servers)], config.rollout.server.count
+        first, last = sites[:count], sites[count:]
+
+        async def more(node: str | None, living: Sequence[Sites], vacant: Sequence[Sites]) -> Sites:
+            return await more_sites(node, [*living, *last], vacant)
+
+        pools = [ServedEngines(config, adapter, *folders, self._shape, first, more)]
+        if last:
+            alone = evaluating(config)
+            pools.append(ServedEngines(alone, adapter, *folders, self._shape, last, evaluating=True))
+        return pools
+
+    def _probe(self, config: RunConfig) -> Probe:
+        return Probe.make(
+            vocab_size=self._shape.vocab_size,
+            max_length=longest_sequence(config, self._shape),
+            temperature=config.rollout.temperature,
+            tolerance=_tolerance(config),
+        )
 
 
 def _tolerance(config: RunConfig) -> float:

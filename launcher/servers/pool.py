@@ -42,10 +42,14 @@ from rl_megatron.weights.layouts.families import hf_layout
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.25
+_ADVICE = "; `rl-megatron engines RUN add` starts another"
 
 
 class ServedEngines:
-    """The servers of one run, at ``sites`` or here. ``refit`` pushes the served weights into a restarted server."""
+    """The servers of one run, at ``sites`` or here. ``refit`` pushes the served weights into a restarted server.
+
+    ``evaluating``: they are of evaluations alone, and no others can join them.
+    """
 
     def __init__(
         self,
@@ -56,6 +60,8 @@ class ServedEngines:
         shape: ModelShape,
         sites: Sequence[Sites] | None = None,
         more_sites: MoreSites = vacated,
+        *,
+        evaluating: bool = False,
     ) -> None:
         self._config, self._section, self._adapter = config, config.rollout.server, adapter
         self._model_folder, self._run_folder, self._shape = model_folder.resolve(), run_folder, shape
@@ -70,7 +76,7 @@ class ServedEngines:
         self._kind, self._shapes = FORMATS[self._section.quantization], hf_layout(shape).local_shapes(0)
         stored(self._shapes, DType(config.learner.dtype), self._kind)  # first refuses models without such a format
         self._sites = dict(enumerate(sites or [[Site()] for _ in range(self._section.count)]))
-        self._more_sites = more_sites
+        self._more_sites, self._evaluating = more_sites, evaluating
         self._fleet: Fleet | None = None
         self.refit: Callable[[str], Awaitable[None]] | None = None  # set before anything is served
 
@@ -105,6 +111,7 @@ class ServedEngines:
                 max_length=self._max_length,
                 vocab_size=self._shape.vocab_size,
                 slots=self._known_slots,
+                kind="eval replica" if self._evaluating else "replica",
             )
             stack.push_async_callback(engine.close)
             await self._checks.check(servers)
@@ -139,7 +146,8 @@ class ServedEngines:
             if self.refit is not None:
                 await self.refit(url)
 
-        supervisor = Supervisor(engine=engine, section=self._section, restart=restart, refit=refit)
+        advice = "" if self._evaluating else _ADVICE
+        supervisor = Supervisor(engine=engine, section=self._section, restart=restart, refit=refit, advice=advice)
         self._fleet = Fleet(supervisor=supervisor, start=start, sites=self._sites, more_sites=self._more_sites)
         async with self._fleet.watched(standing):
             yield
@@ -216,7 +224,7 @@ class ServedEngines:
             for node, site in enumerate(sites):
                 command = self._adapter.command(self._options(sites, node, port, packages, number))
                 own = {"PYTHONPATH": python_path(packages), engine_token.VARIABLE: token}
-                name = f"{self._adapter.name.lower()}_{number}" + (f"_node_{node}" if node else "")
+                name = f"{self._log_name}_{number}" + (f"_node_{node}" if node else "")
                 order = Order(
                     before=site.before,
                     python=site.python,
@@ -272,9 +280,13 @@ class ServedEngines:
         return tuple(shlex.split(self._section.options or ""))
 
     @property
+    def _log_name(self) -> str:
+        return "eval" if self._evaluating else self._adapter.name.lower()
+
+    @property
     def _known_slots(self) -> int | None:
         """Of each server; not of those at ``addresses``, nor where a request is for a whole group."""
-        known = self._config.one_by_one and not self._section.addresses
+        known = self._config.one_by_one and not self._section.addresses and not self._evaluating
         return self._config.rollout.slots if known else None
 
     @property

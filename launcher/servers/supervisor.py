@@ -103,6 +103,8 @@ class Supervisor:
     section: ServerSection
     restart: Callable[[Replica], Awaitable[Standing]]
     refit: Callable[[str], Awaitable[None]]
+    advice: str = ""
+    """What a user can do once a replica is given up."""
     standing: dict[Replica, Standing] = field(default_factory=dict)
     """The server of each replica that is supervised."""
 
@@ -130,10 +132,7 @@ class Supervisor:
         left = self.engine.replicas.left()
         if len(left) >= self.section.least_replicas:
             names = ", ".join(str(one.number) for one in left)
-            logger.warning(
-                "replica %d is given up; the run goes on with %s; `rl-megatron engines RUN add` starts another",
-                *(replica.number, names),
-            )
+            logger.warning("%s is given up; the run goes on with %s%s", replica.title, names, self.advice)
 
     async def _again(self, replica: Replica) -> Standing | None:
         """Restart the server; None after ``rollout.server.restarts`` attempts, each after twice the wait.

@@ -11,13 +11,11 @@ if TYPE_CHECKING:
 
 def problems_of_evaluating(c: RunConfig) -> Iterator[str]:
     """A line for each step of a set that never comes, and for each reason why nothing goes on beside evaluations."""
-    if c.eval.mode == "beside":
+    if c.eval.mode != "blocking":
         yield from _beside(c)
-    elif c.eval.at_once is not None:
-        yield (
-            f"eval.at_once={c.eval.at_once} leaves slots to training, which waits with eval.mode={c.eval.mode}; set "
-            "eval.mode=beside, or leave it out"
-        )
+    for key, mode in (("at_once", "beside"), ("replicas", "pinned")):
+        if (given := getattr(c.eval, key)) is not None and c.eval.mode != mode:
+            yield f"eval.{key}={given} is for eval.mode={mode}, but this is {c.eval.mode}; set that, or leave it out"
     for name, one in c.eval.sets.items():
         if late := [step for step in one.at_steps if step > c.train.steps]:
             yield (
@@ -27,7 +25,7 @@ def problems_of_evaluating(c: RunConfig) -> Iterator[str]:
 
 
 def _beside(c: RunConfig) -> Iterator[str]:
-    given = "eval.mode=beside"
+    given = f"eval.mode={c.eval.mode}"
     if not c.rollout.served:
         yield (
             f"{given}: rollout.engine={c.rollout.engine} samples in the learner's processes, which train meanwhile; "
@@ -37,6 +35,11 @@ def _beside(c: RunConfig) -> Iterator[str]:
         yield (
             f"{given} with rollout.server.colocated=true: servers leave their GPUs while the learner trains; set "
             "eval.mode=blocking"
+        )
+    elif c.eval.mode == "pinned" and c.rollout.server.addresses is not None:
+        yield (
+            f"{given} with rollout.server.addresses={c.rollout.server.addresses}: every server there samples for "
+            "training, and a run starts servers of evaluations only beside its own; set eval.mode=beside"
         )
     for key, one in c.environments.items() if c.eval.at_once is not None else ():
         yield (

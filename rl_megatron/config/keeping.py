@@ -31,10 +31,10 @@ def _checkpoint_problems(c: RunConfig) -> Iterator[str]:
             f"checkpoint.keep_every={saves.keep_every} is no multiple of checkpoint.every={every}: no checkpoint is "
             f"written at step {saves.keep_every}; set {-(-saves.keep_every // every) * every}"
         )
-    if saves.keep_best and c.eval.mode == "beside":
+    if saves.keep_best and c.eval.mode != "blocking":
         yield (
-            f"checkpoint.keep_best={saves.keep_best} with eval.mode=beside: a checkpoint is written before its step's "
-            "evaluation ends; set eval.mode=blocking, or keep_every"
+            f"checkpoint.keep_best={saves.keep_best} with eval.mode={c.eval.mode}: a checkpoint is written before its "
+            "step's evaluation ends; set eval.mode=blocking, or keep_every"
         )
     elif saves.keep_best and (not c.eval.every or every % c.eval.every):
         yield (

@@ -27,26 +27,30 @@ def describe_seats(seats: Sequence[Seat]) -> str:
     )
 
 
-def seat(section: ServerSection, nodes: Sequence[str], gpus_per_node: int, *, shared: bool) -> tuple[Seat, ...]:
+def seat(
+    section: ServerSection, nodes: Sequence[str], gpus_per_node: int, *, shared: bool, evaluating: int = 0
+) -> tuple[Seat, ...]:
     """Seats of the servers, spread evenly over the nodes in order; a server on several nodes has neighbouring ones.
+    The last ``evaluating`` of them, besides those of the section, are of evaluations alone.
 
     If servers share GPUs with the learner (``shared``), several servers may share a GPU. Raises ConfigError if there
     are too few GPUs or nodes, or a tensor-parallel group would span nodes although ``nodes`` does not say so.
     """
     span = section.span(gpus_per_node)
     blocks = [nodes[i : i + span] for i in range(0, len(nodes) - span + 1, span)]
-    own, each = section.ranks // span, -(-section.count // max(1, len(blocks)))
+    count = section.count + evaluating
+    own, each = section.ranks // span, -(-count // max(1, len(blocks)))
     problems = [*_node_problems(section, nodes, gpus_per_node, span)]
     if not problems and gpus_per_node and each * own > gpus_per_node and not shared:
         problems.append(
-            f"rollout.server.replicas={section.count} of {_degrees(section)} on slurm.engines.nodes={len(nodes)} "
+            f"{_counted(section, evaluating)} of {_degrees(section)} on slurm.engines.nodes={len(nodes)} "
             f"are {each} on a node, {each * own} GPUs of {gpus_per_node}; lower them, or set "
-            f"slurm.engines.nodes={-(-section.count // (gpus_per_node // own)) * span}"
+            f"slurm.engines.nodes={-(-count // (gpus_per_node // own)) * span}"
         )
     if problems:
         raise ConfigError("\n".join(problems))
     slots = max(1, gpus_per_node // own)
-    firsts = [i % each % slots * own for i in range(section.count)]
+    firsts = [i % each % slots * own for i in range(count)]
     return tuple(
         Seat(
             node=node,
@@ -54,7 +58,7 @@ def seat(section: ServerSection, nodes: Sequence[str], gpus_per_node: int, *, sh
             server=i,
             part=part,
         )
-        for i in range(section.count)
+        for i in range(count)
         for part, node in enumerate(blocks[i // each])
     )
 
@@ -82,6 +86,11 @@ def _node_problems(section: ServerSection, nodes: Sequence[str], gpus_per_node: 
         )
 
 
+def _counted(section: ServerSection, evaluating: int) -> str:
+    """``rollout.server.replicas=2``, with servers of evaluations alone where there are any."""
+    return f"rollout.server.replicas={section.count}" + (f" + eval.replicas={evaluating}" if evaluating else "")
+
+
 def _degrees(section: ServerSection) -> str:
     """``rollout.server.tp=8``, with the other degrees above 1."""
     others = "".join(f" * {key}={getattr(section, key)}" for key in ("pp", "dp") if getattr(section, key) > 1)
@@ -94,7 +103,7 @@ def seats_of(config: RunConfig, nodes: Sequence[str], engine_nodes: Sequence[str
     if not config.rollout.served or section.addresses:
         return ()
     gpus = (slurm.engine_gpus if engine_nodes else slurm.gpus_per_node) if config.learner.device != "cpu" else 0
-    return seat(section, engine_nodes or nodes, gpus, shared=not engine_nodes)
+    return seat(section, engine_nodes or nodes, gpus, shared=not engine_nodes, evaluating=config.eval.servers)
 
 
 def seats_here(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
@@ -112,19 +121,19 @@ def seats_here(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
             "submit), or leave the key out"
         )
     if config.learner.device == "cpu":
-        return tuple(Seat(node="here", gpus=(), server=i) for i in range(section.count))
+        return tuple(Seat(node="here", gpus=(), server=i) for i in range(config.servers))
     own = section.ranks
-    wanted = section.count * own
+    wanted = config.servers * own
     apart = not section.colocated and ranks + wanted <= gpus
     if own > gpus or not (apart or section.colocated or section.memory_fraction):
         raise ConfigError(
-            f"{ranks} learner processes and rollout.server.replicas={section.count} of "
+            f"{ranks} learner processes and {_counted(section, config.eval.servers)} of "
             f"{_degrees(section)} need {ranks + wanted} GPUs, and this machine has {gpus}; lower them, or "
             "let servers share GPUs with the learner by rollout.server.memory_fraction (a share of each one's memory), "
             "with rollout.server.colocated=true if they shall take turns"
         )
     first = ranks if apart else 0
-    starts = (first + i * own for i in range(section.count))
+    starts = (first + i * own for i in range(config.servers))
     return tuple(
         Seat(node="here", gpus=tuple((start + j) % gpus for j in range(own)), server=i)
         for i, start in enumerate(starts)

@@ -230,7 +230,7 @@ def gpus_by_role(config: RunConfig) -> dict[str, int]:
         ranks = dict.fromkeys((LEARNER, *config.roles.separate), config.learner.dims.world_size)
         own = config.rollout.served and server.addresses is None
         apart = own and (slurm.engines.nodes or not (server.colocated or server.memory_fraction))
-        return ranks | ({"engines": server.count * server.ranks} if apart else {})
+        return ranks | ({"engines": config.servers * server.ranks} if apart else {})
     of = {role: slurm.gpus_per_node if role == LEARNER else slurm.gpus_of(role) for role in made_up_nodes(config)}
     return {role: each * len(made_up_nodes(config)[role]) for role, each in of.items() if each}
 

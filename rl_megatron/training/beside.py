@@ -1,4 +1,4 @@
-"""Evaluates a version of the weights while later steps train."""
+"""Evaluates a version of the weights while later steps train: on training's servers, or on servers of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import logging
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
-from rl_megatron.observability.recorder import Recorder
+from rl_megatron.interfaces import PinnedEngine
+from rl_megatron.observability.recorder import Recorder, Row
 from rl_megatron.rollout.beside_training import BesideTraining
 from rl_megatron.rollout.policy_sampler import PolicySampler
 from rl_megatron.training.evaluation import Evaluation
@@ -19,26 +20,28 @@ logger = logging.getLogger(__name__)
 class EvaluationBeside:
     """One evaluation at a time; its row of metrics, of phase ``eval``, is written when it ends.
 
-    Engines with priorities take its requests behind those of training.
+    Engines with priorities take its requests behind those of training. With ``pinned`` servers, which keep the version,
+    they sample instead; should all of these die, the evaluation is left out.
     """
 
     evaluation: Evaluation
     recorder: Recorder
     at_once: int | None = None  # the most requests that servers have at once; None: all
+    pinned: PinnedEngine | None = None
     step: int = 0  # of the last one that began
     skipped: int = 0  # evaluations that were due while one was under way, since the last row
-    _behind: Evaluation = field(init=False)
+    _measures: Evaluation = field(init=False)
     _running: asyncio.Task[None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         given = self.evaluation
-        own = {name: self._behind_training(sampler) for name, sampler in given.own.items()}
-        self._behind = replace(given, sampler=self._behind_training(given.sampler), own=own)
+        own = {name: self._on_its_engine(sampler) for name, sampler in given.own.items()}
+        self._measures = replace(given, sampler=self._on_its_engine(given.sampler), own=own)
 
-    def begin(self, step: int) -> None:
+    async def begin(self, step: int) -> None:
         """Evaluate the weights that were just pushed after ``step``, unless an earlier evaluation is under way.
 
-        Raises what an earlier one raised.
+        Returns once training may go on. Raises what an earlier one raised.
         """
         self.check()
         if self._running is not None:
@@ -48,7 +51,11 @@ class EvaluationBeside:
             )
             return
         self.step = step
-        self._running = asyncio.create_task(self._evaluate(step), name=f"evaluation of step {step}")
+        held = asyncio.Event()
+        self._running = asyncio.create_task(self._evaluate(step, held), name=f"evaluation of step {step}")
+        waits = asyncio.create_task(held.wait())
+        await asyncio.wait({self._running, waits}, return_when=asyncio.FIRST_COMPLETED)
+        waits.cancel()
 
     def check(self) -> None:
         """Raise what the evaluation raised, if it has ended so."""
@@ -69,13 +76,43 @@ class EvaluationBeside:
             await asyncio.wait({self._running})
             self._running = None
 
-    def _behind_training(self, sampler: PolicySampler) -> PolicySampler:
+    def _on_its_engine(self, sampler: PolicySampler) -> PolicySampler:
+        if self.pinned is not None:
+            return replace(sampler, engine=self.pinned.engine)
         return replace(sampler, engine=BesideTraining(sampler.engine, self.at_once))
 
-    async def _evaluate(self, step: int) -> None:
+    async def _evaluate(self, step: int, held: asyncio.Event) -> None:
         began = perf_counter()
-        row = await self._behind.row(step, pushed=step)
+        if self.pinned is None:
+            held.set()
+            row: Row | None = await self._measures.row(step, pushed=step)
+        else:
+            row = await self._by_pinned(self.pinned, step, held)
+        if row is None:
+            self.skipped += 1
+            logger.warning("step %d is not evaluated: no server of evaluations has its weights", step)
+            return
         skipped, self.skipped = self.skipped, 0
         self.recorder.write(
             {"step": step, "phase": "eval", **row, "eval/skipped": skipped, "seconds/eval": perf_counter() - began}
         )
+
+    async def _by_pinned(self, servers: PinnedEngine, step: int, held: asyncio.Event) -> Row | None:
+        """Metrics by ``servers`` that have the weights of ``step``; None if none of them has, or all have died."""
+        began = perf_counter()
+        if not await servers.pin(step, held.set):
+            return None
+        seconds = perf_counter() - began
+        measuring = asyncio.create_task(self._measures.row(step, pushed=step))
+        lost = asyncio.create_task(servers.lost())
+        try:
+            await asyncio.wait({measuring, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if lost.done():
+                lost.result()
+            if not measuring.done() or (measuring.exception() is not None and not servers.serving):
+                return None
+            return {**measuring.result(), "eval/servers": servers.serving, "seconds/pin": seconds}
+        finally:
+            for one in (measuring, lost):
+                one.cancel()
+            await asyncio.gather(measuring, lost, return_exceptions=True)

@@ -47,7 +47,7 @@ class GroupJob(ABC):
     recorder: Recorder
     route: str  # of pushes, in rows of metrics
     name: str = "reinforcement"
-    beside: EvaluationBeside | None = None  # evaluates while later steps train, with eval.mode=beside
+    beside: EvaluationBeside | None = None  # evaluates while later steps train, with eval.mode=beside and pinned
     number: int = 0  # of the last step
     stream: Stream | None = None  # of groups that are sampled ahead
     places: tuple[Waiting, ...] = ()  # of the last batch
@@ -234,10 +234,10 @@ class GroupJob(ABC):
     async def evaluate(self, watch: Stopwatch) -> Row:
         """Figures of the sets that are due, of the weights that were pushed last, timed as ``eval``.
 
-        With eval.mode=beside nothing but after the last step, for the others are under way.
+        With eval.mode=beside and pinned nothing but after the last step, for the others are under way.
         """
         if self.beside is not None and self.number < self.config.train.steps:
-            self.beside.begin(self.number)
+            await self.beside.begin(self.number)
             return {}
         with watch("eval"):
             if self.beside is not None:
@@ -291,7 +291,7 @@ class GroupJob(ABC):
             self.update.state = state.memory
         await self.roles.weights.push(self.number)
         if self.beside is not None and 0 < self.number < self.config.train.steps and self.evaluation.due(self.number):
-            self.beside.begin(self.number)  # its row, if there was one, is gone: `Recorder.truncate_after`
+            await self.beside.begin(self.number)  # its row, if there was one, is gone: `Recorder.truncate_after`
 
 
 def carried_row(turns: Sequence[Turn], section: RolloutSection) -> Row:

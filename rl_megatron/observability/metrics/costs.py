@@ -65,6 +65,7 @@ COSTS = (
     ("ranks/slowest", "rank", "the learner rank that took longest for a fixed computation; with two ranks or more"),
     ("ranks/slowness", "s/s", "its seconds for that over those of the median rank (run.slow_factor)"),
     ("seconds/eval", "s", "held-out evaluation; only in rows that evaluated"),
+    ("seconds/pin", "s", "until servers of evaluations alone had the step's weights, with eval.mode=pinned"),
     ("checkpoint/stage_seconds", "s", "training waited for the copy of the state (checkpoint.async_save)"),
     ("checkpoint/bytes", "bytes", "what ranks wrote into the last checkpoint; only in rows after it was written"),
     ("checkpoint/write_seconds", "s", "the slowest rank wrote into it, policy and critic together; in the same rows"),

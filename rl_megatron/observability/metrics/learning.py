@@ -58,9 +58,10 @@ LEARNING = (
     (
         "eval/own_version_fraction",
         "",
-        "share of an evaluation's tokens by the weights of its step, with eval.mode=beside",
+        "share of an evaluation's tokens by the weights of its step, with eval.mode=beside and pinned",
     ),
-    ("eval/skipped", "evaluations", "due since the row before, and left out because this one was under way"),
+    ("eval/skipped", "evaluations", "due since the row before, and left out: one was under way, or its servers died"),
+    ("eval/servers", "servers", "of evaluations alone that had its weights at its end, with eval.mode=pinned"),
     (
         "eval/<name>/mean_at_<k>",
         "",

@@ -209,7 +209,7 @@ class Attempts:
             yield
 
     def _lanes_of(self, replica: Replica) -> FreeLanes:
-        return self._lanes.setdefault(replica.number, FreeLanes(f"replica {replica.number}", "request"))
+        return self._lanes.setdefault(replica.number, FreeLanes(replica.title, "request"))
 
     async def _abort(self, attempt: _Attempt) -> None:
         """Have the server abort the request; it may otherwise notice a closed connection only seconds later."""

@@ -35,6 +35,7 @@ class ServedEngine:
     their tokens (``running_requests``); their answers are released after the commit. A prompt and its completion have
     at most ``max_length`` tokens, of ids below ``vocab_size``: other requests, which a server would truncate or crash
     on, are refused here. ``slots``: of each server, where they are known and each request is for one completion.
+    Messages call a replica a ``kind``.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class ServedEngine:
         max_length: int,
         vocab_size: int,
         slots: int | None = None,
+        kind: str = "replica",
     ) -> None:
         self.adapter, self._mode = adapter, section.running_requests
-        self.replicas = ReplicaSet(adapter.name, servers, least=section.least_replicas)
+        self.replicas = ReplicaSet(adapter.name, servers, least=section.least_replicas, kind=kind)
         self._attempts = Attempts(adapter, self.replicas, section, vocab_size=vocab_size, slots=slots)
         self.weights = ReplicaWeights(adapter, self.replicas, section, self._attempts)
         self._max_length, self._vocab_size = max_length, vocab_size

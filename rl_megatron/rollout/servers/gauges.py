@@ -68,7 +68,7 @@ class GaugesInTurn:
         found = await self._adapter.gauges(server)
         if found is None:
             return
-        lane = self._lanes.setdefault(replica.number, Lane(f"replica {replica.number}", ""))
+        lane = self._lanes.setdefault(replica.number, Lane(replica.title, ""))
         spans.gauge(lane, "requests", running=found.running, waiting=found.waiting)
         if found.cache is not None:
             spans.gauge(lane, "cache", share=round(found.cache, 4))

@@ -81,8 +81,9 @@ class ReplicaDied(AttemptFailed):
 class Replica:
     """One site and its present server, which a restart replaces."""
 
-    def __init__(self, number: int, server: Server, changed: Callable[[], None]) -> None:
+    def __init__(self, number: int, server: Server, changed: Callable[[], None], kind: str = "replica") -> None:
         self.number, self.server, self._changed = number, server, changed
+        self.title = f"{kind} {number}"
         self.health = Health.STALE
         self.reason = ""  # why it died last
         self.restarts = 0
@@ -105,9 +106,7 @@ class Replica:
         if self.health is not before:
             level = logging.WARNING if event in (Event.DIED, Event.GIVEN_UP) else logging.INFO
             text = f"{self.reason}\n" if event is Event.DIED else ""
-            logger.log(
-                level, "replica %d: %s%s -> %s", self.number, text, before.value.upper(), self.health.value.upper()
-            )
+            logger.log(level, "%s: %s%s -> %s", self.title, text, before.value.upper(), self.health.value.upper())
         self._changed()
 
     async def end(self, server: Awaitable[None]) -> None:
@@ -146,11 +145,11 @@ class Replica:
 class ReplicaSet:
     """All replicas of an engine, which may join and leave; waits for some of them.
 
-    The engine fails once fewer than ``least`` are not gone.
+    The engine fails once fewer than ``least`` are not gone. Messages call each a ``kind`` with its number.
     """
 
-    def __init__(self, name: str, servers: Sequence[Server], *, least: int = 1) -> None:
-        self._name, self.least = name, least
+    def __init__(self, name: str, servers: Sequence[Server], *, least: int = 1, kind: str = "replica") -> None:
+        self._name, self.least, self._kind = name, least, kind
         self._failure: BaseException | None = None
         self._turn = asyncio.Event()
         self._numbers = count()
@@ -164,7 +163,7 @@ class ReplicaSet:
 
     def add(self, server: Server, number: int | None = None) -> Replica:
         """A stale replica, of a number of its own."""
-        replica = Replica(self.next_number() if number is None else number, server, self.wake)
+        replica = Replica(self.next_number() if number is None else number, server, self.wake, self._kind)
         self.all = (*self.all, replica)
         self.wake()
         return replica
@@ -214,6 +213,13 @@ class ReplicaSet:
                 raise self._failure
             await self._turn.wait()
 
+    async def none_is_healthy(self) -> None:
+        """Wait until none may serve. Raises the error of a failed supervisor."""
+        while self.healthy():
+            if self._failure is not None:
+                raise self._failure
+            await self._turn.wait()
+
     async def judged(self) -> None:
         """Wait until supervisors have found whether the suspected servers live on.
 
@@ -238,7 +244,7 @@ class ReplicaSet:
                 async with asyncio.timeout_at(min(since) + _END_SECONDS if since else None):
                     await self._turn.wait()
             except TimeoutError as error:
-                said = "\n  ".join(f"replica {r.number} at {r.server.url}: {r.reason}" for r in ending)
+                said = "\n  ".join(f"{r.title} at {r.server.url}: {r.reason}" for r in ending)
                 raise EngineError(
                     f"a server that died has not ended in {_END_SECONDS:g} s, so the learner cannot take its GPUs; end "
                     f"its processes there, then start the run again:\n  {said}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,8 +41,8 @@ class Committers(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Served:
-    """The served version, and what a restarted server is compared with."""
+class ServedVersion:
+    """The served version, and what another server with it is compared with."""
 
     version: int
     checksums: Mapping[str, int]  # the learner's, by tensor
@@ -57,7 +58,7 @@ class ServedWeights(WeightSync):
     def __init__(self, *, learner: WeightSync, delivery: Delivery, trust: Trust, servers: Committers) -> None:
         self._learner, self._delivery, self._trust, self._servers = learner, delivery, trust, servers
         self._lock = asyncio.Lock()  # the mirror file holds one version
-        self._served: _Served | None = None
+        self._served: ServedVersion | None = None
 
     @override
     async def push(self, version: int) -> WeightUpdate:
@@ -73,7 +74,7 @@ class ServedWeights(WeightSync):
                 raise
         return replace(update, seconds=time.perf_counter() - started)
 
-    async def _serve(self, version: int) -> tuple[WeightUpdate, _Served]:
+    async def _serve(self, version: int) -> tuple[WeightUpdate, ServedVersion]:
         """Deliver, verify and commit; try again if all servers died meanwhile."""
         try:
             async with self._delivery.sending(version) as deliver:
@@ -85,7 +86,7 @@ class ServedWeights(WeightSync):
         finally:
             await self._trust.end()
 
-    async def _attempt(self, version: int, deliver: Deliver) -> tuple[WeightUpdate, _Served]:
+    async def _attempt(self, version: int, deliver: Deliver) -> tuple[WeightUpdate, ServedVersion]:
         with spans.during(spans.PUSHES, "deliver"):
             delivered = await deliver(private=self._trust.private, meanwhile=partial(self._trust.begin, version))
         update, checksums = delivered.update, delivered.seal.checksums
@@ -95,7 +96,7 @@ class ServedWeights(WeightSync):
         update = replace(update, verify_seconds=update.verify_seconds + time.perf_counter() - started)
         with spans.during(spans.PUSHES, "commit"):
             await self._servers.commit(version)
-        return update, _Served(version=version, checksums=checksums, verified=verified)
+        return update, ServedVersion(version=version, checksums=checksums, verified=verified)
 
     async def refit(self, name: str) -> None:
         """Have a stale server serve the version that the others serve or last served. Raises SyncError if it is wrong.
@@ -104,16 +105,31 @@ class ServedWeights(WeightSync):
         have trained on. Does nothing if no version is served, or a push came first.
         """
         async with self._lock:
-            served = self._served
-            if served is None or not self._servers.stale(name):
-                return
-            checksums = (await self._delivery.filled(served.version)).checksums
-            if any(checksums.get(tensor) != before for tensor, before in served.checksums.items()):
-                logger.info("%s waits for the next push: the learner no longer has version %d", name, served.version)
+            if not self._servers.stale(name) or (served := await self._filled(name)) is None:
                 return
             reports = await self._delivery.load(served.version, name)
-            await self._trust.verify_one(served.version, name, reports, checksums, served.verified)
+            await self._trust.verify_one(served.version, name, reports, served.checksums, served.verified)
             await self._servers.commit(served.version, only=name)
+
+    @asynccontextmanager
+    async def held(self, whose: str) -> AsyncIterator[ServedVersion | None]:
+        """The version that the servers serve, which is in the mirror file; the next push begins afterwards.
+
+        None if none is served, or the learner has trained on and no file has it: ``whose`` servers have to wait.
+        """
+        async with self._lock:
+            yield await self._filled(whose)
+
+    async def _filled(self, whose: str) -> ServedVersion | None:
+        """The served version, once the mirror file has it, with checksums of all of the file's tensors."""
+        served = self._served
+        if served is None:
+            return None
+        checksums = (await self._delivery.filled(served.version)).checksums
+        if any(checksums.get(tensor) != before for tensor, before in served.checksums.items()):
+            logger.info("%s waits for the next push: the learner no longer has version %d", whose, served.version)
+            return None
+        return replace(served, checksums=checksums)
 
     @override
     async def export(self, folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
 from rl_megatron.config.sections.log import LogSection
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.evaluation.sets import ProblemSet
+from rl_megatron.interfaces import PinnedEngine
 from rl_megatron.observability.history import load_runs
 from rl_megatron.observability.metrics.writer import MetricsWriter
 from rl_megatron.observability.progress import Progress
@@ -50,11 +51,32 @@ class Waits(Scripted):
         return [Completion(token_ids=one.token_ids, logprobs=one.logprobs, finish_reason="stop", spans=spans)]
 
 
-def beside(folder: Path, source: EnvironmentSampler) -> EvaluationBeside:
+def beside(folder: Path, source: EnvironmentSampler, pinned: PinnedEngine | None = None) -> EvaluationBeside:
     problems = ProblemSet(name=None, prompts=PROMPTS, section=EvalSetSection(), temperature=0.0)
     evaluation = Evaluation(sampler=source, sets=[problems], section=EvalSection(every=3), last_step=99)
     recorder = Recorder(folder, LogSection(tensorboard=False), Progress(9, mode="plain"))
-    return EvaluationBeside(evaluation=evaluation, recorder=recorder)
+    return EvaluationBeside(evaluation=evaluation, recorder=recorder, pinned=pinned)
+
+
+class Apart:
+    """Servers of which ``serving`` have the version that was pinned last; ``told`` says which."""
+
+    def __init__(self, engine: Waits) -> None:
+        self.engine, self.serving, self.told = engine, 1, list[int]()
+        self.loaded, self.gone = asyncio.Event(), asyncio.Event()
+
+    async def pin(self, version: int, held: Callable[[], None]) -> bool:
+        self.told.append(version)
+        held()
+        await self.loaded.wait()
+        return self.serving > 0
+
+    async def lost(self) -> None:
+        await self.gone.wait()
+
+    def die(self) -> None:
+        self.serving = 0
+        self.gone.set()
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -68,14 +90,14 @@ def test_a_row_is_written_when_it_ends_and_what_is_due_meanwhile_is_left_out(
     async def evaluated() -> None:
         engine = Waits()
         ours = beside(tmp_path, sampler(engine))
-        ours.begin(3)
-        ours.begin(6)  # it would want version 6, and 3 is under way
+        await ours.begin(3)
+        await ours.begin(6)  # it would want version 6, and 3 is under way
         await ours.finish(3)  # nothing of an earlier step
         assert rows(tmp_path) == []
         engine.go.set()
         await ours.finish(4)
         assert [(row["step"], row["eval/skipped"]) for row in rows(tmp_path)] == [(3, 1)]
-        ours.begin(9)
+        await ours.begin(9)
         await ours.finish(10)
 
     with caplog.at_level(logging.WARNING):
@@ -92,7 +114,7 @@ def test_what_it_raises_is_raised_in_the_next_step_and_once(tmp_path: Path) -> N
     async def evaluated() -> None:
         engine = Waits(fails=True)
         ours = beside(tmp_path, sampler(engine))
-        ours.begin(3)
+        await ours.begin(3)
         engine.go.set()
         with pytest.raises(EngineError, match="no server is left"):
             await ours.finish(4)
@@ -100,6 +122,67 @@ def test_what_it_raises_is_raised_in_the_next_step_and_once(tmp_path: Path) -> N
 
     asyncio.run(asyncio.wait_for(evaluated(), 30))
     assert rows(tmp_path) == []
+
+
+def test_servers_of_its_own_have_its_version_before_they_are_asked(tmp_path: Path) -> None:
+    async def evaluated() -> None:
+        training, apart = Waits(), Apart(Waits())
+        ours = beside(tmp_path, sampler(training), apart)
+        await ours.begin(3)  # which returns before they have loaded
+        apart.engine.go.set()
+        await asyncio.sleep(0)
+        assert (apart.told, apart.engine.asked, rows(tmp_path)) == ([3], [], [])
+        apart.loaded.set()
+        await ours.finish(4)
+        assert (len(apart.engine.asked), training.asked) == (4, [])
+        assert {request.birth for request in apart.engine.asked} <= {None, 0}  # nobody else is there
+        assert len(asyncio.all_tasks()) == 2  # this one, and the one that waits for it
+
+    asyncio.run(asyncio.wait_for(evaluated(), 30))
+    (row,) = rows(tmp_path)
+    assert (row["step"], row["eval/accuracy"], row["eval/servers"], row["eval/skipped"]) == (3, 1.0, 1, 0)
+    assert 0 <= row["seconds/pin"] <= row["seconds/eval"]
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile", "with an error"])
+def test_an_evaluation_whose_servers_died_is_left_out_and_the_next_one_is_made(
+    when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def evaluated() -> None:
+        engine = Waits(fails=when == "with an error")
+        apart = Apart(engine)
+        ours = beside(tmp_path, sampler(Waits()), apart)
+        apart.loaded.set()
+        if when == "before":
+            apart.die()
+        await ours.begin(3)
+        apart.die()
+        engine.go.set() if engine.fails else None
+        await ours.finish(4)
+        assert rows(tmp_path) == []
+        apart.serving, engine.fails = 1, False
+        apart.gone.clear()
+        engine.go.set()
+        await ours.begin(6)
+        await ours.finish(7)
+
+    asyncio.run(asyncio.wait_for(evaluated(), 30))
+    assert [(row["step"], row["eval/skipped"]) for row in rows(tmp_path)] == [(6, 1)]
+    assert "step 3 is not evaluated: no server of evaluations has its weights" in caplog.text
+
+
+def test_an_error_that_is_not_its_servers_death_is_raised(tmp_path: Path) -> None:
+    async def evaluated() -> None:
+        engine = Waits(fails=True)
+        apart = Apart(engine)
+        apart.loaded.set()
+        engine.go.set()
+        ours = beside(tmp_path, sampler(Waits()), apart)
+        await ours.begin(3)
+        with pytest.raises(EngineError, match="no server is left"):
+            await ours.finish(4)
+
+    asyncio.run(asyncio.wait_for(evaluated(), 30))
 
 
 def test_few_requests_are_under_way_at_once_and_each_is_answered() -> None:
@@ -146,7 +229,7 @@ def test_engines_take_its_requests_behind_training_and_those_that_training_waits
     async def evaluated() -> None:
         engine.go.set()
         ours = beside(tmp_path, sampler(engine))
-        ours.begin(3)
+        await ours.begin(3)
         await ours.finish(4)
         behind, engine.asked = engine.asked, []
         await ours.evaluation.row(6)
@@ -164,7 +247,7 @@ def test_engines_take_its_requests_behind_training_and_those_that_training_waits
 def test_a_close_leaves_nothing_under_way(tmp_path: Path) -> None:
     async def evaluated() -> int:
         ours = beside(tmp_path, sampler(Waits()))
-        ours.begin(3)
+        await ours.begin(3)
         await asyncio.sleep(0)
         await ours.close()
         return len([task for task in asyncio.all_tasks() if task.get_name().startswith("evaluation")])
@@ -206,6 +289,25 @@ def test_reports_show_it_at_its_step(tmp_path: Path) -> None:
 def test_where_it_would_do_nothing_it_is_refused(keys: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_config("tiny_cpu", ["eval.mode=beside", *keys])
-    with pytest.raises(ConfigError, match="at_once=4 leaves slots to training, which waits"):
+    with pytest.raises(ConfigError, match=r"at_once=4 is for eval\.mode=beside, but this is blocking"):
         load_config("tiny_cpu", ["eval.at_once=4"])
     load_config("tiny_cpu", ["eval.mode=beside", "rollout.server.replicas=1"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ([], "eval.mode=pinned: rollout.engine=local samples in the learner's processes"),
+        (["rollout=vllm", "rollout.server.colocated=true"], "eval.mode=pinned with rollout.server.colocated=true"),
+        (["rollout=vllm", "rollout.server.addresses=http://a:1"], "every server there samples for training"),
+        (["rollout.server.replicas=1", "eval.at_once=4"], "at_once=4 is for eval.mode=beside, but this is pinned"),
+        (["rollout.server.replicas=1", "eval.every=0"], "eval.mode=pinned with eval.every=0"),
+        (["rollout.server.replicas=1", "checkpoint.keep_best=1"], "keep_best=1 with eval.mode=pinned"),
+        (["rollout.server.replicas=1", "eval.mode=beside", "eval.replicas=2"], "replicas=2 is for eval.mode=pinned"),
+    ],
+)
+def test_where_no_servers_could_be_its_own_that_is_refused(keys: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config("tiny_cpu", ["eval.mode=pinned", *keys])
+    kept = load_config("tiny_cpu", ["eval.mode=pinned", "rollout.server.replicas=3", "eval.replicas=2"])
+    assert (kept.rollout.server.count, kept.eval.servers, kept.servers) == (3, 2, 5)
