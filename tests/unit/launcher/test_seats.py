@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.hosts.more_sites import MoreHere, MoreOnNodes
-from launcher.hosts.sites import sites_of
+from launcher.hosts.sites import service_sites, sites_of
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.processes.guards import Guard, Order, start_guard
 from launcher.runs.folder import mirror_path
@@ -182,6 +182,22 @@ def test_a_component_of_its_own_is_reached_by_its_group(run: Path, monkeypatch: 
     ((site,),) = sites_of(config, allocation)
     assert site.host == "10.0.0.1"
     assert {"--het-group=1", "--nodelist=a1", "--cpus-per-task=9", "--overlap"} <= set(site.before)
+
+
+def test_services_are_a_component_before_that_of_servers(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_HET_SIZE", "3")
+    for number, node in enumerate(("a1", "a2", "b1")):
+        monkeypatch.setenv(f"SLURM_JOB_NODELIST_HET_GROUP_{number}", node)
+    judge = ("reward.function=service:judge/score", "services.judge.command=judge", "services.judge.replicas=2")
+    config = config_of("slurm.heterogeneous=true", "slurm.services.nodes=1", "slurm.engines.nodes=1", *judge)
+    allocation = allocation_of(config, run)
+    (found,) = service_sites(config, allocation).values()
+    assert [(site.host, site.node, site.number, site.count) for site in found] == [
+        ("10.0.0.2", "a2", number, 2) for number in range(2)
+    ]
+    assert all({"--het-group=1", "--nodelist=a2", "--overlap"} <= set(site.before) for site in found)
+    ((server,),) = sites_of(config, allocation)
+    assert {"--het-group=2", "--nodelist=b1"} <= set(server.before)
 
 
 @pytest.mark.parametrize(
