@@ -64,6 +64,11 @@ class Draft(Option):
                 f"{given}: the model has {shape.draft_layers} draft layers by its config.json; exactly one is trained, "
                 "so leave it out"
             )
+        elif shape.indexer is not None:
+            yield (
+                f"{given}: the draft layer of model_type={shape.family!r} has an indexer of its own, which is not held "
+                "while it trains; leave it out, and exports have the layer as it was"
+            )
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
         """Bytes of what one pass of the draft layer keeps, and of the embedding's copy on a last stage that is not the

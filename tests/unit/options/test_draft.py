@@ -41,6 +41,9 @@ def test_models_without_one_layer_and_keys_without_effect_are_refused() -> None:
     for count in (0, 2):
         found = "\n".join(problems(learner, replace(DEEPSEEK, draft_layers=count)))
         assert f"the model has {count} draft layers" in found
+    assert "draft layer of model_type='deepseek_v32' has an indexer" in "\n".join(
+        problems(learner, NAMED["deepseek-v3.2"])
+    )
     idle = LearnerSection.model_validate({"draft": {"learning_rate_factor": 2.0}})
     assert "learning_rate_factor without learner.draft.train=true" in "\n".join(problems(idle))
 

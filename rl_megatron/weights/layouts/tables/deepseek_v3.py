@@ -219,7 +219,7 @@ DEEPSEEK_V3 = Family(model_types=("deepseek_v3", "kimi_k2"), read=deepseek_v3.re
 INDEXED = Family(
     model_types=("deepseek_v32", "glm_moe_dsa"),
     read=deepseek_v3.read_indexed,
-    tables=decoder(_latent_attention(), _HELD_INDEXER, dense_mlp(), _EXPERTS),
+    tables=with_drafts(decoder(_latent_attention(), _HELD_INDEXER, dense_mlp(), _EXPERTS)),
     serves=True,
 )
 _INSIDE = "language_model."
