@@ -12,7 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DeepseekV32Config, GlmMoeDsaConfig, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV32Config,
+    GlmMoeDsaConfig,
+    HYV3Config,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
@@ -70,6 +77,16 @@ def test_the_named_qwen3_next_is_that_of_transformers(tmp_path: Path) -> None:
     with torch.device("meta"):
         wanted = sum(p.numel() for p in Qwen3NextForCausalLM(config).parameters())
     assert elements(megatron_layout(named), 0).both == wanted == 79_674_391_296
+
+
+def test_the_named_hunyuan_3_is_that_of_transformers(tmp_path: Path) -> None:
+    config = HYV3Config()
+    config.save_pretrained(tmp_path)
+    named = NAMED["hunyuan-3"]
+    assert read_shape(tmp_path) == named
+    with torch.device("meta"):
+        wanted = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    assert elements(megatron_layout(named), 0).both == wanted
 
 
 @pytest.mark.parametrize(
