@@ -18,6 +18,7 @@ LEFT, RIGHT, TOP, BOTTOM = 42.0, 392.0, 10.0, 186.0
 FRAME = {"w": W, "h": H, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM}  # for the template
 MAX_POINTS = 240
 MAX_BARS = 60
+MAX_MEANS = 100
 _COLORS, _DASHES = 8, ((99, 0), (9, 5), (1, 5))  # px of line and of gap
 DOTTED = 2 * _COLORS  # added to a solid style: dots of the same color
 _WARM_SHARE = 0.2
@@ -179,6 +180,21 @@ def thinned(points: Sequence[T], value: Callable[[T], float | None]) -> Sequence
         if bucket:
             kept += sorted({min(bucket)[1], max(bucket, key=lambda one: one[0])[1]})
     return [points[i] for i in (*kept, len(points) - 1)]
+
+
+def averaged(points: Sequence[Point]) -> list[Point]:
+    """At most MAX_MEANS of the RL steps' points, each the mean of several: among many lines spikes hide the others."""
+    warm, rest = [p for p in points if p.x < 0], [p for p in points if p.x >= 0]
+    size = math.ceil(len(rest) / MAX_MEANS)
+    if size <= 1:
+        return list(points)
+    means = []
+    for part in (rest[i : i + size] for i in range(0, len(rest), size)):
+        values = [p.y for p in part if p.y is not None]
+        mean = math.fsum(values) / len(values) if values else None
+        x = math.fsum(p.x for p in part) / len(part)
+        means.append(Point(x=x, y=mean, label=f"{part[0].label} to {part[-1].label}, mean"))
+    return [*warm, *means]
 
 
 def histogram_chart(title: str, unit: str, what: str, weights: Sequence[float]) -> Chart:

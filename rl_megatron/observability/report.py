@@ -19,6 +19,7 @@ from rl_megatron.observability.charts import (
     Chart,
     Point,
     Series,
+    averaged,
     histogram_chart,
     line_chart,
     stacked_bars,
@@ -167,7 +168,7 @@ def _means(arms: Sequence[Arm]) -> list[tuple[str, int, str, str]]:
 
 def _band_note(arms: Sequence[Arm]) -> str:
     if all(len(arm.runs) == 1 for arm in arms):
-        return ""
+        return "" if len(arms) <= MAX_BANDS else "A point of a long line is the mean of several steps."
     return (
         "A line is the mean of the runs of an arm that have a value at that step. Its band is the mean's 95 % interval "
         f"(Student's t), or with fewer than {LEAST_FOR_INTERVAL} runs goes from the least value to the greatest."
@@ -233,7 +234,9 @@ def _lines(curve: Curve, arm: Arm, num_arms: int, *, several: bool) -> list[Seri
         points = [Point(x=x, y=planned, label=label) for x, label, _ in rows[0]]
         lines.append(Series(label="plan", style=arm.style + DOTTED, points=points))
     band = not several and num_arms <= MAX_BANDS
-    if len(rows) == 1:
+    if len(rows) == 1 and num_arms > MAX_BANDS:
+        points = averaged([_point(curve, x, label, row, band=False) for x, label, row in rows[0]])
+    elif len(rows) == 1:
         drawn = thinned(rows[0], lambda one: number(one[2], curve.metric))
         points = [_point(curve, x, label, row, band=band) for x, label, row in drawn]
     else:

@@ -12,12 +12,14 @@ from rl_megatron.observability.charts import (
     BOTTOM,
     LEFT,
     MAX_BARS,
+    MAX_MEANS,
     MAX_POINTS,
     RIGHT,
     TOP,
     Chart,
     Point,
     Series,
+    averaged,
     line_chart,
     number_text,
     stacked_bars,
@@ -90,6 +92,18 @@ def test_a_long_run_is_thinned_without_losing_its_spikes_or_ends() -> None:
     assert len(shown) <= MAX_POINTS + 2
     assert (shown["step 7778"], shown["step 12346"]) == ("100", "-50")
     assert {"step 1", "step 20000"} <= shown.keys()
+
+
+def test_many_long_lines_are_drawn_by_means_of_their_steps() -> None:
+    points = [Point(x=-0.5, y=9.0, label="warm"), *(Point(x=x, y=float(x % 2), label=f"step {x}") for x in range(1000))]
+    warm, *means = averaged(points)
+    assert warm == points[0]
+    assert len(means) == MAX_MEANS
+    assert {p.y for p in means} == {0.5}
+    assert means[1] == Point(x=14.5, y=0.5, label="step 10 to step 19, mean")
+    assert averaged(points[:101]) == points[:101]
+    gap = averaged([Point(x=x, y=None if x < 10 else 1.0, label="") for x in range(1000)])
+    assert [p.y for p in gap[:2]] == [None, 1.0]
 
 
 def test_stacked_bars_lie_on_one_another_and_average_their_steps() -> None:
