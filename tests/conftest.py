@@ -1,11 +1,12 @@
-"""What every test shares: a search path of modules that ends with it, and property tests that try the same examples
-each time and are not timed on a busy machine.
+"""What every test shares: a search path of modules that ends with it, property tests that try the same examples each
+time and are not timed on a busy machine, and no collections of garbage among what is imported.
 
 No test sees a GPU, but for those that ``-m gpu`` asks for.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -20,6 +21,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Runs before torch is imported; child processes inherit the setting."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    gc.disable()  # until `pytest_collection_finish`: imports make a million objects, and hardly any garbage
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: collections of garbage, some by megatron in tests, need not look at it each time."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
