@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import warnings
 
-import pytest  # noqa: F401  as every test file does
-import torch._dynamo  # noqa: F401  as an optimizer's first step does
+gc.disable()  # imports make many objects, and no garbage
+import pytest  # noqa: E402, F401  as every test file does
+import torch._dynamo  # noqa: E402, F401  as an optimizer's first step does
 
 warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex).* not installed")
 
@@ -22,5 +23,5 @@ import rl_megatron.rollout.local.engine  # noqa: E402
 import rl_megatron.rollout.servers.embedded.server  # noqa: E402
 import rl_megatron.weights.transports.connect  # noqa: E402, F401
 
-gc.collect()
+gc.enable()
 gc.freeze()  # megatron collects garbage several times at each save and load, and looks at all that is imported

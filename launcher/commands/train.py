@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from launcher.processes.imports import uncollected
 from launcher.runs.name import choose
 from rl_megatron.config.io import load_config
 
@@ -42,8 +43,9 @@ def train(
         print(line, flush=True)
     print(f"rl-megatron: run {named.run.dir / str(named.run.name)}", flush=True)  # the imports below take seconds
     try:
-        from launcher.processes.loop_watch import TimedLoop
-        from launcher.programs import train as program
+        with uncollected():
+            from launcher.processes.loop_watch import TimedLoop
+            from launcher.programs import train as program
 
         with asyncio.Runner(loop_factory=TimedLoop) as runner:
             runner.run(program.train(named, reward, services, resume=resume))

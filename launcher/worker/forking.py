@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import importlib
 import importlib.util
 import os
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import psutil
+
+from launcher.processes.imports import uncollected
 
 HELD_BACK = frozenset({signal.SIGINT, signal.SIGTERM})
 """Blocked in every rank and its parent: a terminal or Slurm sends them to all processes of a run."""
@@ -57,16 +58,16 @@ def import_all(modules: Sequence[str]) -> None:
     """Import before the first fork. Errors are ignored: a rank raises them again, and reports them."""
     signal.pthread_sigmask(signal.SIG_SETMASK, HELD_BACK)
     quieten()
-    given = os.environ.get("OPENBLAS_NUM_THREADS")
-    os.environ["OPENBLAS_NUM_THREADS"] = given or "1"  # numpy's would start its threads now
-    with contextlib.suppress(BaseException):
-        importlib.import_module("numpy")
-    if given is None:
-        del os.environ["OPENBLAS_NUM_THREADS"]
-    for module in modules:
+    with uncollected():  # ranks' collections skip what is imported, too, so that its pages stay shared
+        given = os.environ.get("OPENBLAS_NUM_THREADS")
+        os.environ["OPENBLAS_NUM_THREADS"] = given or "1"  # numpy's would start its threads now
         with contextlib.suppress(BaseException):
-            importlib.import_module(module)
-    gc.freeze()  # ranks' garbage collections skip it, so its pages stay shared
+            importlib.import_module("numpy")
+        if given is None:
+            del os.environ["OPENBLAS_NUM_THREADS"]
+        for module in modules:
+            with contextlib.suppress(BaseException):
+                importlib.import_module(module)
 
 
 def quieten() -> None:
