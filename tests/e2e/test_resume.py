@@ -22,8 +22,16 @@ from rl_megatron.scaling.saves import bytes_by_rank
 from rl_megatron.training import checkpoints
 from rl_megatron.weights.layouts.learner import learner_layout
 from tests.e2e.processes import PORTABLE, Place, Run, alive
+from tests.kills.points import Point, Witness
 from tests.perfetto import check_trace
 
+SAVES = "rl_megatron.training.checkpoints"
+IN_A_SAVE = (
+    Point(name="a checkpoint has its folder", call=f"{SAVES}:CheckpointStore._make_room", after=True),
+    Point(name="the first checkpoint has its name", call=f"{SAVES}:publish_folder", after=True),
+    Point(name="ranks write", call=f"{SAVES}:CheckpointStore.save", after=True),
+)
+LEFT = (".writing-step_000000", "step_000000", ".writing-step_000002")  # by each
 ONE = ("learner.ep=1", "reward.function=my_rewards:even")
 STORED = Path(__file__).with_name("reference.json")
 PIPELINE = (
@@ -158,19 +166,11 @@ def test_killed_at_every_kind_of_moment(place: Place, reference: Run) -> None:
     run.kill()
     assert not list(run.folder.glob("checkpoints/*"))
 
-    run = place.fork("killed", *ONE, resume=True)  # nothing is saved yet: it starts over
-    run.until_file("checkpoints/.writing-step_000000")
-    run.kill()
-    assert not list(run.folder.glob("checkpoints/step_*"))
-
-    run = place.fork("killed", *ONE, resume=True)
-    run.until_file("checkpoints/step_000000")  # right after the first checkpoint
-    run.kill()
-
-    run = place.fork("killed", *ONE, resume=True)
-    run.until_file("checkpoints/.writing-step_000002/learner/*")
-    run.kill()
-    assert not (run.folder / "checkpoints/step_000002").exists()
+    for point, left in zip(IN_A_SAVE, LEFT, strict=True):
+        witness = Witness(folder=place.folder, point=point)
+        run = place.fork("killed", *ONE, resume=True, before=witness)  # the first starts over: nothing is saved yet
+        run.killed()
+        assert (run.folder / "checkpoints" / left / "learner").is_dir()
 
     run = place.fork("killed", *ONE, resume=True)
     run.until_row(step=3)  # between two checkpoints
