@@ -47,9 +47,11 @@ class Fork:
         output: Path,
         environment: Mapping[str, str],
         before: Callable[[], None] | None = None,
+        in_nursery: Callable[[], None] | None = None,
     ) -> None:
-        """``before``: what the controller calls before the command line; it can be pickled."""
-        given = (arguments, folder, output, environment, before, guard())
+        """``before``: what the controller calls before the command line, and ``in_nursery`` the process that its ranks
+        are forked from before it forks one; they can be pickled."""
+        given = (arguments, folder, output, environment, before, in_nursery, guard())
         self._process = FORKS.Process(target=_run_forked, args=given)
         self._process.start()
         assert self._process.pid is not None
@@ -92,6 +94,7 @@ def _run_forked(
     output: Path,
     environment: Mapping[str, str],
     before: Callable[[], None] | None,
+    in_nursery: Callable[[], None] | None,
     guard: Path,
 ) -> None:
     os.setsid()
@@ -102,7 +105,7 @@ def _run_forked(
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     engine_guard.__file__ = str(guard)
-    forks.nursery_process = ForkedNursery(forks.nursery_process).begin
+    forks.nursery_process = ForkedNursery(forks.nursery_process, in_nursery).begin
     sys.argv = [str(PROGRAM), *arguments]
     if before is not None:
         before()
@@ -113,7 +116,7 @@ class ForkedNursery:
     """The process that ranks are forked from. It is forked before the run has threads or sockets, and is the first
     nursery that the run asks for; it ends with the run."""
 
-    def __init__(self, others: Begin) -> None:
+    def __init__(self, others: Begin, first: Callable[[], None] | None) -> None:
         self._others, self._begun = others, False
         self._asked, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.returncode: int | None = None
@@ -123,6 +126,8 @@ class ForkedNursery:
             self._asked.close()
             code = 1
             try:
+                if first is not None:
+                    first()
                 _be_nursery(theirs, parent)
                 code = 0
             finally:

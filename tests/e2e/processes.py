@@ -192,9 +192,16 @@ class Place:
         """Start ``rl-megatron train`` on a tiny run; later arguments overrule earlier ones."""
         return self._start(name, self._training(name, arguments, resume))
 
-    def fork(self, name: str, *arguments: str, resume: bool = False, before: Callable[[], None] | None = None) -> Run:
+    def fork(
+        self,
+        name: str,
+        *arguments: str,
+        resume: bool = False,
+        before: Callable[[], None] | None = None,
+        in_nursery: Callable[[], None] | None = None,
+    ) -> Run:
         """The same in a fork, for tests whose subject is not how a run starts; see `Fork`."""
-        return self._fork(name, self._training(name, arguments, resume), before)
+        return self._fork(name, self._training(name, arguments, resume), before, in_nursery)
 
     def fork_alone(self, name: str, *arguments: str, resume: bool = False) -> Run:
         """A run of these arguments alone, in a fork."""
@@ -211,9 +218,13 @@ class Place:
         run.end()
         return run
 
+    def begin_in_fork(self, *arguments: str) -> Run:
+        """Start it in a fork."""
+        return self._fork("none", list(arguments))
+
     def call_in_fork(self, *arguments: str) -> Run:
-        """The same in a fork."""
-        run = self._fork("none", list(arguments))
+        """Run it there to its end."""
+        run = self.begin_in_fork(*arguments)
         run.end()
         return run
 
@@ -243,9 +254,15 @@ class Place:
             )
         return self._add(name, process, output)
 
-    def _fork(self, name: str, arguments: list[str], before: Callable[[], None] | None = None) -> Run:
+    def _fork(
+        self,
+        name: str,
+        arguments: list[str],
+        before: Callable[[], None] | None = None,
+        in_nursery: Callable[[], None] | None = None,
+    ) -> Run:
         (output := self._output()).touch()
-        process = Fork(arguments, folder=self.folder, output=output, environment=self._environment(), before=before)
+        process = Fork(arguments, self.folder, output, self._environment(), before, in_nursery)
         return self._add(name, process, output)
 
     def _add(self, name: str, process: subprocess.Popen[str] | Fork, output: Path) -> Run:

@@ -118,7 +118,7 @@ def test_the_doctor_of_a_mismatch(place: Place) -> None:
     assert "top_p 0.5 (the learner: 1)" in found["sampling parameters"]["evidence"]
     assert "set rollout.top_p=1" in found["sampling parameters"]["fix"]
     assert "tensors compared" in found["weights"]["evidence"]
-    assert "nothing" in refused(place.call("doctor", "mismatch", "nothing"))
+    assert "nothing" in refused(place.call_in_fork("doctor", "mismatch", "nothing"))
     keys = ("rollout=vllm", "rollout.server.colocated=true")
     assert "add rollout.server.colocated=false" in refused(place.call_in_fork("doctor", "mismatch", "tiny_cpu", *keys))
 

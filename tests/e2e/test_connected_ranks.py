@@ -78,7 +78,7 @@ def test_they_serve_the_run_save_for_a_requeue_and_are_named_when_they_are_slow_
     planted, path = tmp_path / "sitecustomize.py", os.environ.get("PYTHONPATH")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), path))))
     planted.write_text(SLOW)
-    run = place.start("connected", *KEYS)
+    run = place.fork("connected", *KEYS)
     run.until_row(step=1)
     both = ranks(run)
     assert len(both) == 2

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import threading
+import time
 
-import pytest
-
+from rl_megatron.learner import trained
 from tests.e2e.processes import Place, Run, alive
 
 EVEN = "reward.function=my_rewards:even"
 TWO = ("learner.ep=2", EVEN, "train.steps=100000", "warm_start.steps=0")
-PLANTED = """
-import multiprocessing, os, sys, threading, time
 
-def stuck_hook(*arguments, **options):
+
+def stuck_hook(*_: object, **__: object) -> None:
     time.sleep(10000)
 
-def plant():
-    while True:
-        time.sleep(0.05)
-        dist, learner = sys.modules.get("torch.distributed"), sys.modules.get("rl_megatron.learner.trained")
-        if learner is None or not hasattr(learner, "run_loss") or not dist.is_initialized():
-            continue
-        if multiprocessing.current_process().name == "critic rank 1" and os.path.exists("go"):
-            learner.run_loss = stuck_hook
-            return
 
-if "launcher.worker.nursery" in sys.orig_argv:
+def plant() -> None:
+    """In critic rank 1, what computes a loss hangs once the test says so."""
+    while multiprocessing.current_process().name != "critic rank 1" or not os.path.exists("go"):
+        time.sleep(0.05)
+    setattr(trained, "run_loss", stuck_hook)  # noqa: B010  an assignment is none of mypy's
+
+
+def plant_in_ranks() -> None:
     os.register_at_fork(after_in_child=threading.Thread(target=plant, daemon=True).start)
-"""
 
 
 def stacks(run: Run) -> dict[str, str]:
@@ -53,15 +51,11 @@ def test_a_learner_process_that_stands_still_ends_the_run_at_the_limit(place: Pl
     assert all("_serve" in written[f"rank-{rank}.txt"] for rank in (0, 1))
 
 
-def test_a_rank_that_does_not_come_to_a_collective_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_come_to_a_collective_is_named(place: Place) -> None:
     """Its rank 0 waits for it in the collective, and would be the one whose error comes first; the learner's ranks, in
     no collective of theirs, have nothing to do."""
-    planted = place.folder / "planted"
-    planted.mkdir()
-    (planted / "sitecustomize.py").write_text(PLANTED)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(planted), os.environ.get("PYTHONPATH")))))
     critic = ("algorithm=ppo", "algorithm.unfinished_reward=null", "roles.critic=separate")
-    run = place.start("behind", *TWO, *critic, "run.watchdog_seconds=10")
+    run = place.fork("behind", *TWO, *critic, "run.watchdog_seconds=10", in_nursery=plant_in_ranks)
     run.until_row(step=1)
     workers = run.workers()
     (place.folder / "go").touch()

@@ -46,7 +46,7 @@ def test_the_quickstart_is_followed_to_its_resume(place: Place) -> None:
             case ["rl-megatron", "train"] if "--resume" in words:
                 said.append(place.call_in_fork(*words[1:], next(steps)))
             case ["rl-megatron", "train"]:
-                said.append(place.call(*words[1:], *small, next(steps)))
+                said.append(place.call_in_fork(*words[1:], *small, next(steps)))
             case ["rl-megatron", "status" | "inspect"]:
                 said.append(place.call_in_fork(*words[1:]))
     assert [(run.process.returncode, run.text()) for run in said if run.process.returncode != 0] == []
