@@ -21,6 +21,7 @@ from typing import Any
 
 from launcher.processes import stacks
 from launcher.processes.environment import of_one_order
+from launcher.processes.imports import uncollected
 from launcher.processes.parent import die_with
 from launcher.wire import messages
 from launcher.wire.messages import STACKS
@@ -59,7 +60,8 @@ def run_worker(connection: Connection, rank: int, store: int | None = None) -> N
     ``store``: see ``world.join``.
     """
     quieten()
-    import rl_megatron.learner.megatron  # noqa: F401  slow, so it runs while the controller still prepares
+    with uncollected():
+        import rl_megatron.learner.megatron  # noqa: F401  slow, so it runs while the controller still prepares
 
     try:
         message = messages.receive(connection)
