@@ -6,6 +6,7 @@ checks the table: each key changes what a step does, or is refused.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -314,15 +315,21 @@ def _named(choice: str, values: list[str]) -> str:
 
 def _set(leaves: Mapping[str, tuple[object, object]], key: str) -> list[str]:
     """The key, or all keys of the section ``key``, whose value is not the default."""
-    inside = (leaf for leaf in leaves if _is_in(leaf, key))
-    return [leaf for leaf in inside if leaves[leaf][0] != leaves[leaf][1]]
+    changed = (leaf for leaf, (value, default) in leaves.items() if value is not default and value != default)
+    return [leaf for leaf in changed if _is_in(leaf, key)]
 
 
 def _leaves(name: str, section: BaseModel) -> Iterator[tuple[str, tuple[object, object]]]:
     """Value and default of every key in the section, by the key's full name."""
-    for key, field in type(section).model_fields.items():
+    for key, default in _defaults(type(section)).items():
         value = getattr(section, key)
         if isinstance(value, BaseModel):
             yield from _leaves(f"{name}.{key}", value)
         else:
-            yield f"{name}.{key}", (value, field.get_default(call_default_factory=True))
+            yield f"{name}.{key}", (value, default)
+
+
+@functools.cache
+def _defaults(section: type[BaseModel]) -> Mapping[str, object]:
+    """Made once: pydantic copies a default each time it is asked for one."""
+    return {key: field.get_default(call_default_factory=True) for key, field in section.model_fields.items()}
