@@ -1,5 +1,6 @@
-"""Adapters beside transformers: its forward with W + alpha / rank * B A in each matrix, and autograd's gradients of A
-and B; for a dense model peft itself. All layouts run in two processes that are started once.
+"""Adapters beside peft, of a dense model and of one with experts, in eight layouts; of other families beside
+transformers' forward with W + alpha / rank * B A in each matrix, and autograd's gradients of A and B. All layouts run
+in two processes that are started once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typing_extensions import override
 
@@ -23,7 +24,7 @@ from rl_megatron.algorithms.losses import CrossEntropy, LossInputs
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.training.measures import Made
 from rl_megatron.types import LossOutput
-from rl_megatron.weights.adapters.files import adapters_to_peft
+from rl_megatron.weights.adapters.files import PREFIX, adapters_to_peft, peft_config
 from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checkpoints.made_up import MadeUp, Untrained
@@ -34,7 +35,7 @@ from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, rank
 from rl_megatron.weights.plans.plan import plan
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_families import LENGTHS, logits_error, make_samples
-from tests.family_models import BASE, save_model
+from tests.family_models import BASE, MODELS, save_model
 from tests.optimizer_step import train_step
 
 if TYPE_CHECKING:
@@ -42,19 +43,20 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 LORA: Mapping[str, Any] = {"rank": 4, "alpha": 12.0}
-PLAIN_START = "plain"  # Qwen3 as transformers initialises it, where rounding does not grow on the way
-NAMES = [PLAIN_START, "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next"]
-BARS = {PLAIN_START: 1e-6, "qwen3": 1e-6, "qwen3_moe": 1e-5, "deepseek_v3": 1e-5, "qwen3_next": 5e-5}  # of gradients
+PLAIN_START, PLAIN_MOE = "plain", "plain_moe"  # as transformers initialises: rounding does not grow on the way
+OF_PEFT = {PLAIN_START: "qwen3", PLAIN_MOE: "qwen3_moe"}  # and the families of these
+NAMES = [*OF_PEFT, "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next"]
+BARS = {**dict.fromkeys([*OF_PEFT, "qwen3"], 1e-6), "qwen3_moe": 1e-5, "deepseek_v3": 1e-5, "qwen3_next": 5e-5}
 MOE = ["qwen3_moe", "deepseek_v3"]
 LAYOUTS: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "one": ({}, NAMES),
     "tp2": ({"tp": 2}, NAMES),
-    "tp2-ep2": ({"tp": 2, "ep": 2}, MOE),
-    "ep2": ({"ep": 2}, MOE),
+    "tp2-ep2": ({"tp": 2, "ep": 2}, [PLAIN_MOE, *MOE]),
+    "ep2": ({"ep": 2}, [PLAIN_MOE, *MOE]),
     "pp2": ({"pp": 2}, NAMES),
-    "pp2-vpp2": ({"pp": 2, "vpp": 2}, ["qwen3"]),
-    "cp2": ({"cp": 2}, ["qwen3_moe", "qwen3_next"]),
-    "tp2-recompute": ({"tp": 2, "recompute": {"uniform": 1}}, ["qwen3", "qwen3_moe"]),
+    "pp2-vpp2": ({"pp": 2, "vpp": 2}, [*OF_PEFT, "qwen3"]),
+    "cp2": ({"cp": 2}, [*OF_PEFT, "qwen3_moe", "qwen3_next"]),
+    "tp2-recompute": ({"tp": 2, "recompute": {"uniform": 1}}, [*OF_PEFT, "qwen3", "qwen3_moe"]),
     "bfloat16": ({"dtype": "bfloat16"}, ["qwen3_moe"]),
 }
 PLAIN = {"timeout_seconds": 60.0, "optimizer": {"clip_grad": 0.0, "distributed": False}}
@@ -104,6 +106,7 @@ def check(folder: Path, layout: str, learner: LearnerSection, rank: int, device:
 
     policy = make_policy(read_shape(folder), learner, device, temperature=1.0)
     fill(policy, folder, learner, rank, Untrained)
+    start = {name: tensor.clone() for name, tensor in policy.adapters.items()}
     first = logprobs(policy)
     with policy.without_adapters():
         same = all(map(torch.equal, first, logprobs(policy)))
@@ -121,7 +124,7 @@ def check(folder: Path, layout: str, learner: LearnerSection, rank: int, device:
     back = all(torch.equal(tensor, frozen[name]) for name, tensor in policy.tensors.items())
     if IN_PEFT.get(folder.name) == layout:
         policy.save(folder / "saved-peft")
-    torch.save({"grads": grads, "merged": merged}, folder / f"{layout}-{rank}.pt")
+    torch.save({"start": start, "grads": grads, "merged": merged}, folder / f"{layout}-{rank}.pt")
     seen = {"same": same, "back": back, "held": max(loss.held, default=0), "trained": trained(policy)}
     if isinstance(result, Made) and error is not None:
         seen |= {"logits": error, "loss": result.loss, "norm": result.step.grad_norm}
@@ -230,14 +233,44 @@ def as_modules(merged: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
     return out
 
 
-def plain_model(folder: Path) -> Any:
+def plain_model(name: str, folder: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
-    config = AutoConfig.for_model("qwen3", **BASE, head_dim=16)
+    kind, differing = MODELS[OF_PEFT[name]]
+    config = AutoConfig.for_model(kind, **{**BASE, **differing})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     model.save_pretrained(folder)
     return model
+
+
+def in_peft(folder: Path, adapters: Mapping[str, Tensor], out: Path) -> Any:
+    """peft's model of adapters that are written as a folder."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    out.mkdir()
+    save_file({PREFIX + name: a.detach() for name, a in adapters.items()}, out / "adapter_model.safetensors")
+    lora = LearnerSection.model_validate({"lora": LORA}).lora
+    (out / "adapter_config.json").write_text(json.dumps(peft_config(lora, read_shape(folder), folder)))
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return PeftModel.from_pretrained(base, out, is_trainable=True).eval()
+
+
+def gradients_in_peft(folder: Path, model: Any, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By the files' names. peft has the experts of a layer in one tensor, and zeros beside their parts: where each
+    element is says a folder whose elements are their numbers."""
+    ends = torch.tensor([a.numel() for a in adapters.values()]).cumsum(0).tolist()
+    numbers = {
+        name: torch.arange(end - a.numel(), end).view(a.shape) + 1
+        for (name, a), end in zip(adapters.items(), ends, strict=True)
+    }
+    numbered = in_peft(folder, {name: each.float() for name, each in numbers.items()}, folder / "numbers")
+    found, places = torch.full((ends[-1] + 1,), torch.nan), dict(numbered.named_parameters())
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            found[places[name].detach().long()] = parameter.grad
+    return {name: found[each] for name, each in numbers.items()}
 
 
 @pytest.fixture(scope="module")
@@ -245,17 +278,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("lora")
     samples = make_samples()
     for name in NAMES:
-        model = plain_model(root / name) if name == PLAIN_START else save_model(name, root / name)
+        model = plain_model(name, root / name) if name in OF_PEFT else save_model(name, root / name)
         adapters = adapters_in_files(root / name)
         merged = merged_by_formula(root / name, adapters)
-        given = as_modules(merged, model)
-        logits = torch.cat(
-            [torch.func.functional_call(model, given, (x[None],)).logits[0] for x in samples.input_ids.split(LENGTHS)]
-        )
+        if name in OF_PEFT:
+            asked = in_peft(root / name, adapters, root / name / "in_peft")
+            each = [asked(x[None]).logits[0] for x in samples.input_ids.split(LENGTHS)]
+        else:
+            given = as_modules(merged, model)
+            each = [
+                torch.func.functional_call(model, given, (x[None],)).logits[0] for x in samples.input_ids.split(LENGTHS)
+            ]
+        logits = torch.cat(each)
         loss = F.cross_entropy(logits, samples.targets)
         loss.backward()
         torch.save(logits.detach(), root / name / "logits.pt")
         grads = {key: tensor.grad for key, tensor in adapters.items()}
+        if name in OF_PEFT:
+            grads = gradients_in_peft(root / name, asked, adapters)
         assert all(grad is not None and grad.abs().max() > 0 for grad in grads.values())
         plain = {key: tensor.detach() for key, tensor in merged.items()}
         torch.save({"loss": loss.item(), "grads": grads, "merged": plain}, root / name / "wanted.pt")
@@ -270,7 +310,8 @@ def in_files(folder: Path, layout: str, learner: LearnerSection) -> dict[str, di
     held = [torch.load(path) for path in sorted(folder.glob(f"{layout}-[01].pt"))]
     ranks, hf, adapters, hf_of = layouts_of(folder, learner)
     out: dict[str, dict[str, Tensor]] = {}
-    for what, (src, dst) in {"grads": (adapters, hf_of), "merged": (ranks, hf)}.items():
+    ways = {"start": (adapters, hf_of), "grads": (adapters, hf_of), "merged": (ranks, hf)}
+    for what, (src, dst) in ways.items():
         out[what] = {name: torch.full(shape, torch.nan) for name, shape in dst.local_shapes(0).items()}
         for t in plan(src, dst, placement={0: 99}).receives(99):
             piece = held[t.src_rank][what][t.src_param][tuple(slice(*edge) for edge in t.src_box)]
@@ -287,7 +328,7 @@ def length(tensors: Mapping[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "bfloat16"])
-def test_logits_gradients_and_merged_weights_are_those_of_the_formula(layout: str, models: Path) -> None:
+def test_start_logits_gradients_and_merged_weights_are_those_of_the_oracle(layout: str, models: Path) -> None:
     learner = LearnerSection.model_validate({**LAYOUTS[layout][0], "lora": LORA})
     seen = [json.loads(path.read_text()) for path in sorted(models.glob(f"{layout}-[01].json"))]
     for name in LAYOUTS[layout][1]:
@@ -297,12 +338,15 @@ def test_logits_gradients_and_merged_weights_are_those_of_the_formula(layout: st
         apart = length({key: found["grads"][key] - grad for key, grad in wanted["grads"].items()}) / norm
         merged = max(float((found["merged"][key] - wanted["merged"][key]).abs().max()) for key in found["merged"])
         answers = [rank[name] for rank in seen if "logits" in rank[name]]
+        start = in_files(models / name, "one", LearnerSection.model_validate({"lora": LORA}))["start"]
+        assert all(torch.equal(found["start"][key], tensor) for key, tensor in start.items())
+        assert any(tensor.any() for tensor in start.values())
         print(f"{layout} {name}: gradients {apart:.1e}, merged {merged:.1e}, {answers}, norm {norm}")
         assert apart < BARS[name]
         assert merged < 1e-6
         assert answers
         for rank in answers:
-            assert rank["logits"] < 1e-4
+            assert rank["logits"] < (1e-6 if name in OF_PEFT else 1e-4)
             assert rank["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
             assert rank["norm"] == pytest.approx(norm, rel=1e-5)
         for one in (rank[name] for rank in seen):

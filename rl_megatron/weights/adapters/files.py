@@ -22,7 +22,7 @@ from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, rea
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 
 _KEYS = "lora.json"  # beside the shards of a checkpoint that holds adapters alone
-_PREFIX = "base_model.model."  # peft's, of every tensor
+PREFIX = "base_model.model."  # peft's, of every tensor
 
 
 def write_lora(folder: Path, lora: LoraSection) -> None:
@@ -66,7 +66,7 @@ def adapters_to_peft(
     if lora is None:
         raise ConfigError(f"{source} holds a whole model; it has no {_KEYS}")
     tensors, files = adapter_copies(source, shape, lora)
-    named = tuple(replace(tensor, name=_PREFIX + name) for name, tensor in tensors.items())
+    named = tuple(replace(tensor, name=PREFIX + name) for name, tensor in tensors.items())
     told = json.dumps(peft_config(lora, shape, config), indent=2) + "\n"
 
     def finish(folder: Path, _: Mapping[str, list[dict[str, object]]]) -> None:
