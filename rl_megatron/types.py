@@ -75,13 +75,17 @@ class SamplingParams:
     min_p: float = 0.0  # and from those with at least this share of the most likely one's probability
 
 
+class LoadedAdapters(NamedTuple):
+    """Adapters (``learner.lora``) of a version, which servers hold beside the model under a name."""
+
+    name: str
+    version: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """Ask for ``num_completions`` continuations of one prompt (they share its prefill).
-
-    An engine goes on from ``begun``, whose tokens count towards ``params.max_new_tokens``, and answers the whole
-    completion; ``num_completions`` is 1 then.
-    """
+    """Ask for ``num_completions`` continuations of one prompt (they share its prefill); with ``begun`` for one that
+    goes on from these tokens, which count as new ones and are a part of the answer."""
 
     id: str
     token_ids: tuple[int, ...]
@@ -91,11 +95,10 @@ class GenerationRequest:
     exact_logprobs: bool = True  # whether log-probs must be of the distribution that is sampled from, to train on
     begun: Completion | None = None  # the tokens that were sampled before; it may have ended already
     group: str | None = None  # names the prompt: requests of one group go where its prefix is cached
-    birth: int | None = (
-        None  # the version served when it was sent first; engines with priorities take older ones first.
-    )
+    birth: int | None = None  # the version served when it was sent first; engines with priorities take older first.
     # One that comes with it, as those of evaluations do, waits in the controller behind none that came without.
     max_seconds: float | None = None  # a completion that runs longer in a server is ended there, as ``length``
+    adapters: LoadedAdapters | None = None  # with which the server samples; None: with the model that was pushed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,17 +377,13 @@ class SkippedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """One finished weight push, or one process's part in it, which received ``num_bytes`` from other processes.
-
-    ``verify_seconds`` is the part of ``seconds`` that digests took. ``quantization_error`` is the largest relative
-    error of a quantised tensor, by Frobenius norms.
-    """
+    """One finished weight push, or one process's part in it, which received ``num_bytes`` from other processes."""
 
     version: int
     num_bytes: int
     seconds: float
-    verify_seconds: float = 0.0
-    quantization_error: float | None = None  # None where nothing was quantised
+    verify_seconds: float = 0.0  # the part of ``seconds`` that digests took
+    quantization_error: float | None = None  # the largest relative one of a quantised tensor, by Frobenius norms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

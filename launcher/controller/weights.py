@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from typing_extensions import override
@@ -12,7 +12,7 @@ from launcher.controller.group import WorkerGroup
 from rl_megatron.errors import CorruptionError, SyncError
 from rl_megatron.interfaces import WeightSync
 from rl_megatron.observability.timeline import spans
-from rl_megatron.types import WeightUpdate
+from rl_megatron.types import LoadedAdapters, WeightUpdate
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes
 from rl_megatron.weights.transports.joined import Rendezvous
@@ -33,15 +33,28 @@ class WeightGroup(WeightSync):
         Raises CorruptionError if boxes arrived corrupted twice.
         """
         with spans.during(spans.PUSHES, "push", version=version):
-            updates, failures = await self._stage(version)
-            if failures:
-                logger.warning("weights were corrupted in transfer and are sent again: %s", failures[0])
-                again, failures = await self._stage(version)
-                updates += again
-            if failures:
-                raise failures[0]
-            with spans.during(spans.PUSHES, "commit"):
-                await self._group.each("commit", version)
+            return await self._twice(version, "stage", "commit")
+
+    async def write_adapters(self, adapters: LoadedAdapters, keep: Collection[LoadedAdapters]) -> WeightUpdate:
+        """Have the adapters written for servers. Raises as `push`."""
+        await self._group.each("name_adapters", adapters.name, tuple(one.name for one in keep))
+        return await self._twice(adapters.version, "stage_adapters", "commit_adapters")
+
+    async def merge(self, *, adapters: bool) -> None:
+        """Whether ranks merge adapters into what they push from now on."""
+        await self._group.each("merge", adapters)
+
+    async def _twice(self, version: int, stage: str, commit: str) -> WeightUpdate:
+        """Stage and commit by these calls; stage again what was corrupted on the way, once."""
+        updates, failures = await self._stage(version, stage)
+        if failures:
+            logger.warning("weights were corrupted in transfer and are sent again: %s", failures[0])
+            again, failures = await self._stage(version, stage)
+            updates += again
+        if failures:
+            raise failures[0]
+        with spans.during(spans.PUSHES, "commit"):
+            await self._group.each(commit, version)
         return _joined(version, updates)
 
     async def held(self) -> list[dict[str, int]]:
@@ -49,9 +62,9 @@ class WeightGroup(WeightSync):
         held: list[dict[str, int]] = await self._group.each("checksums")
         return held
 
-    async def _stage(self, version: int) -> tuple[list[WeightUpdate], list[CorruptionError]]:
+    async def _stage(self, version: int, call: str) -> tuple[list[WeightUpdate], list[CorruptionError]]:
         with spans.during(spans.PUSHES, "stage"):
-            answers: list[WeightUpdate | CorruptionError] = await self._group.each("stage", version)
+            answers: list[WeightUpdate | CorruptionError] = await self._group.each(call, version)
         return (
             [answer for answer in answers if isinstance(answer, WeightUpdate)],
             [answer for answer in answers if isinstance(answer, CorruptionError)],

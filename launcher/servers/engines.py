@@ -1,4 +1,4 @@
-"""The table of engines that are servers, and the adapter of the configured one."""
+"""The table of engines that are servers, the adapter of the configured one, and what its servers have room for."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers.adapter import Adapter
+from rl_megatron.rollout.servers.adapter import Adapter, AdapterPlaces
 from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
 from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
 from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.user_code import load_named
+from rl_megatron.weights.layouts.families import megatron_layout
+from rl_megatron.weights.layouts.lora import ranks_of_parts
 from rl_megatron.weights.servers.probe import PROBE_LENGTH
 
 SERVERS: Mapping[str, Callable[[ModelShape], Adapter]] = {
@@ -19,6 +21,9 @@ SERVERS: Mapping[str, Callable[[ModelShape], Adapter]] = {
 }
 """Engines of others, whose interpreters are theirs."""
 _ALL: Mapping[str, Callable[[ModelShape], Adapter]] = {"local": EmbeddedAdapter, **SERVERS}
+
+
+_SPARE = 2  # the version that is loaded, and one more than the sampling that waits for its step names
 
 
 def adapter_of(engine: str, shape: ModelShape) -> Adapter:
@@ -32,3 +37,19 @@ def longest_sequence(config: RunConfig, shape: ModelShape) -> int:
     """Tokens of the longest prompt and completion, including a probe's."""
     longest = max(config.rollout.max_prompt_tokens + config.longest_completion, PROBE_LENGTH)
     return min(longest, shape.max_positions)
+
+
+def adapter_places(config: RunConfig, shape: ModelShape) -> AdapterPlaces | None:
+    """What ``weights.push=adapters`` needs; None without it.
+
+    Completions that are trained on name one of ``train.max_staleness`` versions, and what begins the newest.
+    """
+    if config.weights.push != "adapters":
+        return None
+    ranks = ranks_of_parts(megatron_layout(shape), config.learner.lora)
+    return AdapterPlaces(
+        count=config.train.max_staleness + _SPARE,
+        modules=tuple(sorted({part.removesuffix(".weight").rpartition(".")[2] for part in ranks})),
+        ranks=frozenset(ranks.values()),
+        experts=any("{expert}" in part for part in ranks),
+    )

@@ -15,7 +15,7 @@ from typing_extensions import override
 from launcher.control.listener import Control
 from launcher.runs.folder import mirror_path
 from launcher.servers.colocated import colocated
-from launcher.servers.engines import adapter_of, longest_sequence
+from launcher.servers.engines import adapter_of, adapter_places, longest_sequence
 from launcher.servers.kernels import ServerKernels
 from launcher.servers.pinned import PinnedServers, evaluating
 from launcher.servers.pool import ServedEngines
@@ -26,6 +26,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import Adapter
 from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.weights.formats.served import FORMATS
+from rl_megatron.weights.servers.beside import AdapterRanks, AdapterWeights
 from rl_megatron.weights.servers.delivery import Delivery
 from rl_megatron.weights.servers.direct import DirectDelivery, LearnerRanks
 from rl_megatron.weights.servers.file import FileDelivery, LearnerWeights
@@ -93,14 +94,26 @@ class ServedLauncher(Launcher):
                 probe=self._probe(config),
                 probes=config.rollout.server.probes,
             )
-            trust = trusted(servers=engine.weights)
+            places = adapter_places(config, self._shape)
+            loras = None if places is None else engine.beside(self._run_folder.resolve().name, places.count)
+            trust = trusted(servers=loras or engine.weights)
             nodes = len(self._sites[0]) if self._sites else 1
-            delivery = _delivery(config, roles.weights, engine.weights, path, self._host, nodes)
-            weights = ServedWeights(learner=roles.weights, delivery=delivery, trust=trust, servers=engine.weights)
+            assert isinstance(roles.weights, LearnerWeights)
+            file = FileDelivery(learner=roles.weights, path=path, servers=engine.weights, nodes=nodes)
+            delivery = _delivery(config, roles.weights, engine.weights, file, self._host)
+            weights: ServedWeights | AdapterWeights
+            if loras is None:
+                weights = ServedWeights(learner=roles.weights, delivery=delivery, trust=trust, servers=engine.weights)
+            else:
+                assert isinstance(roles.weights, AdapterRanks)
+                weights = AdapterWeights(
+                    learner=roles.weights, delivery=delivery, file=file, trust=trust, servers=loras, nodes=nodes
+                )
             servers.refit = weights.refit
             await stack.enter_async_context(self._control.offering("engines", servers.fleet.answer))
             roles = replace(roles, engine=engine, weights=weights, engine_metrics=engine.step_row)
             for served in others:
+                assert isinstance(weights, ServedWeights)  # with adapters beside a model there are none
                 holders = served.weights
                 pinned = PinnedWeights(training=weights, path=path, servers=holders, trust=trusted(servers=holders))
                 roles = replace(roles, pinned=PinnedServers(served=served, weights=pinned))
@@ -140,12 +153,10 @@ def _tolerance(config: RunConfig) -> float:
 
 
 def _delivery(
-    config: RunConfig, weights: WeightSync, servers: ReplicaWeights, path: Path, host: str, nodes: int
+    config: RunConfig, weights: WeightSync, servers: ReplicaWeights, file: FileDelivery, host: str
 ) -> Delivery:
-    """Through mirror files, or directly where ``weights.transport`` is such. A server is on ``nodes`` of them."""
+    """Through mirror files, or directly where ``weights.transport`` is such."""
     section, kind = config.rollout.server, config.transport
-    assert isinstance(weights, LearnerWeights)
-    file = FileDelivery(learner=weights, path=path, servers=servers, nodes=nodes)
     if not kind.direct:
         return file
     assert isinstance(weights, LearnerRanks)

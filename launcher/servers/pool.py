@@ -18,7 +18,7 @@ from launcher.processes.guards import Order
 from launcher.processes.scratch import scratch
 from launcher.servers.checks import ServerChecks
 from launcher.servers.degrees import degree_problems
-from launcher.servers.engines import longest_sequence
+from launcher.servers.engines import adapter_places, longest_sequence
 from launcher.servers.fleet import Fleet
 from launcher.servers.interpreter import check_interpreter, python_path
 from launcher.servers.kernels import folder_of_server
@@ -35,6 +35,7 @@ from rl_megatron.rollout.servers.gauges import GaugesInTurn
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.replicas import Replica
 from rl_megatron.weights.bytes.dtypes import DType
+from rl_megatron.weights.bytes.mapped import header_bytes
 from rl_megatron.weights.formats.hf_folder import companions, config_text
 from rl_megatron.weights.formats.served import FORMATS, stored
 from rl_megatron.weights.layouts.families import hf_layout
@@ -66,10 +67,13 @@ class ServedEngines:
         self._config, self._section, self._adapter = config, config.rollout.server, adapter
         self._model_folder, self._run_folder, self._shape = model_folder.resolve(), run_folder, shape
         self._max_length = longest_sequence(config, shape)
+        self._places = adapter_places(config, shape)
         if problems := degree_problems(config, shape):
             raise ConfigError("\n".join(problems))
         if self._section.batch_invariant and (problem := adapter.batch_problem(self._extra)):
             raise ConfigError(problem)
+        if self._places and (why := adapter.adapter_problem(self._places, config.learner.device, self._section.dp)):
+            raise ConfigError(f"weights.push=adapters: {why}; or set weights.push=merged")
         self._checks = ServerChecks(
             config=config, adapter=adapter, model_folder=self._model_folder, max_length=self._max_length
         )
@@ -203,6 +207,8 @@ class ServedEngines:
             (packages / name / "config.json").write_text(config)
             for path in files:
                 shutil.copy(path, packages / name)
+        if self._places is not None:
+            (packages / "bare" / "model.safetensors").write_bytes(header_bytes([]))  # see sglang/loras.py
 
     async def _start_all(self, stack: contextlib.AsyncExitStack, packages: Path) -> list[Started]:
         started = [await self._start_one(stack, number, packages) for number in range(self._section.count)]
@@ -271,6 +277,7 @@ class ServedEngines:
             colocated=section.colocated,
             routes=config.asks_for_routes is not None,
             batch_invariant=section.batch_invariant,
+            adapters=self._places,
             profile_folder=folder_of_server(self._run_folder, number) if config.profile.engines else None,
             extra=self._extra,
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_megatron.rollout.local.engine import LocalEngine
+    from rl_megatron.weights.adapters.pushed import AdapterEnds
     from rl_megatron.weights.checks.reports import Report
     from rl_megatron.weights.layouts.recorded import Boxes
     from rl_megatron.weights.servers.mirror import Mirror
@@ -35,6 +36,7 @@ class Worker(RankModels):
     CALLS = (
         *RankModels.CALLS,
         *("generate", "stage", "commit", "sums", "join_engines", "send", "export", "checksums"),
+        *("merge", "stage_adapters", "commit_adapters", "name_adapters"),
     )
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
@@ -50,6 +52,8 @@ class Worker(RankModels):
         self._holder = self._make_holder(config, setup.run_folder)
         self.start_from("policy", setup.model_folder)
         self._connect(config, setup.run_folder / "weights")
+        self._merges = config.weights.push == "merged"
+        self._adapters = None if self._merges else self._connect_adapters(config, setup.run_folder)
 
     def _make_holder(self, config: RunConfig, run_folder: Path) -> LocalEngine | Mirror | None:
         """The target of pushes: this rank's engine or, if servers sample or nobody does, its node's mirror file."""
@@ -132,6 +136,22 @@ class Worker(RankModels):
         )
         self._staging = Staging(make_transport(ends), self._holder)
 
+    def _connect_adapters(self, config: RunConfig, run_folder: Path) -> AdapterEnds:
+        """Plan the moves of adapters from every rank to the first that writes each mirror file."""
+        from launcher.runs.folder import mirror_path
+        from rl_megatron.weights.adapters.pushed import adapter_ends
+
+        return adapter_ends(
+            config,
+            self._layout,
+            self._hf,
+            self._learners["policy"].adapters,
+            rank=self._rank,
+            writers=[group[:1] for group in self._writers],
+            mirror=mirror_path(config, run_folder),
+            model=self._model_folder,
+        )
+
     @property
     def _tensors(self) -> dict[str, Tensor]:
         """The learner's parameters by their names in layouts."""
@@ -154,10 +174,9 @@ class Worker(RankModels):
 
         Returns a CorruptionError instead of raising it, because the weights can be moved again.
         """
-        policy = self._learners["policy"]
-        policy.gather()
+        self._learners["policy"].gather()
         try:
-            with policy.merged():
+            with self._as_pushed():
                 return self._staging.stage(version)
         except CorruptionError as error:
             return error
@@ -166,6 +185,33 @@ class Worker(RankModels):
         """Serve the staged weights."""
         self._staging.commit(version)
 
+    def merge(self, adapters: bool) -> None:
+        """Whether what is pushed from now on has the adapters merged into it."""
+        self._merges = adapters
+
+    def _as_pushed(self) -> AbstractContextManager[None]:
+        return self._learners["policy"].merged() if self._merges else nullcontext()
+
+    def stage_adapters(self, version: int) -> WeightUpdate | CorruptionError:
+        """`stage` for the adapters alone, into the ranks that write them."""
+        assert self._adapters is not None
+        self._learners["policy"].gather()
+        try:
+            return self._adapters.staging.stage(version)
+        except CorruptionError as error:
+            return error
+
+    def commit_adapters(self, version: int) -> None:
+        """Write the staged adapters. Raises SyncError."""
+        assert self._adapters is not None
+        self._adapters.staging.commit(version)
+
+    def name_adapters(self, name: str, keep: Collection[str]) -> None:
+        """The name of the adapters that are written next; of those written before only ``keep`` stay."""
+        if self._adapters is not None and (folders := self._adapters.folders) is not None:
+            folders.keep(keep)
+            folders.name = name
+
     def sums(self) -> Report:
         """Checksums of this rank's boxes of the weights in the mirror."""
         from rl_megatron.weights.checks.reports import Report
@@ -173,7 +219,7 @@ class Worker(RankModels):
         from rl_megatron.weights.servers.mirror import Mirror
 
         if self._sealed:
-            with self._learners["policy"].merged():
+            with self._as_pushed():
                 return sent_checksums(self._sources, self._tensors, lambda _, box: box.to(self._dtype))
         return self._holder.sums() if isinstance(self._holder, Mirror) else Report(rows=(), seconds=0.0)
 
@@ -204,10 +250,9 @@ class Worker(RankModels):
     def send(self, version: int) -> tuple[WeightUpdate, Report] | SyncError:
         """Send this rank's shards to the engine ranks. Returns a SyncError if these fail."""
         assert self._sender is not None
-        policy = self._learners["policy"]
-        policy.gather()
+        self._learners["policy"].gather()
         try:
-            with policy.merged():
+            with self._as_pushed():
                 return self._sender.send(version)
         except SyncError as error:
             return error
@@ -231,5 +276,7 @@ class Worker(RankModels):
     def close(self) -> None:
         """Wait for every rank, then leave the process groups."""
         self._staging.close()
+        if self._adapters is not None:
+            self._adapters.staging.close()
         self._ends.close()
         super().close()

@@ -13,10 +13,15 @@ if TYPE_CHECKING:
     from rl_megatron.config.sections.rollout import RolloutSection
 
 
+_ADAPTERS, _HOLD_ADAPTERS = "weights.push=adapters", ("vllm", "sglang")
+
+
 def problems_of_modes(c: RunConfig) -> Iterator[str]:
     """A line for each mode that the run's parts do not have."""
     if c.learner.lora.rank is not None:
         yield from _of_adapters(c)
+    if c.weights.push == "adapters":
+        yield from _of_adapters_beside(c)
     if c.learner.draft.train and c.kind.pairs:
         yield (
             f"learner.draft.train=true with job={c.job}: half of its tokens are of answers that the policy is to "
@@ -79,6 +84,35 @@ def _of_adapters(c: RunConfig) -> Iterator[str]:
             f"{given} with an algorithm that has a critic: that is a second model, trained whole; take one without, as "
             "algorithm=gspo, or leave learner.lora out"
         )
+
+
+def _of_adapters_beside(c: RunConfig) -> Iterator[str]:
+    """Servers hold several versions of adapters beside one model, which they load once, while they sample."""
+    server = c.rollout.server
+    if c.learner.lora.rank is None:
+        yield f"{_ADAPTERS} without learner.lora.rank: the whole model is trained; set rank, or leave weights.push out"
+    if c.rollout.engine not in _HOLD_ADAPTERS:
+        yield (
+            f"{_ADAPTERS} with rollout.engine={c.rollout.engine}: only {' and '.join(_HOLD_ADAPTERS)} hold adapters "
+            "beside a model here; set rollout=vllm or sglang, or weights.push=merged"
+        )
+    excluded = {
+        f"rollout.server.addresses={server.addresses}: a run starts its servers with places for its adapters": (
+            server.addresses is not None
+        ),
+        "rollout.server.colocated=true: servers that release their memory lose the model, which is pushed once": (
+            server.colocated
+        ),
+        f"rollout.server.quantization={server.quantization}: the model is pushed as it is, and once": (
+            server.quantization != "none"
+        ),
+        f"eval.mode={c.eval.mode}: evaluations' own servers load one version whole": c.eval.mode == "pinned",
+        f"rollout.server.running_requests={server.running_requests}: no push pauses a request": (
+            server.running_requests != "recompute"
+        ),
+    }
+    for key in (key for key, there in excluded.items() if there):
+        yield f"{_ADAPTERS} with {key}; leave the key out, or set weights.push=merged"
 
 
 def _of_no_reward(c: RunConfig) -> Iterator[str]:

@@ -271,7 +271,7 @@ def _applies_a_template(config: RunConfig) -> bool:
 def _unread_weights(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Keys of ``weights`` that the transport does not read, and why: the transports to the same engine that do."""
     served, engine = config.rollout.served, f"rollout.engine={config.rollout.engine}"
-    read = {"transport", *config.transport.reads(served=served)}
+    read = {"transport", "push", *config.transport.reads(served=served)}
     for key in (key for key in type(config.weights).model_fields if key not in read):
         kinds = (kind for kind in TRANSPORT_KINDS.values() if kind.reaches(served=served))
         readers = " or ".join(kind.name for kind in kinds if key in kind.reads(served=served))

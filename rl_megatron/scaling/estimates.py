@@ -13,6 +13,7 @@ from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.scaling.constants import RANGE
 from rl_megatron.scaling.flops import training_flops
 from rl_megatron.scaling.machines.calibration import machine_named
+from rl_megatron.scaling.memory import GB
 from rl_megatron.scaling.pushes import Push, push_cost
 from rl_megatron.scaling.rl_step import RlStep, rl_step
 from rl_megatron.scaling.rollouts import lengths_of
@@ -117,7 +118,10 @@ class Estimate:
         """Lines to show."""
         route = self.push.route
         what = "a push" if self.pushes else "the export"
-        yield f"{what} of weights (weights.transport={route.transport}), through {route.describe()}:"
+        if self.push.before:
+            yield f"{self.push.before / GB:,.1f} GB of frozen weights to each server, once before the first push"
+        pushed = "adapters" if self.push.before else "weights"
+        yield f"{what} of {pushed} (weights.transport={route.transport}), through {route.describe()}:"
         yield from (f"  {hop.describe()}" for hop in self.push.hops)
         if not self.push.hops:
             yield "  its bytes and seconds are those of your own code"

@@ -24,6 +24,7 @@ from rl_megatron.weights.formats.scaled import BLOCKS, with_scales
 from rl_megatron.weights.layouts.families import family_of, hf_layout
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.learner import learner_layout
+from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from rl_megatron.weights.plans.carriers import Place, carriers_of, plan_into_carriers
 from rl_megatron.weights.plans.copies import plan_into_copies
 from rl_megatron.weights.plans.cost import Links, plan_cost
@@ -50,10 +51,12 @@ class Hop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """A push of all weights: its route, and its parts, one after the other. Own code's part is not known."""
+    """A push of all weights, or of adapters: its route, and its parts, one after the other. Own code's part is not
+    known."""
 
     route: Route
     hops: tuple[Hop, ...]
+    before: float = 0.0  # bytes of the model, where it is pushed once and adapters after that
 
     @property
     def seconds(self) -> float:
@@ -64,12 +67,14 @@ class Push:
 def push_cost(config: RunConfig, shape: ModelShape) -> Push:
     """The push of a run's weights. Raises ConfigError if the layout or the servers do not fit."""
     route, kind, served = route_of(config), config.transport, config.rollout.served
+    if config.weights.push == "adapters":
+        return _of_adapters(config, shape, route)
     if served and kind.direct:
         return Push(route=route, hops=(_straight(config, shape, route),))
     if served:
         filled = route.over and config.weights.filling(served=True).kind(served=False).crosses == "links"
         first = [hop for hop in (_into_files(config, shape, route),) if hop.total] if filled else []
-        return Push(route=route, hops=(*first, *_through_file(config, shape, route)))
+        return Push(route=route, hops=(*first, *_through_file(config, served_bytes(config, shape), route)))
     if kind.crosses == "unknown":
         return Push(route=route, hops=())
     held = _into_every_rank(config, shape, route)
@@ -186,13 +191,26 @@ def _evenly(config: RunConfig, shape: ModelShape, route: Route, links: Links) ->
     )
 
 
-def _through_file(config: RunConfig, shape: ModelShape, route: Route) -> tuple[Hop, Hop]:
-    """The writers of each file write it; then all servers read theirs at once, a node of a shared file system once."""
-    size, speeds, nodes = served_bytes(config, shape), config.slurm.speeds, engine_nodes(config)
+def _of_adapters(config: RunConfig, shape: ModelShape, route: Route) -> Push:
+    """Into the first of the ranks that write each file, which writes its folder; then all servers read theirs."""
+    learner, each = learner_layout(config, shape), BYTES[config.learner.dtype]
+    layout = learner_adapters(learner, config.learner.lora)
+    whole = hf_adapters(hf_layout(shape), ranks_of_parts(learner, config.learner.lora))
+    size = sum(map(prod, whole.local_shapes(0).values())) * each
+    moves = plan_into_copies(layout, whole, [group[:1] for group in writers_of_files(config)])
+    first = [hop for hop in (_over_links(moves, lambda _: each, _links(config, {}), route),) if hop.total]
+    hops = (*first, *_through_file(config, size, route, alone=True))
+    return Push(route=route, hops=hops, before=served_bytes(config, shape))
+
+
+def _through_file(config: RunConfig, size: int, route: Route, *, alone: bool = False) -> tuple[Hop, Hop]:
+    """The writers of each file write it together, or one ``alone``; then all servers read theirs at once, a node of a
+    shared file system once."""
+    speeds, nodes = config.slurm.speeds, engine_nodes(config)
     section, writers = config.rollout.server, writers_of_files(config)
     each = section.ranks if section.addresses is None else 1
     readers = len(set(nodes)) if route.shared else len({(i // each, node) for i, node in enumerate(nodes)})
-    sent = size / len(writers[0])
+    sent = size if alone else size / len(writers[0])
     written, read = sent / (speeds.memory * GB), size / (speeds.memory * GB)
     speed = f"{speeds.memory:g} GB/s a process"
     if route.shared:

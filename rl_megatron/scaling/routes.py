@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.weights import NODE_MEMORY, TransportKind
+from rl_megatron.config.sections.weights import NODE_MEMORY, TRANSPORT_KINDS, TransportKind
 from rl_megatron.placement.files import weights_folder, writers_of_files
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.nodes import made_up_nodes
@@ -42,6 +42,11 @@ class Route:
 def route_of(config: RunConfig) -> Route:
     """The route of a run's pushes. Raises ConfigError if servers do not fit the job's nodes."""
     kind, served, learner_apart = config.transport, config.rollout.served, _many_nodes(config)
+    if config.weights.push == "adapters":
+        file, shared = _served_file(config)
+        alone = config.learner.dims.world_size == 1
+        over = "" if alone else _over(config, TRANSPORT_KINDS["process_group"], learner_apart)
+        return Route(transport="file", over=over, file=file, shared=shared)
     if served and kind.direct:
         nodes = engine_nodes(config)
         together = any(node in range(config.slurm.nodes) for node in nodes)

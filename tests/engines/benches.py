@@ -44,7 +44,7 @@ from rl_megatron.weights.servers.file import FileDelivery
 from rl_megatron.weights.servers.mirror import Mirror
 from rl_megatron.weights.servers.probe import Probe
 from rl_megatron.weights.servers.sync import ServedWeights
-from rl_megatron.weights.servers.trust import Trust
+from rl_megatron.weights.servers.trust import Probed, Trust
 from tests.engines.ties import nearest
 
 REPO = Path(__file__).resolve().parents[2]
@@ -217,19 +217,24 @@ class ServedBench:
         self.renormalises_top_p = engine.adapter.renormalises_top_p
         self._probes, self._tolerance = probes, tolerance
         self.weights = self.weights_of(engine)
+        self.refit = self.weights.refit
 
     def weights_of(self, engine: ServedEngine) -> ServedWeights:
         """A sync into ``engine``, which may be another over the same servers."""
+        trust = self.trust_of(engine.weights)
+        return ServedWeights(learner=self.sync, delivery=self.file(engine), trust=trust, servers=engine.weights)
+
+    def trust_of(self, servers: Probed) -> Trust:
+        """Probes what ``servers`` sample or score."""
         probe = Probe.make(vocab_size=259, max_length=MAX_LENGTH, temperature=1.0, tolerance=self._tolerance)
-        trust = Trust(
+        return Trust(
             path=self.path,
-            servers=engine.weights,
+            servers=servers,
             learner=self.sync,
             dims=ParallelDims(),
             probe=probe,
             probes=self._probes,
         )
-        return ServedWeights(learner=self.sync, delivery=self.file(engine), trust=trust, servers=engine.weights)
 
     def file(self, engine: ServedEngine) -> FileDelivery:
         """Through the mirror."""
@@ -269,9 +274,9 @@ def words_of(process: psutil.Process) -> list[str]:
         return []
 
 
-def config_of(engine: str, *, routes: bool = True, **keys: object) -> RunConfig:
-    """A run's configuration with servers of ``engine``; keys of ``rollout.server`` by name."""
-    given = [f"rollout.server.{key}={value}" for key, value in keys.items()]
+def config_of(engine: str, *, routes: bool = True, more: Sequence[str] = (), **keys: object) -> RunConfig:
+    """A run's configuration with servers of ``engine``; keys of ``rollout.server`` by name, and ``more``."""
+    given = [*more, *(f"rollout.server.{key}={value}" for key, value in keys.items())]
     python = [] if "addresses" in keys else [f"rollout.python={interpreter(engine)}"]
     replay = ["algorithm.routing_replay=r3"] if routes and engine in RETURN_ROUTES else []
     return load_config("tiny_cpu", [f"rollout={engine}", "rollout.slots=64", *python, *LENGTHS, *given, *replay])
@@ -300,16 +305,18 @@ def served(
     tolerance: float = 1e-4,
     probes: Probes = "always",
     sites: Sequence[Sites] | None = None,
+    more: Sequence[str] = (),
     **keys: object,
 ) -> Iterator[ServedBench]:
-    """Servers of ``engine`` for the length of a with block, at ``sites`` or here, for a learner of ``dtype``.
+    """Servers of ``engine`` for the length of a with block, at ``sites`` or here, for a learner of ``dtype``; ``more``
+    keys are of the whole configuration.
 
     ``quantization`` is refused in a configuration for CPUs, whose kernels for it are few; ``tolerance`` is the probe's.
     """
     shape = read_shape(model)
     path = folder / "weights" / "model.safetensors"
     shapes: Mapping[str, tuple[int, ...]] = {n: tuple(t.shape) for n, t in weights_of(model).items()}
-    config = config_of(engine, **keys)
+    config = config_of(engine, more=more, **keys)
     if dtype is not None:
         config = config.model_copy(update={"learner": config.learner.model_copy(update={"dtype": dtype})})
     if quantization != "none":
@@ -326,7 +333,7 @@ def served(
             bench = ServedBench(
                 engine, running, FolderSync(mirror=mirror), path, runner, probes, tolerance, servers.fleet
             )
-            servers.refit = bench.weights.refit
+            servers.refit = lambda url: bench.refit(url)
             yield bench
         finally:
             runner.run(stack.aclose())

@@ -80,12 +80,12 @@ LAYOUTS: Mapping[str, Layout] = {
 """Name -> layout; the version of its push is the seed."""
 
 
-def save_model(name: str, folder: Path, seed: int) -> Path:
-    """The folder of a family's model, with weights so wide that a wrong bias or route shows."""
+def save_model(name: str, folder: Path, seed: int, **others: Any) -> Path:
+    """The folder of a family's model, with weights so wide that a wrong bias or route shows; with ``others`` sizes."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, differing = MODELS[name]
-    sizes = {**BASE, **differing, **SIZES, **KERNELS[name]}
+    sizes = {**BASE, **differing, **SIZES, **KERNELS[name], **others}
     config = AutoConfig.for_model(kind, **{key: value for key, value in sizes.items() if value is not None})
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)

@@ -116,6 +116,10 @@ class WeightsSection(Section):
     process_group; but file for servers on the learner's nodes or by address, and for servers with ``folder`` or
     ``delta``. ``package.module:name`` is a function of your own that makes a Transport (docs/weights.md); for servers
     it fills their file. Its code is run."""
+    push: Literal["merged", "adapters"] = "merged"
+    """What servers get of a model with adapters (learner.lora). merged: at each push the whole model, adapters merged,
+    so that engines need no LoRA of their own; adapters: the frozen model once, then each version's adapters, which
+    servers hold beside those before and load while they sample (docs/lora.md)."""
     verify: bool = True
     """Whether receivers compare a 64-bit digest of every box that they hold with the sender's. Engine servers are
     always verified, by checksums of their own (docs/engines.md)."""

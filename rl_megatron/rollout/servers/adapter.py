@@ -12,9 +12,19 @@ from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.rollout.servers.decoding import Judged
 from rl_megatron.rollout.servers.http import Server
-from rl_megatron.types import Completion, GenerationRequest
+from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterPlaces:
+    """The places of a server for adapters (``learner.lora``) beside its model."""
+
+    count: int  # versions that it holds at once
+    modules: tuple[str, ...]  # last names of linears that have adapters, as q_proj
+    ranks: frozenset[int]
+    experts: bool  # whether routed experts have adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +52,7 @@ class StartOptions:
     colocated: bool  # whether it releases memory between phases
     routes: bool  # whether requests ask for routes
     batch_invariant: bool  # whether a token's log-prob must not depend on its batch
+    adapters: AdapterPlaces | None = None  # for versions of adapters beside its model, if it is to hold some
     profile_folder: Path | None = None  # where it writes what its profiler records, if it is to
     extra: tuple[str, ...]
 
@@ -163,6 +174,21 @@ class Loading(Protocol):
         """Each rank's report on the mirror file's tensors, without ``private`` kinds of parameters."""
         ...
 
+    async def load_adapters(self, server: Server, adapters: LoadedAdapters, folder: Path) -> None:
+        """Load a folder of peft beside what the server holds, while it samples.
+
+        Only where `Adapter.adapter_problem` finds none. Raises EngineError with what the server says, if it refuses.
+        """
+        raise NotImplementedError
+
+    async def unload_adapters(self, server: Server, adapters: LoadedAdapters) -> None:
+        """Forget adapters that no request names."""
+        raise NotImplementedError
+
+    async def score_with(self, server: Server, text: Sequence[int], adapters: LoadedAdapters) -> list[float]:
+        """`Sampling.score` with adapters."""
+        raise NotImplementedError
+
 
 class Running(Protocol):
     """Starts and pauses an engine, and releases its memory. Every method but ``command`` raises as `Server` does."""
@@ -212,6 +238,10 @@ class Adapter(Sampling, Loading, Running, Protocol):
             f"rollout.server.batch_invariant=true: the adapter of {self.name} has no such mode; give its options in "
             "rollout.server.options, and leave the key out"
         )
+
+    def adapter_problem(self, places: AdapterPlaces, device: str, dp: int) -> str:
+        """Why it cannot hold adapters beside its model; or empty."""
+        return f"{self.name} holds no adapters beside a model"
 
     def gpu_problem(self, quantization: str, extra: Sequence[str], capability: float) -> str:
         """Why it cannot serve weights of a format on GPUs of a compute capability, with ``extra`` options; or empty."""

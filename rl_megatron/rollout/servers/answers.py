@@ -80,6 +80,11 @@ def spans_of(parts: Iterable[tuple[int, int]]) -> tuple[Span, ...]:
     return tuple(spans)
 
 
+def sampled_with(request: GenerationRequest, spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    """The spans of a completion: ``spans`` are of the model, beside which one version of adapters sampled it whole."""
+    return spans if request.adapters is None else (Span(0, request.adapters.version),)
+
+
 def joined(first: Completion, more: Completion) -> Completion:
     """Join two completions, of which the second was sampled after prompt and first."""
     if not len(first.token_ids):

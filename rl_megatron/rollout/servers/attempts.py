@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import EngineError, PoisonPrompt
@@ -19,8 +19,7 @@ from rl_megatron.rollout.servers.places import Places, surplus
 from rl_megatron.rollout.servers.replicas import Replica, ReplicaDied, ReplicaSet
 from rl_megatron.rollout.servers.slot_use import SlotUse
 from rl_megatron.rollout.servers.suspects import Flight, Suspects, is_loss
-from rl_megatron.rollout.servers.time_limit import TimeLimit
-from rl_megatron.types import Completion, GenerationRequest
+from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +27,38 @@ _CLOSE_SECONDS = 10.0
 _AGAIN_SECONDS = 0.5  # a server ignores an abort that overtakes its request
 _MOVE_SECONDS = 5.0  # after a request ended, until others may move: some seconds' tokens are the price of a move
 _CALM = 20  # waits before the first retry, until a prompt that may end servers is tried alone
+
+
+@dataclass(slots=True)
+class TimeLimit:
+    """The time that a completion, or the completions of one request, may run; ``limit`` None: without end.
+
+    It stands still between two attempts, and an attempt that failed takes no time: its tokens are lost.
+    """
+
+    limit: float | None = None
+    spent: float = 0.0
+    over: bool = False  # whether the last attempt ran until its time was over
+    _began: float = 0.0
+
+    @property
+    def left(self) -> float:
+        """Seconds until the limit."""
+        assert self.limit is not None
+        return max(0.0, self.limit - self.spent)
+
+    def start(self) -> None:
+        """An attempt begins."""
+        self.over, self._began = False, asyncio.get_running_loop().time()
+
+    def stop(self) -> None:
+        """It was answered."""
+        self.spent += asyncio.get_running_loop().time() - self._began
+
+    def extend(self) -> None:
+        """Where the time is over, begin again with twice as much."""
+        if self.over and self.limit is not None:
+            self.limit, self.spent = 2 * self.limit, 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +105,8 @@ class Attempts:
         """What requests have sampled, as far as servers have told; of those whose ids are keys."""
         self.interrupts = 0
         """How often running requests were interrupted, handed over or moved."""
+        self.adapters_of: Callable[[Completion | None], LoadedAdapters] | None = None
+        """The adapters that sample a request, from its completion so far; None: servers hold none."""
 
     async def sampled(
         self, request: GenerationRequest, only: Replica | None = None, *, place: int = 0, clock: TimeLimit | None = None
@@ -175,6 +208,8 @@ class Attempts:
     ) -> list[Completion]:
         """What ``replica`` answers, behind what was ``begun``."""
         server = replica.server
+        if self.adapters_of is not None and asked.adapters is None:  # a probe names its own
+            asked = replace(asked, adapters=self.adapters_of(begun))
         attempt = _Attempt(server, asked, f"{asked.id} {uuid.uuid4().hex}")
         kind = "probe" if asked.birth is None else "attempt"
         self._running[attempt] = None
@@ -210,6 +245,10 @@ class Attempts:
 
     def _lanes_of(self, replica: Replica) -> FreeLanes:
         return self._lanes.setdefault(replica.number, FreeLanes(replica.title, "request"))
+
+    def sampling_with(self, adapters: LoadedAdapters) -> bool:
+        """Whether a request that runs names ``adapters``."""
+        return any(attempt.request.adapters == adapters for attempt in self._running)
 
     async def _abort(self, attempt: _Attempt) -> None:
         """Have the server abort the request; it may otherwise notice a closed connection only seconds later."""

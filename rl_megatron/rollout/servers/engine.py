@@ -16,10 +16,10 @@ from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.servers.adapter import Adapter
 from rl_megatron.rollout.servers.answers import as_it_should_end
-from rl_megatron.rollout.servers.attempts import Attempts
+from rl_megatron.rollout.servers.attempts import Attempts, TimeLimit
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
+from rl_megatron.rollout.servers.loras import Loras
 from rl_megatron.rollout.servers.replicas import Event, Health, Replica, ReplicaDied, ReplicaSet
-from rl_megatron.rollout.servers.time_limit import TimeLimit
 from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.types import Completion, GenerationRequest
 
@@ -75,6 +75,10 @@ class ServedEngine:
         if self._mode == "abort" and (running := self._attempts.so_far):
             row["in_flight/tokens"] = sum(len(one.token_ids) for one in running.values() if one is not None)
         return row
+
+    def beside(self, run: str, count: int) -> Loras:
+        """Has servers hold ``count`` versions of adapters beside their model, under names that begin with ``run``."""
+        return Loras(self.adapter, self.weights, self._attempts, run=run, count=count)
 
     def tries(self, replica: Replica) -> int:
         """The replica's restarts, but one for each of its servers that died under poison."""

@@ -82,6 +82,10 @@ class Server:
         """The answer's JSON, None if it is empty. Raises as ``get`` does."""
         return self._json(path, await self._ask("POST", path, body, params, self._limit))
 
+    async def told(self, path: str, body: object) -> None:
+        """Post what has an answer in words, which nobody reads. Raises as ``get`` does."""
+        await self._ask("POST", path, body, None, self._limit)
+
     async def sampled(self, path: str, body: object, read: Callable[[bytes], T]) -> T:
         """The server's samples or scores for ``body``, by ``read``, without a time limit. Raises as ``get`` does, and
         AttemptFailed where ``read`` raises ValueError."""

@@ -15,7 +15,7 @@ from rl_megatron.rollout.servers.adapter import Adapter
 from rl_megatron.rollout.servers.attempts import Attempts
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.replicas import PRESENT, Event, Health, Replica, ReplicaSet
-from rl_megatron.types import Completion, GenerationRequest
+from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 from rl_megatron.weights.checks.compare import count_verified
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
 from rl_megatron.weights.layouts.recorded import Boxes
@@ -96,7 +96,7 @@ class ReplicaWeights:
             return await self._adapter.boxes(server, path)
 
         present = {replica: replica.server for replica in await self._replicas.some(self._replicas.present)}
-        return await self._on_each(present, "recording layouts", lambda r: one(r.server))
+        return await self.on_each(present, "recording layouts", lambda r: one(r.server))
 
     async def _reclaim_weights(self, server: Server) -> None:
         """Allocate released weights again, once."""
@@ -107,7 +107,7 @@ class ReplicaWeights:
     async def join(self, path: Path, rendezvous: Mapping[str, object], first: Mapping[str, int]) -> None:
         """Join the replicas' ranks to a group, each replica's from its ``first`` on, by URL. Raises SyncError."""
         wanted = {r: r.server for r in self._replicas.present() if r.server.url in first}
-        await self._on_each(
+        await self.on_each(
             wanted, "joining a group", lambda r: self._adapter.join(r.server, path, rendezvous, first[r.server.url])
         )
 
@@ -157,7 +157,7 @@ class ReplicaWeights:
             present = self._replicas.present() if only else await self._replicas.some(self._replicas.present)
             wanted = {only} if only else straight or {replica.server.url for replica in present}
             holding = {replica: replica.server for replica in present if replica.server.url in wanted}
-            reports = await self._on_each(holding, f"version {version}", lambda replica: one(replica.server))
+            reports = await self.on_each(holding, f"version {version}", lambda replica: one(replica.server))
         except BaseException as error:
             if only is None and not isinstance(error, ReplicasLost):  # else it is loaded again, and requests wait
                 self._settled.set()
@@ -174,31 +174,44 @@ class ReplicaWeights:
         async def all_of(replica: Replica) -> list[list[Completion]]:
             return list(await asyncio.gather(*(self._attempts.sampled(r, replica) for r in requests)))
 
-        return await self._on_each(self._loaded(only), "a probe of new weights", all_of)
+        return await self.on_each(self.loaded(only), "a probe of new weights", all_of)
 
     async def score_everywhere(
-        self, texts: Sequence[Sequence[int]], *, only: str | None = None
+        self, texts: Sequence[Sequence[int]], *, only: str | None = None, adapters: LoadedAdapters | None = None
     ) -> dict[str, list[list[float]]]:
-        """Log-probs of each text's tokens after the first, likewise."""
+        """Log-probs of each text's tokens after the first, likewise; with ``adapters`` beside the weights."""
+
+        def one(server: Server, text: Sequence[int]) -> Coroutine[Any, Any, list[float]]:
+            if adapters is None:
+                return self._adapter.score(server, text)
+            return self._adapter.score_with(server, text, adapters)
 
         async def all_of(replica: Replica) -> list[list[float]]:
             with replica.server.busy():
-                return list(await asyncio.gather(*(self._adapter.score(replica.server, text) for text in texts)))
+                return list(await asyncio.gather(*(one(replica.server, text) for text in texts)))
 
-        return await self._on_each(self._loaded(only), "a probe of new weights", all_of)
+        return await self.on_each(self.loaded(only), "a probe of new weights", all_of)
 
     async def comparable(self, path: Path, checksums: Mapping[str, int]) -> dict[str, tuple[int, list[str]]]:
         """How many of the mirror's tensors checksums cover, and those that differ; by URL. Raises SyncError."""
         what = "comparing weights"
-        said = await self._on_each(self._loaded(None), what, lambda r: self._adapter.held(r.server, path))
+        said = await self.on_each(self.loaded(None), what, lambda r: self._adapter.held(r.server, path))
         known = shapes(path)
         return {url: count_verified(checksums, known, reports) for url, reports in said.items()}
 
     async def commit(self, version: int, *, only: str | None = None) -> None:
         """Serve the loaded weights as ``version``; with ``only``, also on that replica."""
-        loaded = self._loaded(only)
-        await self._on_each(loaded, f"version {version}", lambda r: self._adapter.relabel(r.server, version))
-        for replica in self._loaded(only):
+        await self.label(version, only=only)
+        self.serve(version, only=only)
+
+    async def label(self, version: int, *, only: str | None = None) -> None:
+        """Have servers label the loaded weights as ``version``, without serving them."""
+        loaded = self.loaded(only)
+        await self.on_each(loaded, f"version {version}", lambda r: self._adapter.relabel(r.server, version))
+
+    def serve(self, version: int, *, only: str | None = None) -> None:
+        """Have replicas that hold the loaded weights serve ``version``: these, or adapters beside them."""
+        for replica in self.loaded(only):
             replica.apply(Event.REFITTED)
         if only is None:
             self._version = version
@@ -224,21 +237,25 @@ class ReplicaWeights:
         present = {replica: replica.server for replica in self._replicas.present()}
         async with self._releasing:
             with contextlib.suppress(ReplicasLost):  # dead servers, which have ended, hold no memory
-                await self._on_each(present, "releasing memory", one)
+                await self.on_each(present, "releasing memory", one)
+
+    async def served_somewhere(self) -> None:
+        """Wait until a replica serves. Raises EngineError if none will."""
+        await self._replicas.some(self._replicas.healthy)
 
     def refuse(self) -> None:
         """Serve nothing until another ``load`` is committed; requests that wait fail."""
         self._settled.set()
 
-    def _loaded(self, only: str | None) -> dict[Replica, Server]:
-        """The replicas that hold the weights loaded last; a server that was restarted since does not."""
+    def loaded(self, only: str | None) -> dict[Replica, Server]:
+        """The replicas that hold the weights loaded last, or ``only``; a server that was restarted since does not."""
         return {
             replica: server
             for replica, server in self._holding.items()
             if replica.server is server and replica.health in PRESENT and only in (None, server.url)
         }
 
-    async def _on_each(
+    async def on_each(
         self, replicas: Mapping[Replica, Server], what: str, order: Callable[[Replica], Coroutine[Any, Any, T]]
     ) -> dict[str, T]:
         """Apply ``order`` to all replicas concurrently; leave out those that die meanwhile.

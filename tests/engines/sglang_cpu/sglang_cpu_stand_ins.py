@@ -67,6 +67,30 @@ def _plain_memory(module: ModuleType) -> None:
     module.ALLOC_MEMORY_FUNCS["cpu"] = allocate
 
 
+def _nothing_pinned(module: ModuleType) -> None:
+    """Adapters and their plain torch kernels pin a few numbers, for which there is no CUDA."""
+    import torch
+
+    class Torch(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            return getattr(torch, name)
+
+    def unpinned(make: Callable[..., object]) -> Callable[..., object]:
+        return lambda *arguments, pin_memory=False, **options: make(*arguments, **options)
+
+    torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign,assignment]
+    plain = Torch("torch")
+    plain.__dict__.update(zeros=unpinned(torch.zeros), tensor=unpinned(torch.tensor))
+    module.__dict__["torch"] = plain
+
+
+_AFTER = {
+    "sglang.srt.mem_cache.pool_host.common": _plain_memory,
+    "sglang.srt.lora.layers": _nothing_pinned,
+    "sglang.srt.lora.backend.torch_backend": _nothing_pinned,
+}
+
+
 class _Patches(importlib.abc.MetaPathFinder):
     """Before or after an import."""
 
@@ -75,10 +99,10 @@ class _Patches(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name == "torchvision" and not _KEPT:
             _declare_operators()
-        if name == "sglang.srt.mem_cache.pool_host.common":
+        if name in _AFTER:
             spec = importlib.machinery.PathFinder.find_spec(name, path)
             if spec is not None and spec.loader is not None:
-                spec.loader.exec_module = _then(spec.loader.exec_module, _plain_memory)  # type: ignore[method-assign]
+                spec.loader.exec_module = _then(spec.loader.exec_module, _AFTER[name])  # type: ignore[method-assign]
             return spec
         return None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import os
 import pickle
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -23,6 +22,7 @@ from rl_megatron.limits import limits_of
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import (
     Adapter,
+    AdapterPlaces,
     Command,
     Description,
     EngineGauges,
@@ -31,12 +31,14 @@ from rl_megatron.rollout.servers.adapter import (
     value_given,
     version_of,
 )
-from rl_megatron.rollout.servers.answers import checked_routes, completion_seed, spans_of
+from rl_megatron.rollout.servers.answers import checked_routes, completion_seed, sampled_with, spans_of
 from rl_megatron.rollout.servers.decoding import Judged, SampledColumns
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.sglang import answer as form
+from rl_megatron.rollout.servers.sglang import loras
 from rl_megatron.rollout.servers.sglang import request as ask
-from rl_megatron.types import Completion, GenerationRequest, Routes
+from rl_megatron.rollout.servers.sglang.options import ON_CPU, cores, degrees
+from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, Routes
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes, boxes_of
 
@@ -44,10 +46,6 @@ _NEEDED = (
     *("/generate", "/begin_weight_update", "/update_weights_from_tensor", "/update_weight_version"),
     *("/pause_generation", "/server_info", "/release_memory_occupation", "/resume_memory_occupation"),
     "/v1/loads",
-)
-_ON_CPU = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    *("--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.5"),
 )
 _PRIORITIES = ("--enable-priority-scheduling", "--schedule-low-priority-values-first", "--disable-priority-preemption")
 _KEYS = {
@@ -108,17 +106,18 @@ class SGLangAdapter(Adapter):
                 *("-m", "rl_megatron.rollout.servers.sglang.server"),
                 # The model's end-of-sequence tokens would end completions, although a request does not name them.
                 *("--model-path", str(options.bare_folder), "--json-model-override-args", '{"eos_token_id": null}'),
-                *("--load-format", "dummy", "--custom-weight-loader", _LOADER),
+                *("--load-format", loras.load_format(options), "--custom-weight-loader", _LOADER),
                 # Other nodes answer /health, always with 200, and may be on this machine.
                 *("--host", options.host, "--port", str(options.port + (_OTHERS if options.node else 0))),
-                *("--dtype", options.dtype, *_degrees(options)),
+                *("--dtype", options.dtype, *degrees(options)),
                 *("--context-length", str(options.max_length + _MARGIN), "--max-running-requests", str(options.slots)),
                 *("--skip-server-warmup", "--sleep-on-idle", "--skip-tokenizer-init"),
                 *(("--enable-memory-saver",) if options.colocated and options.device != "cpu" else ()),
-                *((*_ON_CPU, "--max-total-tokens", str(cached)) if options.device == "cpu" else ()),
+                *((*ON_CPU, "--max-total-tokens", str(cached)) if options.device == "cpu" else ()),
                 *(("--mem-fraction-static", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *(("--enable-return-routed-experts",) if options.routes else ()),
                 *(("--enable-deterministic-inference",) if options.batch_invariant else ()),
+                *loras.started_with(options),
                 *(_PRIORITIES if value_given(options.extra, "--schedule-policy") is None else ()),
                 *options.extra,
             ),
@@ -130,7 +129,7 @@ class SGLangAdapter(Adapter):
                 "MASTER_PORT": str(options.port),
                 # Else each rank needs its own NUMA node.
                 **(
-                    {"SGLANG_CPU_OMP_THREADS_BIND": _cores(options.ranks // options.nodes)}
+                    {"SGLANG_CPU_OMP_THREADS_BIND": cores(options.ranks // options.nodes)}
                     if options.device == "cpu"
                     else {}
                 ),
@@ -162,6 +161,10 @@ class SGLangAdapter(Adapter):
             "rollout.server.quantization=fp8: on Blackwell, SGLang 0.5.21 packs the scales of float8 for DeepGEMM and "
             "cannot load others (sglang#9855); set rollout.server.options='--fp8-gemm-backend triton', or rollout=vllm"
         )
+
+    @override
+    def adapter_problem(self, places: AdapterPlaces, device: str, dp: int) -> str:
+        return loras.obstacle(places, self._shape, device, dp)
 
     @override
     async def describe(self, server: Server) -> Description:
@@ -206,13 +209,22 @@ class SGLangAdapter(Adapter):
             "return_logprob": True,
             "return_routed_experts": request.routes,
             **ask.labels(server, request.birth or 0),
+            **loras.named(request.adapters),
         }
         answers = await server.sampled("/generate", body, form.read_sampled)
         return [_completion(answer, request, self._shape) for answer in answers]
 
     @override
     async def score(self, server: Server, text: Sequence[int]) -> list[float]:
-        logprobs = await server.sampled("/generate", ask.scoring(server, text), form.read_scored)
+        return await self._scored(server, text, None)
+
+    @override
+    async def score_with(self, server: Server, text: Sequence[int], adapters: LoadedAdapters) -> list[float]:
+        return await self._scored(server, text, adapters)
+
+    async def _scored(self, server: Server, text: Sequence[int], adapters: LoadedAdapters | None) -> list[float]:
+        body = ask.scoring(server, text) | loras.named(adapters)
+        logprobs = await server.sampled("/generate", body, form.read_scored)
         if len(logprobs) != len(text) - 1:
             raise AttemptFailed(f"{server.url}: it returned {len(logprobs)} log-probs for {len(text) - 1} tokens")
         return logprobs
@@ -334,25 +346,13 @@ class SGLangAdapter(Adapter):
         order: dict[str, object] = {"do": "held", "private": sorted(private)}
         return [Report.from_json(one) for one in await self._order(server, path, order)]
 
+    @override
+    async def load_adapters(self, server: Server, adapters: LoadedAdapters, folder: Path) -> None:
+        await server.post("/load_lora_adapter", {"lora_name": adapters.name, "lora_path": str(folder)})
 
-def _degrees(options: StartOptions) -> tuple[str, ...]:
-    """The options for the server's ranks, and for this node of several."""
-    out = ["--tp-size", str(options.tp * options.dp)]  # SGLang's counts all ranks of a stage
-    if options.dp > 1:
-        out += ["--dp-size", str(options.dp), "--enable-dp-attention"]
-    if options.ep > 1:
-        out += ["--ep-size", str(options.ep)]
-    if options.nodes > 1:
-        out += ["--nnodes", str(options.nodes), "--node-rank", str(options.node)]
-        out += ["--dist-init-addr", f"{options.head}:{options.port + 1}"]  # and the ports behind it
-    return tuple(out)
-
-
-def _cores(ranks: int) -> str:
-    """This machine's cores, divided among the ranks."""
-    cores = sorted(os.sched_getaffinity(0))
-    each = max(1, len(cores) // ranks)
-    return "|".join(",".join(str(cores[(rank * each + i) % len(cores)]) for i in range(each)) for rank in range(ranks))
+    @override
+    async def unload_adapters(self, server: Server, adapters: LoadedAdapters) -> None:
+        await server.post("/unload_lora_adapter", {"lora_name": adapters.name})
 
 
 def _answers(path: Path, ranks: int) -> list[dict[str, Any]]:
@@ -372,7 +372,7 @@ def _completion(answer: SampledColumns, request: GenerationRequest, shape: Model
         token_ids=answer.token_ids[:count],
         logprobs=answer.logprobs[:count],
         finish_reason=answer.finish_reason,
-        spans=spans_of((span.start, version_of(span.version)) for span in answer.spans[: count or 1]),
+        spans=sampled_with(request, spans_of((s.start, version_of(s.version)) for s in answer.spans[: count or 1])),
         routes=_routes(answer.routes, len(request.token_ids) + count - 1, shape) if request.routes and count else None,
     )
 

@@ -21,6 +21,7 @@ from rl_megatron.limits import limits_of
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import (
     Adapter,
+    AdapterPlaces,
     Command,
     Description,
     EngineGauges,
@@ -29,11 +30,12 @@ from rl_megatron.rollout.servers.adapter import (
     value_given,
     version_of,
 )
-from rl_megatron.rollout.servers.answers import checked_routes, spans_of
+from rl_megatron.rollout.servers.answers import checked_routes, sampled_with, spans_of
 from rl_megatron.rollout.servers.decoding import Judged, SampledColumns
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.vllm import answer as form
-from rl_megatron.types import Completion, GenerationRequest, Routes
+from rl_megatron.rollout.servers.vllm import loras
+from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, Routes
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes, boxes_of
 
@@ -104,6 +106,7 @@ class VLLMAdapter(Adapter):
                 *(("--enable-sleep-mode",) if options.colocated and options.device != "cpu" else ()),
                 *(("--gpu-memory-utilization", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *(("--enable-return-routed-experts",) if options.routes else ()),
+                *loras.started_with(options.adapters),
                 *(("--profiler-config", _profiler(options.profile_folder)) if options.profile_folder else ()),
                 *options.extra,
             ),
@@ -115,6 +118,7 @@ class VLLMAdapter(Adapter):
                 **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if options.device == "cpu" else {}),
                 **({"VLLM_HOST_IP": options.host} if options.nodes > 1 else {}),
                 **({"VLLM_BATCH_INVARIANT": "1"} if options.batch_invariant else {}),
+                **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if options.adapters else {}),
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
             },
@@ -129,6 +133,10 @@ class VLLMAdapter(Adapter):
             f"rollout.server.batch_invariant=true with --attention-backend {given}: vLLM 0.32.0 has no kernel of it "
             f"that does not depend on the batch, but of {', '.join(_INVARIANT)}; set one of them, or leave it to vLLM"
         )
+
+    @override
+    def adapter_problem(self, places: AdapterPlaces, device: str, dp: int) -> str:
+        return loras.obstacle(places, self._shape, device)
 
     @override
     async def describe(self, server: Server) -> Description:
@@ -174,6 +182,7 @@ class VLLMAdapter(Adapter):
             "token_ids": list(request.token_ids),
             "sampling_params": sampling,
             **_salted(server),
+            **loras.named(request.adapters),
         }
         if server.priorities:
             body["priority"] = request.birth or 0
@@ -183,7 +192,15 @@ class VLLMAdapter(Adapter):
 
     @override
     async def score(self, server: Server, text: Sequence[int]) -> list[float]:
-        said = await server.sampled("/inference/v1/generate", _scoring(server, text, 0), form.read_scored)
+        return await self._scored(server, text, None)
+
+    @override
+    async def score_with(self, server: Server, text: Sequence[int], adapters: LoadedAdapters) -> list[float]:
+        return await self._scored(server, text, adapters)
+
+    async def _scored(self, server: Server, text: Sequence[int], adapters: LoadedAdapters | None) -> list[float]:
+        body = _scoring(server, text, 0) | loras.named(adapters)
+        said = await server.sampled("/inference/v1/generate", body, form.read_scored)
         if len(said) != len(text) - 1 or any(str(t) not in found for t, found in zip(text[1:], said, strict=True)):
             raise AttemptFailed(f"{server.url}: its prompt_logprobs do not belong to the given tokens")
         return [found[str(token)] for token, found in zip(text[1:], said, strict=True)]
@@ -279,6 +296,15 @@ class VLLMAdapter(Adapter):
         return [Report.from_json(said) for said in answers]
 
     @override
+    async def load_adapters(self, server: Server, adapters: LoadedAdapters, folder: Path) -> None:
+        await server.told("/v1/load_lora_adapter", {"lora_name": adapters.name, "lora_path": str(folder)})
+
+    @override
+    async def unload_adapters(self, server: Server, adapters: LoadedAdapters) -> None:
+        """Requests that it has go on; the memory goes to the next version that is loaded."""
+        await server.told("/v1/unload_lora_adapter", {"lora_name": adapters.name})
+
+    @override
     async def ping(self, server: Server) -> None:
         """Its /health is 200 as long as the first node's engine lives, whatever became of ranks on other nodes."""
         await self._rpc(server, "rl_megatron_ping")
@@ -351,7 +377,7 @@ def _completion(answer: SampledColumns, request: GenerationRequest, shape: Model
         token_ids=answer.token_ids,
         logprobs=answer.logprobs,
         finish_reason=answer.finish_reason,
-        spans=spans_of((span.start, version_of(span.version)) for span in answer.spans),
+        spans=sampled_with(request, spans_of((span.start, version_of(span.version)) for span in answer.spans)),
         routes=_routes(answer.routes, len(request.token_ids) + count - 1, shape) if request.routes and count else None,
     )
 

@@ -1,0 +1,32 @@
+"""SGLang's options for the ranks of a server and for CPUs, and the cores that each rank gets on one."""
+
+from __future__ import annotations
+
+import os
+
+from rl_megatron.rollout.servers.adapter import StartOptions
+
+ON_CPU = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.5"),
+)
+
+
+def degrees(options: StartOptions) -> tuple[str, ...]:
+    """The options for the server's ranks, and for this node of several."""
+    out = ["--tp-size", str(options.tp * options.dp)]  # SGLang's counts all ranks of a stage
+    if options.dp > 1:
+        out += ["--dp-size", str(options.dp), "--enable-dp-attention"]
+    if options.ep > 1:
+        out += ["--ep-size", str(options.ep)]
+    if options.nodes > 1:
+        out += ["--nnodes", str(options.nodes), "--node-rank", str(options.node)]
+        out += ["--dist-init-addr", f"{options.head}:{options.port + 1}"]  # and the ports behind it
+    return tuple(out)
+
+
+def cores(ranks: int) -> str:
+    """This machine's cores, divided among the ranks."""
+    found = sorted(os.sched_getaffinity(0))
+    each = max(1, len(found) // ranks)
+    return "|".join(",".join(str(found[(rank * each + i) % len(found)]) for i in range(each)) for rank in range(ranks))
