@@ -105,8 +105,8 @@ def measure(urls: list[str], mode: str, room: float, steps: int) -> dict[str, An
     step = PROMPTS * GROUP * MEAN * TRAIN_TOKEN / (1 - room)
     k = math.ceil(MOST * MEAN * TOKEN_SECONDS / step)
     prompts = [Prompt(id=f"{n}", text="", token_ids=(1,), answer="") for n in range(PROMPTS * (WARM + steps + k + 1))]
-    *urls, last = urls
-    evaluating = Evaluating(mode, WARM + steps - 1, last)
+    *urls, apart = urls
+    evaluating = Evaluating(mode, url=apart, last=WARM + steps - 1)
     policy = Learns(TRAIN_TOKEN / (1 - room))
     found = asyncio.run(measured(urls, config_of(k, waves=False), steps, prompts, policy=policy, pushed=evaluating))
     own = [row["eval/own_version_fraction"] for row in evaluating.rows]
