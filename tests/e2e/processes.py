@@ -218,13 +218,9 @@ class Place:
         run.end()
         return run
 
-    def begin_in_fork(self, *arguments: str) -> Run:
-        """Start it in a fork."""
-        return self._fork("none", list(arguments))
-
     def call_in_fork(self, *arguments: str) -> Run:
-        """Run it there to its end."""
-        run = self.begin_in_fork(*arguments)
+        """The same in a fork."""
+        run = self._fork("none", list(arguments))
         run.end()
         return run
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from launcher.hosts.slurm.jobs import status_of
+from launcher.programs import submit
+from rl_megatron.errors import ConfigError
 
 RECORDED = json.loads((Path(__file__).parent / "golden" / "scontrol.json").read_text())
 
@@ -40,3 +42,9 @@ def test_the_status_is_what_slurm_said(
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
         elsewhere = status_of(job, tmp_path / "another" / "run")
         assert (elsewhere.name, elsewhere.over) == ("GONE", True)
+
+
+def test_slurm_that_does_not_answer_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "SLURM_SECONDS", 0.2)
+    with pytest.raises(ConfigError, match=r"sleep 60: no answer in 0\.2 s; sinfo says"):
+        submit.call_slurm(["sleep", "60"])
