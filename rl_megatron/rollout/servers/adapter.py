@@ -62,8 +62,14 @@ class StartOptions:
         return self.tp * self.pp * self.dp
 
     def refuse_extra(self, keys: Mapping[str, str]) -> None:
-        """Raises ConfigError if ``extra`` has an option that a key sets: ``keys`` by option."""
+        """Raises ConfigError if ``extra`` has an option that a key sets, ``keys`` by option, or one of a draft model,
+        which no push reaches."""
         for given in self.extra:
+            if given.startswith("--speculative"):
+                raise ConfigError(
+                    f"rollout.server.options has {given}: no push reaches an engine's draft model, and log-probs of "
+                    "tokens that it proposed are not checked here; leave it out"
+                )
             if (key := keys.get(given.partition("=")[0])) is not None:
                 raise ConfigError(f"rollout.server.options has {given}, which rollout.server.{key} sets; use that key")
 

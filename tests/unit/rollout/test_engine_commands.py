@@ -57,6 +57,8 @@ def test_the_first_node_alone_answers_requests() -> None:
         ("vllm", "-tp=8", r"has -tp=8, which rollout\.server\.tp sets; use that key"),
         ("vllm", "--headless", r"has --headless, which rollout\.server\.nodes sets"),
         ("vllm", "--enable-eplb", r"has --enable-eplb, which moves experts between ranks"),
+        ("vllm", "--speculative-config={}", r"no push reaches an engine's draft model"),
+        ("sglang", "--speculative-algorithm", r"no push reaches an engine's draft model"),
         ("sglang", "--ep", r"has --ep, which rollout\.server\.ep sets"),
         ("sglang", "--enable-dp-attention", r"which rollout\.server\.dp sets"),
     ],
