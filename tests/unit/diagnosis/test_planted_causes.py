@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_megatron.models import mlp
 from rl_megatron.models.attention import Context
-from rl_megatron.models.kv_cache import KVCache
+from rl_megatron.models.kv_cache import KVCache, Prefix
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.local import engine as local
 from rl_megatron.types import Completion, GenerationRequest, Samples
@@ -196,8 +196,8 @@ def test_other_rotary_embeddings(policy: Policy, read: bool) -> None:
 def test_left_padding_that_is_attended_to(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = KVCache.insert
 
-    def insert(self: KVCache, start: int, clock: int, prefix: Tensor, lengths: Tensor) -> None:
-        inner(self, start, clock, prefix, torch.full_like(lengths, prefix.shape[2]))
+    def insert(self: KVCache, start: int, clock: int, prefix: Prefix, lengths: Tensor) -> None:
+        inner(self, start, clock, prefix, torch.full_like(lengths, prefix.columns.shape[2]))
 
     monkeypatch.setattr(local.KVCache, "insert", insert)
     engine = policy.engine()
