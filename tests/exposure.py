@@ -105,7 +105,7 @@ def check_secrets(processes: Iterable[psutil.Process], *folders: Path, secrets: 
         assert "/ray/" in line or not _TOKEN.search(line), f"what looks like a token is on a command line: {line[:500]}"
     for path in (Path(at, name) for folder in folders for at, _, names in os.walk(folder) for name in names):
         try:
-            data = b"" if path.is_symlink() else path.read_bytes()
+            data = path.read_bytes() if path.is_file() and not path.is_symlink() else b""  # nor a socket
         except FileNotFoundError:  # the run has removed or renamed it
             continue
         assert not any(secret.encode() in data for secret in found), f"{path} holds a token"

@@ -56,6 +56,8 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Set <name>: seconds", metric="eval/<name>/seconds"),
             Curve(title="Evaluated by the step's own weights", metric="eval/own_version_fraction", hide_constant=True),
             Curve(title="Evaluations left out", metric="eval/skipped", hide_constant=True),
+            Curve(title="Servers that evaluated alone", metric="eval/servers", hide_constant=True),
+            Curve(title="Seconds until evaluating servers held the step's weights", metric="seconds/pin"),
         ),
     ),
     (

@@ -37,7 +37,7 @@ def test_the_configuration_and_both_tables_of_code_have_the_same_transports() ->
     assert {name for names in alike.values() for name in names} == set(FIELDS)
     assert all(TRANSPORT_KINDS[name].direct for name in alike)
     assert not any(kind.compared("cpu") for kind in TRANSPORT_KINDS.values())
-    sections = WeightsSection.model_fields.keys() - {"transport"}
+    sections = WeightsSection.model_fields.keys() - {"transport", "push"}
     assert sections == {key for kind in TRANSPORT_KINDS.values() for key in kind.reads(served=True) | kind.keys}
 
 

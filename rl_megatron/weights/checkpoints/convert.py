@@ -208,7 +208,7 @@ def left_out(source: Path, config: Path | None = None, family: str | None = None
     found = _drafts(source, shape)
     if not found:
         return None
-    if any(name.startswith("model.visual") for name in found):
+    if any(not name.startswith(("mtp", "model.layers.")) for name in found):
         told = "only the text model is trained and converted; the new folder has neither draft layers nor towers"
     return f"{', '.join(found)}: {told}"
 
