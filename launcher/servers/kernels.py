@@ -16,6 +16,7 @@ from rl_megatron.errors import EngineError
 from rl_megatron.interfaces import Profiled
 from rl_megatron.observability.timeline.kernels import FOLDER, RankKernels
 from rl_megatron.rollout.servers.adapter import Adapter
+from rl_megatron.rollout.servers.http import AttemptFailed
 from rl_megatron.rollout.servers.replicas import Replica, ReplicaSet
 
 logger = logging.getLogger(__name__)
@@ -56,17 +57,21 @@ class ServerKernels(Profiled):
             for left in folder_of_server(self._run, replica.number).glob("*.gz"):
                 left.unlink()
             await self._adapter.begin_profile(replica.server)
-        except (EngineError, OSError) as error:
+        except (AttemptFailed, EngineError, OSError) as error:
             logger.warning("replica %d does not record its kernels: %s", replica.number, error)
             return False
         return True
 
     async def _written(self, replica: Replica, folder: Path) -> list[RankKernels]:
+        server = replica.server
+        server.writing = True
         try:
-            await self._adapter.end_profile(replica.server)
-        except EngineError as error:
+            await self._adapter.end_profile(server)
+        except (AttemptFailed, EngineError) as error:
             logger.warning("kernels of replica %d were not written: %s", replica.number, error)
             return []
+        finally:
+            server.writing = False
         return await asyncio.to_thread(self._taken, replica.number, folder)
 
     def _taken(self, number: int, folder: Path) -> list[RankKernels]:

@@ -173,15 +173,16 @@ class Supervisor:
             error = replica.suspicion
             if isinstance(error, standing.fatal):
                 return str(error)
-            status = await replica.server.status("/health", seconds=self._period)
-            if status is None and not await _Meter(self.engine.adapter, replica.server).moves(self._period):
+            server = replica.server
+            status = await server.status("/health", seconds=self._period)
+            if not (status or server.writing or await _Meter(self.engine.adapter, server).moves(self._period)):
                 await asyncio.sleep(_GRACE_SECONDS)  # if it ended, its exit status and log say more
                 return f"{error}; and it did not answer a health check within {self._period:g} s"
             replica.trust()
 
     async def _hangs(self, replica: Replica) -> str:
-        """Wait until several health checks in a row fail while it makes no tokens; while it is paused for new
-        weights any answer will do."""
+        """Wait until several health checks in a row fail while it makes no tokens and writes no kernels; while it is
+        paused for new weights any answer will do."""
         loop, missed, meter = asyncio.get_running_loop(), 0, _Meter(self.engine.adapter, replica.server)
         while missed < _CHECKS:
             began = loop.time()
@@ -189,8 +190,8 @@ class Supervisor:
                 replica.server.status("/health", seconds=self._period), meter.moves(self._period)
             )
             paused = self.engine.weights.updating or replica.health is not Health.HEALTHY
-            well = status is not None and (status < 300 or paused)
-            if well and moves is None and not paused:
+            well = replica.server.writing or (status is not None and (status < 300 or paused))
+            if well and moves is None and not (paused or replica.server.writing):
                 well = await self._all_answer(replica)
             missed = 0 if well or moves else missed + 1
             await asyncio.sleep(max(0.0, began + self._period - loop.time()))
@@ -243,11 +244,11 @@ class _Meter:
         self._before: Hashable = None
 
     async def moves(self, seconds: float) -> bool | None:
-        """Whether it made tokens since the last call (True at the first count); None if it has no requests.
+        """Whether it made tokens since the last call (True at the first count); None if it has no requests, or cannot.
 
         A server that does not answer in ``seconds`` makes none.
         """
-        if self._server.paused or not self._server.in_flight:
+        if self._server.paused or self._server.writing or not self._server.in_flight:
             self._before = None
             return None
         try:

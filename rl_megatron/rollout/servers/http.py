@@ -55,6 +55,7 @@ class Server:
         self.url, self.token, self._limit = url.rstrip("/"), token, timeout_seconds
         self.in_flight = 0  # completions that are asked for
         self.paused = False  # whether its sampling is paused
+        self.writing = False  # whether it writes the kernels that it recorded, and answers nothing meanwhile
         self.released = False  # whether its memory is released: of weights and cache, or of its cache alone
         self.priorities = False  # whether it takes requests of less priority first
         self.salt: str | None = None  # names the weights in each request, where prefixes of others stay in the cache
