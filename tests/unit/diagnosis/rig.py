@@ -22,6 +22,7 @@ from rl_megatron.diagnosis.causes import Finding, judge
 from rl_megatron.diagnosis.experiments import Bench, run_experiments
 from rl_megatron.diagnosis.sampling import Parameters
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.rollout.local.batched import InThisProcess
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Samples, Scores, Want
 from rl_megatron.weights.layouts.families import read_shape
@@ -127,21 +128,12 @@ class Embedded:
     engine: LocalEngine
     change: Callable[[GenerationRequest], GenerationRequest] = lambda request: request
     twist: Callable[[Completion], Completion] = lambda completion: completion
-    waiting: list[tuple[GenerationRequest, asyncio.Future[list[Completion]]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._batched = InThisProcess(self.engine)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[list[Completion]] = loop.create_future()
-        if not self.waiting:
-            loop.call_soon(self._serve)  # what is asked in one go is one batch
-        self.waiting.append((self.change(request), answer))
-        return [self.twist(c) for c in await answer]
-
-    def _serve(self) -> None:
-        waiting, self.waiting = self.waiting, []
-        answers = self.engine.generate([request for request, _ in waiting])
-        for (_, future), completions in zip(waiting, answers, strict=True):
-            future.set_result(completions)
+        return [self.twist(c) for c in await self._batched.generate(self.change(request))]
 
 
 @dataclass(kw_only=True)
