@@ -47,10 +47,16 @@ def test_it_has_a_node_of_its_own_and_is_restarted_there(cluster: Cluster) -> No
     assert not job.processes()
 
 
-def test_given_up_it_ends_the_run_by_its_name(cluster: Cluster) -> None:
-    job, _ = submitted(cluster, "unjudged", "services.judge.restarts=0")
+def test_in_a_heterogeneous_job_it_has_a_component_and_given_up_it_ends_the_run_by_its_name(cluster: Cluster) -> None:
+    component = ("slurm.heterogeneous=true", "slurm.services.memory_per_node=2000")
+    job, mark = submitted(cluster, "unjudged", *component, "services.judge.restarts=1")
     job.until_step(1)
+    (first,) = starts(mark)
+    judge(job).kill()
+    job.until(lambda: len(starts(mark)) == 2, "its restart")
+    assert starts(mark)[1][1] == first[1]
     judge(job).kill()
     assert job.end() == "FAILED", job.said()
-    assert "services.judge.restarts=0 are used up" in job.log(), job.log()[-3000:]
+    assert "services.judge.restarts=1 are used up" in job.log(), job.log()[-3000:]
+    assert (job.run / "placement.txt").read_text().splitlines()[-1] == "service judge: node 1"
     assert not job.processes()
