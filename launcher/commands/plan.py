@@ -14,7 +14,7 @@ from rich.table import Table
 from launcher.programs.exact import refuse_hidden, show_dry_runs
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.speeds import SpeedsSection
+from rl_megatron.config.sections.slurm import SpeedsSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape

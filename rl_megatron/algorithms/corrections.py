@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, mean_per_sequence
-from rl_megatron.config.sections.algorithm import CorrectionSection, CorrectionWeight
+from rl_megatron.config.sections.correction import CorrectionSection, CorrectionWeight
 from rl_megatron.types import LossInputs
 
 

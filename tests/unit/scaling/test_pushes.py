@@ -12,7 +12,7 @@ import torch
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.speeds import SpeedsSection
+from rl_megatron.config.sections.slurm import SpeedsSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape

@@ -1,0 +1,59 @@
+"""The ``algorithm.correction`` section: weights of tokens for the gap between engine and learner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rl_megatron.section import NonNegativeFloat, PositiveFloat, Section
+
+WeightName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+
+
+class CorrectionWeight(Section):
+    """One more weight, under a name of yours; a token's loss is multiplied by all of them."""
+
+    mode: Literal["none", "truncate", "mask", "band"] = "none"
+    """Clamp the weight (TIS), zero it outside the band (IcePop), or keep only what is inside, at weight 1."""
+    level: Literal["token", "sequence", "product"] = "token"
+    """One weight per token, or one per sequence: length-normalised (sequence), or the product over its tokens."""
+    low: NonNegativeFloat = 0.0
+    """Least weight, as a ratio."""
+    high: PositiveFloat = 2.0
+    """Greatest weight, as a ratio."""
+    of: Literal["all", "positive", "negative"] = "all"
+    """Weigh every token, or only those of positive or negative advantage; the others have weight 1."""
+
+
+class CorrectionSection(CorrectionWeight):
+    """Weights each loss by pi_old / pi_rollout to correct the gap between engine and learner; ``mode=none`` is off."""
+
+    times: Mapping[WeightName, CorrectionWeight] = Field(default_factory=dict)
+    veto: NonNegativeFloat = 0.0
+    """Drop sequences in which a token has a ratio pi_old / pi_rollout below this; 0 is off."""
+    off_policy_delta: PositiveFloat | None = None
+    """Drop sequences of negative advantage whose mean(log pi_rollout - log pi), in nats, is above this; null is off."""
+
+    @property
+    def acts(self) -> bool:
+        """Whether any weight can differ from 1."""
+        return bool(self.weights) or self.veto > 0 or self.off_policy_delta is not None
+
+    @property
+    def weights(self) -> tuple[CorrectionWeight, ...]:
+        """The weights that are multiplied: this section's own, unless it is off, and those of ``times``."""
+        every: tuple[CorrectionWeight, ...] = (self, *self.times.values())
+        return tuple(one for one in every if one.mode != "none")
+
+    @model_validator(mode="after")
+    def _each_acts_and_is_in_order(self) -> Self:
+        for name, one in self.times.items():
+            if one.mode == "none":
+                raise ValueError(f"algorithm.correction.times.{name}.mode=none: it does nothing; leave {name} out")
+        every: dict[str, CorrectionWeight] = {"algorithm.correction": self}
+        for key, one in {**every, **{f"algorithm.correction.times.{n}": w for n, w in self.times.items()}}.items():
+            if one.low > one.high:
+                raise ValueError(f"{key}.low={one.low} is above {key}.high={one.high}; swap them")
+        return self
