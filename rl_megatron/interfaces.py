@@ -152,6 +152,10 @@ class Learner(FrozenModel, Protocol):
         then. After waves ``scale`` is the planned count over the actual one."""
         ...
 
+    async def drop(self) -> None:
+        """Drop the gradients since the last ``step``; neither weights nor the optimizer change."""
+        ...
+
     async def save(self, folder: Path) -> Saving:
         """Write model and optimizer shards into ``folder`` (which exists), as they are now.
 

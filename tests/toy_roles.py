@@ -120,6 +120,10 @@ class Toy:
         self.heard.append(("step", learning_rate, self.weights.numpy().tobytes()))
         return StepResult(grad_norm=float(gradient.norm()))
 
+    async def drop(self) -> None:
+        self.gradient = None
+        self.heard.append(("drop",))
+
     def _inputs(self, samples: Samples, batch: Batch, weights: Tensor) -> LossInputs:
         ids, of = sequence_ids(samples.cu_seqlens), self._of(samples, weights)
         zeros = torch.zeros(len(ids))

@@ -29,7 +29,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.progress import Progress
 from rl_megatron.rollout.teachers import Teacher, Teachers
 from rl_megatron.services import Services
-from rl_megatron.training.stopping import unless_stopped
+from rl_megatron.training.tasks import unless_stopped
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import job_shape
 

@@ -81,6 +81,10 @@ class LearnerGroup(Learner):
             return replace(skipped[0], culprits=tuple(c for a in skipped for c in a.culprits))
         return answers[0]
 
+    @override
+    async def drop(self) -> None:
+        await self._group.each("drop", self._role)
+
     async def _check_routes(self, batch: Batch) -> None:
         """Raise RLMegatronError for routes of another model."""
         routes = batch.samples.routes

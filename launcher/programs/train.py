@@ -36,7 +36,7 @@ from rl_megatron.scaling.estimates import estimate
 from rl_megatron.services import Services
 from rl_megatron.training.checkpoints import Checkpoint
 from rl_megatron.training.loop import Loop
-from rl_megatron.training.stopping import unless_stopped
+from rl_megatron.training.tasks import unless_stopped
 
 logger = logging.getLogger(__name__)
 

@@ -78,6 +78,10 @@ class _Learner(_Frozen):
         await self.servers.release()
         return await self.learner.step(learning_rate, scale)
 
+    async def drop(self) -> None:
+        await self.servers.release()
+        await self.learner.drop()
+
     async def save(self, folder: Path) -> Saving:
         return await self.learner.save(folder)
 

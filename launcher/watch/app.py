@@ -27,7 +27,7 @@ from rl_megatron.observability.charts import FRAME
 from rl_megatron.observability.samples import SampleSearch, search_samples
 from rl_megatron.rollout.endpoint.bodies import ReceivePart, SendPart, method_of, respond
 from rl_megatron.rollout.endpoint.served import RequestRefused
-from rl_megatron.training.stopping import unless_stopped
+from rl_megatron.training.tasks import unless_stopped
 
 logger = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ class RankModels:
     """The models of a rank of ``setup.role``, and the world of its ranks."""
 
     CALLS: tuple[str, ...] = (
-        *("start_from", "release", "score", "routed_layers", "backward", "forget", "step"),
+        *("start_from", "release", "score", "routed_layers", "backward", "forget", "step", "drop"),
         *("save", "written", "durable", "verify", "load", "begin_kernels", "end_kernels", "close"),
     )
 
@@ -249,6 +249,10 @@ class RankModels:
         """Make an optimizer step with ``scale`` times the accumulated gradients. Raises RLMegatronError if there are
         none."""
         return self._learner(role).step(learning_rate, scale)
+
+    def drop(self, role: str) -> None:
+        """Drop the accumulated gradients. Raises RLMegatronError if there are none."""
+        self._learner(role).drop()
 
     def save(self, role: str, folder: Path) -> None:
         """Write this rank's shards, or with ``checkpoint.async_save`` begin to. Raises CheckpointError."""

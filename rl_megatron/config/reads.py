@@ -86,9 +86,9 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "prompt_mean": (),
     },
     "old_logprobs": {
-        "learner": _OF_THE_GAP,
-        "interpolated": _OF_THE_GAP,
-        "rollout": (),  # the old policy is the one that sampled
+        "learner": (*_OF_THE_GAP, "old_kl_limit"),
+        "interpolated": _OF_THE_GAP,  # this old policy follows the current one
+        "rollout": ("old_kl_limit",),  # the old policy is the one that sampled
     },
     "correction.mode": {"none": (), "truncate": _CORRECTION, "mask": _CORRECTION, "band": _CORRECTION},
     "tokens.choose": {
@@ -204,7 +204,7 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
     if not _applies_a_template(config):
         reason = "no data has chat_template=true or messages_field, and no environment has template=chat"
         out |= dict.fromkeys(_set(model, variables), reason)
-    for leaf, reason in _without_effect(config.algorithm):
+    for leaf, reason in _without_effect(config):
         for _ in _set(algorithm, leaf):
             out.setdefault(leaf, reason)
     train = dict(_leaves("train", config.train))
@@ -281,8 +281,12 @@ def _unread_weights(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield key, f"{engine} samples in the learner's processes, and only servers use it"
 
 
-def _without_effect(a: AlgorithmSection) -> Iterator[tuple[str, str]]:
-    """Keys that several choices together make useless, and why."""
+def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Keys of the algorithm that several choices together make useless, and why."""
+    a, train = config.algorithm, config.train
+    if train.epochs * train.minibatches == 1 and a.old_logprobs == "learner":
+        reason = "with train.epochs=1 and train.minibatches=1 the only optimizer step begins at the old policy"
+        yield "algorithm.old_kl_limit", reason
     if a.preference_beta is None:
         yield "algorithm.preference_per_token", "without algorithm.preference_beta no pairs are trained on"
     if not a.needs_reference:

@@ -64,6 +64,11 @@ def _of_batches(c: RunConfig) -> Iterator[tuple[str, str]]:
             f"algorithm.tokens.choose={a.tokens.choose}",
             "the tokens to choose are the batch's; set tokens.choose=all",
         )
+    if a.old_kl_limit is not None:
+        yield (
+            f"algorithm.old_kl_limit={a.old_kl_limit:g}",
+            "the batch's KL is known after its last wave, and its one step is made then; set old_kl_limit=null",
+        )
     if a.nll_coefficient:
         yield (
             f"algorithm.nll_coefficient={a.nll_coefficient:g}",

@@ -193,24 +193,15 @@ class MegatronLearner(MegatronScorer):
 
         Raises RLMegatronError if ``backward`` was not called since the last step.
         """
-        if not self._added:
-            raise RLMegatronError("there is no gradient to step with; call backward before step")
-        self.unpark()
-        added, self._added = self._added, []
-        self._heap.step()
-        activity.part("optimizer")
-        finalize_model_grads(self._trained)
+        added = self._reduced()
         if scale != 1.0:  # the gradients of a whole batch keep their bits
             for chunk in self._trained:
                 chunk.scale_gradients(scale)
-        grad_norm, of_draft = norm_of(self._optimizer), self._norm_of_draft()
+        grad_norm, of_draft = norm_of(self._optimizer), 0.0 if self._draft is None else norm_of(self._draft.optimizer)
         finite = math.isfinite(grad_norm) and math.isfinite(of_draft)
         if finite:
             self._step(learning_rate, grad_norm, of_draft)
-        self._optimizer_of_all.zero_grad()  # frees copies in float32
-        activity.part("after the optimizer")
-        replayed = any(m.routes is not None for micro_batches, _ in added for m in micro_batches)
-        observed = self._observers.read() | self._balance.read() | (self._routing.read() if replayed else {})
+        observed = self._observed(added)
         if not finite:
             return SkippedStep(grad_norm=grad_norm + of_draft, culprits=self._culprits(added))
         if self._draft is not None:
@@ -218,11 +209,33 @@ class MegatronLearner(MegatronScorer):
         self._balance.move_biases()
         return StepResult(grad_norm=grad_norm, metrics=observed)
 
-    def _norm_of_draft(self) -> float:
-        if self._draft is None:
-            return 0.0
-        self._draft.finalize()
-        return norm_of(self._draft.optimizer)
+    def drop(self) -> None:
+        """Drop the gradients since the last ``step``; weights, moments and the experts' biases keep their bits.
+
+        Raises as ``step``.
+        """
+        self._observed(self._reduced())
+
+    def _reduced(self) -> list[Added]:
+        """Reduce the gradients since the last step, which ends what the last pass may have begun of that; what was
+        added."""
+        if not self._added:
+            raise RLMegatronError("there is no gradient to step with; call backward before step")
+        self.unpark()
+        added, self._added = self._added, []
+        self._heap.step()
+        activity.part("optimizer")
+        finalize_model_grads(self._trained)
+        if self._draft is not None:
+            self._draft.finalize()
+        return added
+
+    def _observed(self, added: Sequence[Added]) -> dict[str, Metric[float]]:
+        """Metrics of the passes, which it resets."""
+        self._optimizer_of_all.zero_grad()  # frees copies in float32
+        activity.part("after the optimizer")
+        replayed = any(m.routes is not None for micro_batches, _ in added for m in micro_batches)
+        return self._observers.read() | self._balance.read() | (self._routing.read() if replayed else {})
 
     def _step(self, learning_rate: float, grad_norm: float, of_draft: float) -> None:
         """Both step, or neither: their optimizers count as many steps."""

@@ -87,6 +87,8 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Source <name>: epochs", metric="source/<name>/epoch"),
             Curve(title="Entropy", metric="entropy"),
             Curve(title="KL from the old policy", metric="kl/old_policy"),
+            Curve(title="KL at which a step ended", metric="kl/stopped_at"),
+            Curve(title="Optimizer steps of a step", metric="steps/made"),
             Curve(
                 title="Importance ratio: mean",
                 metric="ratio/mean",

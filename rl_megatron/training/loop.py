@@ -15,7 +15,7 @@ from rl_megatron.interfaces import Learner
 from rl_megatron.observability.files import JsonValue
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.training.checkpoints import Checkpoint, CheckpointStore, Saved, TrainerState, Unfinished
-from rl_megatron.training.stopping import unless_stopped
+from rl_megatron.training.tasks import unless_stopped
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,13 @@ logger = logging.getLogger(__name__)
 _SHOWN = 8  # names in a message
 
 
+@dataclass(frozen=True, slots=True)
+class TooFar:
+    """No step was made: the policy is ``kl`` nats from the old one."""
+
+    kl: float
+
+
 @dataclass(slots=True, kw_only=True)
 class OptimizerSteps:
     """The optimizer steps of the model ``name``, of which at most ``most`` in a row may be skipped."""
@@ -32,6 +39,27 @@ class OptimizerSteps:
         Logs a skipped step and returns None. Raises RLMegatronError if more than ``most`` in a row were skipped.
         """
         said = await learner.backward(batch, loss)
+        return self.judge(await learner.step(learning_rate), said, batch.micro_batches, prompts)
+
+    async def step_near(
+        self,
+        learner: Learner,
+        batch: Batch,
+        loss: Loss,
+        learning_rate: float,
+        prompts: Iterable[Prompt],
+        *,
+        most_kl: float | None,
+    ) -> Made | TooFar | None:
+        """As `step`, but drop the gradients if ``kl/old_policy`` of the batch, of the model before the step, is above
+        ``most_kl``."""
+        said = await learner.backward(batch, loss)
+        if most_kl is not None:
+            kl = said["kl/old_policy"].value
+            assert isinstance(kl, float)
+            if kl > most_kl:
+                await learner.drop()
+                return TooFar(kl)
         return self.judge(await learner.step(learning_rate), said, batch.micro_batches, prompts)
 
     def judge(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import to_thread
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -51,12 +51,12 @@ from rl_megatron.training.measures import (
     token_versions,
     wanted_of_policy,
 )
-from rl_megatron.training.optimizer_steps import OptimizerSteps
+from rl_megatron.training.optimizer_steps import OptimizerSteps, TooFar
 from rl_megatron.training.schedule import critic_learning_rate, learning_rate, seed_of
-from rl_megatron.training.selection import Selection, selection_of, token_choice
+from rl_megatron.training.selection import Selection, TokenChoice, selection_of, token_choice
+from rl_megatron.training.tasks import AtOnce
 from rl_megatron.types import Batch, Loss, Prompt, RolloutGroup, Samples, Want
 
-T = TypeVar("T")
 Ranks: TypeAlias = NDArray[np.int64]
 """The data-parallel rank of each sequence [S]."""
 
@@ -289,51 +289,74 @@ class Update:
     ) -> Row:
         """Make ``train.epochs`` passes over the batch, each in minibatches of a new order. The metrics of the batch are
         computed beside the first: ranks do not wait for them."""
-        c, roles = self.config, self.roles
-        rate, critic_rate = learning_rate(c, step), critic_learning_rate(c, step)
-        loss = self._loss()
-        value_loss = ValueLoss(clip=c.algorithm.critic.clip)
-        seeds = [seed_of(c.seed, step, epoch) for epoch in range(c.train.epochs)]
+        c = self.config
         choice = token_choice(c.algorithm.tokens, found, seed_of(c.seed, step, c.train.epochs))
+        batches = await to_thread(self._minibatches, samples, choice, step)
+        row: Row = {"learning_rate": learning_rate(c, step), **({} if choice is None else choice.row())}
+        described = asyncio.ensure_future(to_thread(self._described, found, samples, batches))
+        try:
+            policy_steps, critic_steps = await self._steps(batches, step, watch, prompts, row)
+        finally:
+            await asyncio.wait([described])
+        row = described.result() | row
+        row["steps/skipped"] = [*policy_steps, *critic_steps].count(None)
+        row |= policy_row([made for made in policy_steps if made is not None])
+        if c.algorithm.old_kl_limit is not None:
+            row["steps/made"] = len(policy_steps) - policy_steps.count(None)
+        if learnt := [made for made in critic_steps if made is not None]:
+            explained = await to_thread(explained_variance, samples)
+            row |= {"critic/learning_rate": critic_learning_rate(c, step), "critic/explained_variance": explained}
+            row |= critic_row(learnt)
+        return row
+
+    def _minibatches(self, samples: Samples, choice: TokenChoice | None, step: int) -> list[Batch]:
+        """All minibatches of a step that have a token to train on: of others, momentum would move the weights."""
+        train = self.config.train
+        seeds = [seed_of(self.config.seed, step, epoch) for epoch in range(train.epochs)]
 
         def columns_for(samples: Samples, part: NDArray[np.int64]) -> Samples:
             return self._weighted(samples if choice is None else choice(samples, part), part)
 
-        packed = self._packer.minibatches(samples, most=c.train.minibatches, seeds=seeds, weighted=columns_for)
-        every = await to_thread(list, packed)
-        batches = [batch for batch in every if batch.num_tokens]  # else momentum moves the weights
-        row: Row = {"learning_rate": rate, **({} if choice is None else choice.row())}
-        described = asyncio.ensure_future(to_thread(self._described, found, samples, batches))
-        critic = roles.learners.get("critic")
-        policy_steps: list[Made | None] = []  # None: skipped
+        packed = self._packer.minibatches(samples, most=train.minibatches, seeds=seeds, weighted=columns_for)
+        return [batch for batch in packed if batch.num_tokens]
+
+    async def _steps(
+        self, batches: Sequence[Batch], step: int, watch: Stopwatch, prompts: Sequence[Prompt], row: Row
+    ) -> tuple[list[Made | None], list[Made | None]]:
+        """Make the optimizer steps of policy and critic; of each, None if it was skipped.
+
+        The policy makes none from the minibatch on at which it is further from the old one than
+        ``algorithm.old_kl_limit``; the critic makes all. Writes work that was done, and where the policy ended, into
+        the row.
+        """
+        section, roles = self.config.algorithm, self.roles
+        rate, critic_rate = learning_rate(self.config, step), critic_learning_rate(self.config, step)
+        loss, value_loss, critic = self._loss(), ValueLoss(clip=section.critic.clip), roles.learners.get("critic")
+        policy_steps: list[Made | None] = []
         critic_steps: list[Made | None] = []
-        try:
-            for batch in batches:
-                async with AtOnce(watch) as at_once:
-                    trained = valued = None
-                    if critic is None or step > c.algorithm.critic.only_steps:
-                        trained = at_once.begin(
-                            "train", self.policy_steps.step(roles.policy, batch, loss, rate, prompts)
-                        )
-                    if critic is not None:
-                        routed = without_routes(batch)
-                        asked = self.critic_steps.step(critic, routed, value_loss, critic_rate, prompts)
-                        valued = at_once.begin("critic", asked)
-                    if trained is not None:
-                        policy_steps.append(await at_once.end(trained))
-                        self._count_work(batch, row, watch)
-                    if valued is not None:
-                        critic_steps.append(await at_once.end(valued))
-        finally:
-            await asyncio.wait([described])
-        row |= described.result()
-        row["steps/skipped"] = [*policy_steps, *critic_steps].count(None)
-        row |= policy_row([made for made in policy_steps if made is not None])
-        if learnt := [made for made in critic_steps if made is not None]:
-            explained = await to_thread(explained_variance, samples)
-            row |= {"critic/learning_rate": critic_rate, "critic/explained_variance": explained}
-            row |= critic_row(learnt)
-        return row
+        goes_on = critic is None or step > section.critic.only_steps
+        for number, batch in enumerate(batches):
+            if not goes_on and critic is None:
+                break
+            async with AtOnce(watch) as at_once:
+                trained = valued = None
+                if goes_on:
+                    near = partial(self.policy_steps.step_near, most_kl=section.old_kl_limit)
+                    trained = at_once.begin("train", near(roles.policy, batch, loss, rate, prompts))
+                if critic is not None:
+                    asked = self.critic_steps.step(critic, without_routes(batch), value_loss, critic_rate, prompts)
+                    valued = at_once.begin("critic", asked)
+                if trained is not None:
+                    made = await at_once.end(trained)
+                    self._count_work(batch, row, watch)
+                    if isinstance(made, TooFar):
+                        goes_on = False
+                        row |= {"kl/stopped_at": made.kl, **self._packer.metrics(batches[: number + 1])}
+                    else:
+                        policy_steps.append(made)
+                if valued is not None:
+                    critic_steps.append(await at_once.end(valued))
+        return policy_steps, critic_steps
 
     def _count_work(self, batch: Batch, row: Row, watch: Stopwatch) -> None:
         """Add what training on the batch takes to flops/train and to the phase's seconds at the GPUs' peak."""
@@ -341,37 +364,6 @@ class Update:
             row["flops/train"] = float(row.get("flops/train") or 0) + self.training_flops(positions_of(batch))
         if self.seconds_at_peak is not None:
             watch.at_peak("train", self.seconds_at_peak(positions_of(batch)))
-
-
-class AtOnce:
-    """Asks several models concurrently; models that share processes answer one after the other, in the order asked.
-
-    A phase counts only the seconds spent waiting for it, so that phases add up to the time that passed.
-    """
-
-    def __init__(self, watch: Stopwatch) -> None:
-        self._watch = watch
-        self._tasks: list[asyncio.Task[Any]] = []
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    def begin(self, phase: str, question: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start ``question`` after the questions already begun."""
-        task = asyncio.create_task(question, name=phase)
-        self._tasks.append(task)
-        return task
-
-    async def end(self, task: asyncio.Task[T]) -> T:
-        """Wait for the answer, and count the wait for its phase."""
-        with self._watch(task.get_name()):
-            return await task
-
-    async def __aexit__(self, *_: object) -> None:
-        """Cancel what is not finished; errors of other models would have the same cause."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 def positions_of(batch: Batch) -> list[int]:

@@ -86,7 +86,8 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
 
 
 def skipped(megatron: Any, batch: Batch, dp: int) -> list[tuple[int, int]]:
-    """A step with an infinite advantage in sequence `BAD`: it changes no bit; the micro-batches that it names."""
+    """A step with an infinite advantage in sequence `BAD`: it changes no bit, nor do gradients that are dropped; the
+    micro-batches that it names."""
     from rl_megatron.learner.optimizer import inner_optimizers
 
     states = [s for part in inner_optimizers(megatron._optimizer) for s in part.optimizer.state.values()]
@@ -99,11 +100,15 @@ def skipped(megatron: Any, batch: Batch, dp: int) -> list[tuple[int, int]]:
         for p in group["params"]
     ]
     before = [tensor.detach().clone() for tensor in held]
+    counts = {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
+    megatron.backward(batch.micro_batches[dp], CISPO, **counts)
+    megatron.drop()
+    assert all(map(torch.equal, held, before))
     row = [
         replace(m, advantages=torch.full_like(m.advantages, torch.inf)) if BAD in ids else m
         for m, ids in zip(batch.micro_batches[dp], batch.sequences[dp], strict=True)
     ]
-    result = train_step(megatron, row, CISPO, 1e-3, num_tokens=batch.num_tokens, num_sequences=batch.num_sequences)
+    result = train_step(megatron, row, CISPO, 1e-3, **counts)
     assert isinstance(result, SkippedStep)
     assert not math.isfinite(result.grad_norm)
     assert all(map(torch.equal, held, before))
@@ -111,12 +116,16 @@ def skipped(megatron: Any, batch: Batch, dp: int) -> list[tuple[int, int]]:
 
 
 def in_parts(megatron: Any, batch: Batch, dp: int) -> dict[str, float]:
-    """How a step of one backward pass for each half, with a score between them, differs from one of a single pass."""
+    """How a step of one backward pass for each half, with a score between them and a dropped pass before them, differs
+    from one of a single pass."""
     row, counts = batch.micro_batches[dp], {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
     half = len(row) // 2
     found = []
     for parts in ([row], [row[:half], row[half:]] if half else [row]):
         losses = []
+        if len(parts) > 1:
+            megatron.backward(parts[0], CISPO, **counts)
+            megatron.drop()
         for part in parts:
             losses.append(megatron.backward(part, CISPO, **counts))
             megatron.score(part, frozenset({"logprobs"}))

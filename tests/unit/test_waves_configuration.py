@@ -46,6 +46,10 @@ REFUSED = {
     ),
     "algorithm.tokens.choose=second_moment": (["algorithm=m2po"], "the tokens to choose are the batch's"),
     "algorithm.tokens.choose=kl_cov": (["algorithm=kl_cov"], "the tokens to choose are the batch's"),
+    "algorithm.old_kl_limit=0.1": (
+        [f"{R}old_kl_limit=0.1", f"{R}old_logprobs=rollout"],
+        "KL is known after its last wave",
+    ),
     "algorithm.nll_coefficient=0.1": ([f"{R}nll_coefficient=0.1"], "a second denominator beside the loss's"),
     "algorithm.credit=gae": (["algorithm=ppo", f"{R}whiten=false"], "the critic has no waves"),
     "algorithm.preference_beta=0.1": (["algorithm=dpo"], "over the pairs of the batch"),

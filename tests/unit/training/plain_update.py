@@ -49,6 +49,7 @@ class PlainUpdate:
         self.config, self.a = config, config.algorithm
         self.policy, self.reference, self.critic = policy.double(), reference.double(), critic.double()
         self.beta, self.rewards_seen, self.baseline = self.a.kl.coefficient, list[float](), None
+        self.steps_made = 0
         self.bonus, self.bonus_acts, self.entropies = self.a.entropy_coefficient, True, list[float]()
 
     @property
@@ -78,9 +79,12 @@ class PlainUpdate:
         self._measure(said)
         self._credit(said)
         self._choose(said)
+        goes_on, self.steps_made = not self.a.needs_critic or step > self.a.critic.only_steps, 0
         for _ in range(self.config.train.epochs):
             policy, critic = self.policy.clone().requires_grad_(), self.critic.clone().requires_grad_()
-            if not self.a.needs_critic or step > self.a.critic.only_steps:
+            goes_on = goes_on and (self.a.old_kl_limit is None or self._old_kl(said) <= self.a.old_kl_limit)
+            if goes_on:
+                self.steps_made += 1
                 loss = self._preference(said, policy) if self.a.preference_beta else self._loss(said, policy, step)
                 (gradient,) = torch.autograd.grad(loss, policy)
                 self.policy = self.policy - self.config.train.learning_rate * gradient
@@ -226,6 +230,16 @@ class PlainUpdate:
                 if s.raw >= self.config.eval.success_reward:
                     total = total - a.nll_coefficient * logp / right
         return total
+
+    def _old_kl(self, said: list[Said]) -> float:
+        """k3 of KL(old‖current), the mean over the tokens that are trained on."""
+        moved = [
+            float(now) - old
+            for s in said
+            if s.trained
+            for now, old in zip(logprobs(self.policy, s, routed=self.routed), s.old, strict=True)
+        ]
+        return statistics.fmean(math.exp(d) - 1 - d for d in moved)
 
     def _preference(self, said: list[Said], policy: Tensor) -> Tensor:
         assert self.a.preference_beta is not None

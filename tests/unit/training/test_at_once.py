@@ -13,7 +13,8 @@ from rl_megatron.data.packing import Packer
 from rl_megatron.errors import DataError, WorkerDied
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.training.update import AtOnce, Update
+from rl_megatron.training.tasks import AtOnce
+from rl_megatron.training.update import Update
 from rl_megatron.types import Batch, Counts, Loss, Metric
 from tests.unit.training.test_engine_logprobs import LENGTHS, Learner, groups
 

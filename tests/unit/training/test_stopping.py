@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rl_megatron.errors import Stopped
-from rl_megatron.training.stopping import unless_stopped
+from rl_megatron.training.tasks import unless_stopped
 
 
 async def never(ended: list[str]) -> None:
