@@ -52,6 +52,10 @@ BASE = [
     "log.tensorboard=false",
     "learner.ep=1",
 ]
+OF_ROWS = {
+    "grpo_process": ["reward.function=tests.toy_roles:grade_steps"],
+    "luspo": ["train.learning_rate=30.0"],  # at 100 times lengths no ratio is near its limits
+}
 NOT_OF_A_STEP = ("rollout.engine", "rollout.python", "rollout.server")  # what samples: tests of engines
 ELSEWHERE = {  # keys that act outside of a step, and where that is shown
     "algorithm.kl.top_k": "tests/distributed/test_losses_in_layouts.py",
@@ -230,7 +234,7 @@ class Rig:
 @pytest.mark.parametrize("row", ROWS)
 def test_every_key_changes_what_a_step_does_or_is_refused(row: str, tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    given = ["reward.function=tests.toy_roles:grade_steps"] if row == "grpo_process" else []
+    given = OF_ROWS.get(row, [])
     tree = load_config("tiny_cpu", [f"algorithm={row}", *BASE, *given]).model_dump()
     before = [asyncio.run(rig.step(RunConfig.model_validate(tree), batch)) for batch in BATCHES]
     assert all(isinstance(heard[-1], list) for heard in before), before

@@ -317,7 +317,8 @@ def _ratio_problems(a: AlgorithmSection) -> list[str]:
             f"algorithm.ratio_level=sequence_sum gives a detached weight, but {given} needs a ratio with a gradient; "
             "set ratio_level=sequence"
         )
-    if through_ratio and a.ratio_level in {"sequence", "turn"} and a.aggregation != "seq_mean_token_mean":
+    sound = {"sequence": ("seq_mean_token_mean", "seq_mean_token_sum"), "turn": ("seq_mean_token_mean",)}  # LUSPO sums
+    if through_ratio and a.aggregation not in sound.get(a.ratio_level, (a.aggregation,)):
         out.append(
             f"algorithm.aggregation={a.aggregation} lets the ratio of a long sequence weigh more than that of a short "
             f"one under algorithm.ratio_level={a.ratio_level}; set aggregation=seq_mean_token_mean"

@@ -80,6 +80,45 @@ def test_gspo_token_is_gspo_where_the_advantage_is_constant_in_a_sequence() -> N
     torch.testing.assert_close(by_token.advantages, credited("algorithm=gspo").advantages)
 
 
+def sequence_forms(name: str, logprobs: list[list[float]], x: LossInputs) -> list[float]:
+    """|y| min(s A, clip(s) A) of each sequence, or without its length, as the papers write them."""
+    out, starts = [], [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
+    section = load_config("tiny_cpu", [f"algorithm={name}"]).algorithm
+    for first, values in zip(starts, logprobs, strict=True):
+        old, advantage = x.old_logprobs[first : first + len(values)].tolist(), float(x.advantages[first])
+        s = math.exp(sum(a - b for a, b in zip(values, old, strict=True)) / len(values))
+        clipped = min(max(s, 1 - section.clip_low), 1 + section.clip_high)
+        out.append((len(values) if name == "luspo" else 1) * min(s * advantage, clipped * advantage))
+    return out
+
+
+@pytest.mark.parametrize("name", ["luspo", "gspo"])
+@pytest.mark.parametrize("spread", [0.3, 1e-3, 1e-5])
+def test_the_token_form_has_the_gradient_of_the_papers_sequence_form(name: str, spread: float) -> None:
+    """By finite differences, some sequences clipped and some not."""
+    x = batch(spread=spread)
+    value, gradient = evaluate(row(f"algorithm={name}"), x)
+    flat, step = x.logprobs.detach(), 1e-6
+    assert value.item() == pytest.approx(-sum(sequence_forms(name, cut(flat), x)) / len(LENGTHS), rel=1e-9)
+    for t in range(len(flat)):
+        nudge = torch.zeros_like(flat)
+        nudge[t] = step
+        up, down = (sum(sequence_forms(name, cut(flat + sign * nudge), x)) for sign in (1, -1))
+        assert gradient[t].item() == pytest.approx(-(up - down) / (2 * step) / len(LENGTHS), rel=1e-5, abs=1e-7)
+
+
+def cut(flat: Tensor) -> list[list[float]]:
+    return [part.tolist() for part in flat.split(LENGTHS)]
+
+
+def test_luspo_moves_a_token_of_a_long_sequence_as_much_as_one_of_a_short_one() -> None:
+    """GSPO moves it less by the length: the bias that LUSPO is for."""
+    x = replace(batch(spread=0.0), advantages=torch.ones(sum(LENGTHS), dtype=torch.float64))
+    assert evaluate(row("algorithm=luspo"), x)[1].tolist() == pytest.approx([-1 / len(LENGTHS)] * sum(LENGTHS))
+    by_length = [-1 / len(LENGTHS) / n for n in LENGTHS for _ in range(n)]
+    assert evaluate(row("algorithm=gspo"), x)[1].tolist() == pytest.approx(by_length)
+
+
 def test_dr_grpo_times_g_over_g_minus_one_is_rloo() -> None:
     dr_grpo, rloo = credited("algorithm=dr_grpo"), credited("algorithm=rloo")
     torch.testing.assert_close(dr_grpo.advantages * 4 / 3, rloo.advantages)

@@ -168,6 +168,8 @@ def trl(
         token = token + beta * ((x.ref - x.logp).exp() - (x.ref - x.logp) - 1)
         if loss_type == "grpo":
             return per_row(token, x.mask).mean()
+        if loss_type == "luspo":  # of one loss a response, [B, 1], or of each token's
+            return (per_row(token, x.mask) * x.mask.sum(1)).mean()
         length = len(x.mask) * max_completion_length if loss_type == "dr_grpo" else x.mask.sum()
         return (token * x.mask).sum() / length
 
@@ -217,6 +219,7 @@ SAME: list[tuple[list[str], PeerLoss]] = [
     (["=dr_grpo", ".max_length=12"], trl(loss_type="dr_grpo", max_completion_length=12)),
     (["=gspo"], verl("gspo", **GSPO_CLIPS)),
     (["=gspo"], trl("grpo", 3e-4, 4e-4, importance_sampling_level="sequence")),
+    (["=luspo"], trl("luspo", 2e-3, 2.5e-3, importance_sampling_level="sequence")),
     (["=gspo"], slime("gspo", 3e-4, 4e-4)),
     (["=cispo", ".cap_high=1.4"], verl("cispo", clip_ratio_low=1.0, clip_ratio_high=0.4)),
     (["=cispo", ".cap_low=0.8", ".cap_high=1.2"], verl("cispo")),

@@ -160,7 +160,7 @@ def test_a_long_sequence_weighs_no_more_than_a_short_one_in_gspo() -> None:
     """Token-averaged GSPO turns the sign of this loss; the row that would do it is refused."""
     inputs = batch([[-1] * 2, [-1] * 20], advantages=[[-1] * 2, [0.5] * 20])
     assert evaluate(GSPO, inputs)[0].item() == pytest.approx((1 - 0.5) / 2)
-    for aggregation in ("token_mean", "seq_mean_token_sum"):
+    for aggregation in ("token_mean", "seq_mean_token_sum_norm", "prompt_mean"):
         with pytest.raises(ValueError, match="seq_mean_token_mean"):
             changed(GSPO, aggregation=aggregation)
 

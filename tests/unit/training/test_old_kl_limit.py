@@ -80,7 +80,7 @@ def test_limits_of_the_test_above_end_steps_at_different_epochs() -> None:
 
 
 def test_minibatches_behind_the_limit_are_left_out_and_the_rate_is_the_steps_own() -> None:
-    """Of two epochs of three minibatches; each step of a run begins afresh, by a process that knows nothing of before."""
+    """Of two epochs of three minibatches; each step begins afresh, in a process that knows nothing of before."""
     config = config_of({}, minibatches=3, epochs=2, lr_decay="linear", steps=10)
     whole, again, made = Rig(config), Rig(config), []
     for number in (1, 2, 3):
