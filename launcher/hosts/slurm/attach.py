@@ -50,23 +50,33 @@ class Follower:
 def follow(run: Path, show: Callable[[str], None], *, seconds: float = _LOOK_SECONDS) -> bool:
     """Show the output of the run's job until its end. Returns whether it succeeded. ``seconds``: between polls.
 
-    Raises ConfigError if the run has no job, or the job has already ended.
+    Where Slurm does not answer it shows why, goes on with the output, and asks again. Raises ConfigError if the run has
+    no job, the job has already ended, or Slurm does not answer at the start.
     """
     job = jobs.job_of(run)
     status = jobs.status_of(job, run)
     if status.over:
         raise ConfigError(f"{run}: job {job} has ended: {status.text}; rl-megatron logs {run} shows its output")
     show(f"{run}: job {job}, {status.text}; Ctrl-C leaves it running")
-    follower, looks = Follower(run, job), 0
+    follower, looks, said = Follower(run, job), 0, status.text
     while not status.over:
         for line in follower.new():
             show(line)
         time.sleep(seconds)
         looks += 1
         if looks % _ASK_EVERY == 0:
-            before, status = status, jobs.status_of(job, run)
-            if status.text != before.text:
-                show(f"job {job}: {status.text}")
+            before, (status, said) = said, _asked(job, run, status)
+            if said != before:
+                show(f"job {job}: {said}")
     for line in follower.new():
         show(line)
     return status.name == "COMPLETED"
+
+
+def _asked(job: str, run: Path, last: jobs.Status) -> tuple[jobs.Status, str]:
+    """The job's status and a text of it; the ``last`` one, and why, where Slurm does not answer."""
+    try:
+        status = jobs.status_of(job, run)
+    except ConfigError as error:
+        return last, str(error)
+    return status, status.text

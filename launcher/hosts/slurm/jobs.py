@@ -15,6 +15,8 @@ from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.log import last_line
 from rl_megatron.observability.metrics.table import STEPS
 
+ANSWER_SECONDS = 60.0  # of a command that asks Slurm or cancels; they have limits of their own, which differ by cluster
+
 
 def describe(run: Path) -> str:
     """A run's state from Slurm and its own files: state, reason, last step, and the last line of the job's log.
@@ -104,8 +106,10 @@ _OVER = {
 def status_of(job: str, run: Path) -> Status:
     """The status of the job of ``run``, from Slurm's controller or accounting; of a heterogeneous job, the first
     component's. The controller's job of that number is another's if it prints elsewhere: numbers are given out again.
+
+    Raises ConfigError where Slurm is not installed or does not answer, which is not to say that the job has ended.
     """
-    shown = _slurm("scontrol", "show", "job", "-o", job, check=False).splitlines()
+    shown = _known("scontrol", "show", "job", "-o", job).splitlines()
     # The first entry of a name counts, because a later comment may hold any text. An array shows all tasks.
     parts = [dict(reversed(re.findall(r"(\S+?)=(\S*)", line))) for line in shown]
     named = [part for part in parts if job in (part.get("JobId"), part.get("HetJobId"), _task(part))]
@@ -117,7 +121,7 @@ def status_of(job: str, run: Path) -> Status:
         name = found["JobState"]
         return Status(name=name, text=f"{name}{waits}{on}, restart {found.get('Restarts', '0')}")
     if shutil.which("sacct"):
-        said = _slurm("sacct", "-X", "-n", "-P", "-j", job, "-o", "State", check=False).split("\n")[0]
+        said = _known("sacct", "-X", "-n", "-P", "-j", job, "-o", "State").split("\n")[0]
         if said:
             return Status(name=said.split()[0], text=said)
     return Status(name="GONE", text="gone from Slurm's memory")
@@ -181,11 +185,17 @@ def _task(part: Mapping[str, str]) -> str:
     return f"{part.get('ArrayJobId')}_{part.get('ArrayTaskId')}"
 
 
-def _slurm(*command: str, check: bool = True) -> str:
+def _slurm(*command: str) -> str:
+    """What a command of Slurm prints. Raises ConfigError if it fails, or has not answered in `ANSWER_SECONDS`."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
+        done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), timeout=ANSWER_SECONDS)
     except FileNotFoundError as error:
         raise ConfigError(f"{command[0]} is not installed here; run this on a node of a Slurm cluster") from error
-    if check and done.returncode:
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{' '.join(command)}: no answer in {ANSWER_SECONDS:g} s; sinfo says whether Slurm answers, and the run's "
+            "folder has its logs (jobs/)"
+        ) from error
+    if done.returncode:
         raise ConfigError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout

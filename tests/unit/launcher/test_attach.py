@@ -14,8 +14,10 @@ from rl_megatron.errors import ConfigError
 SCONTROL = """#!/bin/sh
 # The next line of the file beside it, the last one for ever; with that the job's script says its last word.
 file=$(dirname "$0")/states
-head -n 1 "$file"
+line=$(head -n 1 "$file")
 if [ "$(wc -l <"$file")" -gt 1 ]; then sed -i 1d "$file"; else echo "job 7 ends" >>"$(dirname "$0")/run/jobs/7.txt"; fi
+case $line in *=SILENT*) echo "Unable to contact slurm controller" >&2; exit 1 ;; esac
+echo "$line"
 """
 
 
@@ -90,3 +92,16 @@ def test_a_run_without_a_job_and_one_that_is_over_are_refused(
     slurm("FAILED")
     with pytest.raises(ConfigError, match=r"job 7 has ended: FAILED on n1.*; rl-megatron logs .*/run shows"):
         follow(run, print)
+
+
+def test_a_job_is_followed_on_while_slurm_does_not_answer(run: Path, slurm: Callable[..., None]) -> None:
+    slurm("RUNNING", "SILENT", "SILENT", "RUNNING", "COMPLETED")
+    shown: list[str] = []
+    assert follow(run, shown.append, seconds=0.001)
+    said = [line for line in shown if line.startswith("job 7: ")]
+    assert said == [
+        "job 7: scontrol show job -o 7: Unable to contact slurm controller",
+        "job 7: RUNNING on n1, restart 0",
+        "job 7: COMPLETED on n1, restart 0",
+    ]
+    assert shown[-1] == "job 7 ends"

@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from launcher.hosts.slurm import jobs
 from launcher.hosts.slurm.jobs import status_of
 from launcher.programs import submit
 from rl_megatron.errors import ConfigError
 
 RECORDED = json.loads((Path(__file__).parent / "golden" / "scontrol.json").read_text())
+NO_ACCOUNTS = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
+
+
+def stand_in(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
 
 
 @pytest.mark.parametrize(
@@ -32,8 +39,8 @@ def test_the_status_is_what_slurm_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, situation: str, job: str, text: str, over: bool
 ) -> None:
     (tmp_path / "said").write_text("".join(f"{line}\n" for line in RECORDED[situation]))
-    (tmp_path / "scontrol").write_text(f"#!/bin/sh\ncat {tmp_path}/said\n")
-    (tmp_path / "scontrol").chmod(0o755)
+    stand_in(tmp_path / "scontrol", f"cat {tmp_path}/said")
+    stand_in(tmp_path / "sacct", NO_ACCOUNTS)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     logs = [line.partition(" StdOut=")[2].partition(" ")[0] for line in RECORDED[situation]]
     found = status_of(job, Path(logs[0]).parent / "run")
@@ -48,3 +55,20 @@ def test_slurm_that_does_not_answer_is_waited_for_no_longer(monkeypatch: pytest.
     monkeypatch.setattr(submit, "SLURM_SECONDS", 0.2)
     with pytest.raises(ConfigError, match=r"sleep 60: no answer in 0\.2 s; sinfo says"):
         submit.call_slurm(["sleep", "60"])
+
+
+@pytest.mark.parametrize("name", ["scontrol", "sacct"])
+def test_a_job_is_not_gone_because_slurm_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(jobs, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    stand_in(tmp_path / "scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    stand_in(tmp_path / "sacct", NO_ACCOUNTS)
+    assert status_of("7", tmp_path).name == "GONE"
+    stand_in(tmp_path / name, "exec sleep 60")
+    with pytest.raises(ConfigError, match=rf"{name} .* 7.*: no answer in 0\.2 s; sinfo says whether Slurm answers"):
+        status_of("7", tmp_path)
+    stand_in(tmp_path / name, "echo 'error: Unable to contact slurm controller (connect failure)' >&2; exit 1")
+    with pytest.raises(ConfigError, match=rf"{name} .*: error: Unable to contact slurm controller"):
+        status_of("7", tmp_path)
