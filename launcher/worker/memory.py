@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from launcher.wire.setup import Setup
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.shape import ModelShape
@@ -14,6 +16,8 @@ from rl_megatron.observability.timeline.kernels import FOLDER
 from rl_megatron.options.table import changes
 from rl_megatron.placement.names import file_stem
 from rl_megatron.scaling.memory import CHANGES, Footprint, footprints
+from rl_megatron.weights.layouts.families import read_shape
+from rl_megatron.weights.layouts.learner import job_shape
 
 _GB = 1e9
 _ENTRIES = 200_000  # allocations and frees that are remembered, the latest
@@ -24,13 +28,25 @@ def remember() -> None:
     torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
 
 
-def lines_of_memory(config: RunConfig, policy: ModelShape, role: str, rank: int, run_folder: Path) -> Iterator[str]:
+@contextmanager
+def telling_of_memory(setup: Setup, rank: int) -> Iterator[None]:
+    """Have an error inside for want of a GPU's memory carry `lines_of_memory` of this rank as notes."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        for line in lines_of_memory(setup, rank):
+            error.add_note(line)
+        raise
+
+
+def lines_of_memory(setup: Setup, rank: int) -> Iterator[str]:
     """The plan of this rank's GPU beside what torch holds of it now; a snapshot with ``profile.memory``.
 
-    ``policy``: the sizes of the policy. Nothing is raised: the rank has an error already.
+    Nothing is raised: the rank has an error already.
     """
+    config, role = setup.config, setup.role
     try:
-        planned = _planned(config, policy, role, rank)
+        planned = _planned(config, job_shape(config, read_shape(setup.model_folder, config.learner.model)), role, rank)
         terms = ", ".join(f"{name} {size / _GB:.3g}" for name, size in planned.terms.items() if size)
         yield f"the plan of its GPU, {planned.total / _GB:.3g} GB: {terms}"
         yield f"the largest, {planned.largest}: {({**CHANGES, **changes()})[planned.largest]}"
@@ -45,7 +61,7 @@ def lines_of_memory(config: RunConfig, policy: ModelShape, role: str, rank: int,
             f"outside of torch, of {whole / _GB:.1f}"
         )
     if config.profile.memory:
-        yield _snapshot(run_folder / FOLDER / f"out_of_memory_{file_stem(role, rank)}.pickle")
+        yield _snapshot(setup.run_folder / FOLDER / f"out_of_memory_{file_stem(role, rank)}.pickle")
     else:
         yield "profile.memory=true writes a snapshot of what was allocated where, for pytorch.org/memory_viz"
 

@@ -7,7 +7,7 @@ have their own ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -68,6 +68,8 @@ class RankModels:
             store=store,
             first_device=setup.first_device,
         )
+        if config.profile.memory:
+            remember()
         self._relay, self._rows = world.Relay(config.learner, rank), HeldRows()
         self._learners = self._make_learners(config, setup.role)
         if config.run.slow_factor is not None and config.learner.dims.world_size > 1:
@@ -79,9 +81,6 @@ class RankModels:
         self._saving: dict[str, ShardSave] = {}  # those in hand, by role
         self._shares_gpus = setup.role == LEARNER  # with servers; separate roles have nodes of their own
         self._kernels = Recording()
-        self._run_folder, self._role, self._policy = setup.run_folder, setup.role, policy
-        if config.profile.memory:
-            remember()
         if config.profile.nvtx:
             activity.mark_with(torch.cuda.nvtx)
         self._hf = hf_layout(self._shape)
@@ -283,12 +282,6 @@ class RankModels:
     def end_kernels(self, file: Path) -> Recorded | str:
         """Write what was recorded since `begin_kernels`. Returns why it cannot be written, if so. Not collective."""
         return self._kernels.end(file)
-
-    def lines_of_memory(self) -> Iterator[str]:
-        """What a rank says whose GPU is full."""
-        from launcher.worker.memory import lines_of_memory
-
-        return lines_of_memory(self._config, self._policy, self._role, self._rank, self._run_folder)
 
     def close(self) -> None:
         """Wait for every rank, then leave the process groups."""

@@ -71,6 +71,7 @@ def run_worker(connection: Connection, rank: int, store: int | None = None) -> N
     sys.path.append(str(setup.code))
     if setup.config.learner.deterministic:
         os.environ.update(of_one_order(os.environ))
+    from launcher.worker.memory import telling_of_memory
     from rl_megatron.observability.log import run_log
 
     if setup.stacks is not None:
@@ -78,7 +79,8 @@ def run_worker(connection: Connection, rank: int, store: int | None = None) -> N
         stacks.register(setup.stacks / f"{name}.txt", silence=0.45 * setup.config.learner.timeout_seconds)
     calls: Calls = SimpleQueue()
     threading.Thread(target=_hear, args=(connection, calls), name="hear", daemon=True).start()
-    with run_log(setup.run_folder, role="rank" if setup.role == LEARNER else setup.role, rank=rank):
+    logged = run_log(setup.run_folder, role="rank" if setup.role == LEARNER else setup.role, rank=rank)
+    with logged, telling_of_memory(setup, rank):
         worker = (Worker if setup.role == LEARNER else RankModels)(setup, rank, store)
         say(connection, "ok", worker.gpu)
         _serve(connection, worker, calls)
@@ -120,8 +122,6 @@ def _hear(connection: Connection, calls: Calls) -> None:
 
 
 def _serve(connection: Connection, worker: RankModels, calls: Calls) -> None:
-    import torch
-
     from rl_megatron.observability import speed
 
     counts = Counter[str]()
@@ -132,12 +132,7 @@ def _serve(connection: Connection, worker: RankModels, calls: Calls) -> None:
         activity.begin(name, counts[name])
         if name not in worker.CALLS:
             raise RLMegatronError(f"worker has no call {name!r}; it has {', '.join(worker.CALLS)}")
-        try:
-            answer = getattr(worker, name)(*arguments)
-        except torch.OutOfMemoryError as error:
-            for line in worker.lines_of_memory():
-                error.add_note(line)
-            raise
+        answer = getattr(worker, name)(*arguments)
         activity.rest()
         say(connection, "ok", answer, speed.taken(), ranks.timed(arrived))
         if name == "close":

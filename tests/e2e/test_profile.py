@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from rl_megatron.learner.model.layers import torch_layer_spec
 
 class Full(TransformerLayer):
-    def forward(self, hidden_states, **_):
+    def {where}(self, *_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 def full(shape, layer):
@@ -80,9 +80,10 @@ def test_steps_are_profiled_as_configured_and_as_asked(place: Place, capsys: pyt
         assert around["ts"] - 2000 <= one["ts"] <= one["ts"] + one["dur"] <= around["ts"] + around["dur"] + 2000
 
 
-def test_a_rank_whose_memory_is_full_says_the_plan_of_it(place: Place) -> None:
-    (place.folder / "full_layers.py").write_text(FULL)
-    run = place.fork("full", "learner.ep=1", EVEN, "learner.layers=full_layers:full")
+@pytest.mark.parametrize("where", ["__init__", "forward"])
+def test_a_rank_whose_memory_is_full_says_the_plan_of_it(place: Place, where: str) -> None:
+    (place.folder / f"full_{where}.py").write_text(FULL.replace("{where}", where))
+    run = place.fork(f"full{where}", "learner.ep=1", EVEN, f"learner.layers=full_{where}:full")
     assert run.end() == 1
     text = " ".join(run.text().split())
     assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB." in text
