@@ -20,7 +20,8 @@ Every key with its default, generated from `rl_megatron/config/` (CONTRIBUTING.m
 A run's configuration is a file of `conf/` (`--config tiny_cpu`, or your own `--config my/run.yaml`), which holds only
 what differs from the defaults below, changed by the overrides on the command line:
 
-```
+<!-- not run: minutes; the command is parsed and its configuration loaded -->
+```sh
 rl-megatron train algorithm=cispo learner.tp=2 train.steps=50
 ```
 

@@ -1,12 +1,15 @@
-"""The paths and tests that documents name exist."""
+"""The paths and tests that documents name exist, and the site shows what their comments say."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.documents import blocks
 
 REPO = Path(__file__).resolve().parents[2]
 DOCUMENTS = [REPO / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")]
@@ -43,3 +46,18 @@ def test_every_page_is_in_the_sites_navigation_once() -> None:
     listed = re.findall(r"^ +- (\S+\.md)$", (REPO / "docs" / "site.yaml").read_text(encoding="utf-8"), re.M)
     pages = [str(path.relative_to(REPO)) for path in [*DOCUMENTS, REPO / "CHANGELOG.md"]]
     assert sorted(listed) == sorted(pages)
+
+
+def test_the_site_shows_whether_each_block_of_commands_is_run() -> None:
+    (name,) = re.findall(r"^hooks: \[(\S+)\]", (REPO / "docs" / "site.yaml").read_text(encoding="utf-8"), re.M)
+    shown = runpy.run_path(str(REPO / "docs" / name))["on_page_markdown"]
+    assert shown("<!-- run -->\n```sh\n<!-- run by tests/x_y.py -->\n<!-- a note -->\n", page=None).splitlines() == [
+        *("<small>Run by a test</small>", "", "```sh"),
+        *(r"<small>Run by tests/x\_y.py</small>", "", "<!-- a note -->"),
+    ]
+    assert shown("  <!-- not run: wants a_b* & more -->\n") == (
+        "  <small>Not run here: wants a\\_b\\* &amp; more</small>\n\n"
+    )
+    for document in DOCUMENTS:
+        marks = [block.mark for block in blocks(document, "sh", "bash", "shell", "console")]
+        assert shown(document.read_text(encoding="utf-8")).count("<small>") == len(marks), document
