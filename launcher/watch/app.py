@@ -24,7 +24,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rl_megatron.errors import DataError, Stopped
 from rl_megatron.observability import report
 from rl_megatron.observability.charts import FRAME
-from rl_megatron.observability.samples import SampleSearch, search_samples
+from rl_megatron.observability.samples import SampleSearch, prompt_digest, search_samples
 from rl_megatron.rollout.endpoint.bodies import ReceivePart, SendPart, method_of, respond
 from rl_megatron.rollout.endpoint.served import RequestRefused
 from rl_megatron.training.tasks import unless_stopped
@@ -35,7 +35,7 @@ SAMPLES_AT_ONCE = 50
 _PATHS = {"/": "GET", "/report": "GET", "/samples": "GET"}
 MOST_CHARACTERS = 2**21  # of the samples of an answer; one that is longer comes alone
 _READ = ("config.yaml", "metrics.jsonl", "samples.jsonl", "trace.json", "plan.json", "log.txt")  # a change: a new page
-_KINDS = {"text": str, "prompt": str, "least_reward": float, "most_reward": float}  # all others are integers
+_KINDS = {"text": str, "group": str, "least_reward": float, "most_reward": float}  # all others are integers
 _PLAIN, _HTML, _JSON = b"text/plain; charset=utf-8", b"text/html; charset=utf-8", b"application/json"
 
 
@@ -145,7 +145,7 @@ class WatchApplication:
             for row in rows
         )
         fitting = max(1, sum(length <= MOST_CHARACTERS for length in accumulate(lengths)))
-        found = [asdict(row) for row in rows[:fitting]]
+        found = [asdict(row) | {"group": prompt_digest(row.prompt)} for row in rows[:fitting]]
         return json.dumps({"samples": found, "more": more or fitting < len(rows)}).encode()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as dataclass_fields
@@ -44,7 +45,7 @@ class SampleSearch:
     least_length: int | None = None
     most_length: int | None = None
     step: int | None = None
-    prompt: str | None = None  # the whole one: with ``step``, a group
+    group: str | None = None  # `prompt_digest` the prompt, with ``step``
 
     def finds(self, row: SampleRow) -> bool:
         """Whether the row is one of them."""
@@ -56,8 +57,13 @@ class SampleSearch:
             and (self.least_length is None or len(row.completion) >= self.least_length)
             and (self.most_length is None or len(row.completion) <= self.most_length)
             and (self.step is None or row.step == self.step)
-            and (self.prompt is None or row.prompt == self.prompt)
+            and (self.group is None or prompt_digest(row.prompt) == self.group)
         )
+
+
+def prompt_digest(prompt: str) -> str:
+    """A short name of the completions of a step to one prompt, which may be too long for an address."""
+    return hashlib.sha256(prompt.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 class SamplesWriter:

@@ -194,8 +194,8 @@ def test_samples_are_found_by_text_reward_length_and_group_the_latest_first(clie
         28,
         27,
     ]
-    whole = client.samples(step=5, prompt="1+1=")
-    assert [row["completion"] for row in whole["samples"]] == ["said-5;"]
+    (one,) = client.samples(text="said-5")["samples"]
+    assert client.samples(step=5, group=one["group"])["samples"] == [one]
     assert EVIL in client.samples(step=8, most_length=1)["samples"][0]["prompt"]
 
 
@@ -210,6 +210,18 @@ def test_long_samples_come_few_at_a_time_and_none_is_left_out(tmp_path: Path) ->
             found = client.samples(step=2, skip=sum(map(len, answers)))
             answers.append([len(row["completion"]) for row in found["samples"]])
     assert answers == [[MOST_CHARACTERS // 2] * 2, [7, 5], [MOST_CHARACTERS + 1]]
+
+
+def test_a_group_of_a_long_prompt_is_found(tmp_path: Path) -> None:
+    """No address has room for the prompt."""
+    folder, samples = a_run(tmp_path / "a", steps=1), SamplesWriter(tmp_path / "a")
+    prompts = [f"{'x' * 200_000}{end}" for end in ("", "", "y")]
+    samples.write(SampleRow(step=2, prompt=p, completion=str(i), answer="", reward=0) for i, p in enumerate(prompts))
+    samples.close()
+    with served([folder]) as client:
+        rows = client.samples(step=2)["samples"]
+        found = client.samples(step=2, group=rows[-1]["group"])["samples"]
+    assert [row["completion"] for row in found] == ["1", "0"]
 
 
 def test_a_page_that_is_being_made_holds_back_no_end(run: Path) -> None:

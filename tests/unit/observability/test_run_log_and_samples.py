@@ -23,6 +23,7 @@ from rl_megatron.observability.samples import (
     SampleSearch,
     SamplesWriter,
     SampleTurn,
+    prompt_digest,
     read_samples,
     samples_between,
     search_samples,
@@ -123,5 +124,5 @@ def test_completions_of_a_group_are_beside_one_another(tmp_path: Path) -> None:
         recorder.write_samples(3, groups)
     path = tmp_path / "samples.jsonl"
     assert [(row.prompt, row.reward) for row in read_samples(path)] == [("a", 0), ("a", 1), ("b", 1), ("b", 0)]
-    found, _ = search_samples(path, SampleSearch(step=3, prompt="a"), skip=0, limit=9)
+    found, _ = search_samples(path, SampleSearch(step=3, group=prompt_digest("a")), skip=0, limit=9)
     assert [row.reward for row in found] == [1, 0]
