@@ -143,7 +143,7 @@ def lines_of_spent(config: RunConfig, rows: Sequence[Mapping[str, Any]], guess: 
     found = spent(config, rows)
     if not found.steps:
         return
-    yield f"spent in {found.steps:,} steps: {_said(found)}"
+    yield f"spent in {found.steps:,} {'step' if found.steps == 1 else 'steps'}: {_said(found)}"
     if before := warm_start_hours(config, rows):
         yield f"  before them the warm start: {before:,.3g} {found.unit}-hours"
     step = guess.step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,17 @@ def test_the_site_shows_whether_each_block_of_commands_is_run() -> None:
     for document in DOCUMENTS:
         marks = [block.mark for block in blocks(document, "sh", "bash", "shell", "console")]
         assert shown(document.read_text(encoding="utf-8")).count("<small>") == len(marks), document
+
+
+def test_the_versions_that_are_supported_are_those_that_are_asked_for() -> None:
+    """By pyproject.toml and constraints.txt; each row of the table says until when."""
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)", (REPO / "constraints.txt").read_text(), re.M))
+    asked = {re.split(r"[>=<]", line)[0]: re.findall(r"\d[\d.]*", line) for line in project["dependencies"]}
+    text = (REPO / "docs" / "install.md").read_text(encoding="utf-8").partition("### For how long")[2]
+    rows = dict(re.findall(r"^\| ([\w ,-]+) \| ([^|]+) \| [^|]{20,} \|$", text, re.M))
+    assert rows["this project"] == project["version"].rpartition(".")[0]
+    assert rows["Python"].split(", ")[0] == project["requires-python"].removeprefix(">=")
+    assert rows["torch"] == asked["torch"][0] == pinned["torch"].rpartition(".")[0]
+    assert rows["megatron-core"].split(", ") == asked["megatron-core"]
+    assert "vLLM, SGLang" in rows

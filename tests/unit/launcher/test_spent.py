@@ -105,7 +105,9 @@ def test_the_plan_of_as_many_steps_is_beside_it() -> None:
     assert plan.trained == pytest.approx(2 * 1024 * (3584 + 512))
     assert plan.total == pytest.approx(8 * 2 * guess.step.seconds / 3600)
     assert plan.hours["engines"] == pytest.approx(16 * guess.step.predicted.step.parts["rollout"] / 3600)
-    _, before, beside, ratio = lines_of_spent(config, ROWS, guess)
+    first, before, beside, ratio = lines_of_spent(config, ROWS, guess)
+    assert first.startswith("spent in 2 steps: 0.4 GPU-hours")
+    assert next(lines_of_spent(config, ROWS[:3], guess)).startswith("spent in 1 step: ")
     assert before == "  before them the warm start: 0.8 GPU-hours"  # 360 s, of which the plan knows nothing
     assert beside.startswith(f"  planned: {plan.total:,.3g} GPU-hours (learner {plan.hours['learner']:,.3g}, engines")
     found = re.fullmatch(r"  a trained token took ([\d.]+) times the planned GPU-hours", ratio)
