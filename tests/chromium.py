@@ -9,8 +9,10 @@ import re
 import shutil
 import subprocess
 import time
+from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Thread
 from typing import Any, Self
 
 from websockets.sync.client import connect
@@ -37,6 +39,7 @@ class Browser:
         for line in self._process.stderr or ():
             if found := re.search(r"DevTools listening on (ws://\S+)", line):
                 break
+        Thread(target=deque, args=(self._process.stderr, 0), daemon=True).start()  # a full pipe would stop it
         self._stream = self._open.enter_context(connect(found[1], max_size=None, proxy=None))
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
