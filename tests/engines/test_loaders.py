@@ -1,4 +1,4 @@
-"""Models that vLLM's CPU build does not run: its own loaders take what a conversion wrote, each number once."""
+"""Models that engines' CPU builds do not run: their own loaders take what a conversion wrote, each number once."""
 
 from __future__ import annotations
 
@@ -24,28 +24,44 @@ _LATENT = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq
 PUBLISHED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "deepseek_v32": (_LATENT, {}),
     "glm_moe_dsa": ({**_LATENT, "index_topk_pattern": "FSFS"}, {}),
-    "kimi_k25": (_LATENT, {"architectures": ["KimiK25ForConditionalGeneration"]}),
+    "kimi_k25": (
+        {**_LATENT, "architectures": ["DeepseekV3ForCausalLM"]},
+        {"architectures": ["KimiK25ForConditionalGeneration"]},
+    ),
 }
-"""What vLLM reads of the published config.json and transformers does not write: keys of the text model, and others."""
+"""What engines read of a published config.json and transformers does not write: keys of the text model, and others."""
+NOT_PUBLISHED = ("layer_types", "mlp_layer_types")  # which transformers writes since 5.19, and SGLang's refuses
+HALF = {"vllm": None, "sglang": "indexer.weights_proj.weight"}  # what an engine holds in bfloat16
 
 
-def test_vllms_loaders_take_every_number_that_a_conversion_wrote(tmp_path: Path) -> None:
-    """Into models that hold others. All in one process, which takes 20 seconds to begin."""
-    needs("vllm")
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of each model a folder of its own numbers, and what conversions wrote of others, in NAME-ours."""
+    folder = tmp_path_factory.mktemp("published")
     for name, (of_text, above) in PUBLISHED.items():
-        first, second = tmp_path / name, tmp_path / f"{name}-second"
-        for folder in (first, second):
-            save_model(name, folder, vocab_size=64)  # so many that vLLM pads nothing
+        first, second = folder / name, folder / f"{name}-second"
+        for each in (first, second):
+            save_model(name, each, vocab_size=64)  # so many that vLLM pads nothing
         held = {key: tensor + 0.125 for key, tensor in load_file(second / "model.safetensors").items()}
         save_file(held, second / "model.safetensors", {"format": "pt"})
-        convert.hf_to_megatron(second, tmp_path / f"{name}-megatron")
-        convert.megatron_to_hf(tmp_path / f"{name}-megatron", tmp_path / f"{name}-ours")
+        convert.hf_to_megatron(second, folder / f"{name}-megatron")
+        convert.megatron_to_hf(folder / f"{name}-megatron", folder / f"{name}-ours")
         given = json.loads((first / "config.json").read_text()) | above
-        given.get("text_config", given).update(of_text)
+        text = given.get("text_config", given)
+        text |= of_text
+        for key in NOT_PUBLISHED:
+            text.pop(key, None)
         (first / "config.json").write_text(json.dumps(given))
-    folders = [str(tmp_path / f"{name}{end}") for name in PUBLISHED for end in ("", "-ours")]
+    return folder
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_engines_loaders_take_every_number_that_a_conversion_wrote(folders: Path, engine: str) -> None:
+    """Into models that hold others. All by one program, which takes 10 to 20 seconds to begin."""
+    needs(engine)
+    pairs = [str(folders / f"{name}{end}") for name in PUBLISHED for end in ("", "-ours")]
     done = subprocess.run(
-        [interpreter("vllm"), REPO / "tests" / "engines" / "vllm_loads.py", *folders],
+        [interpreter(engine), REPO / "tests" / "engines" / f"{engine}_loads.py", *pairs],
         env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
         capture_output=True,
         text=True,
@@ -54,8 +70,9 @@ def test_vllms_loaders_take_every_number_that_a_conversion_wrote(tmp_path: Path)
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [list(one) for one in found] == [[str(tmp_path / name)] for name in PUBLISHED]
+    assert [list(one) for one in found] == [[str(folders / name)] for name in PUBLISHED]
     for name, said in zip(PUBLISHED, found, strict=True):
-        ours = load_file(tmp_path / f"{name}-ours" / "model.safetensors")
-        numbers = torch.cat([tensor.float().flatten() for tensor in ours.values()]).sort().values
-        assert said[str(tmp_path / name)] == hashlib.sha256(numbers.numpy().tobytes()).hexdigest(), name
+        ours = load_file(folders / f"{name}-ours" / "model.safetensors")
+        held = [t.bfloat16() if (half := HALF[engine]) and key.endswith(half) else t for key, t in ours.items()]
+        numbers = torch.cat([tensor.float().flatten() for tensor in held]).sort().values
+        assert said[str(folders / name)] == hashlib.sha256(numbers.numpy().tobytes()).hexdigest(), name

@@ -1,0 +1,65 @@
+"""Has SGLang's own loaders take models that its CPU build does not run; a program of a test, for SGLang's interpreter.
+
+Of each pair of folders the model is made by the first one and loads its weights, then those of the second. For each it
+prints a line of JSON: the digest of all numbers, in order of size, of the parameters that the second one changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from sglang.srt.configs.device_config import DeviceConfig
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+from sglang.srt.layers.dp_attention import initialize_dp_attention_flags
+from sglang.srt.layers.rotary_embedding import factory
+from sglang.srt.model_loader import get_model
+from sglang.srt.models import kimi_k25
+from sglang.srt.runtime_context import get_parallel, publish
+from sglang.srt.server_args import ServerArgs
+
+_RANKS = [f"{group}_rank" for group in ("tp", "pp", "attn_dp", "attn_tp", "attn_cp", "moe_ep", "moe_tp", "moe_dp")]
+_SIZES = [f"{group}_size" for group in ("pp", "attn_dp", "attn_tp", "attn_dcp", "moe_ep", "moe_dp", "moe_tp")]
+
+
+def load(first: str, second: str) -> None:
+    """Load the second folder into the model of the first one. Once a process: SGLang's arguments are the process's."""
+    arguments = ServerArgs(model_path=first, skip_tokenizer_init=True, dtype="float32", device="cpu")
+    publish(arguments, role="scheduler")
+    init_distributed_environment(1, 0, f"file://{Path(second) / 'rendezvous'}", 0, "gloo")
+    get_parallel().override_permanently(**dict.fromkeys(_RANKS, 0), **dict.fromkeys(_SIZES, 1))
+    initialize_model_parallel()
+    initialize_dp_attention_flags(arguments)
+    config = ModelConfig.from_server_args(arguments)
+    config.hf_config.language_only = True
+    model = get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
+    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    model.load_weights(iter(load_file(Path(second) / "model.safetensors").items()))
+    changed = [tensor for name, tensor in model.named_parameters() if not torch.equal(tensor, before[name])]
+    numbers = torch.cat([tensor.detach().float().flatten() for tensor in changed]).sort().values
+    print(json.dumps({first: hashlib.sha256(numbers.numpy().tobytes()).hexdigest()}), flush=True)
+
+
+def main(pairs: list[tuple[str, str]]) -> None:
+    """Load each pair in a process of its own. Nothing is computed, so sparse attention and its rotary embedding may be
+    a GPU's, and a tower nothing."""
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    factory.get_rope_cpu = lambda *how: factory.get_rope(*how[:-1])
+    kimi_k25.MoonViT3dPretrainedModel = kimi_k25.K2VLMultiModalProjector = lambda *how, **more: torch.nn.Module()
+    for pair in pairs:
+        process = multiprocessing.get_context("fork").Process(target=load, args=pair)
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(f"{pair[0]}: status {process.exitcode}")
+
+
+if __name__ == "__main__":
+    main(list(zip(sys.argv[1::2], sys.argv[2::2], strict=True)))
