@@ -50,6 +50,7 @@ BASE = [
     "train.steps=100",
     "train.learning_rate=100.0",
     "log.tensorboard=false",
+    "log.samples_per_step=0",
     "learner.ep=1",
 ]
 OF_ROWS = {
@@ -154,20 +155,24 @@ class InTwoTurns(RolloutSampler):
 
 
 class Rig:
-    """What a step needs beside its configuration; files are shared, since nobody reads them."""
+    """What a step needs beside its configuration; files are shared, since nobody reads them, and so is the loop, with
+    the threads of its calls."""
 
     sampler: type[RolloutSampler] = RolloutSampler
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, loop: asyncio.AbstractEventLoop) -> None:
+        self.folder, self._loop = folder, loop
         self.progress = Progress(1, "plain", console=Console(file=StringIO()))
         self.prompts = [Prompt(id=f"p{i}", text="", token_ids=(i, i + 1), answer=decode((i, i + 1))) for i in range(8)]
 
-    async def step(
+    def heard(
         self, config: RunConfig, says_one_thing: str = "no step", known: Sequence[Any] | None = None
     ) -> list[object]:
         """Everything that models and engine are asked in two steps, or the error that ends them; of the first alone
         where that is another than what is ``known``."""
+        return self._loop.run_until_complete(self._heard(config, says_one_thing, known))
+
+    async def _heard(self, config: RunConfig, says_one_thing: str, known: Sequence[Any] | None) -> list[object]:
         policy, value = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(table(VOCABULARY, seed=2))
         reference = Toy(table(VOCABULARY, VOCABULARY, seed=3))
         engine = ToyEngine(policy, STARTED, says_one_thing)
@@ -231,12 +236,17 @@ class Rig:
         )
 
 
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    with asyncio.Runner() as runner:
+        yield Rig(tmp_path, runner.get_loop())
+
+
 @pytest.mark.parametrize("row", ROWS)
-def test_every_key_changes_what_a_step_does_or_is_refused(row: str, tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
+def test_every_key_changes_what_a_step_does_or_is_refused(row: str, rig: Rig) -> None:
     given = OF_ROWS.get(row, [])
     tree = load_config("tiny_cpu", [f"algorithm={row}", *BASE, *given]).model_dump()
-    before = [asyncio.run(rig.step(RunConfig.model_validate(tree), batch)) for batch in BATCHES]
+    before = [rig.heard(RunConfig.model_validate(tree), batch) for batch in BATCHES]
     assert all(isinstance(heard[-1], list) for heard in before), before
     silent = []
     for key, annotation in EVERY_KEY.items():
@@ -252,8 +262,7 @@ def test_every_key_changes_what_a_step_does_or_is_refused(row: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("row", ["gspo", "grpo", "cispo"])
-def test_keys_of_turns_change_what_a_step_of_two_turns_does(row: str, tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
+def test_keys_of_turns_change_what_a_step_of_two_turns_does(row: str, rig: Rig) -> None:
     rig.sampler = InTwoTurns
     tree = load_config("tiny_cpu", [f"algorithm={row}", *BASE]).model_dump()
     chains: list[list[tuple[str, object]]] = [
@@ -265,7 +274,7 @@ def test_keys_of_turns_change_what_a_step_of_two_turns_does(row: str, tmp_path: 
         for key, value in keys:  # the rig samples without an environment, for which these keys are refused
             algorithm = type(configs[0].algorithm).model_validate({**configs[-1].algorithm.model_dump(), key: value})
             configs.append(configs[-1].model_copy(update={"algorithm": algorithm}))
-        heard = [asyncio.run(rig.step(each)) for each in configs]
+        heard = [rig.heard(each) for each in configs]
         assert all(isinstance(one[-1], list) for one in heard)
         assert all(one != other for one, other in pairwise(heard)), keys
 
@@ -278,9 +287,7 @@ def acts(rig: Rig, tree: dict[str, Any], key: str, before: list[list[object]]) -
         return all(key.rpartition(".")[2] in str(e) for e in error.errors())
     if key.startswith(tuple(ELSEWHERE)):
         return True
-    return any(
-        asyncio.run(rig.step(config, batch, heard)) != heard for batch, heard in zip(BATCHES, before, strict=True)
-    )
+    return any(rig.heard(config, batch, heard) != heard for batch, heard in zip(BATCHES, before, strict=True))
 
 
 def test_keys_that_act_outside_of_a_step_are_shown_where_it_says() -> None:
