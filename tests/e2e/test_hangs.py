@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 
+import rl_megatron.learner.megatron  # noqa: F401  as in a rank, before anything of megatron-core: it then compiles nothing
 from rl_megatron.learner import trained
 from tests.e2e.processes import Place, Run, alive
 
