@@ -1,8 +1,8 @@
 """Corrects the gap between the engine that samples and the learner that trains, by weights pi_old / pi_rollout.
 
 TIS is truncate at 2; IcePop is mask to 0.5 .. 5; the geometric band is band at sequence level, 0.999 .. 1.002;
-decoupled PPO is the clip objective with truncate at 5. Several are multiplied. Denominators stay those of the whole
-batch: a token left out counts as a loss of 0. Letters: T positions, S sequences, N tokens of a minibatch.
+decoupled PPO is the clip objective with truncate at 5; reject is verl's rejection by k2 or k3. Several are multiplied.
+Denominators stay those of the whole batch: a token left out counts as a loss of 0. Letters: T positions, S sequences.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from rl_megatron.algorithms.kl import ESTIMATORS
 from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, mean_per_sequence
 from rl_megatron.config.sections.correction import CorrectionSection, CorrectionWeight
 from rl_megatron.types import LossInputs
@@ -61,7 +62,8 @@ def correction_weights(section: CorrectionSection, inputs: LossInputs, lengths: 
 
     The product of the section's weights, each at its ``level`` (the length-normalised one of a sequence does not grow
     with its length, the product does) and bounded by its ``mode``: truncate clamps the weight to low .. high, mask
-    zeroes a weight outside, band also replaces those inside by 1. It is 1 where the advantage is not one ``of`` its.
+    zeroes a weight outside, band also replaces those inside by 1; reject drops what has a divergence above high. It is
+    1 where the advantage is not one ``of`` its.
     ``veto`` drops a whole sequence in which a token has pi_old / pi_rollout below it. ``off_policy_delta`` drops
     sequences of negative advantage with mean(log pi_rollout - log pi) above it, in nats (DeepSeek-V3.2).
 
@@ -81,9 +83,21 @@ def correction_weights(section: CorrectionSection, inputs: LossInputs, lengths: 
 
 
 def _weight(section: CorrectionWeight, gap: Tensor, inputs: LossInputs, lengths: Tensor) -> Tensor:
-    log_weight = LEVELS[section.level](gap, inputs, lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    weight = MODES[section.mode](log_weight.exp(), section.low, section.high)
+    if section.mode == "reject":
+        weight = _near(section, inputs, lengths).to(gap.dtype)
+    else:
+        log_weight = LEVELS[section.level](gap, inputs, lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        weight = MODES[section.mode](log_weight.exp(), section.low, section.high)
     return torch.where(SIGNS[section.of](inputs.advantages), weight, 1.0)
+
+
+def _near(section: CorrectionWeight, inputs: LossInputs, lengths: Tensor) -> Tensor:
+    """Whether the divergence of each token's ``level`` is at most ``high``, [T] bool."""
+    divergence = ESTIMATORS[section.estimator](inputs.rollout_logprobs, inputs.old_logprobs)
+    if section.level == "worst":
+        above = inputs.segment_sum((divergence > section.high).to(divergence.dtype))
+        return above[inputs.segment_ids] == 0
+    return LEVELS[section.level](divergence, inputs, lengths) <= section.high
 
 
 def second_moment_mask(log_ratios: Tensor, *, threshold: float) -> Tensor:

@@ -27,7 +27,8 @@ ON, OFF = "on", "off"
 """The states of a choice that is a number: off is 0 or null, on is any other."""
 OWN = "package.module:name"
 """The state of a choice that is code of the user's own."""
-_CORRECTION = ("correction.level", "correction.low", "correction.high", "correction.of")
+_CORRECTION = ("correction.level", "correction.high", "correction.of")
+_OF_RATIOS = (*_CORRECTION, "correction.low")
 _OF_THE_GAP = ("correction.mode", "correction.times", "correction.veto")
 _KL = tuple(
     f"kl.{key}"
@@ -90,7 +91,11 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "interpolated": _OF_THE_GAP,  # this old policy follows the current one
         "rollout": ("old_kl_limit",),  # the old policy is the one that sampled
     },
-    "correction.mode": {"none": (), "truncate": _CORRECTION, "mask": _CORRECTION, "band": _CORRECTION},
+    "correction.mode": {
+        "none": (),
+        **dict.fromkeys(("truncate", "mask", "band"), _OF_RATIOS),
+        "reject": (*_CORRECTION, "correction.estimator"),
+    },
     "tokens.choose": {
         "all": (),
         "top_entropy": ("tokens.share",),

@@ -30,6 +30,7 @@ from rl_megatron.types import Loss, Samples, SkippedStep
 from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.ranks import run_ranks
 from tests.optimizer_step import train_step
+from tests.rows import policy_loss
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
@@ -47,6 +48,7 @@ IN_WAVES = (
     "interpolated",
 )
 """Losses of every aggregation, ratio level and term, each with one denominator."""
+REJECTED_MEAN = {"mode": "reject", "level": "sequence", "estimator": "k2", "high": 0.1}
 CRITIC_STEPS, TOP = 3, 9
 LAYOUTS = {
     "alone": {},
@@ -101,6 +103,8 @@ def jobs() -> dict[str, tuple[Loss, int, Samples]]:
         out[name] = of(config, float(taught)), unit, replace(row, ref_top=samples.ref_top if taught else None)
     config = load_config("tiny_cpu", ["algorithm=grpo", "algorithm.entropy_coefficient=0.1"])
     out["kl and entropy"] = of(config, 0.3), 1, plain
+    rejected = {"mode": "reject", "level": "worst", "high": 0.8, "times": {"mean": REJECTED_MEAN}}
+    out["rejected"] = policy_loss(objective="cispo", correction=rejected, max_new_tokens=1), 1, plain
     out["interpolated"] = of(load_config("tiny_cpu", ["algorithm=decoupled_ppo"])), 1, samples
     return out | turns(plain)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rl_megatron.algorithms.corrections import correction_weights, proximal_share, second_moment_mask
-from rl_megatron.config.sections.correction import CorrectionSection
+from rl_megatron.config.sections.correction import CorrectionSection, CorrectionWeight
 from rl_megatron.types import LossInputs
 from tests.rows import policy_loss
 
@@ -44,6 +44,19 @@ CORRECTIONS = [
             "whole": {"level": "product", "mode": "band", "low": 0.3, "high": 3.0},
         },
         veto=0.4,
+    ),
+    *(
+        CorrectionSection(mode="reject", estimator=name, level=level, high=high, of=of)
+        for name in ("k2", "k3")
+        for level, high, of in (
+            ("token", 0.05, "all"),
+            ("sequence", 0.004, "all"),
+            ("product", 0.5, "negative"),
+            ("worst", 0.02, "positive"),
+        )
+    ),
+    CorrectionSection(  # rejection of sequences beside a weight of tokens
+        mode="truncate", high=1.2, times={"far": {"mode": "reject", "level": "worst", "estimator": "k2", "high": 0.1}}
     ),
     CorrectionSection(times={"alone": {"mode": "truncate", "high": 1.1}}, off_policy_delta=0.1),
 ]
@@ -86,6 +99,16 @@ def clamp(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
+def far_from_engine(one: CorrectionWeight, gaps: dict[int, float], t: int) -> float:
+    """Of token t, or of its sequence: d = log pi_old - log pi_rollout."""
+    every = {
+        s: d * d / 2 if one.estimator == "k2" else math.exp(clamp(d, -20, 20)) - clamp(d, -20, 20) - 1
+        for s, d in gaps.items()
+    }
+    total, worst = math.fsum(every.values()), max(every.values())
+    return {"token": every[t], "sequence": total / len(every), "product": total, "worst": worst}[one.level]
+
+
 def reference(c: CorrectionSection, x: LossInputs, num_sequences: int) -> list[float]:
     """Weights of all positions; NaN where masked out."""
     out, logprobs = [math.nan] * len(x.mask), x.logprobs.detach()
@@ -97,6 +120,9 @@ def reference(c: CorrectionSection, x: LossInputs, num_sequences: int) -> list[f
             weight = 1.0
             for one in (c, *c.times.values()):
                 if one.mode == "none" or float(x.advantages[t]) * SIGN[one.of] < 0:
+                    continue
+                if one.mode == "reject":
+                    weight *= far_from_engine(one, gaps, t) <= one.high
                     continue
                 total = sum(gaps.values())
                 gap = {"token": gaps[t], "sequence": total / len(places), "product": total}[one.level]
@@ -156,6 +182,24 @@ def test_weights_have_no_gradient_of_their_own() -> None:
     assert 0 < seen < int(inputs.mask.sum())
 
 
+@pytest.mark.parametrize(("level", "high"), [("token", 0.04), ("sequence", 0.03), ("product", 0.1), ("worst", 0.07)])
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_a_loss_with_rejections_has_the_gradient_of_finite_differences(estimator: str, level: str, high: float) -> None:
+    """Tokens that are dropped have none, and some are."""
+    inputs = draw(11, [4, 3, 5, 2, 6], 0.3)
+    correction = {"mode": "reject", "estimator": estimator, "level": level, "high": high}
+    loss = policy_loss(correction=correction, clip_low=0.9, clip_high=9.0)
+    output = loss(inputs)
+    (gradient,) = torch.autograd.grad(output.loss, inputs.logprobs)
+    now, step = inputs.logprobs.detach(), 1e-5
+    for t in torch.nonzero(inputs.mask).flatten().tolist():
+        nudge = torch.zeros_like(now)
+        nudge[t] = step
+        up, down = (loss(replace(inputs, logprobs=now + sign * nudge)).loss for sign in (1, -1))
+        assert float(gradient[t]) == pytest.approx(float(up - down) / (2 * step), abs=1e-8)
+    assert 0 < output.metrics["correction/dropped_fraction"].value.item() < 1
+
+
 def test_a_sequence_weight_does_not_grow_with_the_length() -> None:
     """exp of a sum would be e^0.01 and e^2 for the same gap a token."""
     for length in (1, 200):
@@ -177,6 +221,7 @@ def test_a_sequence_weight_does_not_grow_with_the_length() -> None:
             for mode in ("mask", "band")
             for low, high in ((1.0, 2.0), (0.5, 1.0))
         ),
+        *(CorrectionSection(mode="reject", level=level, high=1e-300) for level in ("token", "sequence", "worst")),
         CorrectionSection(mode="none", veto=1.0),
         CorrectionSection(mode="none", off_policy_delta=0.5),
     ],

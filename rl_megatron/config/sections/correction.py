@@ -15,14 +15,19 @@ WeightName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 class CorrectionWeight(Section):
     """One more weight, under a name of yours; a token's loss is multiplied by all of them."""
 
-    mode: Literal["none", "truncate", "mask", "band"] = "none"
-    """Clamp the weight (TIS), zero it outside the band (IcePop), or keep only what is inside, at weight 1."""
-    level: Literal["token", "sequence", "product"] = "token"
-    """One weight per token, or one per sequence: length-normalised (sequence), or the product over its tokens."""
+    mode: Literal["none", "truncate", "mask", "band", "reject"] = "none"
+    """Clamp the weight (TIS), zero it outside the band (IcePop), keep only what is inside, at weight 1, or drop what
+    has a divergence above ``high`` (reject)."""
+    level: Literal["token", "sequence", "product", "worst"] = "token"
+    """One weight per token, or one per sequence: length-normalised (sequence), or the product over its tokens. Of
+    mode=reject a sequence's divergence is the mean over its tokens (sequence), their sum (product) or the greatest of
+    them (worst)."""
     low: NonNegativeFloat = 0.0
     """Least weight, as a ratio."""
     high: PositiveFloat = 2.0
-    """Greatest weight, as a ratio."""
+    """Greatest weight, as a ratio; mode=reject: greatest divergence, in nats."""
+    estimator: Literal["k2", "k3"] = "k3"
+    """mode=reject: the divergence of a token, an estimate of KL(pi_rollout‖pi_old)."""
     of: Literal["all", "positive", "negative"] = "all"
     """Weigh every token, or only those of positive or negative advantage; the others have weight 1."""
 
@@ -50,10 +55,23 @@ class CorrectionSection(CorrectionWeight):
     @model_validator(mode="after")
     def _each_acts_and_is_in_order(self) -> Self:
         for name, one in self.times.items():
+            given = f"algorithm.correction.times.{name}"
             if one.mode == "none":
-                raise ValueError(f"algorithm.correction.times.{name}.mode=none: it does nothing; leave {name} out")
+                raise ValueError(f"{given}.mode=none: it does nothing; leave {name} out")
+            if one.mode == "reject" and one.low:
+                raise ValueError(f"{given}.low={one.low:g} does nothing: mode=reject has no lower limit; leave it out")
+            if one.mode != "reject" and one.estimator != "k3":
+                raise ValueError(
+                    f"{given}.estimator={one.estimator} does nothing: mode={one.mode} does not read it, mode=reject "
+                    "does; leave it out"
+                )
         every: dict[str, CorrectionWeight] = {"algorithm.correction": self}
         for key, one in {**every, **{f"algorithm.correction.times.{n}": w for n, w in self.times.items()}}.items():
+            if one.level == "worst" and one.mode not in {"none", "reject"}:
+                raise ValueError(
+                    f"{key}.level=worst with mode={one.mode}: a weight is of a token or a whole sequence, and only a "
+                    "divergence of its worst token; set level=token, sequence or product, or mode=reject"
+                )
             if one.low > one.high:
                 raise ValueError(f"{key}.low={one.low} is above {key}.high={one.high}; swap them")
         return self

@@ -220,6 +220,12 @@ def test_a_loss_survives_pickling(loss: PolicyLoss) -> None:
         ({"correction": {"high": NAN}}, "correction.high"),
         ({"correction": {"times": {"a": {}}}}, r"times\.a\.mode=none: it does nothing; leave a out"),
         ({"correction": {"times": {"a": {"mode": "mask", "low": 3}}}}, r"times\.a\.low=3\.0 is above .*times\.a\.high"),
+        ({"correction": {"mode": "band", "level": "worst"}}, "level=worst with mode=band: a weight is of a token or"),
+        ({"correction": {"times": {"a": {"mode": "reject", "low": 1}}}}, r"times\.a\.low=1 does nothing: mode=reject"),
+        (
+            {"correction": {"times": {"a": {"mode": "mask", "estimator": "k2"}}}},
+            r"times\.a\.estimator=k2 does nothing: mode=mask does not read it, mode=reject does",
+        ),
         ({"dual_clip": 1.0}, "dual_clip"),
         ({"tau_negative": 0.0}, "tau_negative"),
         ({"ratio_level": "sequence_sum"}, "detached weight"),
