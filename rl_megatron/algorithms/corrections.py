@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.kl import ESTIMATORS
-from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, mean_per_sequence
+from rl_megatron.algorithms.ratios import LOG_RATIO_BOUND, masked, mean_per_sequence
+from rl_megatron.algorithms.segments import segment_sum, sequence_ids
 from rl_megatron.config.sections.correction import CorrectionSection, CorrectionWeight
-from rl_megatron.types import LossInputs
+from rl_megatron.types import LossInputs, Samples
 
 
 def _by_token(gap: Tensor, inputs: LossInputs, lengths: Tensor) -> Tensor:
@@ -98,6 +100,44 @@ def _near(section: CorrectionWeight, inputs: LossInputs, lengths: Tensor) -> Ten
         above = inputs.segment_sum((divergence > section.high).to(divergence.dtype))
         return above[inputs.segment_ids] == 0
     return LEVELS[section.level](divergence, inputs, lengths) <= section.high
+
+
+def batch_scale(section: CorrectionSection, samples: Samples) -> Tensor | None:
+    """What the controller multiplies the advantages of a whole batch by, [N] float32, so that each weight with
+    ``normalise`` is divided by its mean over the tokens that it weighs, or over their sequences where its ``level`` is
+    one of these. None if no weight is.
+
+    An objective's loss is in proportion to the advantage under a given sign of it, so its gradient is that of divided
+    weights. A mean of 0 divides nothing: all its tokens are left out.
+    """
+    normalised = [one for one in section.weights if one.normalise]
+    if not normalised:
+        return None
+    ids, count = sequence_ids(samples.cu_seqlens), samples.num_sequences
+    inputs = masked(
+        LossInputs(
+            logprobs=samples.old_logprobs.double(),
+            entropy=torch.zeros_like(samples.old_logprobs),
+            old_logprobs=samples.old_logprobs.double(),
+            rollout_logprobs=samples.rollout_logprobs.double(),
+            advantages=samples.advantages.double(),
+            mask=samples.mask,
+            segment_ids=ids,
+            segment_sum=partial(segment_sum, ids=ids, num_segments=count),
+            num_tokens=int(samples.mask.sum()),
+            num_sequences=count,
+        )
+    )
+    lengths, gap = inputs.segment_sum(samples.mask.double()), inputs.old_logprobs - inputs.rollout_logprobs
+    scale = torch.ones_like(gap)
+    for one in normalised:
+        weighed = samples.mask & SIGNS[one.of](inputs.advantages)
+        weights, share = _weight(one, gap, inputs, lengths), weighed.double()
+        if one.level != "token":
+            share = share / inputs.segment_sum(share).clamp(min=1)[ids]
+        mean = float((weights * share).sum() / share.sum().clamp(min=1e-300))
+        scale = torch.where(weighed, scale / (mean or 1.0), scale)
+    return scale.float()
 
 
 def second_moment_mask(log_ratios: Tensor, *, threshold: float) -> Tensor:

@@ -27,7 +27,7 @@ ON, OFF = "on", "off"
 """The states of a choice that is a number: off is 0 or null, on is any other."""
 OWN = "package.module:name"
 """The state of a choice that is code of the user's own."""
-_CORRECTION = ("correction.level", "correction.high", "correction.of")
+_CORRECTION = ("correction.level", "correction.high", "correction.of", "correction.normalise")
 _OF_RATIOS = (*_CORRECTION, "correction.low")
 _OF_THE_GAP = ("correction.mode", "correction.times", "correction.veto")
 _KL = tuple(

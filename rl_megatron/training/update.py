@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rl_megatron.algorithms.aggregation import token_weight
 from rl_megatron.algorithms.auxiliary import ValueLoss
-from rl_megatron.algorithms.corrections import proximal_share
+from rl_megatron.algorithms.corrections import batch_scale, proximal_share
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.own import check_own_advantages, check_own_objective
 from rl_megatron.config.run import RunConfig
@@ -313,9 +313,12 @@ class Update:
         """All minibatches of a step that have a token to train on: of others, momentum would move the weights."""
         train = self.config.train
         seeds = [seed_of(self.config.seed, step, epoch) for epoch in range(train.epochs)]
+        scale = batch_scale(self.config.algorithm.correction, samples)
 
         def columns_for(samples: Samples, part: NDArray[np.int64]) -> Samples:
-            return self._weighted(samples if choice is None else choice(samples, part), part)
+            chosen = samples if choice is None else choice(samples, part)
+            scaled = chosen if scale is None else replace(chosen, advantages=chosen.advantages * scale)
+            return self._weighted(scaled, part)
 
         packed = self._packer.minibatches(samples, most=train.minibatches, seeds=seeds, weighted=columns_for)
         return [batch for batch in packed if batch.num_tokens]

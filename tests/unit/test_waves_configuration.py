@@ -46,6 +46,10 @@ REFUSED = {
     ),
     "algorithm.tokens.choose=second_moment": (["algorithm=m2po"], "the tokens to choose are the batch's"),
     "algorithm.tokens.choose=kl_cov": (["algorithm=kl_cov"], "the tokens to choose are the batch's"),
+    "algorithm.correction.normalise=true": (
+        [f"{R}correction.mode=truncate", f"{R}correction.normalise=true"],
+        "the mean of the weights is the batch's",
+    ),
     "algorithm.old_kl_limit=0.1": (
         [f"{R}old_kl_limit=0.1", f"{R}old_logprobs=rollout"],
         "KL is known after its last wave",

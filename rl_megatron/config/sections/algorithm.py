@@ -323,6 +323,16 @@ def _ratio_problems(a: AlgorithmSection) -> list[str]:
             f"algorithm.aggregation={a.aggregation} lets the ratio of a long sequence weigh more than that of a short "
             f"one under algorithm.ratio_level={a.ratio_level}; set aggregation=seq_mean_token_mean"
         )
+    if (key := a.correction.normalises) and a.old_logprobs == "interpolated":
+        out.append(
+            f"{key}=true with algorithm.old_logprobs=interpolated: these old log-probs follow the current policy, so "
+            "the mean of the weights is not known before its pass; set old_logprobs=learner, or normalise=false"
+        )
+    if key and ":" in a.objective:
+        out.append(
+            f"{key}=true with {given}: advantages are divided by the mean, and only of the objectives here it is known "
+            "that their loss is then, too; set normalise=false, or an objective of the table"
+        )
     if a.objective == "gmpo" and a.aggregation != "seq_mean_token_mean":
         out.append(
             f"{given} has one loss a sequence, the same for each of its tokens, and algorithm.aggregation="

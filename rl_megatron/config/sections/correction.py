@@ -28,6 +28,9 @@ class CorrectionWeight(Section):
     """Greatest weight, as a ratio; mode=reject: greatest divergence, in nats."""
     estimator: Literal["k2", "k3"] = "k3"
     """mode=reject: the divergence of a token, an estimate of KL(pi_rollout‖pi_old)."""
+    normalise: bool = False
+    """Whether to divide the weights by their mean over the rollout batch: over the tokens that it weighs, or with a
+    weight per sequence over their sequences (self-normalised importance sampling)."""
     of: Literal["all", "positive", "negative"] = "all"
     """Weigh every token, or only those of positive or negative advantage; the others have weight 1."""
 
@@ -51,6 +54,15 @@ class CorrectionSection(CorrectionWeight):
         """The weights that are multiplied: this section's own, unless it is off, and those of ``times``."""
         every: tuple[CorrectionWeight, ...] = (self, *self.times.values())
         return tuple(one for one in every if one.mode != "none")
+
+    @property
+    def normalises(self) -> str | None:
+        """The key of the first weight that is divided by its mean; None if there is none."""
+        every: dict[str, CorrectionWeight] = {"": self, **{f"times.{name}.": one for name, one in self.times.items()}}
+        keys = (
+            f"algorithm.correction.{n}normalise" for n, one in every.items() if one.mode != "none" and one.normalise
+        )
+        return next(keys, None)
 
     @model_validator(mode="after")
     def _each_acts_and_is_in_order(self) -> Self:

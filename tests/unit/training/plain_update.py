@@ -198,10 +198,25 @@ class PlainUpdate:
                 elif tokens.low <= cov[i] <= tokens.high:  # a share of 1 draws them all
                     s.advantages[t] = 0.0
 
+    def _normaliser(self, trained: list[Said]) -> float:
+        """The mean of the correction's weights over tokens, or over sequences; 1 if they are not divided by it."""
+        c = self.a.correction
+        if not c.normalise:
+            return 1.0
+        rows = [[self._correction(s, t, s.old[t]) for t in range(len(s.targets))] for s in trained]
+        return statistics.fmean([w[0] for w in rows] if c.level == "product" else [w for row in rows for w in row])
+
+    def _correction(self, s: Said, t: int, old: float) -> float:
+        """The weight of a token, before it is divided."""
+        c = self.a.correction
+        gap = sum(s.old) - sum(s.engine) if c.level == "product" else old - s.engine[t]
+        inside = c.low <= math.exp(gap) <= c.high
+        return {"none": 1.0, "truncate": min(math.exp(gap), c.high), "band": float(inside)}[c.mode]
+
     def _loss(self, said: list[Said], policy: Tensor, step: int) -> Tensor:
         a, total = self.a, torch.zeros((), dtype=torch.float64)
         trained = [s for s in said if s.trained]
-        tokens = sum(len(s.targets) for s in trained)
+        tokens, divisor = sum(len(s.targets) for s in trained), self._normaliser(trained)
         if self.a.entropy_target is not None:
             of_tables = [_table(policy, s, self.routed) for s in trained]
             mean = sum((-(x.exp() * x).sum() for x in of_tables), start=total) / tokens
@@ -218,8 +233,9 @@ class PlainUpdate:
                 term = -ratio * advantage
                 if a.objective == "clip":
                     term = torch.maximum(term, -ratio.clamp(1 - a.clip_low, 1 + a.clip_high) * advantage)
-                if a.correction.mode == "truncate":
-                    term = term * min(math.exp(old - s.engine[t]), a.correction.high)
+                    if a.dual_clip is not None and advantage < 0:
+                        term = term.clamp(max=-a.dual_clip * advantage)
+                term = term * self._correction(s, t, old) / divisor
                 if s.held[t]:
                     d = logp - old
                     kl = {"k1": -d, "k2": d**2 / 2, "k3": d.exp() - 1 - d, "abs": d.abs()}[a.tokens.kl_estimator]

@@ -53,6 +53,22 @@ PATHS: dict[str, dict[str, Any]] = {
         "correction": {"mode": "truncate", "high": 1.5},
         "old_logprobs": "interpolated",
     },
+    **{
+        f"a correction divided by its mean, {mode} of {level}": {
+            "correction": {"mode": mode, "level": level, "low": low, "high": 1.2, "normalise": True},
+            "drop_truncated": True,
+            "dual_clip": 1.1,
+            "kl": {"coefficient": 0.5, "estimator": "k1"},
+        }
+        for mode, low in (("truncate", 0.0), ("band", 0.7))
+        for level in ("token", "product")
+    },
+    "a correction divided by its mean beside Clip-Cov, whose covariances are of undivided advantages": ALIKE
+    | {
+        "objective": "importance",
+        "tokens": {"choose": "clip_cov", "share": 1.0, "low": 0.1, "high": 0.5},
+        "correction": {"mode": "truncate", "high": 1.2, "normalise": True},
+    },
     "KL in the loss beside a correction, adaptive": {
         "correction": {"mode": "truncate", "high": 1.1},
         "kl": {"coefficient": 0.5, "estimator": "k1", "target": 0.01, "horizon": 30},
