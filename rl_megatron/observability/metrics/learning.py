@@ -118,7 +118,7 @@ LEARNING = (
     ("ratio/outside", "", "share of sampled tokens whose ratio left 1 +- 0.2 in the update (train.route_flips)"),
     ("ratio/outside/<name>", "", "the same of tokens whose first flip (moe/first_flip) is in that layer, or `none`"),
     ("ratio/clamped_fraction", "", "share of ratios clamped to a safe float32 range; anything but 0 is a fault"),
-    ("correction/weight_mean", "", "mean importance weight, learner over engine, where the loss corrects the gap; not yet divided"),
+    ("correction/weight_mean", "", "mean importance weight, learner over engine, if the loss corrects the mismatch"),
     ("correction/dropped_fraction", "", "share of tokens whose correction weight is 0"),
     ("tokens/chosen_fraction", "", "share of a minibatch's tokens that algorithm.tokens.choose chose"),
     ("preference/pairs", "pairs", "pairs of completions that DPO trained on"),
