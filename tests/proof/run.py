@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,9 +111,11 @@ def main() -> None:
     """Run all; exits with 1 where one is stale."""
     old = 0
     for claim in claims():
+        began = time.monotonic()
         text = printed(claim.command)
         missing = stale(claim.shown, text)
-        print(f"{'STALE' if missing else 'holds'}  {claim.command}", flush=True)
+        seconds = time.monotonic() - began
+        print(f"{'STALE' if missing else 'holds'} {seconds:4.0f} s  {claim.command}", flush=True)
         if missing:
             old += 1
             print(f"  not there: {missing}\n{text}", flush=True)

@@ -76,3 +76,24 @@ def test_the_versions_that_are_supported_are_those_that_are_asked_for() -> None:
     assert rows["torch"] == asked["torch"][0] == pinned["torch"].rpartition(".")[0]
     assert rows["megatron-core"].split(", ") == asked["megatron-core"]
     assert "vLLM, SGLang" in rows
+
+
+def test_each_feature_beside_other_frameworks_names_a_test_that_a_command_runs() -> None:
+    page = (REPO / "docs" / "peers.md").read_text(encoding="utf-8")
+    table, notes = page.partition("## What they have")[0], page.partition("\n[^")[2]
+    tests = dict(re.findall(r"^\[?\^?(\w+)\]: (.*?)(?=^\[\^|\Z)", notes, re.M | re.S))
+    rows = re.findall(r"^\| (?!here)([^|]+) \| ([^|]+) \|", table.replace("| | here", ""), re.M)
+    assert len(rows) > 20
+    linked = {feature: re.findall(r"\[\^(\w+)\]", cell) for feature, cell in rows}
+    assert [feature for feature, names in linked.items() if not names] == []
+    named = {name for names in linked.values() for name in names}
+    assert [name for name in sorted(named) if not re.search(r"`[\w/]+\.py::\w+`", tests[name])] == []
+
+
+def test_the_extras_that_install_md_lists_are_those_of_the_wheel() -> None:
+    """Others are for those who work on this project."""
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    text = (REPO / "docs" / "install.md").read_text(encoding="utf-8").partition("| extra | for |")[2]
+    listed = re.findall(r"^\| `(\w+)` \|", text.partition("\n\n")[0], re.M)
+    assert {*listed} == {*project["optional-dependencies"]} - {"test", "dev", "mutants"}
+    assert {"ray", "wandb", "vllm", "te", "docs"} < {*listed}
