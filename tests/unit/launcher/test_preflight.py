@@ -174,13 +174,6 @@ def test_all_that_is_wrong_is_told_together_and_nothing_is_made(tmp_path: Path, 
     assert not (tmp_path / "runs").exists()
 
 
-SERVICE = (
-    "services.judge.command=judge --port {port}",
-    "services.judge.replicas=2",
-    "reward.function=service:judge/score",
-)
-
-
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -194,19 +187,6 @@ SERVICE = (
             ("slurm.engines.nodes=2", "rollout.server.tp=4", "rollout.server.memory_fraction=0.9"),
             "servers sample on 4 of the 16 GPUs of the servers' own nodes, and the others are idle meanwhile; "
             "rollout.server.replicas=4 uses 16",
-        ),
-        (
-            (*SERVICE, "slurm.services.nodes=2"),
-            "slurm.services.nodes=2: each asks for 8 GPUs, as the learner's nodes; for services that use none set "
-            "slurm.services.gpus_per_node=0 with slurm.heterogeneous=true",
-        ),
-        (
-            (*SERVICE, "slurm.services.nodes=2", "slurm.heterogeneous=true"),
-            "for services that use none set slurm.services.gpus_per_node=0",
-        ),
-        (
-            (*SERVICE, "slurm.services.nodes=2", "slurm.heterogeneous=true", "slurm.services.gpus_per_node=8"),
-            None,
         ),
         (
             ("rollout.prompts_per_step=1", "rollout.group_size=4"),

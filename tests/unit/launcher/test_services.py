@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from launcher.hosts.sites import service_sites
+from launcher.preflight.checks import preflight
 from launcher.programs.submit import checked, for_slurm
 from launcher.servers import services as module
 from launcher.servers.services import RunningServices
@@ -171,3 +172,25 @@ def test_a_job_has_nodes_for_services_between_the_learners_and_the_servers() -> 
 def test_without_nodes_of_their_own_services_are_beside_the_controller() -> None:
     config = for_slurm(configured(JUDGE, "slurm.nodes=1", "slurm.ntasks_per_node=2"))
     assert checked(config).describe().splitlines()[-1] == "service judge: node 0"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ((), "slurm.services.gpus_per_node=0 with slurm.heterogeneous=true"),
+        (("slurm.heterogeneous=true",), "slurm.services.gpus_per_node=0"),
+        (("slurm.heterogeneous=true", "slurm.services.gpus_per_node=8"), None),
+    ],
+)
+def test_gpus_of_services_that_nobody_asked_for_are_noted(more: tuple[str, ...], said: str | None) -> None:
+    nodes = ("services.judge.replicas=2", "slurm.services.nodes=2", "slurm.nodes=1", "slurm.gpus_per_node=8")
+    config = for_slurm(configured(JUDGE, *nodes, "slurm.ntasks_per_node=2", *more))
+    notes = preflight(config, for_job=True).texts("note")
+    assert [text for text in notes if text.startswith("slurm.services.nodes=2: each asks for 8 GPUs")] == (
+        []
+        if said is None
+        else [
+            "slurm.services.nodes=2: each asks for 8 GPUs, as the learner's nodes; for services that use none "
+            f"set {said}"
+        ]
+    )
