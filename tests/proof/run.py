@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import os
 import re
+import resource
 import shlex
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,8 @@ from tests.documents import blocks
 
 REPO = Path(__file__).resolve().parents[2]
 PAGE = REPO / "docs" / "proof.md"
-LIMIT_SECONDS = 600.0
+LIMIT_SECONDS = 600.0  # by the clock, whatever runs beside
+SHOWN_BY_RUNNING = 120.0  # seconds of CPU; the page shows a stored run of what takes longer
 TOLERANCE = 0.05  # of a figure, relative
 COLUMNS = 110  # in which tables are printed
 FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
@@ -107,18 +108,29 @@ def _number(figure: str) -> float:
     return float(figure.replace(",", "").rstrip("."))
 
 
+def _seconds_of_cpu() -> float:
+    """That all processes which have ended here took: the same beside others, unlike the clock's."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def main() -> None:
     """Run all; exits with 1 where one is stale."""
     old = 0
     for claim in claims():
-        began = time.monotonic()
+        began = _seconds_of_cpu()
         text = printed(claim.command)
-        missing = stale(claim.shown, text)
-        seconds = time.monotonic() - began
-        print(f"{'STALE' if missing else 'holds'} {seconds:4.0f} s  {claim.command}", flush=True)
+        missing, seconds = stale(claim.shown, text), _seconds_of_cpu() - began
+        long = seconds > SHOWN_BY_RUNNING
+        print(f"{'STALE' if missing or long else 'holds'}  {seconds:3.0f} s of CPU  {claim.command}", flush=True)
         if missing:
-            old += 1
             print(f"  not there: {missing}\n{text}", flush=True)
+        if long:
+            print(
+                f"  over {SHOWN_BY_RUNNING:g} s: mark it as not run, and show a stored run with date and commit",
+                flush=True,
+            )
+        old += bool(missing or long)
     sys.exit(1 if old else 0)
 
 

@@ -49,6 +49,26 @@ def test_a_command_that_does_not_end_is_stale(monkeypatch: pytest.MonkeyPatch) -
     assert printed("rl-megatron doctor") == "it did not end within 0.01 s"
 
 
+def test_a_long_command_and_a_stale_one_fail_the_script(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = "rl-megatron 9.9.9\n"
+    monkeypatch.setattr(run, "claims", lambda: iter([Claim("rl-megatron --version", shown, "x.py")]))
+    monkeypatch.setattr(run, "SHOWN_BY_RUNNING", 0.001)
+    with pytest.raises(SystemExit) as ended:
+        run.main()
+    said = capsys.readouterr().out
+    assert ended.value.code == 1
+    assert re.match(
+        r"STALE +\d+ s of CPU  rl-megatron --version\n  not there: rl-megatron 9\.9\.9\nrl-megatron 0", said
+    )
+    assert "over 0.001 s: mark it as not run, and show a stored run with date and commit" in said
+    monkeypatch.setattr(run, "printed", lambda command: shown)
+    with pytest.raises(SystemExit) as ended:
+        run.main()
+    assert not ended.value.code
+
+
 @pytest.mark.parametrize("claim", QUICK, ids=lambda claim: claim.command[:60])
 def test_a_quick_command_prints_what_the_page_shows(claim: Claim) -> None:
     text = printed(claim.command)
