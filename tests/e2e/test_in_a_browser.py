@@ -122,6 +122,15 @@ def test_samples_are_searched_read_by_turns_and_by_group(
     assert fits(page)
 
 
+def trained(run: Path, step: int) -> None:
+    """One more step, with a sample."""
+    samples = SamplesWriter(run)
+    samples.write([SampleRow(step=step, prompt="asked ", completion=f"of step {step}", answer="A", reward=0.0)])
+    samples.close()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"phase": "rl", "step": step, "reward/mean": 4.0, "seconds/step": 2.0}) + "\n")
+
+
 def test_the_page_is_that_of_now_and_another_address_gives_another_token(
     page: Browser, run: Path, tmp_path: Path
 ) -> None:
@@ -130,9 +139,13 @@ def test_the_page_is_that_of_now_and_another_address_gives_another_token(
         opened(page, client, 1440, 900)
         steps = "[...document.querySelectorAll('.tile')].find((e) => e.textContent.includes('RL steps')).textContent"
         assert "40 of" in page.value(steps)
-        with (own / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"phase": "rl", "step": 41, "reward/mean": 4.0, "seconds/step": 2.0}) + "\n")
+        trained(own, step=41)
         page.until(f"({steps}).includes('41 of')")
+        page.until(f"{CARDS}[0] === 'asked of step 41'")
+        page.value("document.getElementById('reading').scrollIntoView()")
+        trained(own, step=42)
+        page.until(f"({steps}).includes('42 of')")
+        assert page.value(f"{CARDS}[0]") == "asked of step 41"  # it is being read
         page.value("sessionStorage.setItem('token', 'of a run that has ended')")
         page.show(f"http://127.0.0.1:{client.port}/#another", 1440, 900)
         page.until("document.getElementById('bar')?.textContent.startsWith('open the whole address')")
