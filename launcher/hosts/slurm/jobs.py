@@ -76,10 +76,11 @@ def job_of(run: Path) -> str:
 
 
 def srun_beside(run: Path, node: str) -> list[str]:
-    """The srun command that runs another on a node of a run's job, beside its steps. Raises ConfigError without one."""
+    """The srun command that runs another on a node of a run's job, beside its steps, and says so if Slurm has not
+    started it in `ANSWER_SECONDS`. Raises ConfigError without a job."""
     if not (run / "jobs" / "id").is_file():
         raise ConfigError(f"{run}: its controller is on {node}; run this command there")
-    where = ("--overlap", "--nodes=1", "--ntasks=1", "--mem=0", f"--nodelist={node}")
+    where = ("--overlap", "--nodes=1", "--ntasks=1", "--mem=0", f"--nodelist={node}", f"--immediate={ANSWER_SECONDS:g}")
     return ["srun", f"--jobid={job_of(run)}", *where]
 
 
