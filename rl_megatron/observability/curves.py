@@ -71,6 +71,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Seconds of a trajectory", metric="environment/seconds_mean", peak="environment/seconds_p99"),
             Curve(title="Trajectories that ended: <name>", metric="environment/stop/<name>"),
             Curve(title="Calls that cannot be read", metric="environment/bad_calls"),
+            Curve(title="In place of trajectories that failed", metric="environment/spare", hide_constant=True),
             Curve(title="Of the environment: <name>", metric="environment/own/<name>"),
             Curve(title="Turns of a trajectory over HTTP", metric="endpoint/answered", hide_constant=True),
             Curve(title="Requests of a trajectory that were repeated", metric="endpoint/retried", hide_constant=True),

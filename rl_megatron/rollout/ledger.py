@@ -136,7 +136,10 @@ def _whereabouts(one: Waiting) -> Whereabouts:
 
 
 def _line(step: int, one: Waiting) -> JsonRow:
-    """A line of the file; ``spans`` are of each completion, as <first token>:<version>."""
+    """A line of the file; ``spans`` are of each completion, as <first token>:<version>.
+
+    ``failed`` counts completions and trajectories without a reward, those that others replaced (environment.spare) too.
+    """
     assert one.answered is not None
     group, reason = one.answered.group, one.answered.reason
     turns = [] if group is None else [turn for trajectory in group.trajectories for turn in trajectory.turns]
@@ -147,5 +150,6 @@ def _line(step: int, one: Waiting) -> JsonRow:
         "state": "dropped" if group is None else "trained",
         "reason": reason,
         "birth": one.birth,
+        "failed": sum(scored.error is not None for scored in one.answered.scored),
         "spans": ", ".join(" ".join(f"{s.start}:{s.version}" for s in turn.spans) for turn in turns),
     }

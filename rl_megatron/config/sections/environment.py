@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rl_megatron.section import MAX_INTEGER, Finite, Positive, PositiveFloat, Section
+from rl_megatron.section import MAX_INTEGER, Finite, NonNegative, Positive, PositiveFloat, Section
 
 Whole = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
@@ -53,3 +53,6 @@ class EnvironmentSection(Section):
     on_error: Literal["fail", "drop"] | Finite = "fail"
     """What to do if an environment raises, is late or answers what is no answer: end the run (fail), drop the group, or
     give the trajectory a number as its reward."""
+    spare: NonNegative = 0
+    """Most trajectories that begin in a group in place of failed ones, with on_error=drop; the group is dropped if more
+    fail. Slow ones are never replaced."""

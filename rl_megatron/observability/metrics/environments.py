@@ -11,6 +11,7 @@ ENVIRONMENTS = (
     ("environment/seconds_mean", "s", "mean duration of a trajectory, sampling included"),
     ("environment/seconds_p99", "s", "its 99th percentile"),
     ("environment/bad_calls", "turns", "turns of a trajectory with a call that cannot be read, mean"),
+    ("environment/spare", "", "share of trajectories that are in place of one that failed (environment.spare)"),
     (
         "environment/stop/<name>",
         "",

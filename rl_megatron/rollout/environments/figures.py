@@ -9,9 +9,9 @@ import numpy as np
 
 from rl_megatron.types import Trajectory
 
-SECONDS, BAD_CALLS, OWN, ENDPOINT = "seconds", "bad_calls", "own/", "endpoint/"
-"""In a trajectory's metrics: its seconds, its calls that cannot be read, and the beginnings of the names of its
-environment's own and of what its clients asked for."""
+SECONDS, BAD_CALLS, SPARE, OWN, ENDPOINT = "seconds", "bad_calls", "spare", "own/", "endpoint/"
+"""In a trajectory's metrics: its seconds, its calls that cannot be read, whether it is in place of one that failed, and
+the beginnings of the names of its environment's own and of what its clients asked for."""
 
 
 def environment_row(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -36,6 +36,7 @@ def environment_row(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "environment/seconds_mean": float(seconds.mean()),
         "environment/seconds_p99": float(np.quantile(seconds, 0.99, method="higher")),
         "environment/bad_calls": sum(one.metrics[BAD_CALLS] for one in led) / len(led),
+        "environment/spare": sum(one.metrics.get(SPARE, 0.0) for one in led) / len(led),
         **{f"environment/stop/{stop}": count / len(led) for stop, count in Counter(one.stop for one in led).items()},
         **{f"environment/{name}": sum(one.metrics.get(name, 0.0) for one in led) / len(led) for name in own},
         **{name: sum(one[name] for one in served) / len(served) for name in asked},

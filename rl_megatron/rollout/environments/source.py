@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import chain
+from operator import itemgetter
 
 from typing_extensions import override
 
@@ -20,7 +23,7 @@ from rl_megatron.rollout.batch import Answered, Drawn, Reason
 from rl_megatron.rollout.conversation.templates import Template
 from rl_megatron.rollout.endpoint.server import Endpoint
 from rl_megatron.rollout.environments.episode import Episode, LongPrompt, PlaySetting, TrajectoryPlace
-from rl_megatron.rollout.environments.figures import BAD_CALLS, ENDPOINT, OWN, SECONDS
+from rl_megatron.rollout.environments.figures import BAD_CALLS, ENDPOINT, OWN, SECONDS, SPARE
 from rl_megatron.rollout.environments.playing import EnvironmentFault, Playing, TrajectoryEnd
 from rl_megatron.rollout.environments.threads import Threads
 from rl_megatron.rollout.environments.waves import Waves
@@ -47,6 +50,11 @@ class Played:
             return Scored(total=math.nan, error=self.problem)
         return Scored(total=self.trajectory.reward)
 
+    def as_spare(self) -> Played:
+        """It, marked as one in place of another that failed."""
+        one = self.trajectory
+        return self if one is None else replace(self, trajectory=replace(one, metrics={**one.metrics, SPARE: 1.0}))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSampler(PolicySampler):
@@ -69,17 +77,21 @@ class EnvironmentSampler(PolicySampler):
 
     @override
     async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
-        """``group_size`` trajectories of each prompt.
+        """``group_size`` trajectories of each prompt; up to ``environment.spare`` more begin as others of it fail.
 
-        Raises EnvironmentFailed that names task and turn if an environment fails and ``environment.on_error`` is
-        ``fail``.
+        These have the numbers behind ``group_size``, and seeds by them; a group is in the order of numbers, whatever
+        failed first. Raises EnvironmentFailed that names task and turn if an environment fails and
+        ``environment.on_error`` is ``fail``.
         """
         count, section = self.rollout.group_size, self.rollout
-        named = [(one.prompt, one.name(), number) for one in drawn for number in range(count)]
+        members = list[tuple[TrajectoryPlace, Iterator[TrajectoryPlace]]]()
+        for one in drawn:
+            spares = map(partial(self._place, one.prompt, one.name()), range(count, count + self.section.spare))
+            members += [(self._place(one.prompt, one.name(), i), spares) for i in range(count)]
         params = self.params(temperature=section.temperature, top_p=section.top_p, router_noise=section.router_noise)
-        played = await self._play(named, params)
+        played = await self._play(members, params)
         parts = (played[first : first + count] for first in range(0, len(played), count))
-        return [_answered(one.prompt, part) for one, part in zip(drawn, parts, strict=True)]
+        return [_answered(one.prompt, part, count) for one, part in zip(drawn, parts, strict=True)]
 
     @override
     async def interrupt(self) -> None:
@@ -102,21 +114,22 @@ class EnvironmentSampler(PolicySampler):
     ) -> list[Answered]:
         """As `PolicySampler.held_out`, of trajectories."""
         places = self.askable(prompts, purpose)
-        named = [(prompts[place], purpose, place * samples + i) for place in places for i in range(samples)]
-        played = await self._play(named, params, birth=0, exact_logprobs=False, tell=tell)
+        numbered = [(prompts[place], place * samples + i) for place in places for i in range(samples)]
+        members = [(self._place(prompt, purpose, number), iter(())) for prompt, number in numbered]
+        played = await self._play(members, params, birth=0, exact_logprobs=False, tell=tell)
         parts = [played[first : first + samples] for first in range(0, len(played), samples)]
-        answered = [_answered(prompts[place], part) for place, part in zip(places, parts, strict=True)]
+        answered = [_answered(prompts[place], part, samples) for place, part in zip(places, parts, strict=True)]
         return self.among_poison(prompts, purpose, places, answered)
 
     async def _play(
         self,
-        named: Sequence[tuple[Prompt, str, int]],
+        members: Sequence[tuple[TrajectoryPlace, Iterator[TrajectoryPlace]]],
         params: SamplingParams,
         birth: int | None = None,
         *,
         exact_logprobs: bool = True,
         tell: Tell | None = None,
-    ) -> list[Played]:
+    ) -> list[list[tuple[int, Played]]]:
         setting = PlaySetting(
             engine=self.engine,
             section=self.section,
@@ -128,10 +141,9 @@ class EnvironmentSampler(PolicySampler):
             vocab_size=self.vocab_size,
             parser=self.parser,
         )
-        places = [self._place(*one) for one in named]
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._one(setting, place)) for place in places]
+                running = [tasks.create_task(self._with_spares(setting, *member)) for member in members]
                 if tell is not None:
                     for task in running:
                         task.add_done_callback(lambda _: tell(1))
@@ -142,6 +154,15 @@ class EnvironmentSampler(PolicySampler):
     def _place(self, task: Prompt, name: str, number: int) -> TrajectoryPlace:
         seed = text_seed(f"{self.seed}\n{name}\n{task.id}\n{number}")
         return TrajectoryPlace(task=task, name=name, number=number, seed=seed)
+
+    async def _with_spares(
+        self, setting: PlaySetting, place: TrajectoryPlace, spares: Iterator[TrajectoryPlace]
+    ) -> list[tuple[int, Played]]:
+        """A trajectory; if it fails the next of its group's ``spares``, and so on. All that began, by number."""
+        begun = [(place.number, await self._one(setting, place))]
+        while begun[-1][1].reason == "environment_error" and (spare := next(spares, None)) is not None:
+            begun.append((spare.number, (await self._one(setting, spare)).as_spare()))
+        return begun
 
     async def _one(self, setting: PlaySetting, place: TrajectoryPlace) -> Played:
         with ExitStack() as asking:
@@ -248,10 +269,13 @@ async def _until_closed(closing: asyncio.Future[None]) -> None:
         raise
 
 
-def _answered(prompt: Prompt, played: Sequence[Played]) -> Answered:
+def _answered(prompt: Prompt, members: Sequence[Sequence[tuple[int, Played]]], count: int) -> Answered:
+    """The group of these, where ``count`` did not fail; in the order of their numbers."""
+    played = [one for _, one in sorted(chain(*members), key=itemgetter(0))]
     scored = tuple(one.scored for one in played)
-    left = next((one for one in played if one.trajectory is None), None)
-    if left is not None:
+    kept = tuple(one.trajectory for one in played if one.trajectory is not None)
+    if len(kept) < count:
+        left = next(one for one in played if one.trajectory is None)
         return Answered(group=None, reason=left.reason, problem=left.problem, scored=scored)
-    group = RolloutGroup(prompt=prompt, trajectories=tuple(one.trajectory for one in played if one.trajectory))
+    group = RolloutGroup(prompt=prompt, trajectories=kept)
     return Answered(group=group, rewards=group.rewards, scored=scored)

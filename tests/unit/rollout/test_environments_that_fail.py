@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ import pytest
 from rl_megatron.environments.protocol import EnvironmentStep, Model, Observed, Reply
 from rl_megatron.environments.registry import EnvironmentMaker
 from rl_megatron.errors import EnvironmentFailed
-from rl_megatron.rollout.batch import Answered
+from rl_megatron.rollout.batch import Answered, RolloutBatch
 from rl_megatron.rollout.environments import threads
+from rl_megatron.rollout.environments.figures import environment_row
 from rl_megatron.types import Prompt
 from tests.completions import drawn
 from tests.scripted_engine import Scripted, sampler, trajectories
@@ -235,3 +238,60 @@ def test_a_helper_that_ends_while_processes_are_looked_for_disturbs_nobody(monke
     helpers._left[5] = 1
     monkeypatch.setattr(threads, "began", began)
     assert helpers.children() == [5]
+
+
+def numbered(ours: Any, fail: set[int], last: int | None = None) -> type[Talks]:
+    """Its reward is its trajectory's number in the group. Those of ``fail`` fail, ``last`` once a spare has begun."""
+    numbers = {ours._place(PROMPTS[0], "step 1", number).seed: number for number in range(9)}
+    begun = threading.Event()
+
+    class Numbered(Talks):
+        async def start(self, task: Prompt, seed: int) -> Any:
+            self.number = numbers[seed]
+            if self.number >= ours.rollout.group_size:
+                begun.set()
+            return await super().start(task, seed)
+
+        async def step(self, reply: Reply) -> EnvironmentStep:
+            if self.number == last:
+                assert begun.wait(LIMIT / 2)
+            if self.number in fail:
+                raise KeyError(self.number)
+            return EnvironmentStep(reward=float(self.number))
+
+    return Numbered
+
+
+def with_spares(fail: set[int], last: int | None = None, **section: Any) -> tuple[Answered, int]:
+    """The answer for a group of three, and how many trajectories began."""
+    engine = Scripted(lambda text: "a")
+    ours = sampler(engine, on_error="drop", **section)
+    (one,) = played(replace(ours, made=EnvironmentMaker(numbered(ours, fail, last))))
+    return one, len(engine.asked)
+
+
+@pytest.mark.parametrize("last", [0, 2, None])
+@pytest.mark.parametrize(
+    ("fail", "kept"), [(set[int](), [0, 1, 2]), ({0, 2}, [1, 3, 4]), ({0, 2, 3}, [1, 4, 5]), ({0, 2, 3, 4}, [1, 5, 6])]
+)
+def test_those_that_fail_are_replaced_whichever_fails_first(fail: set[int], kept: list[int], last: int | None) -> None:
+    one, began = with_spares(fail, last if fail else None, spare=4)
+    assert one.group is not None
+    assert list(one.rewards) == kept
+    assert began == 3 + len(fail)
+    assert RolloutBatch.of([one]).reward_errors == len(fail)
+    replaced = environment_row(one.group.trajectories)["environment/spare"]
+    assert replaced == pytest.approx(sum(number >= 3 for number in kept) / 3)
+
+
+def test_a_group_is_dropped_where_more_fail_than_there_are_spares() -> None:
+    one, began = with_spares({0, 2, 3}, spare=2)
+    assert (one.group, one.reason, began) == (None, "environment_error", 5)
+    assert "trajectory 0 of step 1" in one.problem
+
+
+def test_one_that_a_limit_ends_is_not_replaced() -> None:
+    engine = Scripted(lambda text: "a")
+    (one,) = played(sampler(engine, EnvironmentMaker(Talks), on_error="drop", spare=4, max_turns=1))
+    assert [trajectory.stop for trajectory in trajectories([one])] == ["turns"] * 3
+    assert len(engine.asked) == 3
