@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
 from rl_megatron.evaluation.bounds import share_interval
 from rl_megatron.evaluation.figures import all_at, majority, pass_at
+from rl_megatron.evaluation.rates import rate_interval
 from rl_megatron.observability.intervals import Interval
 from rl_megatron.rollout.batch import Answered
 from rl_megatron.rollout.policy_sampler import PolicySampler, Tell
@@ -54,11 +55,12 @@ class MeasuredSet:
 
     def figures(self, pass_at_k: Sequence[int] = ()) -> dict[str, Interval]:
         """The set's figures by name, as ``pass@8``, over its problems."""
-        out = {f"mean@{self.samples}": share_interval([c / self.samples for c in self.right], samples=self.samples)}
+        mean = rate_interval(self.right, samples=self.samples)
+        out = {f"mean@{self.samples}": mean}
         for k in pass_at_k:
             for name, one in (("pass", pass_at), ("all", all_at)):
                 values = [one(c, self.samples, k) for c in self.right]
-                out[f"{name}@{k}"] = share_interval(values, samples=self.samples // k)
+                out[f"{name}@{k}"] = mean if k == 1 else share_interval(values, samples=self.samples // k)
         if self.votes is not None:
             out[f"maj@{self.samples}"] = share_interval(self.votes)
         return out

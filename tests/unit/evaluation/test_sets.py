@@ -17,6 +17,7 @@ from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import ConfigError
+from rl_megatron.evaluation.rates import rate_interval
 from rl_megatron.evaluation.sets import ProblemSet, measure
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.limits import limits_of
@@ -88,6 +89,9 @@ def test_figures_are_those_counted_by_hand() -> None:
     one = held_out("math", samples=4, temperature=0.6, pass_at=(1, 2, 4))
     row = asyncio.run(evaluation(engine, one).row(0))
     assert row["eval/math/mean_at_4"] == (4 + 2 + 2 + 0) / 16 == row["eval/accuracy"] == row["eval/math/pass_at_1"]
+    assert (
+        row["eval/math/pass_at_1/low"] == row["eval/math/mean_at_4/low"] == rate_interval([4, 2, 2, 0], samples=4).low
+    )
     assert row["eval/math/pass_at_2"] == pytest.approx((1 + 5 / 6 + 5 / 6 + 0) / 4)  # of six pairs one has no right one
     assert row["eval/math/all_at_2"] == pytest.approx((1 + 1 / 6 + 1 / 6 + 0) / 4)
     assert row["eval/math/pass_at_4"] == 3 / 4
