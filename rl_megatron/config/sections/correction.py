@@ -50,18 +50,19 @@ class CorrectionSection(CorrectionWeight):
         return bool(self.weights) or self.veto > 0 or self.off_policy_delta is not None
 
     @property
+    def by_key(self) -> Mapping[str, CorrectionWeight]:
+        """This section's own weight and those of ``times``, also where they are off."""
+        return {"algorithm.correction": self, **{f"algorithm.correction.times.{n}": w for n, w in self.times.items()}}
+
+    @property
     def weights(self) -> tuple[CorrectionWeight, ...]:
-        """The weights that are multiplied: this section's own, unless it is off, and those of ``times``."""
-        every: tuple[CorrectionWeight, ...] = (self, *self.times.values())
-        return tuple(one for one in every if one.mode != "none")
+        """The weights that are multiplied: those that are not off."""
+        return tuple(one for one in self.by_key.values() if one.mode != "none")
 
     @property
     def normalises(self) -> str | None:
         """The key of the first weight that is divided by its mean; None if there is none."""
-        every: dict[str, CorrectionWeight] = {"": self, **{f"times.{name}.": one for name, one in self.times.items()}}
-        keys = (
-            f"algorithm.correction.{n}normalise" for n, one in every.items() if one.mode != "none" and one.normalise
-        )
+        keys = (f"{key}.normalise" for key, one in self.by_key.items() if one.mode != "none" and one.normalise)
         return next(keys, None)
 
     @model_validator(mode="after")
@@ -77,8 +78,7 @@ class CorrectionSection(CorrectionWeight):
                     f"{given}.estimator={one.estimator} does nothing: mode={one.mode} does not read it, mode=reject "
                     "does; leave it out"
                 )
-        every: dict[str, CorrectionWeight] = {"algorithm.correction": self}
-        for key, one in {**every, **{f"algorithm.correction.times.{n}": w for n, w in self.times.items()}}.items():
+        for key, one in self.by_key.items():
             if one.level == "worst" and one.mode not in {"none", "reject"}:
                 raise ValueError(
                     f"{key}.level=worst with mode={one.mode}: a weight is of a token or a whole sequence, and only a "
