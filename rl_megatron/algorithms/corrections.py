@@ -47,10 +47,33 @@ LEVELS: Mapping[str, Callable[[Tensor, LossInputs, Tensor], Tensor]] = {
     "sequence": mean_per_sequence,
     "product": _product,
 }
-MODES: Mapping[str, Callable[[Tensor, float, float], Tensor]] = {
-    "truncate": _truncate,
-    "mask": _mask,
-    "band": _band,
+
+
+def _all_near(divergence: Tensor, inputs: LossInputs, high: float) -> Tensor:
+    above = inputs.segment_sum((divergence > high).to(divergence.dtype))
+    return above[inputs.segment_ids] == 0
+
+
+def _of_ratios(
+    bound: Callable[[Tensor, float, float], Tensor], one: CorrectionWeight, inputs: LossInputs, lengths: Tensor
+) -> Tensor:
+    gap = inputs.old_logprobs - inputs.rollout_logprobs
+    log_weight = LEVELS[one.level](gap, inputs, lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return bound(log_weight.exp(), one.low, one.high)
+
+
+def _reject(one: CorrectionWeight, inputs: LossInputs, lengths: Tensor) -> Tensor:
+    divergence = ESTIMATORS[one.estimator](inputs.rollout_logprobs, inputs.old_logprobs)
+    level = LEVELS.get(one.level)  # none of the worst token: its divergence is no sum over ranks, a count is
+    near = _all_near(divergence, inputs, one.high) if level is None else level(divergence, inputs, lengths) <= one.high
+    return near.to(divergence.dtype)
+
+
+MODES: Mapping[str, Callable[[CorrectionWeight, LossInputs, Tensor], Tensor]] = {
+    "truncate": partial(_of_ratios, _truncate),
+    "mask": partial(_of_ratios, _mask),
+    "band": partial(_of_ratios, _band),
+    "reject": _reject,
 }
 SIGNS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "all": lambda advantages: torch.ones_like(advantages, dtype=torch.bool),
@@ -74,7 +97,7 @@ def correction_weights(section: CorrectionSection, inputs: LossInputs, lengths: 
     gap = inputs.old_logprobs - inputs.rollout_logprobs
     weight = torch.ones_like(gap)
     for one in section.weights:
-        weight = weight * _weight(one, gap, inputs, lengths)
+        weight = weight * _weight(one, inputs, lengths)
     if section.veto > 0:
         hits = inputs.segment_sum((gap < math.log(section.veto)).to(gap.dtype))
         weight = torch.where(hits[inputs.segment_ids] > 0, 0.0, weight)
@@ -84,22 +107,8 @@ def correction_weights(section: CorrectionSection, inputs: LossInputs, lengths: 
     return weight
 
 
-def _weight(section: CorrectionWeight, gap: Tensor, inputs: LossInputs, lengths: Tensor) -> Tensor:
-    if section.mode == "reject":
-        weight = _near(section, inputs, lengths).to(gap.dtype)
-    else:
-        log_weight = LEVELS[section.level](gap, inputs, lengths).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        weight = MODES[section.mode](log_weight.exp(), section.low, section.high)
-    return torch.where(SIGNS[section.of](inputs.advantages), weight, 1.0)
-
-
-def _near(section: CorrectionWeight, inputs: LossInputs, lengths: Tensor) -> Tensor:
-    """Whether the divergence of each token's ``level`` is at most ``high``, [T] bool."""
-    divergence = ESTIMATORS[section.estimator](inputs.rollout_logprobs, inputs.old_logprobs)
-    if section.level == "worst":
-        above = inputs.segment_sum((divergence > section.high).to(divergence.dtype))
-        return above[inputs.segment_ids] == 0
-    return LEVELS[section.level](divergence, inputs, lengths) <= section.high
+def _weight(one: CorrectionWeight, inputs: LossInputs, lengths: Tensor) -> Tensor:
+    return torch.where(SIGNS[one.of](inputs.advantages), MODES[one.mode](one, inputs, lengths), 1.0)
 
 
 def batch_scale(section: CorrectionSection, samples: Samples) -> Tensor | None:
@@ -128,11 +137,10 @@ def batch_scale(section: CorrectionSection, samples: Samples) -> Tensor | None:
             num_sequences=count,
         )
     )
-    lengths, gap = inputs.segment_sum(samples.mask.double()), inputs.old_logprobs - inputs.rollout_logprobs
-    scale = torch.ones_like(gap)
+    lengths, scale = inputs.segment_sum(samples.mask.double()), torch.ones_like(inputs.old_logprobs)
     for one in normalised:
         weighed = samples.mask & SIGNS[one.of](inputs.advantages)
-        weights, share = _weight(one, gap, inputs, lengths), weighed.double()
+        weights, share = _weight(one, inputs, lengths), weighed.double()
         if one.level != "token":
             share = share / inputs.segment_sum(share).clamp(min=1)[ids]
         mean = float((weights * share).sum() / share.sum().clamp(min=1e-300))

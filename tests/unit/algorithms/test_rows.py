@@ -86,7 +86,7 @@ def test_the_names_that_the_schema_allows_are_those_of_the_tables() -> None:
         (AlgorithmSection, "ratio_level"): set(RATIO_LEVELS),
         (AlgorithmSection, "aggregation"): set(AGGREGATIONS),
         (AlgorithmSection, "advantage_std"): set(LEVELS) | {"advantages"},
-        (CorrectionSection, "mode"): set(corrections.MODES) | {"none", "reject"},
+        (CorrectionSection, "mode"): set(corrections.MODES) | {"none"},
         (CorrectionSection, "of"): set(corrections.SIGNS),
         (CorrectionSection, "level"): set(corrections.LEVELS) | {"worst"},
         (KLSection, "estimator"): set(ESTIMATORS),
