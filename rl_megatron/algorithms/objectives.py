@@ -28,6 +28,10 @@ def _untouched(values: Tensor) -> Tensor:
     return torch.zeros_like(values, dtype=torch.bool)
 
 
+def _by_sign(advantages: Tensor, positive: float, other: float) -> Tensor:
+    return torch.full_like(advantages, other).masked_fill(advantages > 0, positive)
+
+
 def reinforce(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmSection) -> TokenLosses:
     """-A log pi: without a ratio it is right only for samples of the current policy."""
     return -inputs.advantages * inputs.logprobs, _untouched(log_ratio)
@@ -68,8 +72,21 @@ def topr(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmS
 def sapo(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmSection) -> TokenLosses:
     """-(4/tau) sigmoid(tau (rho - 1)) A, tau by the sign of A (arXiv:2511.20347): a soft gate in place of a clip."""
     advantages = inputs.advantages
-    tau = torch.full_like(advantages, row.tau_negative).masked_fill(advantages > 0, row.tau_positive)
+    tau = _by_sign(advantages, row.tau_positive, row.tau_negative)
     return -4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1)) * advantages, _untouched(log_ratio)
+
+
+def vespo(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmSection) -> TokenLosses:
+    """-sg(rho^k exp(lambda (1 - rho))) A log pi, k and lambda by the sign of A (VESPO, arXiv:2602.10693).
+
+    The weight is 1 at rho = 1, greatest at k / lambda, and falls to 0 on both sides: a soft gate on samples that the
+    policy has left. In the paper rho is the product over the sequence (``ratio_level=sequence_sum``).
+    """
+    log_ratio, advantages = log_ratio.detach(), inputs.advantages
+    shape = _by_sign(advantages, row.shape_positive, row.shape_negative)
+    rate = _by_sign(advantages, row.rate_positive, row.rate_negative)
+    weight = (shape * log_ratio - rate * torch.expm1(log_ratio)).exp()
+    return -weight * advantages * inputs.logprobs, _untouched(log_ratio)
 
 
 def gmpo(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmSection) -> TokenLosses:
@@ -117,6 +134,7 @@ OBJECTIVES: Mapping[str, Objective] = {
     "cispo": cispo,
     "topr": topr,
     "sapo": sapo,
+    "vespo": vespo,
     "gmpo": gmpo,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,

@@ -43,6 +43,10 @@ _OF_OBJECTIVES = (
     "cap_high",
     "tau_positive",
     "tau_negative",
+    "shape_positive",
+    "shape_negative",
+    "rate_positive",
+    "rate_negative",
 )
 
 READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -73,6 +77,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "reinforce": (),
         "importance": ("ratio_level",),
         "sapo": ("ratio_level", "tau_positive", "tau_negative"),
+        "vespo": ("ratio_level", "shape_positive", "shape_negative", "rate_positive", "rate_negative"),
         "topr": ("ratio_level", "cap_low", "cap_high"),
         "gmpo": ("clip_low", "clip_high"),
         "dppo_tv": ("clip_low", "clip_high", "cap_high"),

@@ -148,7 +148,8 @@ class AlgorithmSection(Section):
     """The importance ratio is each token's, the sequence's or its turn's (length-normalised), or the product over the
     sequence."""
     objective: (
-        Literal["clip", "cispo", "reinforce", "importance", "sapo", "topr", "gmpo", "dppo_tv", "dppo_kl"] | OwnCode
+        Literal["clip", "cispo", "reinforce", "importance", "sapo", "vespo", "topr", "gmpo", "dppo_tv", "dppo_kl"]
+        | OwnCode
     ) = "clip"
     """The loss of a token as a function of its ratio, with gmpo of all of its sequence, and advantage
     (docs/algorithms.md). ``package.module:name`` is a function of your own, which the limits below reach if it reads
@@ -170,6 +171,14 @@ class AlgorithmSection(Section):
     """objective=sapo: temperature of the gate for positive advantages."""
     tau_negative: PositiveFloat = 1.05
     """objective=sapo: temperature of the gate for other advantages."""
+    shape_positive: PositiveFloat = 2.0
+    """objective=vespo: k of the weight rho^k exp(lambda (1 - rho)) for positive advantages."""
+    shape_negative: PositiveFloat = 3.0
+    """objective=vespo: the same for other advantages."""
+    rate_positive: PositiveFloat = 3.0
+    """objective=vespo: lambda of the weight for positive advantages."""
+    rate_negative: PositiveFloat = 2.0
+    """objective=vespo: the same for other advantages."""
     old_kl_limit: PositiveFloat | None = None
     """Greatest KL of the old policy to the current one (``kl/old_policy`` of a minibatch, in nats) at which a step goes
     on: the minibatch that is found above it and those behind it, of all epochs, are not trained on. null: all are."""

@@ -150,6 +150,13 @@ def areal(
     return loss
 
 
+def trl_gamma_weight(x: Padded) -> Tensor:
+    """[B, L]: w^k exp(-lambda w) / exp(-lambda), w the product over the row of its ratios."""
+    w = (x.logp - x.old).detach().mul(x.mask).sum(1, keepdim=True).exp()
+    k, rate = (torch.where(x.adv >= 0, good, bad).to(w) for good, bad in ((2.0, 3.0), (3.0, 2.0)))
+    return w**k * (-rate * w).exp() / (-rate).exp()
+
+
 def trl(
     loss_type: str = "dapo",
     epsilon: float = 0.2,
@@ -163,6 +170,8 @@ def trl(
         ratio = (x.logp - x.old).exp() if importance_sampling_level == "token" else sequence_ratio(x)
         if loss_type == "cispo":
             token = -ratio.detach().clamp(max=high) * x.adv * x.logp
+        elif loss_type == "vespo":  # of its defaults
+            token = -trl_gamma_weight(x) * x.adv * x.logp
         else:
             token = surrogate(ratio, x.adv, epsilon, high)
         token = token + beta * ((x.ref - x.logp).exp() - (x.ref - x.logp) - 1)
@@ -220,6 +229,7 @@ SAME: list[tuple[list[str], PeerLoss]] = [
     (["=gspo"], verl("gspo", **GSPO_CLIPS)),
     (["=gspo"], trl("grpo", 3e-4, 4e-4, importance_sampling_level="sequence")),
     (["=luspo"], trl("luspo", 2e-3, 2.5e-3, importance_sampling_level="sequence")),
+    (["=vespo"], trl("vespo")),
     (["=gspo"], slime("gspo", 3e-4, 4e-4)),
     (["=cispo", ".cap_high=1.4"], verl("cispo", clip_ratio_low=1.0, clip_ratio_high=0.4)),
     (["=cispo", ".cap_low=0.8", ".cap_high=1.2"], verl("cispo")),

@@ -237,7 +237,7 @@ def test_a_row_that_cannot_be_meant_is_refused_with_the_reason(choices: dict[str
         policy_loss(**choices)
 
 
-@pytest.mark.parametrize("objective", ["clip", "importance", "sapo", "cispo", "topr"])
+@pytest.mark.parametrize("objective", ["clip", "importance", "sapo", "vespo", "cispo", "topr"])
 def test_at_ratio_one_every_objective_has_the_gradient_of_reinforce(objective: str) -> None:
     inputs = ragged(spread=0.0)
     expected = evaluate(policy_loss(objective="reinforce"), inputs)[1]
