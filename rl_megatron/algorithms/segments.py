@@ -43,11 +43,16 @@ def segment_variance(values: Tensor, ids: Tensor, *, unbiased: bool) -> Tensor:
     return segment_sum((values - segment_mean(values, ids)[ids]).square(), ids) / (count - int(unbiased))
 
 
-def differ(values: Tensor, ids: Tensor) -> Tensor:
-    """Whether a segment has two different values, [K]; exact, unlike a variance with its rounding noise."""
+def segment_range(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Least and greatest value of each segment, [K] each."""
     segments = segment_sum(torch.zeros_like(values), ids)
     low = segments.scatter_reduce(0, ids, values, "amin", include_self=False)
-    high = segments.scatter_reduce(0, ids, values, "amax", include_self=False)
+    return low, segments.scatter_reduce(0, ids, values, "amax", include_self=False)
+
+
+def differ(values: Tensor, ids: Tensor) -> Tensor:
+    """Whether a segment has two different values, [K]; exact, unlike a variance with its rounding noise."""
+    low, high = segment_range(values, ids)
     return high > low
 
 

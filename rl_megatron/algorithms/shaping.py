@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.segments import sequence_ids
+from rl_megatron.algorithms.segments import segment_range, sequence_ids
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: float = 4096, factor: float = 1.0) -> Tensor:
@@ -30,6 +30,15 @@ def drop_truncated(mask: Tensor, truncated: Tensor, cu_seqlens: Tensor) -> Tenso
 def score_finished(rewards: Tensor, finished: Tensor, *, unfinished_reward: float = 0.0) -> Tensor:
     """Rewards [n] of completions that ended by themselves; the others get ``unfinished_reward``."""
     return torch.where(finished, rewards, unfinished_reward)
+
+
+def to_unit_range(values: Tensor, ids: Tensor, rewards: Tensor, ids_of_rewards: Tensor) -> Tensor:
+    """(value - least)/(greatest - least) of the rewards that have its id, [K] float32; least alone if all are equal.
+
+    ``values`` [K] may be the ``rewards`` [n] themselves, or others under the same ``ids``, 0 .. without gaps.
+    """
+    low, high = segment_range(rewards, ids_of_rewards)
+    return (values - low[ids]) / torch.where(high > low, high - low, 1.0)[ids]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -182,7 +182,7 @@ def _batch_problems(c: RunConfig) -> list[str]:
 def _group_problems(c: RunConfig) -> list[str]:
     """Groups that give no gradient, and groups that dynamic sampling would drop although they give one."""
     a, r, out = c.algorithm, c.rollout, []
-    levels = {f"algorithm.advantage_mean={a.advantage_mean}", f"algorithm.advantage_std={a.advantage_std}"}
+    levels = {f"algorithm.{key}={getattr(a, key)}" for key in ("advantage_mean", "advantage_std", "normalise_rewards")}
     over_group, over_batch = (sorted(k for k in levels if k.endswith(e)) for e in ("=group", ("=batch", "=advantages")))
     over_batch += ["algorithm.whiten=true"] if a.whiten and a.credit == "completion" else []
     of_turns = a.credit == "turn" and a.turn_baseline == "all"  # which one trajectory has several of

@@ -126,6 +126,7 @@ PREFERENCE_READS = (
     "overlong_buffer",
     "overlong_factor",
     "reward_scale",
+    "normalise_rewards",
     "reward_clip",
     "whiten_rewards",
     "old_logprobs",
@@ -309,10 +310,14 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
     alone = a.reward_clip is None and (pairs or a.credit != "gae")
     alone = alone and not (a.kl.coefficient > 0 and a.kl.placement != "loss")
     divided, centred = a.advantage_std != "none" or a.whiten, a.advantage_mean in {"group", "batch"}
-    if a.whiten_rewards or (alone and (pairs or divided)):
-        yield "algorithm.reward_scale", "a later comparison of rewards, or division by their std, undoes it"
+    if a.whiten_rewards or a.normalise_rewards != "none" or (alone and (pairs or divided)):
+        yield "algorithm.reward_scale", "a later comparison of rewards, or division by their std or range, undoes it"
     if alone and (pairs or (divided and centred)):
         yield "algorithm.whiten_rewards", "a later comparison of rewards, or centring and division, undoes it"
+    of_group = a.advantage_mean == "group" and a.advantage_std == "group"
+    affine = a.normalise_rewards == "batch" and (a.whiten_rewards or (divided and centred))
+    if alone and (pairs or of_group or affine):
+        yield "algorithm.normalise_rewards", "a later comparison of rewards, or centring and division, undoes it"
 
 
 def _text(value: object) -> str:

@@ -59,6 +59,11 @@ def _of_batches(c: RunConfig) -> Iterator[tuple[str, str]]:
         yield given, "the std of rewards is the batch's; set advantage_std=group or none"
     if a.whiten_rewards:
         yield "algorithm.whiten_rewards=true", "moments of rewards take in the batch first; set whiten_rewards=false"
+    if a.normalise_rewards == "batch":
+        yield (
+            "algorithm.normalise_rewards=batch",
+            "the range of rewards is the batch's; set normalise_rewards=group or none",
+        )
     if a.tokens.choose != "all":
         yield (
             f"algorithm.tokens.choose={a.tokens.choose}",

@@ -19,7 +19,13 @@ from rl_megatron.algorithms.advantages import group_advantages, moving_baseline,
 from rl_megatron.algorithms.kl import adaptive_beta, kl_in_sequence_rewards, kl_in_token_rewards, kl_per_token
 from rl_megatron.algorithms.returns import discounted_returns, gae, last_token_rewards, length_adaptive_lambda, whiten
 from rl_megatron.algorithms.segments import dense, differ, segment_sum, sequence_ids
-from rl_megatron.algorithms.shaping import RunningMoments, drop_truncated, overlong_penalty, score_finished
+from rl_megatron.algorithms.shaping import (
+    RunningMoments,
+    drop_truncated,
+    overlong_penalty,
+    score_finished,
+    to_unit_range,
+)
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.errors import DataError
 from rl_megatron.observability.recorder import Row
@@ -57,13 +63,18 @@ class Rewards:
 def shape_rewards(
     groups: Sequence[RolloutGroup], section: AlgorithmSection, state: AlgorithmState, *, max_new_tokens: int
 ) -> Rewards:
-    """Apply unfinished and overlong rewards, scale, running whitening and clip, in that order, if configured.
+    """Apply unfinished and overlong rewards, scale, range, running whitening and clip, in that order, if configured.
 
-    Greedy completions are shaped likewise, but do not enter the running moments.
+    Greedy completions are shaped likewise, but do not enter the ranges and the running moments.
     """
     judged = _judged(groups, section, max_new_tokens)
     greedy = [g.greedy for g in groups if g.greedy is not None]
     baseline = _judged(greedy, section, max_new_tokens) if greedy else None
+    if section.normalise_rewards != "none":
+        raw, ids = judged, _ids_of_range(groups, section)
+        judged = to_unit_range(raw, ids, raw, ids)
+        if baseline is not None:
+            baseline = to_unit_range(baseline, _ids_of_range(greedy, section), raw, ids)
     if section.whiten_rewards:
         state = replace(state, reward_moments=state.reward_moments.update(judged))
         judged = state.reward_moments.whiten(judged)
@@ -88,6 +99,12 @@ def _judged(groups: Sequence[RolloutGroup], section: AlgorithmSection, max_new_t
     return rewards * section.reward_scale
 
 
+def _ids_of_range(groups: Sequence[RolloutGroup], section: AlgorithmSection) -> Tensor:
+    """[K] of each group, or one of the batch."""
+    ids = _group_ids(groups)
+    return ids if section.normalise_rewards == "group" else torch.zeros_like(ids)
+
+
 def _clipped(rewards: Tensor, section: AlgorithmSection) -> Tensor:
     bound = section.reward_clip
     return rewards if bound is None else rewards.clamp(-bound, bound)
@@ -96,8 +113,8 @@ def _clipped(rewards: Tensor, section: AlgorithmSection) -> Tensor:
 def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int) -> list[bool]:
     """Whether each group has two different shaped rewards; dynamic sampling keeps these groups (DAPO).
 
-    With credit=turn, whether two of its turns that have one baseline differ. Ignores running moments, which shift all
-    rewards alike and would make the choice depend on when it is made.
+    With credit=turn, whether two of its turns that have one baseline differ. Ignores running moments and the range of
+    the batch, which shift all rewards alike and would make the choice depend on when it is made.
     """
     if not groups:
         return []
@@ -106,9 +123,12 @@ def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection
         turns = _turns(groups, judged, section)
         some = differ(turns.rewards, dense(turns.baseline_of))[dense(turns.baseline_of)]
         return (segment_sum(some.int(), turns.group_of, len(groups)) > 0).tolist()
-    if not section.whiten_rewards:
+    ids = _group_ids(groups)
+    if section.normalise_rewards == "group":
+        judged = to_unit_range(judged, ids, judged, ids)
+    if not section.whiten_rewards and section.normalise_rewards != "batch":
         judged = _clipped(judged, section)
-    return differ(judged, _group_ids(groups)).tolist()
+    return differ(judged, ids).tolist()
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,8 @@ BASE = [
     "learner.ep=1",
 ]
 OF_ROWS = {
+    # rewards of 0 .. 1 are in the range of their batch already
+    **{name: ["algorithm.overlong_buffer=1", "algorithm.overlong_factor=2.0"] for name in ("dr_grpo", "rloo")},
     "grpo_process": ["reward.function=tests.toy_roles:grade_steps"],
     "luspo": ["train.learning_rate=30.0"],  # at 100 times lengths no ratio is near its limits
 }

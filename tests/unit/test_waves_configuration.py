@@ -44,6 +44,10 @@ REFUSED = {
         [f"{R}whiten_rewards=true", f"{R}advantage_std=none", f"{R}advantage_mean=none"],
         "moments of rewards take in the batch first",
     ),
+    "algorithm.normalise_rewards=batch": (
+        [f"{R}normalise_rewards=batch", f"{R}advantage_std=none"],
+        "the range of rewards is the batch's",
+    ),
     "algorithm.tokens.choose=second_moment": (["algorithm=m2po"], "the tokens to choose are the batch's"),
     "algorithm.tokens.choose=kl_cov": (["algorithm=kl_cov"], "the tokens to choose are the batch's"),
     "algorithm.correction.normalise=true": (

@@ -209,8 +209,10 @@ class AlgorithmSection(Section):
     critic: CriticSection = CriticSection()
     reward_scale: PositiveFloat = 1.0
     """Factor on rewards, after ``unfinished_reward`` and the overlong penalty."""
+    normalise_rewards: Literal["none", "group", "batch"] = "none"
+    """Map the rewards of each group, or of the batch, to 0 .. 1: less their least, over their greatest less that."""
     reward_clip: PositiveFloat | None = None
-    """Clip rewards, scaled and whitened, to plus and minus this; null does not clip."""
+    """Clip rewards, scaled, normalised and whitened, to plus and minus this; null does not clip."""
     whiten_rewards: bool = False
     """Whether to whiten rewards by the mean and the standard deviation over all steps so far."""
     overlong_buffer: NonNegativeFloat = 0.0
@@ -303,12 +305,17 @@ def _turn_problems(a: AlgorithmSection) -> list[str]:
             f"algorithm.turn_baseline=index with advantage_mean={a.advantage_mean}, advantage_std={a.advantage_std}: "
             "turns of one number are compared within their group; set these to group or none, or turn_baseline=all"
         )
-    if a.whiten_rewards or a.reward_clip is not None:
-        key = "whiten_rewards=true" if a.whiten_rewards else f"reward_clip={a.reward_clip:g}"
-        out.append(
-            f"{given} with algorithm.{key}: it changes the sum of a completion's rewards, and its last turn would have "
-            "the whole change; leave it out, or set credit=completion"
-        )
+    changes = {
+        "whiten_rewards=true": a.whiten_rewards,
+        f"normalise_rewards={a.normalise_rewards}": a.normalise_rewards != "none",
+        f"reward_clip={a.reward_clip or 0:g}": a.reward_clip is not None,
+    }
+    out += [
+        f"{given} with algorithm.{key}: it changes the sum of a completion's rewards, and its last turn would have the "
+        "whole change; leave it out, or set credit=completion"
+        for key, acts in changes.items()
+        if acts
+    ]
     if a.kl.coefficient > 0 and a.kl.placement != "loss":
         out.append(
             f"{given} with algorithm.kl.placement={a.kl.placement}: the KL of all turns would be in the reward of the "

@@ -118,6 +118,7 @@ def test_an_unsound_row_is_refused_with_its_reason(keys: list[str]) -> None:
         (["advantage_std=none", "std_eps=1e-4"], r"advantage_std=none does not read it.*=group or batch or advantages"),
         (["reward_clip=2"], r"reward_clip=2: it changes the sum of a completion's rewards.* or set credit=completion"),
         (["whiten_rewards=true", "advantage_std=none"], "whiten_rewards=true: it changes the sum of a completion's"),
+        (["normalise_rewards=group"], "normalise_rewards=group: it changes the sum of a completion's"),
         (["kl.coefficient=0.1", "kl.placement=completion_reward"], "the reward of the last; set kl.placement=loss"),
         (["kl.coefficient=0.1", "kl.placement=token_reward"], "the reward of the last; set kl.placement=loss"),
         (["turn_baseline=index", "advantage_mean=none", "advantage_std=none"], "turns are not compared"),

@@ -102,6 +102,12 @@ class PlainUpdate:
         for s in said:
             s.reward = a.unfinished_reward if s.cut and a.unfinished_reward is not None else s.raw
             s.reward *= a.reward_scale
+        if a.normalise_rewards != "none":
+            raw = [(s.group if a.normalise_rewards == "group" else 0, s.reward) for s in said]
+            for s, (of, reward) in zip(said, raw, strict=True):
+                members = [one for number, one in raw if number == of]
+                span = max(members) - min(members)
+                s.reward = (reward - min(members)) / span if span else 0.0
         if a.whiten_rewards:
             self.rewards_seen += [s.reward for s in said]
             mean, std = statistics.fmean(self.rewards_seen), statistics.stdev(self.rewards_seen)

@@ -142,6 +142,22 @@ def test_rewards_are_scaled_whitened_by_all_steps_so_far_and_clipped() -> None:
     )
 
 
+def test_rewards_are_in_the_range_of_their_group_or_batch_and_so_is_a_greedy_ones() -> None:
+    """A group of equal rewards has zeros; the greedy completion's may be outside of 0 .. 1."""
+    three = [group("a", [1.0, 3.0, 2.0], [1] * 3), group("b", [5.0, 5.0], [1, 1]), group("c", [0.0, -1.0], [1, 1])]
+    of_group = advantages(groups=three, **NO_BASELINE, normalise_rewards="group")
+    assert [a[0] for a in of_group] == pytest.approx([0, 1, 0.5, 0, 0, 1, 0])
+    of_batch = advantages(groups=three, **NO_BASELINE, normalise_rewards="batch")
+    assert [a[0] for a in of_batch] == pytest.approx([2 / 6, 4 / 6, 0.5, 1, 1, 1 / 6, 0])
+    section = AlgorithmSection(advantage_mean="greedy", advantage_std="none", normalise_rewards="group")
+    judged = [
+        replace(one, greedy=group(one.prompt.id, [g], [1])) for one, g in zip(three, (2.0, 6.0, 1.0), strict=True)
+    ]
+    found = shape_rewards(judged, section, AlgorithmState(kl_coefficient=0.0), max_new_tokens=9)
+    assert found.greedy is not None
+    assert found.greedy.tolist() == pytest.approx([0.5, 1.0, 2.0])
+
+
 TWO = [group("a", [1.0], [3]), group("b", [0.5], [2], "length")]
 VALUES = {"old_values": torch.tensor([9.0, 0.1, 0.2, 0.3, 9.0, 0.4, 0.5])}  # the first of each is at a prompt token
 VALUES_OF = [[0.1, 0.2, 0.3], [0.4, 0.5]]
@@ -260,6 +276,14 @@ def test_groups_differ_by_the_rewards_that_the_algorithm_takes() -> None:
     assert differing(overlong_buffer=2) == [True, True, False, True]
     assert differing(overlong_buffer=2, reward_clip=0.5)[1:] == [True, False, True]
     assert differing(reward_clip=0.5, whiten_rewards=True) == [True, True, False, False]
+    wide = [group("w", [9.0, 7.0], [2, 2])]
+    for section, found in (
+        ({}, [False]),
+        ({"normalise_rewards": "group"}, [True]),
+        ({"normalise_rewards": "batch"}, [True]),
+    ):
+        row = AlgorithmSection.model_validate({"reward_clip": 0.5, **section})
+        assert groups_that_differ(wide, row, max_new_tokens=4) == found
 
 
 def test_the_row_of_dapo_shapes_rewards_as_its_paper_does_and_draws_until_groups_differ() -> None:

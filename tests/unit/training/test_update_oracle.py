@@ -77,6 +77,11 @@ PATHS: dict[str, dict[str, Any]] = {
     "NLL of right completions under scaled rewards": CRITIC | {"reward_scale": 0.5, "nll_coefficient": 0.7},
     "running moments and a clip": ALIKE | {"whiten_rewards": True, "reward_clip": 0.8, "reward_scale": 1.0},
     **{
+        f"rewards in the range of their {of}": ALIKE
+        | {"advantage_mean": "group", "advantage_std": "none", "normalise_rewards": of, "reward_clip": 0.8}
+        for of in ("group", "batch")
+    },
+    **{
         f"an entropy bonus, {name}": {"entropy_coefficient": 0.2, "entropy_target": target, "entropy_step": 0.15}
         for name, target in (("raised", 9.0), ("stopped", 0.1), ("up and down", 2.1))
     },
