@@ -22,6 +22,7 @@ from rl_megatron.types import Loss, LossInputs, Prompt, Samples
 from tests.completions import completion
 
 LENGTHS = [5, 9, 1, 3]
+COPG = ("coefficient=0.3", "placement=completion_reward", "estimator=k1")
 
 
 def row(*keys: str) -> Loss:
@@ -64,13 +65,20 @@ def assert_same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> None:
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
 
 
-def credited(*keys: str) -> Samples:
-    """One group of four completions of unlike lengths and rewards, with the advantages of a row."""
+def credited(
+    *keys: str, rewards: tuple[float, ...] = (1.0, 0.0, 0.25, 0.5), given: LossInputs | None = None
+) -> Samples:
+    """One group of completions of unlike lengths and rewards, with the advantages of a row; log-probs as ``given``."""
     prompt = Prompt(id="a", text="", token_ids=(1, 2), answer="")
-    group = single_turns(prompt, [completion((7,) * n) for n in LENGTHS], rewards=(1.0, 0.0, 0.25, 0.5))
-    section = load_config("tiny_cpu", list(keys)).algorithm
-    rewards = shape_rewards([group], section, AlgorithmState(kl_coefficient=0.0), max_new_tokens=9)
-    return assign_credit(to_samples([group]), [group], rewards, section, success_reward=1.0)[0]
+    group = single_turns(prompt, [completion((7,) * n) for n in LENGTHS[: len(rewards)]], rewards=rewards)
+    section, samples = load_config("tiny_cpu", list(keys)).algorithm, to_samples([group])
+    if given is not None and given.ref_logprobs is not None:
+        places = {"old_logprobs": given.old_logprobs, "ref_logprobs": given.ref_logprobs}
+        zeros = torch.zeros_like(samples.old_logprobs)
+        columns = {name: zeros.masked_scatter(samples.mask, values.float()) for name, values in places.items()}
+        samples = replace(samples, **columns)
+    shaped = shape_rewards([group], section, AlgorithmState(kl_coefficient=section.kl.coefficient), max_new_tokens=9)
+    return assign_credit(samples, [group], shaped, section, success_reward=1.0)[0]
 
 
 def test_gspo_token_is_gspo_where_the_advantage_is_constant_in_a_sequence() -> None:
@@ -122,6 +130,36 @@ def test_luspo_moves_a_token_of_a_long_sequence_as_much_as_one_of_a_short_one() 
 def test_dr_grpo_times_g_over_g_minus_one_is_rloo() -> None:
     dr_grpo, rloo = credited("algorithm=dr_grpo"), credited("algorithm=rloo")
     torch.testing.assert_close(dr_grpo.advantages * 4 / 3, rloo.advantages)
+
+
+def test_copg_is_rloo_with_the_kl_in_its_rewards_whoever_sampled() -> None:
+    """Contrastive policy gradient (arXiv:2406.19185), of each pair (ΔR - β/2·Δh)·Δh, h = log pi/ref: by autograd.
+
+    The one optimizer step of train.minibatches=1 begins at the policy that h is of.
+    """
+    keys, beta = ["algorithm=rloo", *(f"algorithm.kl.{key}" for key in COPG)], 0.3
+    x = batch(spread=0.0)
+    x = replace(x, ref_logprobs=x.old_logprobs - torch.linspace(-1, 1, sum(LENGTHS), dtype=torch.float64))
+    made = credited(*keys, given=x)
+    _, gradient = evaluate(row(*keys), replace(x, advantages=made.advantages[made.mask].double()))
+    h = x.segment_sum(x.logprobs - x.ref_logprobs)
+    rewards = torch.tensor([1.0, 0.0, 0.25, 0.5], dtype=torch.float64)
+    pairs = torch.combinations(torch.arange(4))
+    apart, further = rewards[pairs[:, 0]] - rewards[pairs[:, 1]], h[pairs[:, 0]] - h[pairs[:, 1]]
+    objective = ((apart - beta / 2 * further) * further).sum() / 12
+    torch.testing.assert_close(gradient, -torch.autograd.grad(objective, x.logprobs)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_group_of_two_without_a_std_has_the_pairwise_gradient_of_p3o() -> None:
+    """(r1 - r2)·∇(log pi1 - log pi2)/2 a pair (arXiv:2310.00212), over two sequences, with its ratios clipped apart."""
+    keys = ["algorithm=dr_grpo", "algorithm.aggregation=seq_mean_token_sum"]
+    made = credited(*keys, rewards=(0.7, 0.2)).advantages
+    assert made[made != 0].tolist() == pytest.approx([0.25] * LENGTHS[0] + [-0.25] * LENGTHS[1])
+    x = batch(spread=0.0)
+    advantages = torch.tensor([0.25, -0.25, 0.0, 0.0], dtype=torch.float64)[x.segment_ids]
+    _, gradient = evaluate(row(*keys), replace(x, advantages=advantages, num_sequences=2))
+    wanted = [-0.5 / 2 / 2] * LENGTHS[0] + [0.5 / 2 / 2] * LENGTHS[1] + [0.0] * sum(LENGTHS[2:])
+    assert gradient.tolist() == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("name", ["dapo", "decoupled_ppo", "ppo", "reinforce_plus_plus", "liteppo"])
