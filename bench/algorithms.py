@@ -4,8 +4,8 @@
 
 Each is the default run (``rl-megatron train algorithm=NAME``) in one process with one thread, ``--jobs`` of them at a
 time. Algorithms without a ratio take one minibatch per step, VAPO a lambda for short answers, SPO as many prompts as
-other rows have completions. Runs already finished in ``--dir`` are not repeated. Prints a Markdown table and writes
-``report.html`` there.
+other rows have completions, GRPO with process rewards a reward of each digit. Runs already finished in ``--dir`` are
+not repeated. Prints a Markdown table and writes ``report.html`` there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from bench.results import parse, write
 from rl_megatron.config.io import load_config
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.report import write_report
+from rl_megatron.types import Completion, Prompt
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
@@ -30,7 +32,25 @@ STEPS = load_config("tiny_cpu", []).train.steps
 ON_POLICY = ("train.minibatches=1",)  # no ratio: right only for samples of the current policy
 LONG_LAMBDA = ("algorithm.lam_length_factor=5",)  # the paper's 0.05 makes lambda 0 below 20 tokens; answers have 4
 AS_MANY = ("rollout.prompts_per_step=1024",)  # completions as of groups
-SETTINGS = {"reinforce": ON_POLICY, "rloo": ON_POLICY, "remax": ON_POLICY, "vapo": LONG_LAMBDA, "spo": AS_MANY}
+DIGITS = ("reward.function=bench.algorithms:digits",)  # a reward of steps
+SETTINGS = {
+    "reinforce": ON_POLICY,
+    "rloo": ON_POLICY,
+    "remax": ON_POLICY,
+    "vapo": LONG_LAMBDA,
+    "spo": AS_MANY,
+    "grpo_process": DIGITS,
+}
+
+
+def digits(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[object]:
+    """A reward: each character of a text is a step, of an equal share of 1 if it is the answer's at its place."""
+    return [list(_of_digits(text, prompt.answer)) or 0.0 for text in texts]
+
+
+def _of_digits(text: str, answer: str) -> Iterator[tuple[int, float]]:
+    for place, one in enumerate(text):
+        yield place + 1, float(answer[place : place + 1] == one) / max(len(text), len(answer))
 
 
 def train(name: str, folder: Path, settings: list[str]) -> None:
