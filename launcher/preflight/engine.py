@@ -1,8 +1,10 @@
-"""Checks that the servers' engine is installed in its interpreter, by its files, because an import takes minutes."""
+"""Checks that the servers' engine is installed in its interpreter, without an import, which takes minutes."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,8 @@ from pathlib import Path
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.errors import ConfigError
 from rl_megatron.user_code import load_named
+
+ANSWER_SECONDS = 20.0  # an interpreter on a disk of a network starts in some
 
 
 def check(subject: Subject) -> Iterator[Found]:
@@ -38,7 +42,7 @@ def check(subject: Subject) -> Iterator[Found]:
         return
     there = has_module(module, given) if given else importlib.util.find_spec(module) is not None
     if there is None:
-        yield unchecked(f"whether {module} is installed in {key}, whose packages are not beside it")
+        yield unchecked(f"whether {module} is installed in {key}, which does not answer")
     elif not there:
         yield problem(
             f"{key}: {module} is not installed there; install it (docs/engines.md), and set "
@@ -56,12 +60,30 @@ def module_of(engine: str) -> str:
     return str(adapter.module)
 
 
-def has_module(module: str, python: Path) -> bool | None:
-    """Whether an environment's own packages have the module; None if it has none of its own, or also uses others."""
+def has_module(module: str, python: Path, seconds: float = ANSWER_SECONDS) -> bool | None:
+    """Whether an interpreter finds the module: by the files of its environment, or it is asked where these do not say,
+    as a system's, which has packages elsewhere. None if it does not answer in ``seconds``."""
     environment = python.absolute().parent.parent  # not resolved: in an environment the interpreter is a link
     packages = [*environment.glob("lib/python3*/site-packages"), *environment.glob("lib64/python3*/site-packages")]
     if any((folder / module).is_dir() or any(folder.glob(f"{module}-*.dist-info")) for folder in packages):
         return True
     marks = environment / "pyvenv.cfg"
     alone = marks.is_file() and "include-system-site-packages = true" not in marks.read_text().lower()
-    return False if packages and alone else None
+    return False if packages and alone else _says(module, python, seconds)
+
+
+def _says(module: str, python: Path, seconds: float) -> bool | None:
+    """What the interpreter itself answers, from a folder without modules."""
+    code = f"import importlib.util; print(importlib.util.find_spec({module.partition('.')[0]!r}) is not None)"
+    try:
+        done = subprocess.run(
+            [python.absolute(), "-c", code],
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            env=dict(os.environ),
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return {"True": True, "False": False}.get(done.stdout.strip())

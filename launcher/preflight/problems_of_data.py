@@ -1,13 +1,15 @@
-"""Checks that the files of problems exist, and that their first rows have the configured fields."""
+"""Checks that the files of problems exist, that their first rows have the configured fields, and that none of those
+that are held out is trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.data.problems.files import files_in, local_files, read_records
+from rl_megatron.data.problems.leaks import ListedTexts, leaked, leaks_named, spaced
 from rl_megatron.data.problems.prompts import check_template
 from rl_megatron.data.problems.rendering import check_pair, conversation, fields_of
 from rl_megatron.errors import ConfigError, RLMegatronError
@@ -15,37 +17,61 @@ from rl_megatron.errors import ConfigError, RLMegatronError
 ROWS = 1000
 
 
+@dataclass(slots=True)
+class _Texts:
+    """Problems of first rows, with where each is."""
+
+    places: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    def add(self, place: str, text: str) -> None:
+        self.places.append(place)
+        self.texts.append(spaced(text))
+
+    def listed(self) -> ListedTexts:
+        return ListedTexts(self.places, self.texts)
+
+
 def check(subject: Subject) -> Iterator[Found]:
     """Reads the first rows of ``train`` and ``eval`` of each source, and of ``eval`` of each set, and yields why one
-    cannot be read."""
+    cannot be read, and which of them are trained on and held out."""
     named, _ = subject.config.prompt_limit_keys
+    trained, held_out = _Texts(), dict[str, _Texts]()
     for key, data in data_sources(subject.config.data).items():
         if isinstance(data, FileKeys):
-            yield from _of(key, data, ("train", "eval"), named)
+            yield from _of(key, data, {"train": trained, "eval": held_out.setdefault(key, _Texts())}, named)
     for key, data in subject.config.eval.data_of_sets.items():
         if isinstance(data, FileKeys):
-            yield from _of(key, data, ("eval",), named)
+            yield from _of(key, data, {"eval": held_out.setdefault(key, _Texts())}, named)
+    if subject.config.data.on_leak == "fail":
+        texts = trained.listed()
+        rows, places = leaked(texts, texts.hashes(), {key: theirs.listed() for key, theirs in held_out.items()})
+        if len(rows):
+            yield problem(leaks_named(texts, rows, places))
 
 
-def _of(section: str, data: FileKeys, names: Sequence[str], limit: str) -> Iterator[Found]:
-    """What is wrong in these files of ``data``, by the names of their keys. ``limit``: the key of most tokens."""
+def _of(section: str, data: FileKeys, into: Mapping[str, _Texts], limit: str) -> Iterator[Found]:
+    """What is wrong in these files of ``data``, by the names of their keys; their problems go ``into`` the texts of
+    that name. ``limit``: the key of most tokens."""
     try:
         data = local_files(data, section)
     except RLMegatronError as error:
         yield problem(str(error))
         return
-    files: Mapping[str, Path] = {name: getattr(data, name) for name in names}
     longer = []
-    for name, path in files.items():
-        key = f"{section}.{name}"
+    for name, found in into.items():
+        path, key = getattr(data, name), f"{section}.{name}"
+        most = min(ROWS, data.max_eval or ROWS) if name == "eval" else ROWS
         try:
             first, *others = files_in(path, key)
-            rows = read_records(first, fields_of(data), key=key, limit=ROWS)
+            rows = read_records(first, fields_of(data), key=key, limit=most)
             for line, row in enumerate(rows, 1):
+                place = f"{first}:{line}"
                 if data.messages_field is not None:
-                    conversation(row, first, line, data)
+                    found.add(place, conversation(row, first, line, data).raw)
                 else:
-                    check_pair(row, f"{first}:{line}", data)
+                    check_pair(row, place, data)
+                    found.add(place, row.texts[0])
         except RLMegatronError as error:
             yield problem(str(error))
         else:

@@ -124,20 +124,29 @@ def rows_to_keep(
     found, places = leaked(texts, hashes, held_out)
     if not len(found):
         return kept
-    shown = zip(found[:_MOST_SHOWN].tolist(), places[:_MOST_SHOWN], strict=True)
-    lines = [f"{texts.place(row)}: trained on, but held out in {place}" for row, place in shown]
     if on_leak == "fail":
-        more = len(found) - len(lines)
-        raise DataError(
-            "\n".join([*lines, *([f"... and {more} more"] if more > 0 else [])])
-            + f"\n{len(found)} of {len(texts)} training problems are held out too, so evaluations would measure what "
-            "was learned by heart; set data.on_leak=drop not to train on them, or keep"
-        )
+        raise DataError(leaks_named(texts, found, places))
     if on_leak == "drop":
         kept[found] = False
     done = "dropped" if on_leak == "drop" else "kept, by data.on_leak=keep,"
-    logger.warning("%s %d of %d training problems that are held out too; %s", done, len(found), len(texts), lines[0])
+    first = _line(texts, found[0], places[0])
+    logger.warning("%s %d of %d training problems that are held out too; %s", done, len(found), len(texts), first)
     return kept
+
+
+def leaks_named(texts: ProblemTexts, found: NDArray[np.int64], places: Sequence[str]) -> str:
+    """The error of `leaked` rows: each by file and line, and what to set."""
+    lines = [_line(texts, row, place) for row, place in zip(found[:_MOST_SHOWN], places, strict=False)]
+    more = len(found) - len(lines)
+    return (
+        "\n".join([*lines, *([f"... and {more} more"] if more > 0 else [])])
+        + f"\n{len(found)} of {len(texts)} training problems are held out too, so evaluations would measure what "
+        "was learned by heart; set data.on_leak=drop not to train on them, or keep"
+    )
+
+
+def _line(texts: ProblemTexts, row: np.int64, place: str) -> str:
+    return f"{texts.place(int(row))}: trained on, but held out in {place}"
 
 
 class ListedTexts(ProblemTexts):

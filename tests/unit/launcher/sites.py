@@ -9,6 +9,7 @@ from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import header_bytes
 
 ROW = {"question": "What is 2 + 3?", "answer": "It is 5.\n#### 5"}
+HELD_OUT = {"question": "What is 4 + 3?", "answer": "It is 7.\n#### 7"}
 
 
 def model_folder(folder: Path, config: dict[str, object]) -> Path:
@@ -42,6 +43,6 @@ def site(folder: Path, config: dict[str, object], engine: str = "vllm") -> tuple
     return (
         f"model.path={model_folder(folder / 'model', config)}",
         f"data.train={data_file(folder / 'data' / 'train.jsonl')}",
-        f"data.eval={data_file(folder / 'data' / 'eval.jsonl')}",
+        f"data.eval={data_file(folder / 'data' / 'eval.jsonl', HELD_OUT)}",
         f"rollout.python={environment(folder / engine, engine)}",
     )

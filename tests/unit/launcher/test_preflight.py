@@ -21,7 +21,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.layouts.families import read_shape
-from tests.unit.launcher.sites import data_file, environment, site
+from tests.unit.launcher.sites import environment, site
 from tests.unit.launcher.test_memory import QWEN3
 
 REWARDS = """
@@ -382,11 +382,16 @@ def test_an_engine_is_found_by_its_files(tmp_path: Path) -> None:
     assert has_module("vllm", Path("/nowhere/bin/python")) is None
 
 
-def test_only_the_first_rows_are_read(tmp_path: Path, keys: tuple[str, ...]) -> None:
-    from launcher.preflight.problems_of_data import ROWS
+def test_an_interpreter_whose_packages_are_elsewhere_is_asked(tmp_path: Path) -> None:
+    """As a system's. One that does not answer is not waited for."""
+    from launcher.preflight.engine import has_module
 
-    good = {"question": "q", "answer": "1"}
-    path = data_file(tmp_path / "long.jsonl", *[good] * ROWS, "bad")
-    found = preflight(job(keys, f"data.train={path}"), for_job=True)
-    assert found.texts("problem") == []
-    assert f"rows of {path} after the first {ROWS}" in found.texts("unchecked")
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    assert has_module("json", python) is True
+    assert has_module("no_such_engine", python) is False
+    python.unlink()
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    assert has_module("json", python, seconds=0.2) is None
