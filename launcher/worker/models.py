@@ -104,6 +104,7 @@ class RankModels:
                 self._device,
                 temperature=config.rollout.temperature,
                 top_k=config.algorithm.kl.top_k,
+                valued=config.algorithm.is_own_critic,
             )
         if role == ("critic" if "critic" in config.roles.separate else LEARNER) and config.algorithm.needs_critic:
             section = config.algorithm.critic

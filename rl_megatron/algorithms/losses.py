@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.aggregation import AGGREGATIONS, DENOMINATORS, Denominator, loss_weights
-from rl_megatron.algorithms.auxiliary import PreferenceLoss
+from rl_megatron.algorithms.auxiliary import PreferenceLoss, ValueLoss
 from rl_megatron.algorithms.corrections import correction_weights, with_proximal
 from rl_megatron.algorithms.kl import ESTIMATORS, k3, kl_term
 from rl_megatron.algorithms.objectives import objective_of
@@ -26,10 +26,14 @@ _OF_RATIOS = ("ratio/", "clip_fraction")
 
 
 def loss_of(row: AlgorithmSection, *, kl_coefficient: float, max_new_tokens: int) -> Loss:
-    """The policy's loss: DPO if the row has ``preference_beta``, else a policy gradient."""
+    """The policy's loss: DPO if the row has ``preference_beta``, else a policy gradient, with the value loss beside it
+    where the policy is its own critic."""
     if row.preference_beta is not None:
         return PreferenceLoss(beta=row.preference_beta, per_token=row.preference_per_token)
-    return PolicyLoss(row=row, kl_coefficient=kl_coefficient, max_new_tokens=max_new_tokens)
+    policy = PolicyLoss(row=row, kl_coefficient=kl_coefficient, max_new_tokens=max_new_tokens)
+    if not row.is_own_critic:
+        return policy
+    return WithValues(policy=policy, value=ValueLoss(clip=row.critic.clip), coefficient=row.critic.coefficient)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +139,24 @@ class PolicyLoss:
                 "ratio": Metric(value=histogram(log_ratio, inputs.mask), over="histogram"),
             },
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithValues:
+    """The policy's loss plus ``coefficient`` times the value loss, of a policy that is its own critic.
+
+    The metrics of both, and ``critic/loss``, the value loss without its coefficient.
+    """
+
+    policy: PolicyLoss
+    value: ValueLoss
+    coefficient: float
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """This rank's share of the sum. Every rank that shares a sequence calls it."""
+        policy, value = self.policy(inputs), self.value(inputs)
+        said = {**policy.metrics, **value.metrics, "critic/loss": Metric(value=value.loss.detach())}
+        return LossOutput(loss=policy.loss + self.coefficient * value.loss, metrics=said)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,8 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
     """A line for each mode that the run's parts do not have."""
     if c.learner.lora.rank is not None:
         yield from _of_adapters(c)
+    if c.algorithm.is_own_critic:
+        yield from _of_own_critic(c)
     if c.weights.push == "adapters":
         yield from _of_adapters_beside(c)
     if c.learner.draft.train and c.kind.pairs:
@@ -84,6 +86,22 @@ def _of_adapters(c: RunConfig) -> Iterator[str]:
             f"{given} with an algorithm that has a critic: that is a second model, trained whole; take one without, as "
             "algorithm=gspo, or leave learner.lora out"
         )
+
+
+def _of_own_critic(c: RunConfig) -> Iterator[str]:
+    unlike = {
+        f"learner.lora.rank={c.learner.lora.rank}: adapters freeze its value layer": c.learner.lora.rank is not None,
+        "learner.draft.train=true: a draft layer reads hidden states of a policy alone": c.learner.draft.train,
+        "learner.overlap.gradients=true: in a warm start the value layer has no gradient to wait for": (
+            c.learner.overlap.gradients
+        ),
+        "learner.cuda_graphs=true: megatron-core captures a layer that a value layer does not read": (
+            c.learner.cuda_graphs
+        ),
+    }
+    for why in (why for why, given in unlike.items() if given):
+        key, _, reason = why.partition(": ")
+        yield f"algorithm.critic.backbone=policy with {key}: {reason}; leave it out, or set critic.backbone=own"
 
 
 def _of_adapters_beside(c: RunConfig) -> Iterator[str]:

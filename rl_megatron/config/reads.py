@@ -113,6 +113,10 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "kl.target": {OFF: (), ON: ("kl.horizon",)},
     "kl.estimator": dict.fromkeys(("k1", "k2", "k3", "abs"), ("kl.importance_weighted",))
     | {"top_k": ("kl.top_k", "kl.beta")},
+    "critic.backbone": {
+        "own": ("critic.path", "critic.learning_rate", "critic.only_steps", "critic.optimizer"),
+        "policy": ("critic.coefficient",),
+    },
     "entropy_target": {OFF: (), ON: ("entropy_step",)},
     "overlong_buffer": {OFF: (), ON: ("overlong_factor",)},
 }

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from rl_megatron.learner.chosen import logits_of, top_tokens
 from rl_megatron.learner.logprobs import float32_logits, head_logprobs, token_logprobs
+from rl_megatron.learner.model.value import BesideOutput
 from rl_megatron.learner.packed import PackedMicroBatch
 from rl_megatron.types import Want
 
@@ -156,3 +157,21 @@ class ValueHead(Head):
     @override
     def scores(self, output: Tensor, micro_batch: PackedMicroBatch, want: frozenset[Want]) -> dict[Want, Tensor]:
         return {"values": output.flatten().float()} if "values" in want else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValuedHead(Head):
+    """A policy that is its own critic: what ``policy`` says, and the values after each position's input token."""
+
+    says: ClassVar[frozenset[Want]] = VocabHead.says | ValueHead.says
+    policy: VocabHead
+    values: BesideOutput
+
+    @override
+    def __call__(self, output: Tensor, micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
+        return {**self.policy(output, micro_batch), "values": self.values()}
+
+    @override
+    def scores(self, output: Tensor, micro_batch: PackedMicroBatch, want: frozenset[Want]) -> dict[Want, Tensor]:
+        found, values = self.policy.scores(output, micro_batch, want - ValueHead.says), self.values()
+        return found | ({"values": values} if "values" in want else {})

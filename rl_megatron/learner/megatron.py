@@ -17,11 +17,11 @@ cpu.install()  # before the modules below bind megatron's functions
 
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 
-from rl_megatron.learner.heads import EXACT, Float32Head, Head, ValueHead, VocabHead  # noqa: E402
+from rl_megatron.learner.heads import EXACT, Float32Head, Head, ValuedHead, ValueHead, VocabHead  # noqa: E402
 from rl_megatron.learner.lora.adapters import add_adapters  # noqa: E402
 from rl_megatron.learner.model.build import build_chunks, make_config  # noqa: E402
 from rl_megatron.learner.model.hidden import stop_before_output_layer  # noqa: E402
-from rl_megatron.learner.model.value import ScoreLayer, ValueLayer, put_layer  # noqa: E402
+from rl_megatron.learner.model.value import BesideOutput, ScoreLayer, ValueLayer, put_layer  # noqa: E402
 from rl_megatron.learner.scorer import MegatronScorer, modules  # noqa: E402
 from rl_megatron.learner.trained import MegatronLearner  # noqa: E402
 from rl_megatron.weights.layouts.families import megatron_layout  # noqa: E402
@@ -36,10 +36,11 @@ def make_policy(
     *,
     temperature: float,
     top_k: int = 0,
+    valued: bool = False,
 ) -> MegatronLearner:
     """This rank's part of the learner of a policy, or of a reward model, whose ``shape`` scores; after `world.join`.
-    Every rank calls it. ``top_k``: see `VocabHead`."""
-    return make_policy_as(MegatronLearner, shape, learner, device, temperature=temperature, top_k=top_k)
+    Every rank calls it. ``top_k`` is that of `VocabHead`; a ``valued`` policy is its own critic."""
+    return make_policy_as(MegatronLearner, shape, learner, device, temperature=temperature, top_k=top_k, valued=valued)
 
 
 def make_policy_as(
@@ -50,6 +51,7 @@ def make_policy_as(
     *,
     temperature: float,
     top_k: int = 0,
+    valued: bool = False,
 ) -> L:
     """As `make_policy`, a learner of another class."""
     config = make_config(shape, learner)
@@ -58,7 +60,8 @@ def make_policy_as(
     if shape.scores:
         put_layer(ScoreLayer, models, config)
     else:
-        head = _vocab_head(shape, learner, models, temperature, top_k=top_k)
+        policy = _vocab_head(shape, learner, models, temperature, top_k=top_k)
+        head = ValuedHead(policy=policy, values=BesideOutput(models, config)) if valued else policy
     if learner.lora.rank is not None:
         layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple, stages=learner.stages)
         add_adapters(models, layout, learner.lora, dist.get_rank())

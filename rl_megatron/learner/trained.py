@@ -31,7 +31,7 @@ from rl_megatron.learner.checkpoint.planned import Kept
 from rl_megatron.learner.checkpoint.saving import ShardSave
 from rl_megatron.learner.draft.training import Drafting
 from rl_megatron.learner.forward import run_loss
-from rl_megatron.learner.heads import Head, ValueHead, VocabHead
+from rl_megatron.learner.heads import Head, ValuedHead, ValueHead, VocabHead
 from rl_megatron.learner.model.build import with_dtypes
 from rl_megatron.learner.model.decoder_config import DecoderConfig
 from rl_megatron.learner.model.graphs import Graphs
@@ -125,7 +125,8 @@ class MegatronLearner(MegatronScorer):
         """Load the model of a ``torch_dist`` checkpoint; without its output layer where that is a vocabulary's and this
         model's is not. ``scored``: the checkpoint is a reward model's. Raises CheckpointError."""
         self.unpark()
-        without = "output_layer." if isinstance(self._head, ValueHead) and not scored else None
+        fresh = {ValueHead: None if scored else "output_layer.", ValuedHead: "value_layer."}  # at 0
+        without = fresh.get(type(self._head))
         loading.load_weights(folder, self._chunks_of_all, without=without)
         self.adopt()
 

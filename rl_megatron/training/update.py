@@ -202,8 +202,8 @@ class Update:
             if "reference" in roles.models:
                 wanted: frozenset[Want] = LOGPROBS | {"top"} if section.needs_top else LOGPROBS
                 reference = at_once.begin("reference", roles.models["reference"].score(without_routes(batch), wanted))
-            if "critic" in roles.models:
-                critic = at_once.begin("values", self._values(samples, roles.models["critic"], ranks))
+            if (values_of := roles.policy if section.is_own_critic else roles.models.get("critic")) is not None:
+                critic = at_once.begin("values", self._values(samples, values_of, ranks))
             if policy is not None:
                 said = await at_once.end(policy)
                 current = await to_thread(unpack, batch, said["logprobs"], samples)
@@ -303,10 +303,11 @@ class Update:
         row |= policy_row([made for made in policy_steps if made is not None])
         if c.algorithm.old_kl_limit is not None:
             row["steps/made"] = len(policy_steps) - policy_steps.count(None)
-        if learnt := [made for made in critic_steps if made is not None]:
-            explained = await to_thread(explained_variance, samples)
-            row |= {"critic/learning_rate": critic_learning_rate(c, step), "critic/explained_variance": explained}
-            row |= critic_row(learnt)
+        learnt = [made for made in critic_steps if made is not None]
+        if learnt or c.algorithm.is_own_critic:
+            row["critic/explained_variance"] = await to_thread(explained_variance, samples)
+        if learnt:
+            row |= {"critic/learning_rate": critic_learning_rate(c, step)} | critic_row(learnt)
         return row
 
     def _minibatches(self, samples: Samples, choice: TokenChoice | None, step: int) -> list[Batch]:

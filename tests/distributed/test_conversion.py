@@ -29,8 +29,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def rank_main(rank: int, learner: LearnerSection, hf: Path, folder: Path) -> None:
-    """One rank: megatron's loader must give what the boxes of the Hugging Face folder give; then save."""
+def rank_main(rank: int, learner: LearnerSection, hf: Path, folder: Path, valued: bool) -> None:
+    """One rank: megatron's loader must give what the boxes of the Hugging Face folder give; then save, with a
+    value layer beside the model if it is ``valued``."""
     torch.set_num_threads(1)
     from rl_megatron.learner import world
     from rl_megatron.learner.megatron import make_critic, make_policy
@@ -39,7 +40,8 @@ def rank_main(rank: int, learner: LearnerSection, hf: Path, folder: Path) -> Non
 
     shape = read_shape(hf)
     device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
-    policy, critic = make_policy(shape, learner, device, temperature=1.0), make_critic(shape, learner, device)
+    policy = make_policy(shape, learner, device, temperature=1.0, valued=valued)
+    critic = make_critic(shape, learner, device)
     layout = megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple, stages=learner.stages)
     wanted = {name: torch.empty(size) for name, size in layout.local_shapes(rank).items()}
     read_boxes(HFFolder(hf), hf_layout(shape), layout, rank, wanted)
@@ -59,7 +61,8 @@ def test_megatron_loads_and_saves_what_the_tools_wrote_and_read(name: str, tied:
     hf = make_tiny_model(TinyModelSection(tie_embeddings=tied, num_layers=layers), tmp_path / "models", seed=6)
     convert.hf_to_megatron(hf, tmp_path / "megatron")
     (tmp_path / "saved").mkdir()
-    run_ranks(rank_main, learner.dims.world_size, learner, hf, tmp_path)
+    run_ranks(rank_main, learner.dims.world_size, learner, hf, tmp_path, tied)
+    assert (convert.left_out(tmp_path / "saved", config=hf) or "").startswith("value_layer" if tied else "")
     convert.megatron_to_hf(tmp_path / "saved", tmp_path / "back", config=hf)
     found, original = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", hf))
     assert found.keys() == original.keys()

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from rl_megatron.data.samples import select
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.training.measures import Made
 from rl_megatron.training.waves import of_whole_batch
-from rl_megatron.types import Loss, Samples, SkippedStep
+from rl_megatron.types import Batch, Loss, Samples, SkippedStep
 from rl_megatron.weights.layouts.families import read_shape
+from tests.distributed.own_critic import gap_to_two_models, own_critics_loss
 from tests.distributed.ranks import run_ranks
 from tests.optimizer_step import train_step
 from tests.rows import policy_loss
@@ -50,6 +52,8 @@ IN_WAVES = (
 """Losses of every aggregation, ratio level and term, each with one denominator."""
 REJECTED_MEAN = {"mode": "reject", "level": "sequence", "estimator": "k2", "high": 0.1}
 CRITIC_STEPS, TOP = 3, 9
+KEYS = {"logprobs": "score", "entropy": "entropy", "top": "top"}
+KINDS = ("critic", "own critic")
 LAYOUTS = {
     "alone": {},
     "dp2": {"dp": 2},
@@ -177,27 +181,44 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
         seen[name] = step(policy, *job, 0.0)
     every = jobs() if learner.dims.world_size > 1 else {}
     seen["waves"] = {n: waves(policy, learner, max_tokens, dp, every[n][0], every[n][2]) for n in IN_WAVES if every}
-    halved = {name: tensor * 0.5 for name, tensor in policy.tensors.items()}
     samples = make_samples()
     batch = pack(samples, dims=learner.dims, max_tokens=max_tokens)
-    for name, weights in (("own", None), ("halved", halved), ("own again", None)):
-        said = policy.score(batch.micro_batches[dp], frozenset({"logprobs", "entropy", "top"}), weights)
-        if said is not None:
-            ours = replace(batch, sequences=(batch.sequences[dp],))
-            seen[f"score {name}"] = unpack(ours, [said["logprobs"]], samples).tolist()
-            seen[f"entropy {name}"] = unpack(ours, [said["entropy"]], samples).tolist()
-            seen[f"top {name}"] = unpack(ours, [said["top"]], samples).tolist()
-    critic = make_critic(shape, learner, device)
-    fill(critic)
-    value_loss = ValueLoss(clip=0.2)
-    seen["critic"] = [step(critic, value_loss, 1, samples, 3e-3) for _ in range(CRITIC_STEPS)]
-    critic.save(folder / "critic")
-    restored = make_critic(shape, learner, device)
-    restored.load(folder / "critic")
-    values = [c.score(batch.micro_batches[dp], frozenset({"values"})) or {} for c in (critic, restored)]
-    seen["values"] = [[x.tolist() for x in said.get("values", ())] for said in values]
+    seen |= scores(policy, batch, dp, samples)
+    makers = {
+        "critic": (partial(make_critic, shape, learner, device), ValueLoss(clip=0.2)),
+        "own critic": (partial(make_policy, shape, learner, device, temperature=0.7, valued=True), own_critics_loss()),
+    }
+    trained = {}
+    for kind, (make, its) in makers.items():
+        trained[kind], restored = make(), make()
+        fill(trained[kind])
+        seen[kind] = [step(trained[kind], its, 1, samples, 3e-3) for _ in range(CRITIC_STEPS)]
+        seen[f"values of {kind}"] = values_of_both(trained[kind], restored, batch.micro_batches[dp], folder / kind)
+    if learner.dims.world_size == 1:
+        for one in (policy, *trained.values()):
+            fill(one)
+        seen["sum of gradients"] = gap_to_two_models(trained["own critic"], policy, trained["critic"], batch)
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
     world.leave()
+
+
+def scores(policy: Any, batch: Batch, dp: int, samples: Samples) -> dict[str, object]:
+    """What the policy says under its own weights, under half of them, and under its own again."""
+    halved, out = {name: tensor * 0.5 for name, tensor in policy.tensors.items()}, dict[str, object]()
+    ours = replace(batch, sequences=(batch.sequences[dp],))
+    for name, weights in (("own", None), ("halved", halved), ("own again", None)):
+        said = policy.score(batch.micro_batches[dp], frozenset({"logprobs", "entropy", "top"}), weights) or {}
+        for key, column in said.items():
+            out[f"{KEYS[key]} {name}"] = unpack(ours, [column], samples).tolist()
+    return out
+
+
+def values_of_both(trained: Any, restored: Any, micro_batches: Sequence[Samples], folder: Path) -> list[list[object]]:
+    """The values of a model, and of another that loads what it saves."""
+    trained.save(folder)
+    restored.load(folder)
+    said = [one.score(micro_batches, frozenset({"values"})) or {} for one in (trained, restored)]
+    return [[values.tolist() for values in one.get("values", ())] for one in said]
 
 
 def waves(
@@ -254,7 +275,8 @@ def reduced(policy: Any) -> torch.Tensor:
 
 def run(folder: Path, model: Path, layout: str, max_tokens: int) -> list[dict[str, Any]]:
     """What the ranks of a layout saw; those with results first."""
-    (folder / "critic").mkdir(parents=True)
+    for kind in KINDS:
+        (folder / kind).mkdir(parents=True)
     learner = LearnerSection.model_validate(LAYOUTS[layout])
     run_ranks(rank_main, learner.dims.world_size, learner, folder, model, max_tokens)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(learner.dims.world_size)]
@@ -300,10 +322,13 @@ def test_losses_critic_and_reference_do_not_depend_on_the_layout(
         for name in jobs():
             assert_same(seen[name], alone[name], name)
         for i in range(CRITIC_STEPS):
-            assert_same(seen["critic"][i], alone["critic"][i], f"critic step {i}")
-    trained, restored = (next(rank["values"][i] for rank in ranks if rank["values"][i]) for i in (0, 1))
-    assert trained == restored
-    assert any(value != 0 for values in trained for value in values)
+            for kind in KINDS:
+                assert_same(seen[kind][i], alone[kind][i], f"{kind} step {i}")
+    for kind in KINDS:
+        every = [rank[f"values of {kind}"] for rank in ranks]
+        trained, restored = (next(said[i] for said in every if said[i]) for i in (0, 1))
+        assert trained == restored
+        assert any(value != 0 for values in trained for value in values)
     for name in ("own", "halved", "own again"):
         for key in (f"score {name}", f"entropy {name}", f"top {name}"):
             parts = [torch.tensor(seen[key]) for seen in ranks if key in seen]
@@ -356,4 +381,12 @@ def test_a_fresh_critic_says_nothing_and_learns_the_returns(alone: dict[str, Any
     worse = torch.maximum(returns.square(), (clipped - returns).square())
     losses = [step[0] for step in alone["critic"]]
     assert losses[0] == pytest.approx(worse[samples.mask].mean().item() / 2, rel=1e-5)
+    assert losses[-1] < losses[0]
+
+
+def test_a_policy_that_is_its_own_critic_has_the_gradients_of_both(alone: dict[str, Any]) -> None:
+    """Of two models with its weights, in all tensors that they share."""
+    assert alone["sum of gradients"] < 1e-5
+    losses = [step[2]["critic/loss"] for step in alone["own critic"]]
+    assert losses[0] == pytest.approx(alone["critic"][0][0], rel=1e-5)  # its values start at 0, too
     assert losses[-1] < losses[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 from collections import defaultdict
 from itertools import pairwise
@@ -100,6 +101,19 @@ def test_a_critic_starts_from_a_checkpoint_and_may_train_alone_at_first(place: P
     assert "grad_norm" not in first
     assert first["critic/grad_norm"] > 0 < second["grad_norm"]
     assert second["loss/nll"] > 0
+
+
+def test_a_policy_that_is_its_own_critic_resumes_to_the_bit(place: Place) -> None:
+    keys = ("algorithm=ppo", HALF_RIGHT, CUTS_COUNT, "algorithm.critic.backbone=policy", "train.steps=4")
+    run = place.fork("own-critic", *keys)
+    run.finish()
+    first, *_, last = rows = [row for row in run.rows() if row["step"]]
+    assert all("critic/grad_norm" not in row and row["critic/loss"] > 0 < row["grad_norm"] for row in rows)
+    assert (first["critic/explained_variance"], last["critic/value_mean"] == 0) == (0, False)
+    whole = run.record()
+    shutil.rmtree(run.folder / "checkpoints/step_000004")
+    place.fork("own-critic", *keys, resume=True).finish()
+    assert run.record() == whole
 
 
 def test_kl_in_the_loss_to_a_reference_of_ones_own(place: Place, ppo: Run) -> None:

@@ -112,6 +112,22 @@ def test_keys_that_a_job_on_pairs_cannot_use_are_refused(keys: list[str], said: 
     assert said in (problem(*keys) or "").replace("\n", " ")
 
 
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("learner.lora.rank=2", "adapters freeze its value layer"),
+        ("learner.overlap.gradients=true", "in a warm start the value layer has no gradient"),
+        ("learner.cuda_graphs=true", "a layer that a value layer does not read"),
+        ("learner.draft.train=true", "hidden states of a policy alone"),
+        ("algorithm.critic.only_steps=2", r"critic\.backbone=policy does not read it"),
+        ("roles.critic=separate", "the algorithm has no critic"),
+    ],
+)
+def test_a_policy_that_is_its_own_critic_is_refused_beside_what_would_not_fit(key: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config("tiny_cpu", ["algorithm=ppo", "algorithm.critic.backbone=policy", key])
+
+
 def test_options_see_the_critics_own_optimizer() -> None:
     overlap = ["learner.dp=2", "learner.overlap.gradients=true", "learner.overlap.parameters=true"]
     critic = ["algorithm=ppo", "algorithm.unfinished_reward=null", "algorithm.critic.optimizer.distributed=false"]

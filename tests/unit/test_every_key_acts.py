@@ -64,6 +64,8 @@ ELSEWHERE = {  # keys that act outside of a step, and where that is shown
     "algorithm.kl.top_k": "tests/distributed/test_losses_in_layouts.py",
     "algorithm.kl.teachers": "tests/e2e/test_teacher.py",
     "algorithm.critic.optimizer": "launcher/worker/models.py",
+    "algorithm.critic.backbone": "tests/distributed/own_critic.py",
+    "algorithm.critic.coefficient": "tests/distributed/own_critic.py",
     "reward.timeout_seconds": "tests/unit/rollout/test_rollout_sampler.py",
     "roles.critic": "tests/unit/launcher/test_memory.py",
     "roles.reference": "tests/unit/launcher/test_memory.py",

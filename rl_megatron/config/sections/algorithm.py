@@ -90,6 +90,10 @@ class KLSection(Section):
 class CriticSection(Section):
     """The value model of ``credit=gae``, which a megatron learner trains in the policy's layout."""
 
+    backbone: Literal["own", "policy"] = "own"
+    """own: a second model, trained by itself; policy: a value layer on the policy's hidden states, trained with it."""
+    coefficient: PositiveFloat = 0.5
+    """backbone=policy: weight of the value loss in the policy's loss."""
     path: Path | None = None
     """Initial weights: a Hugging Face folder, of a policy or, with its scores for values, of a reward model; or the
     critic/ folder of a checkpoint; null: those of the policy."""
@@ -237,8 +241,13 @@ class AlgorithmSection(Section):
 
     @property
     def needs_critic(self) -> bool:
-        """Whether the advantages need a critic's values."""
-        return self.credit == "gae"
+        """Whether the advantages need the values of a model beside the policy."""
+        return self.credit == "gae" and self.critic.backbone == "own"
+
+    @property
+    def is_own_critic(self) -> bool:
+        """Whether the advantages need values of the policy itself."""
+        return self.credit == "gae" and self.critic.backbone == "policy"
 
     @property
     def track_decay(self) -> float | None:

@@ -1,4 +1,4 @@
-"""The output layer of a critic or a reward model: one value a position in place of the logits."""
+"""The output layer of a critic or a reward model: one value a position, in place of the logits or beside them."""
 
 from __future__ import annotations
 
@@ -59,3 +59,27 @@ def put_layer(layer: type[ScoreLayer], chunks: Sequence[GPTModel], config: Trans
     for chunk in chunks:
         if chunk.post_process:
             chunk.output_layer = layer(config)
+
+
+class BesideOutput:
+    """The value layer of a policy that is its own critic, on the hidden states that its output layer reads.
+
+    It is a module of the last chunk: gradients, optimizer and checkpoints have it as any other. Ranks of other stages
+    have none.
+    """
+
+    def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig) -> None:
+        self._hidden: list[Tensor] = []
+        last = chunks[-1]
+        if last.post_process:
+            last.value_layer = ValueLayer(config)
+            last.decoder.register_forward_hook(self._see)
+        self._chunk = last
+
+    def _see(self, _module: object, _inputs: object, hidden: Tensor) -> None:
+        self._hidden[:] = [hidden]
+
+    def __call__(self) -> Tensor:
+        """The values [t] float32 of the micro-batch that has passed last, once."""
+        values: Tensor = self._chunk.value_layer(self._hidden.pop())[0]
+        return values.flatten()

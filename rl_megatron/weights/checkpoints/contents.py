@@ -13,6 +13,7 @@ from rl_megatron.errors import CheckpointError
 from rl_megatron.models.json_files import JsonFields, read_json
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.kind import is_megatron, total_bytes
+from rl_megatron.weights.checkpoints.megatron_names import VALUES
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
 
@@ -139,6 +140,8 @@ def _kind(name: str, layers: int | None) -> str:
         return "beside the model: a tower"
     if ".lora_" in name:
         return "adapters"
+    if name.startswith(VALUES):
+        return "beside the model: a value layer"
     if "expert" in name and "shared" not in name and "bias" not in name.rpartition(".")[2]:
         return "model: experts"
     return (

@@ -22,7 +22,7 @@ from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies, write_safetensors
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.megatron import held_shape, index_files, megatron_copies, write_chunks
-from rl_megatron.weights.checkpoints.megatron_names import has_draft
+from rl_megatron.weights.checkpoints.megatron_names import VALUES, has_draft
 from rl_megatron.weights.checkpoints.streaming import (
     Copy,
     Files,
@@ -199,7 +199,17 @@ def left_out(source: Path, config: Path | None = None, family: str | None = None
 
     ``config`` is a folder with config.json if ``source`` has none.
     """
-    shape = converted_shape(source, config, family)
+    lines = (_values_left_out(source), _drafts_left_out(source, converted_shape(source, config, family)))
+    return "; ".join(line for line in lines if line) or None
+
+
+def _values_left_out(source: Path) -> str | None:
+    if not is_megatron(source) or not any(name.startswith(VALUES) for name in read_index(source)[0]):
+        return None
+    return f"{VALUES.removesuffix('.')}: a policy's own critic; the new folder has the policy alone"
+
+
+def _drafts_left_out(source: Path, shape: ModelShape) -> str | None:
     if shape.drafts:
         return None
     told = "draft layers of this family are neither trained nor converted; the new config.json has none"

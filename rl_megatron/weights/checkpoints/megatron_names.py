@@ -29,6 +29,8 @@ _DRAFTED = re.compile(r"^mtp\.layers\.(\d+)\.(transformer_layer\.)?(.*)$")
 _EXPERT = re.compile(r"^mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 _HALVES = ("_w", "_v")  # of SwiGLU's first matrix: gate, up
 _DRAFT = "mtp."
+VALUES = "value_layer."
+"""Begins the names of a policy's value layer, where it is its own critic."""
 _STATE = re.compile(r"(chained_\d+\.)?optimizer\.|.*\._extra_state\b")
 _FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)
 
@@ -79,7 +81,7 @@ def find_homes(
     """The homes of every parameter of ``layout``'s only rank, among tensors of these global ``sizes`` and ``dtypes``.
 
     Raises WeightError that names each parameter that is missing, and each tensor that is misshapen, of no float dtype
-    or unknown. Optimizer state is left out, and so are draft layers of a model without them.
+    or unknown. Optimizer state is left out, and so are draft layers of a model without them, and a value layer.
     """
     params = layout.local_shapes(0)
     homes = {param: _homes(param, layout.shape, shape, sizes) for param, shape in params.items()}
@@ -148,7 +150,7 @@ def _misshapen(wanted: Mapping[str, Shape], sizes: Mapping[str, Shape], padded: 
 
 
 def _unknown(sizes: Mapping[str, Shape], used: Set[str], *, drafts: bool) -> list[str]:
-    left = (key for key in sizes if key not in used and not _STATE.match(key))
+    left = (key for key in sizes if key not in used and not _STATE.match(key) and not key.startswith(VALUES))
     return sorted(key for key in left if drafts or not key.startswith(_DRAFT))
 
 
