@@ -35,6 +35,7 @@ _PACKAGES = (
     ("ray", "ray", "optional: launching over nodes"),
     ("wandb", "wandb", "optional: log.wandb"),
 )
+IMPORT_SECONDS = 300.0  # of the learner's modules, from a cold disk
 
 
 app = typer.Typer()
@@ -118,13 +119,16 @@ def _sandboxes() -> str:
 
 def _learner() -> str:
     """Whether a learner's process can import megatron, which also imports optional packages, even broken ones."""
-    child = subprocess.run(
-        [sys.executable, "-c", "import rl_megatron.learner.megatron"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=dict(os.environ),
-    )
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", "import rl_megatron.learner.megatron"],
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_SECONDS,
+            env=dict(os.environ),
+        )
+    except subprocess.TimeoutExpired:
+        return f"learner: was not imported in {IMPORT_SECONDS:g} s; look at the disk that {sys.prefix} is on"
     if child.returncode == 0:
         return "learner: can be imported"
     lines = child.stderr.strip().splitlines()

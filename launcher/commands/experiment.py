@@ -59,6 +59,7 @@ def submit(
     A cell comes back by itself after a time limit, preemption or a node's loss. Sent again, the study takes what is
     neither done nor in Slurm's queue; cells that have failed are named, and taken with --retry.
     """
+    from launcher.hosts.slurm.calls import parse_script
     from launcher.programs import arrays
     from launcher.programs.experiment import alone
 
@@ -80,7 +81,7 @@ def submit(
             if each.state is CellState.FAILED and not retry:
                 print(f"not sent without --retry: {each.cell.name}: {each.reason}")
         for array in wanted:
-            arrays.read_by_bash(array)
+            parse_script(array.script)
             print(array.script if dry_run else array.describe())
         if dry_run:
             print(f"nothing was sent; without --dry-run {sum(len(array.cells) for array in wanted)} cells would be")

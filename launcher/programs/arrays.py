@@ -5,14 +5,13 @@ Runs on a login node: imports neither torch nor megatron.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.hosts.slurm import jobs
+from launcher.hosts.slurm.calls import call_slurm
 from launcher.hosts.slurm.script import PACKAGE, job_script
 from launcher.preflight.checks import preflight
 from launcher.programs import submit
@@ -97,13 +96,6 @@ def arrays_of(study: Study, cells: Sequence[Cell], *, queued: int = 0) -> list[C
     ]
 
 
-def read_by_bash(array: CellArray) -> None:
-    """Have bash parse the script. Raises ConfigError with its message."""
-    done = subprocess.run(["bash", "-n"], input=array.script, capture_output=True, text=True, env=dict(os.environ))
-    if done.returncode:
-        raise ConfigError(f"bash -n: status {done.returncode}\n{done.stderr.strip()}")
-
-
 def send(study: Study, arrays: Sequence[CellArray]) -> list[tuple[str, Path]]:
     """Submit the arrays, after Slurm has said of each that it could run. Returns their ids and scripts.
 
@@ -120,15 +112,15 @@ def send(study: Study, arrays: Sequence[CellArray]) -> list[tuple[str, Path]]:
     try:
         for array, path in zip(arrays, paths, strict=True):
             write_atomically(path, array.script.encode(), private=array.private)
-            submit.call_slurm(["sbatch", "--test-only", str(path)])
+            call_slurm(["sbatch", "--test-only", str(path)])
         for array, path in zip(arrays, paths, strict=True):
             for cell in array.cells:
                 save_resolved(submit.for_slurm(cell.config), states.config_path(cell))
-            job = submit.call_slurm(["sbatch", "--parsable", "--hold", str(path)]).strip().partition(";")[0]
+            job = call_slurm(["sbatch", "--parsable", "--hold", str(path)]).strip().partition(";")[0]
             try:
                 _write_tasks(study, array, job)
                 sent.append((job, path.rename(folder / f"{job}.sbatch")))
-                submit.call_slurm(["scontrol", "release", job])
+                call_slurm(["scontrol", "release", job])
             except BaseException as error:
                 _take_back(job, error)
                 raise
@@ -150,12 +142,12 @@ def _write_tasks(study: Study, array: CellArray, job: str) -> None:
         (cell.folder / "jobs").mkdir(parents=True, exist_ok=True)
         write_atomically(cell.folder / "jobs" / "id", f"{job}_{index}\n".encode())
     for minutes, tasks in shorter.items():
-        submit.call_slurm(["scontrol", "update", f"JobId={job}_[{','.join(tasks)}]", f"TimeLimit={minutes}"])
+        call_slurm(["scontrol", "update", f"JobId={job}_[{','.join(tasks)}]", f"TimeLimit={minutes}"])
 
 
 def _take_back(job: str, why: BaseException) -> None:
     try:
-        submit.call_slurm(["scancel", job])
+        call_slurm(["scancel", job])
     except ConfigError as error:
         raise ConfigError(f"{why}\narray {job} is still held in the queue; scancel {job} ends it: {error}") from why
 

@@ -5,9 +5,6 @@ Runs on a login node: imports neither torch nor megatron.
 
 from __future__ import annotations
 
-import os
-import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +13,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from launcher.build.model import starting_shape
+from launcher.hosts.slurm.calls import call_slurm, parse_script
 from launcher.hosts.slurm.script import PACKAGE, job_script
 from launcher.preflight.checks import Preflight, preflight
 from rl_megatron.config.errors import explain_errors
@@ -29,7 +27,6 @@ from rl_megatron.placement.ranks import Placement, placement_of
 from rl_megatron.placement.seats import Seat, describe_seats, seats_of
 from rl_megatron.scaling.memory import GB, Footprint, check_memory
 
-SLURM_SECONDS = 300.0  # in which each of its commands answers; they have limits of their own, which differ by cluster
 _PREPARED = {"config.yaml", "job.sbatch", "placement.txt", "jobs"}
 
 
@@ -132,7 +129,7 @@ def verify_script(prepared: Prepared, *, cluster: bool) -> None:
     Raises ConfigError with their message, after removing the run's folder.
     """
     try:
-        call_slurm(["bash", "-n", str(prepared.script)])
+        parse_script(prepared.script.read_text(encoding="utf-8"))
         if cluster:
             call_slurm(["sbatch", "--test-only", str(prepared.script)])
     except ConfigError:
@@ -145,21 +142,3 @@ def send(prepared: Prepared) -> str:
     job = call_slurm(["sbatch", "--parsable", str(prepared.script)]).strip().partition(";")[0]
     write_atomically(prepared.folder / "jobs" / "id", f"{job}\n".encode())
     return job
-
-
-def call_slurm(command: list[str]) -> str:
-    """What a command prints, outside of any job that this is in. Raises ConfigError with its errors."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
-    kept |= {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}  # but none of a surrounding job
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=kept, timeout=SLURM_SECONDS)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{command[0]} is not installed here; submit on a login node, or add --dry-run") from error
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(
-            f"{shlex.join(command)}: no answer in {SLURM_SECONDS:g} s; sinfo says whether Slurm answers, and squeue "
-            "whether it has taken the job"
-        ) from error
-    if done.returncode:
-        raise ConfigError(f"{shlex.join(command)}: status {done.returncode}\n{done.stderr.strip()}")
-    return done.stdout

@@ -9,15 +9,28 @@ from pathlib import Path
 from rl_megatron.errors import ConfigError
 from rl_megatron.rollout.servers.adapter import Adapter
 
+ANSWER_SECONDS = 60.0  # an interpreter on a slow disk of a network starts in some ten
+
 
 async def check_interpreter(python: Path, adapter: Adapter) -> None:
-    """Raises ConfigError if the engine is not installed in ``python``."""
+    """Raises ConfigError if the engine is not installed in ``python``, or it has not answered in `ANSWER_SECONDS`."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({adapter.module!r}) is None)"
     try:
         process = await asyncio.create_subprocess_exec(str(python), "-c", code, env=dict(os.environ))
     except OSError as error:
         raise ConfigError(f"rollout.python={python}: {error.strerror}; give the engine's interpreter") from error
-    if await process.wait():
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            status = await process.wait()
+    except TimeoutError as error:
+        raise ConfigError(
+            f"rollout.python={python}: it has not said in {ANSWER_SECONDS:g} s whether {adapter.name} is installed; "
+            "look at the disk that it is on"
+        ) from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if status:
         raise ConfigError(
             f"rollout.python={python}: {adapter.name} is not installed there; install it (docs/engines.md), and "
             "set rollout.python=<its environment>/bin/python"

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.hosts.slurm.calls import ANSWER_SECONDS, call_slurm
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.log import last_line
 from rl_megatron.observability.metrics.table import STEPS
-
-ANSWER_SECONDS = 60.0  # of a command that asks Slurm or cancels; they have limits of their own, which differ by cluster
 
 
 def describe(run: Path) -> str:
@@ -58,7 +55,7 @@ def log_file(run: Path, which: str) -> Path:
 def cancel(run: Path) -> str:
     """Cancel the run's job for good. Returns its id."""
     job = job_of(run)
-    _slurm("scancel", job)
+    call_slurm(["scancel", job])
     return job
 
 
@@ -174,7 +171,7 @@ def _known(*command: str) -> str:
     Raises ConfigError if it does not answer.
     """
     try:
-        return _slurm(*command)
+        return call_slurm(command)
     except ConfigError as error:
         if "Invalid job id" in str(error) or "accounting storage is disabled" in str(error):
             return ""
@@ -184,19 +181,3 @@ def _known(*command: str) -> str:
 def _task(part: Mapping[str, str]) -> str:
     """The name of an array's task, as 12_3, of what scontrol shows of it."""
     return f"{part.get('ArrayJobId')}_{part.get('ArrayTaskId')}"
-
-
-def _slurm(*command: str) -> str:
-    """What a command of Slurm prints. Raises ConfigError if it fails, or has not answered in `ANSWER_SECONDS`."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), timeout=ANSWER_SECONDS)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{command[0]} is not installed here; run this on a node of a Slurm cluster") from error
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(
-            f"{' '.join(command)}: no answer in {ANSWER_SECONDS:g} s; sinfo says whether Slurm answers, and the run's "
-            "folder has its logs (jobs/)"
-        ) from error
-    if done.returncode:
-        raise ConfigError(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout

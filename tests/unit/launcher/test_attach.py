@@ -100,7 +100,7 @@ def test_a_job_is_followed_on_while_slurm_does_not_answer(run: Path, slurm: Call
     assert follow(run, shown.append, seconds=0.001)
     said = [line for line in shown if line.startswith("job 7: ")]
     assert said == [
-        "job 7: scontrol show job -o 7: Unable to contact slurm controller",
+        "job 7: scontrol show job -o 7: status 1: Unable to contact slurm controller",
         "job 7: RUNNING on n1, restart 0",
         "job 7: COMPLETED on n1, restart 0",
     ]

@@ -24,3 +24,8 @@ def test_a_package_that_the_learner_cannot_import_is_named(
     assert str(package / "__init__.py") in said
     assert "sandbox.type=subprocess: " in said
     assert "sandbox.type=docker: " in said
+
+
+def test_a_learner_that_is_not_imported_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "IMPORT_SECONDS", 0.01)
+    assert doctor._learner().startswith("learner: was not imported in 0.01 s; look at the disk")

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.hosts.slurm import jobs
+from launcher.hosts.slurm import calls
 from launcher.hosts.slurm.jobs import status_of
-from launcher.programs import submit
 from rl_megatron.errors import ConfigError
 
 RECORDED = json.loads((Path(__file__).parent / "golden" / "scontrol.json").read_text())
@@ -51,17 +50,25 @@ def test_the_status_is_what_slurm_said(
         assert (elsewhere.name, elsewhere.over) == ("GONE", True)
 
 
-def test_slurm_that_does_not_answer_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submit, "SLURM_SECONDS", 0.2)
-    with pytest.raises(ConfigError, match=r"sleep 60: no answer in 0\.2 s; sinfo says"):
-        submit.call_slurm(["sleep", "60"])
+def test_slurm_that_does_not_answer_is_waited_for_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by a command that asks, nor by one that sends; nor does bash read a script for ever."""
+    monkeypatch.setattr(calls, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(calls, "SENT_SECONDS", 0.3)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, seconds in {"squeue": 0.2, "sbatch": 0.3}.items():
+        stand_in(tmp_path / name, "exec sleep 60")
+        with pytest.raises(ConfigError, match=rf"{name} -x: no answer in {seconds} s; sinfo says .*, squeue"):
+            calls.call_slurm([name, "-x"])
+    stand_in(tmp_path / "bash", "exec sleep 60")
+    with pytest.raises(ConfigError, match=r"bash -n has not read the job's script in 0\.2 s"):
+        calls.parse_script("true")
 
 
 @pytest.mark.parametrize("name", ["scontrol", "sacct"])
 def test_a_job_is_not_gone_because_slurm_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(jobs, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(calls, "ANSWER_SECONDS", 0.2)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     stand_in(tmp_path / "scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     stand_in(tmp_path / "sacct", NO_ACCOUNTS)

@@ -15,6 +15,7 @@ import pytest
 
 from launcher.__main__ import main
 from launcher.preflight.checks import preflight
+from launcher.servers import interpreter
 from launcher.servers.pool import ServedEngines
 from launcher.servers.versions import compare_environments, libraries_of, why_no_group
 from rl_megatron.config.io import load_config
@@ -24,6 +25,7 @@ from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
 from rl_megatron.weights.checks.libraries import Libraries, nccl_version
 from rl_megatron.weights.layouts.families import read_shape
+from rl_megatron.weights.layouts.parsing import model_shape
 
 OLD, NEW = 22907, 23007  # as ncclGetVersion says 2.29.7 and 2.30.7
 GPU = ("rollout=vllm", "learner.device=cuda")
@@ -215,3 +217,18 @@ def test_what_only_ranks_can_compare_is_said_to_be_unchecked(more: tuple[str, ..
         lines = [text for text in preflight(config).texts("unchecked") if text.startswith("torch and NCCL")]
         assert len(lines) == count
         assert all(said in line and "ranks compare when they meet" in line for line in lines)
+
+
+def test_an_interpreter_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without the engine is named."""
+    adapter = VLLMAdapter(model_shape("qwen3-30b-a3b"))
+    monkeypatch.setattr(interpreter, "ANSWER_SECONDS", 0.2)
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nexec sleep 600\n")
+    silent.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"it has not said in 0\.2 s whether vLLM is installed"):
+        asyncio.run(interpreter.check_interpreter(silent, adapter))
+    monkeypatch.setattr(interpreter, "ANSWER_SECONDS", 60.0)
+    silent.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(ConfigError, match="vLLM is not installed there"):
+        asyncio.run(interpreter.check_interpreter(silent, adapter))

@@ -1,0 +1,47 @@
+"""Calls the commands of Slurm, with a limit: its controller serves many users, and may be gone."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+
+from rl_megatron.errors import ConfigError
+
+ANSWER_SECONDS = 60.0  # of a command that asks or cancels; they have limits of their own, which differ by cluster
+SENT_SECONDS = 300.0  # of sbatch, whose jobs a cluster's plugins look at
+
+
+def call_slurm(command: Sequence[str]) -> str:
+    """What a command prints, outside of any job that this is in. Raises ConfigError with its errors, or with what it
+    has waited for in vain."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+    kept |= {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}  # but none of a surrounding job
+    seconds, shown = SENT_SECONDS if command[0] == "sbatch" else ANSWER_SECONDS, shlex.join(command)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=kept, timeout=seconds)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{command[0]} is not installed here; run this on a node of a Slurm cluster, or submit with --dry-run"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{shown}: no answer in {seconds:g} s; sinfo says whether Slurm answers, squeue which jobs it has taken, "
+            "and a run's folder has its logs (jobs/)"
+        ) from error
+    if done.returncode:
+        raise ConfigError(f"{shown}: status {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def parse_script(script: str) -> None:
+    """Have bash read a job's script, without running it. Raises ConfigError with its message."""
+    try:
+        done = subprocess.run(
+            ["bash", "-n"], input=script, capture_output=True, text=True, env=dict(os.environ), timeout=ANSWER_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"bash -n has not read the job's script in {ANSWER_SECONDS:g} s") from error
+    if done.returncode:
+        raise ConfigError(f"bash -n: status {done.returncode}\n{done.stderr.strip()}")
