@@ -20,6 +20,7 @@ from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import job_shape
 
 _GB = 1e9
+_SAID = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _ENTRIES = 200_000  # allocations and frees that are remembered, the latest
 
 
@@ -33,10 +34,20 @@ def telling_of_memory(setup: Setup, rank: int) -> Iterator[None]:
     """Have an error inside for want of a GPU's memory carry `lines_of_memory` of this rank as notes."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        for line in lines_of_memory(setup, rank):
+    except RuntimeError as error:
+        for line in lines_of_memory(setup, rank) if of_full_memory(error) else ():
             error.add_note(line)
         raise
+
+
+def of_full_memory(error: BaseException) -> bool:
+    """Whether a GPU's memory is full: torch's own error, or the words of libraries that allocate beside torch.
+
+    These are NCCL's ``Cuda failure 2 'out of memory'`` in a DistBackendError, CUDA's ``CUDA error: out of memory`` and
+    cuBLAS's status. What torch says of a full machine has none of them.
+    """
+    words = isinstance(error, RuntimeError) and any(text in str(error) for text in _SAID)
+    return words or isinstance(error, torch.OutOfMemoryError)
 
 
 def lines_of_memory(setup: Setup, rank: int) -> Iterator[str]:

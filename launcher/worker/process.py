@@ -104,9 +104,9 @@ def telling(connection: Connection) -> Iterator[None]:
 
 def _machines(error: BaseException) -> bool:
     """Whether the machine or a peer may be the cause: errors of NCCL, gloo, CUDA and files, except out of memory."""
-    import torch
+    from launcher.worker.memory import of_full_memory
 
-    return isinstance(error, RuntimeError | OSError) and not isinstance(error, torch.OutOfMemoryError)
+    return isinstance(error, RuntimeError | OSError) and not of_full_memory(error)
 
 
 def _hear(connection: Connection, calls: Calls) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from launcher.wire.setup import Setup
 from launcher.worker.memory import remember, telling_of_memory
+from launcher.worker.process import _machines
 from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED
 from rl_megatron.scaling.memory import footprints
@@ -84,6 +85,29 @@ def test_a_folder_that_takes_no_snapshot_and_one_without_a_plan_are_told(tmp_pat
     assert unplanned.startswith("there is no plan of its GPU beside: ")
     assert unwritten.startswith(f"no snapshot: {tmp_path}/run/profile/")
     assert notes_of(rank_of(tmp_path))[-1].startswith("profile.memory=true writes a snapshot")
+
+
+NCCL = "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.29.7\nLast error:\nCuda failure 2 "
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize(
+    ("error", "full_of"),
+    [
+        (torch.distributed.DistBackendError(f"{NCCL}'out of memory'"), True),
+        (torch.distributed.DistBackendError(f"{NCCL}'invalid argument'"), False),
+        (torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), False),
+    ],
+)
+def test_libraries_that_allocate_beside_torch_fill_a_gpu_too(tmp_path: Path, error: Exception, full_of: bool) -> None:
+    """Their errors get the same lines, and are the run's fault like torch's own, not the machine's."""
+    with pytest.raises(type(error)) as found, telling_of_memory(rank_of(tmp_path), 3):
+        raise error
+    notes = getattr(found.value, "__notes__", [])
+    assert [note.partition(",")[0] for note in notes[:1]] == ["the plan of its GPU"] * full_of
+    assert _machines(error) is not full_of
 
 
 def test_allocations_are_remembered_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
