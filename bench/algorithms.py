@@ -32,6 +32,7 @@ STEPS = load_config("tiny_cpu", []).train.steps
 ON_POLICY = ("train.minibatches=1",)  # no ratio: right only for samples of the current policy
 LONG_LAMBDA = ("algorithm.lam_length_factor=5",)  # the paper's 0.05 makes lambda 0 below 20 tokens; answers have 4
 AS_MANY = ("rollout.prompts_per_step=1024",)  # completions as of groups
+SLOWER = ("train.learning_rate=3e-4",)  # samples are eight optimizer steps old
 DIGITS = ("reward.function=bench.algorithms:digits",)  # a reward of steps
 SETTINGS = {
     "reinforce": ON_POLICY,
@@ -40,17 +41,21 @@ SETTINGS = {
     "vapo": LONG_LAMBDA,
     "spo": AS_MANY,
     "grpo_process": DIGITS,
+    "scalerl": SLOWER,
 }
 
 
 def digits(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[object]:
-    """A reward: each character of a text is a step, of an equal share of 1 if it is the answer's at its place."""
-    return [list(_of_digits(text, prompt.answer)) or 0.0 for text in texts]
+    """A reward: each character of a text is a step, of an equal share of 1 if it is the answer's at its place. The last
+    loses a share for each digit that is missing: a wrong step is below the mean, and would be worse than none."""
+    return [list(_of_digits(text, prompt.answer)) or -1.0 for text in texts]
 
 
 def _of_digits(text: str, answer: str) -> Iterator[tuple[int, float]]:
+    share = 1 / max(len(text), len(answer))
     for place, one in enumerate(text):
-        yield place + 1, float(answer[place : place + 1] == one) / max(len(text), len(answer))
+        missing = max(len(answer) - len(text), 0) if place + 1 == len(text) else 0
+        yield place + 1, share * ((answer[place : place + 1] == one) - missing)
 
 
 def train(name: str, folder: Path, settings: list[str]) -> None:
