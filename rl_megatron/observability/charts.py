@@ -6,6 +6,7 @@ whose part has a fixed width, so that hundreds of supervised steps do not squeez
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ MAX_MEANS = 100
 _COLORS, _DASHES = 8, ((99, 0), (9, 5), (1, 5))  # px of line and of gap
 DOTTED = 2 * _COLORS  # added to a solid style: dots of the same color
 _WARM_SHARE = 0.2
+_MOST_DIGITS = 7  # of a tick, which has room for so many
 _SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -83,12 +85,12 @@ def styles(count: int) -> list[tuple[int, int, int]]:
     return different * math.ceil(max(count, 1) / len(different))
 
 
-def number_text(value: float) -> str:
-    """Format a number: four digits, thousands with a comma."""
+def number_text(value: float, digits: int = 4) -> str:
+    """Format a number: four ``digits`` or more, thousands with a comma."""
     if value and (abs(value) < 1e-4 or abs(value) >= 1e7):
-        mantissa, exponent = f"{value:.2e}".split("e")
+        mantissa, exponent = f"{value:.{digits - 2}e}".split("e")
         return f"{float(mantissa):g}e{int(exponent)}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,.{digits - 4}f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 
 def line_chart(title: str, unit: str, series: Sequence[Series], limits: tuple[float, float] | None = None) -> Chart:
@@ -132,8 +134,10 @@ def line_chart(title: str, unit: str, series: Sequence[Series], limits: tuple[fl
 
 
 def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[tuple[str, Sequence[float]]]) -> Chart:
-    """Stacked bars of each step's parts, first part lowest; with many steps a bar shows the mean of several."""
-    size = math.ceil(len(steps) / MAX_BARS)
+    """Stacked bars of each step's parts, first part lowest; with many steps a bar shows the mean of several. A part's
+    colour is that of its place; parts that are 0 at all steps are left out."""
+    colors = [i for i, (_, values) in enumerate(parts) if any(values)] or list(range(len(parts)))
+    parts, size = [parts[i] for i in colors], math.ceil(len(steps) / MAX_BARS)
     starts = range(0, len(steps), size)
     means = [[sum(v[i : i + size]) / len(v[i : i + size]) for i in starts] for _, v in parts]
     y_ticks, y = _y_axis(0.0, max(map(sum, zip(*means, strict=True))) or 1.0)
@@ -162,8 +166,8 @@ def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[tu
         y_ticks=y_ticks,
         x_ticks=[t for t in x_ticks if LEFT <= t.at <= RIGHT],
         warm_end=None,
-        marks=[Mark(kind="bar", style=i, path="".join(p)) for i, p in enumerate(paths)],
-        names=[(name, i) for i, (name, _) in enumerate(parts)],
+        marks=[Mark(kind="bar", style=i, path="".join(p)) for i, p in zip(colors, paths, strict=True)],
+        names=[(name, i) for i, (name, _) in zip(colors, parts, strict=True)],
         hover=hover,
     )
 
@@ -249,6 +253,19 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
     return [round(i * step, digits) for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
+def _texts(ticks: Sequence[float]) -> list[str]:
+    """Each tick as a number, of as many digits as it has."""
+    apart = min((b - a for a, b in itertools.pairwise(ticks)), default=math.inf)
+
+    def of(digits: int) -> list[str]:
+        return [number_text(t, digits) for t in ticks]
+
+    def is_exact(texts: Sequence[str]) -> bool:
+        return all(abs(float(text.replace(",", "")) - t) < 0.01 * apart for text, t in zip(texts, ticks, strict=True))
+
+    return next(filter(is_exact, map(of, range(4, _MOST_DIGITS))), of(_MOST_DIGITS))
+
+
 def _y_limits(low: float, high: float) -> tuple[float, float]:
     """Limits with a margin above and below; from zero if zero is near."""
     if low == high:
@@ -263,7 +280,8 @@ def _y_axis(low: float, high: float) -> tuple[list[Tick], Callable[[float], floa
         value = min(max(value, low), high)
         return _r(BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP))
 
-    return [Tick(at=place(t), text=number_text(t)) for t in _ticks(low, high, 5)], place
+    ticks = _ticks(low, high, 5)
+    return [Tick(at=place(t), text=text) for t, text in zip(ticks, _texts(ticks), strict=True)], place
 
 
 def _x_axis(xs: Sequence[float]) -> tuple[list[Tick], Callable[[float], float], float | None]:

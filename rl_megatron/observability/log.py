@@ -68,7 +68,11 @@ def _ours(folder: Path) -> list[tuple[str, str]]:
     except OSError:
         return []
     found = [match.groups() for line in text.splitlines() if (match := _OURS.fullmatch(line))]
-    return [(level, f"{at} {who}: {message[:_LINE]}") for at, level, who, message in found]
+    return [(level, f"{at} {who}: {_shortened(message)}") for at, level, who, message in found]
+
+
+def _shortened(message: str) -> str:
+    return message if len(message) <= _LINE else f"{message[: _LINE - 1]}…"
 
 
 class _File(logging.FileHandler):

@@ -141,15 +141,16 @@ def _rows(arms: Sequence[Arm], differences: Mapping[str, Sequence[str]]) -> list
             keys = [values[len(rows)] for values in differences.values()]
             is_best = best is not None and ends.get(id(run)) == best
             rows.append(
-                {**headline_figures(run), "style": arm.style, "keys": keys, "best": is_best, "worse": _fell(run)}
+                {**headline_figures(run), "style": arm.style, "keys": keys, "best": is_best, "moved": _moved(run)}
             )
     return rows
 
 
-def _fell(run: Run) -> bool:
-    """Whether the last accuracy is below that before the first step."""
+def _moved(run: Run) -> str:
+    """The class of the last accuracy beside that before the first step: better, worse or level."""
     before, values = run.numbers("eval/accuracy", phase="warm_start"), run.numbers("eval/accuracy")
-    return bool(values) and values[-1] < [*before[-1:], values[0]][0]
+    gained = values[-1] - [*before[-1:], values[0]][0] if values else 0.0
+    return "better" if gained > 0 else "worse" if gained < 0 else "level"
 
 
 def _means(arms: Sequence[Arm]) -> list[tuple[str, int, str, str]]:

@@ -120,6 +120,26 @@ def test_stacked_bars_lie_on_one_another_and_average_their_steps() -> None:
     assert many.hover[-1][1].endswith("-1000, mean")
 
 
+def test_parts_that_took_no_time_are_not_named_and_the_others_keep_their_colours() -> None:
+    chart = stacked_bars("t", "s", [1, 2], [("a", [1.0, 2.0]), ("none", [0.0, 0.0]), ("b", [0.0, 2.0])])
+    assert chart.names == [("a", 0), ("b", 2)]
+    assert [mark.style for mark in chart.marks] == [0, 2]
+    assert [chart.names[index][0] for index, _, _ in chart.hover[0][2]] == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "texts"),
+    [
+        (5.47561, 5.47583, ["5.4756", "5.47565", "5.4757", "5.47575", "5.4758"]),
+        (0.99990, 0.99999, ["0.9999", "0.99995"]),
+        (20000.1, 20000.9, ["20,000.2", "20,000.4", "20,000.6", "20,000.8"]),
+        (0.0, 1.0, ["0", "0.5", "1"]),
+    ],
+)
+def test_ticks_have_as_many_digits_as_they_need(low: float, high: float, texts: list[str]) -> None:
+    assert [tick.text for tick in _chart([low, high]).y_ticks] == texts
+
+
 @given(st.lists(st.one_of(st.none(), st.floats(-1e12, 1e12, allow_subnormal=False)), min_size=1, max_size=300))
 def test_every_shape_stays_inside_the_frame_with_round_ticks(values: list[float | None]) -> None:
     if all(v is None for v in values):
