@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from rl_megatron.config.beside import problems_of_separate, problems_of_services, problems_of_teachers
 from rl_megatron.config.environments import problems_of_environments
 from rl_megatron.config.evaluating import problems_of_evaluating
 from rl_megatron.config.keeping import problems_of_keeping
@@ -12,7 +13,6 @@ from rl_megatron.config.modes import problems_of_modes
 from rl_megatron.config.reads import problems_of_job, problems_of_unread_keys
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.weights import NODE_MEMORY, TRANSPORT_KINDS
-from rl_megatron.config.services import problems_of_services, problems_of_teachers
 from rl_megatron.config.waves import problems_of_waves
 from rl_megatron.options.table import problems as option_problems
 
@@ -34,7 +34,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *_route_problems(config),
         *_profile_problems(config),
         *_role_problems(config),
-        *_separate_problems(config),
+        *problems_of_separate(config),
         *_colocation_problems(config),
         *problems_of_modes(config),
         *problems_of_waves(config),
@@ -341,27 +341,6 @@ def _role_problems(c: RunConfig) -> list[str]:
             "slurm.container with run.launcher=ray: the controller, outside the container, would not reach Ray inside; "
             "set run.launcher=slurm, or have Ray in slurm.python"
         )
-    return out
-
-
-def _separate_problems(c: RunConfig) -> list[str]:
-    """A critic or a reference with ranks of its own, and nodes for them."""
-    out, slurm = [], c.slurm
-    needed = {"critic": c.algorithm.needs_critic, "reference": c.needs_reference}
-    for role in c.roles.separate:
-        given = f"roles.{role}=separate"
-        if not needed[role]:
-            out.append(f"{given}, but the algorithm has no {role}; set roles.{role}=learner")
-        if not slurm.heterogeneous and slurm.alone(role).nodes not in {0, slurm.nodes}:
-            out.append(
-                f"slurm.{role}.nodes={slurm.alone(role).nodes}, but a separate {role} has as many ranks as the learner "
-                f"on slurm.nodes={slurm.nodes}, and nodes are alike; leave it out, or set slurm.heterogeneous=true"
-            )
-    for role in needed:
-        if slurm.alone(role).shaped and not slurm.heterogeneous:
-            out.append(f"slurm.{role} requests nodes unlike the learner's; set slurm.heterogeneous=true")
-        if (slurm.alone(role).shaped or slurm.alone(role).nodes) and role not in c.roles.separate:
-            out.append(f"slurm.{role} requests nodes, but roles.{role}=learner; set roles.{role}=separate")
     return out
 
 

@@ -24,6 +24,7 @@ from rl_megatron.config.sections.jobs import (
     JobName,
     RewardTrainingSection,
     SftSection,
+    WarmStartSection,
     WrittenSection,
 )
 from rl_megatron.config.sections.learner import LearnerSection, RolesSection
@@ -34,7 +35,7 @@ from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.config.sections.services import ServiceSection
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.config.sections.weights import TransportKind, WeightsSection
-from rl_megatron.section import NUMBER, Fraction, NonNegative, Positive, PositiveFloat, Section
+from rl_megatron.section import NUMBER, NonNegative, Positive, PositiveFloat, Section
 
 ServiceName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
@@ -104,21 +105,6 @@ class ModelSection(Section):
     tiny: TinyModelSection = TinyModelSection()
     cache_dir: Path = Path("runs/.cache")
     """Folder that caches the tiny model between runs."""
-
-
-class WarmStartSection(Section):
-    """Supervised steps on correct answers with the same learner before RL; they end early at ``stop_at_accuracy``."""
-
-    steps: NonNegative = 0
-    """Most supervised steps; 0 is no warm start."""
-    batch_size: Positive = 256
-    """Problems per supervised step."""
-    learning_rate: PositiveFloat = 3e-3
-    """Constant learning rate of the supervised steps."""
-    check_every: Positive = 20
-    """Supervised steps between evaluations."""
-    stop_at_accuracy: Fraction = 1.0
-    """Held-out accuracy that ends the warm start."""
 
 
 class TrainSection(Section):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rl_megatron.section import NonNegativeFloat, OwnCode, Positive, PositiveFloat, Section
+from rl_megatron.section import Fraction, NonNegative, NonNegativeFloat, OwnCode, Positive, PositiveFloat, Section
 
 JobName = Literal["rl", "sft", "dpo", "reward_model"]
 
@@ -57,6 +57,21 @@ JOBS: Mapping[JobName, JobKind] = {
     ),
 }
 """The jobs by the value of ``job``."""
+
+
+class WarmStartSection(Section):
+    """Supervised steps on correct answers with the same learner before RL; they end early at ``stop_at_accuracy``."""
+
+    steps: NonNegative = 0
+    """Most supervised steps; 0 is no warm start."""
+    batch_size: Positive = 256
+    """Problems per supervised step."""
+    learning_rate: PositiveFloat = 3e-3
+    """Constant learning rate of the supervised steps."""
+    check_every: Positive = 20
+    """Supervised steps between evaluations."""
+    stop_at_accuracy: Fraction = 1.0
+    """Held-out accuracy that ends the warm start."""
 
 
 class WrittenSection(Section):

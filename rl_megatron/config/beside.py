@@ -1,5 +1,5 @@
-"""Rules of the ``services`` section and others: who asks a service, and where it runs; and of teachers, who may be
-services."""
+"""Rules of what runs beside the learner's ranks: services, who asks one and where it is; teachers, who may be services;
+and roles with ranks of their own."""
 
 from __future__ import annotations
 
@@ -68,3 +68,24 @@ def problems_of_teachers(c: RunConfig) -> Iterator[str]:
                 f"{key}: {', '.join(of)} judge the same prompts, and estimator={kl.estimator} of several is no "
                 "divergence from any of them; set algorithm.kl.estimator=k1, whose weighted sum is, or one teacher"
             )
+
+
+def problems_of_separate(c: RunConfig) -> list[str]:
+    """A critic or a reference with ranks of its own, and nodes for them."""
+    out, slurm = [], c.slurm
+    needed = {"critic": c.algorithm.needs_critic, "reference": c.needs_reference}
+    for role in c.roles.separate:
+        given = f"roles.{role}=separate"
+        if not needed[role]:
+            out.append(f"{given}, but the algorithm has no {role}; set roles.{role}=learner")
+        if not slurm.heterogeneous and slurm.alone(role).nodes not in {0, slurm.nodes}:
+            out.append(
+                f"slurm.{role}.nodes={slurm.alone(role).nodes}, but a separate {role} has as many ranks as the learner "
+                f"on slurm.nodes={slurm.nodes}, and nodes are alike; leave it out, or set slurm.heterogeneous=true"
+            )
+    for role in needed:
+        if slurm.alone(role).shaped and not slurm.heterogeneous:
+            out.append(f"slurm.{role} requests nodes unlike the learner's; set slurm.heterogeneous=true")
+        if (slurm.alone(role).shaped or slurm.alone(role).nodes) and role not in c.roles.separate:
+            out.append(f"slurm.{role} requests nodes, but roles.{role}=learner; set roles.{role}=separate")
+    return out
