@@ -27,6 +27,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import Launcher, RewardFunction, Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.progress import Progress
+from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.rollout.teachers import Teacher, Teachers
 from rl_megatron.services import Services
 from rl_megatron.training.tasks import unless_stopped
@@ -67,10 +68,9 @@ async def _start(
     progress.note("preparing the model")
     model_folder = await thread(starting_folder, config)
     shape = job_shape(config, read_shape(model_folder, config.learner.model))
-    count = config.learner.dims.world_size
-    others = "".join(f", {count} {role} processes" for role in config.roles.separate)
+    counted = ", ".join(f"{count} {role} processes" for role, count in ranks_by_role(config).items())
     after = " once servers have started," if config.learner.offload.while_sampling else ""
-    progress.note(f"starting {count} learner processes{others}{after} and loading data")
+    progress.note(f"starting {counted}{after} and loading data")
     launcher = _launcher(parts, model_folder, shape, stop)
     starting = asyncio.create_task(stack.enter_async_context(launcher.start(config, progress.note)))
     try:
@@ -105,9 +105,7 @@ async def _teachers(stack: contextlib.AsyncExitStack, parts: Parts, shape: Model
 
 def allocation_of(config: RunConfig, folder: Path) -> Allocation | None:
     """The allocation to use. Raises ConfigError if the launcher needs one and there is none."""
-    allocation = (
-        None if config.run.launcher == "local" else Allocation.this(folder, config.slurm, config.roles.separate)
-    )
+    allocation = None if config.run.launcher == "local" else Allocation.this(folder, config)
     if config.run.launcher == "slurm" and allocation is None:
         raise ConfigError(
             "run.launcher=slurm, but this is not a Slurm job; use rl-megatron submit, or set run.launcher=local"

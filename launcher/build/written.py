@@ -19,6 +19,7 @@ from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.samples import supervised_rows
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.placement.names import LEARNER
 from rl_megatron.rollout.conversation.pairs import check_answers, paired_answers, paired_texts
 from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.scaling.flops import seconds_at_peak, training_flops
@@ -97,8 +98,8 @@ class _Building:
     def held_out(self, units_of: UnitsOf, samples_of: SamplesOf) -> list[Samples]:
         return held_out_parts(self.data.held_out, units_of, samples_of, self.parts.config)
 
-    def packer(self, unit: int = 1) -> Packer:
-        return packer_of(self.parts.config.learner, attention_cost=self.attention_cost, unit=unit)
+    def packer(self, unit: int = 1, role: str = LEARNER) -> Packer:
+        return packer_of(self.parts.config.learner_of(role), attention_cost=self.attention_cost, unit=unit)
 
     @property
     def steps(self) -> OptimizerSteps:
@@ -121,6 +122,7 @@ def _preferences(b: _Building) -> tuple[UnitsOf, Preferences]:
         loss=PreferenceLoss(form=section.loss, beta=section.beta, per_token=section.per_token),
         roles=b.roles,
         packer=b.packer(unit=2),
+        reference_packer=b.packer(unit=2, role="reference"),
         optimizer_steps=b.steps,
         parts=b.held_out(units_of, Preferences.samples_of),
         reference=section.reference,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from math import prod
 from typing import Annotated
 
@@ -20,6 +21,7 @@ from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.implementation import wants_transformer_engine
 from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.scaling.estimates import estimate
 from rl_megatron.scaling.host_memory import copies_bytes, host_bytes, why_off_gpus
 from rl_megatron.scaling.memory import GB, Footprint, check_memory, footprints, fullest
@@ -215,9 +217,16 @@ def show_memory(config_name: str, config: RunConfig, shape: ModelShape) -> None:
     table.add_section()
     table.add_row("together", *(f"{found.total / GB:.1f}" for found in stages.values()))
     console = Console(markup=False)
-    gpus = config.learner.dims.world_size * (1 + len(config.roles.separate))
-    console.print(f"{config_name}: GB on the fullest GPU of each pipeline stage, {gpus} GPUs in all", soft_wrap=True)
+    ranks = ranks_by_role(config)
+    console.print(
+        f"{config_name}: GB on the fullest GPU of each pipeline stage, {sum(ranks.values())} GPUs in all",
+        soft_wrap=True,
+    )
     console.print(table)
+    for role in config.roles.layouts:
+        degrees = asdict(config.learner_of(role).dims)
+        said = ", ".join(f"{key}={n}" for key, n in degrees.items() if n > 1 or key == "dp")
+        console.print(f"{role}: {ranks[role]} of these GPUs, in a layout of its own: {said}", soft_wrap=True)
     if held := host_bytes(config, shape):
         keys = " and ".join(why_off_gpus(config))
         said = f"{held / GB:.1f} GB of a node's memory for what the learner keeps off its GPUs ({keys})"

@@ -136,7 +136,7 @@ async def learner(
         for rank in team:
             rank.folder = awaited.folder
         setup = Setup(
-            config=config,
+            config=config.of_role(role),
             model_folder=model_folder.resolve(),
             run_folder=run_folder.resolve(),
             rendezvous=f"tcp://{team[0].hello.store}",

@@ -18,13 +18,15 @@ from rl_megatron.placement.names import LEARNER
 
 def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig, speeds: Speeds) -> Roles:
     """The trainer's view of ready ranks: roles without their own ranks are on the learner's."""
-    dims, group = config.learner.dims, groups[LEARNER]
+    group = groups[LEARNER]
     trained = {"policy": True, "critic": config.algorithm.needs_critic}
     frozen = {"reference": config.needs_reference}
-    planes = {role: Plane(its, dims) for role, its in groups.items()}
+    planes = {role: Plane(its, config.learner_of(role).dims) for role, its in groups.items()}
     learners, others = (
         {
-            role: LearnerGroup(groups.get(role, group), dims, role, planes.get(role, planes[LEARNER]))
+            role: LearnerGroup(
+                groups.get(role, group), config.learner_of(role).dims, role, planes.get(role, planes[LEARNER])
+            )
             for role, needed in roles.items()
             if needed
         }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import AsyncIterator, Callable
+from itertools import accumulate
 from pathlib import Path
 
 from typing_extensions import override
@@ -22,7 +23,7 @@ from launcher.wire.setup import Setup
 from launcher.worker.forking import modules_of
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Launcher, Roles, unheard
-from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.ranks import ranks_by_role
 
 
 class LocalLauncher(Launcher):
@@ -38,20 +39,22 @@ class LocalLauncher(Launcher):
         own = inherited(threads=threads_per_worker(config), device=config.learner.device)
         with scratch() as folder, own:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing here leaves this machine
-            count = config.learner.dims.world_size
+            counts = ranks_by_role(config)
+            before = accumulate(counts.values(), initial=0)
             setups = [
                 Setup(
-                    config=config,
+                    config=config.of_role(role),
                     model_folder=self._model_folder.resolve(),
                     run_folder=self._run_folder.resolve(),
                     rendezvous=f"file://{folder}/rendezvous-{role}",
                     role=role,
-                    first_device=number * count,
+                    first_device=next(before),
                 )
-                for number, role in enumerate((LEARNER, *config.roles.separate))
+                for role in counts
             ]
             with Nursery(modules_of(config.learner.device)) as forks:
-                processes = await fork_all(forks, config, [(s.role, rank) for s in setups for rank in range(count)])
+                everyone = [(role, rank) for role, count in counts.items() for rank in range(count)]
+                processes = await fork_all(forks, config, everyone)
                 teams = [(setup, [p for p in processes if p.role == setup.role]) for setup in setups]
                 async with serving(teams, failure, tell=tell) as groups:
                     yield roles_of(groups, config, Speeds(groups, config, self._run_folder))

@@ -15,6 +15,7 @@ from launcher.servers.site import MoreSites, Site, Sites, vacated
 from launcher.wire.greetings import this_node
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
+from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.placement.seats import Seat
 
 
@@ -33,7 +34,7 @@ class MoreHere(MoreSites):
         number = len(living)
         if self.config.learner.device == "cpu":
             return [Site(number=number, count=number + 1)]
-        names, ranks = visible_gpus(), self.config.learner.dims.world_size * (1 + len(self.config.roles.separate))
+        names, ranks = visible_gpus(), sum(ranks_by_role(self.config).values())
         gpus = _free(range(ranks, len(names)), living, self.config.rollout.server.ranks, f"this machine's {len(names)}")
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in gpus)}
         return [Site(number=number, count=number + 1, gpus=gpus, environment=visible)]

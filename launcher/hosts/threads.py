@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.placement.ranks import Placement, ranks_by_role
 
 
 def threads_per_worker(config: RunConfig) -> int:
     """CPU threads of each worker: as configured, else an equal share of this machine's cores."""
-    cores, count = len(os.sched_getaffinity(0)), config.learner.dims.world_size * (1 + len(config.roles.separate))
+    cores, count = len(os.sched_getaffinity(0)), sum(ranks_by_role(config).values())
     return config.learner.threads or max(1, cores // count)
-
-
-from rl_megatron.placement.ranks import Placement  # noqa: E402
 
 
 def threads_per_rank(placement: Placement) -> int:

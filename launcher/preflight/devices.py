@@ -16,6 +16,7 @@ import psutil
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from launcher.processes import limits
 from rl_megatron.config.run import RunConfig
+from rl_megatron.placement.ranks import ranks_by_role
 
 _SECONDS = 4.0  # the limit for the driver's answer
 _RANK_BYTES = 2**26  # the least that any rank needs: with tiny_cpu's model 117 MiB were measured
@@ -40,7 +41,7 @@ def check(subject: Subject) -> Iterator[Found]:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = count_visible_gpus(visible)
-    ranks = config.learner.dims.world_size
+    ranks = sum(ranks_by_role(config).values())
     said = "is not set" if visible is None else f"is {visible!r}"
     if count is None:
         yield unchecked("how many GPUs are here: nvidia-smi is missing or does not answer")
@@ -51,7 +52,7 @@ def check(subject: Subject) -> Iterator[Found]:
         )
     elif ranks > count:
         yield problem(
-            f"{given} with {ranks} learner ranks (tp*cp*dp*pp), but {count} GPUs are visible here "
+            f"{given} with {_counted(config)}, but {count} GPUs are visible here "
             f"(CUDA_VISIBLE_DEVICES {said}): NCCL takes one rank a GPU; lower learner.tp, cp, dp, pp or ep"
         )
     elif said_of_servers := _servers_on(subject):
@@ -60,14 +61,19 @@ def check(subject: Subject) -> Iterator[Found]:
 
 def _processes(config: RunConfig) -> Iterator[Found]:
     """Compares what a CPU learner's ranks need with this machine's memory, and with its limit of open files."""
-    ranks, memory = config.learner.dims.world_size, psutil.virtual_memory().total
+    ranks, memory = sum(ranks_by_role(config).values()), psutil.virtual_memory().total
     if ranks * _RANK_BYTES > memory:
         yield problem(
-            f"{ranks} learner ranks (tp*cp*dp*pp) are {ranks} processes on this machine of {memory / 2**30:.0f} GiB, "
+            f"{_counted(config)} are {ranks} processes on this machine of {memory / 2**30:.0f} GiB, "
             f"each {_RANK_BYTES >> 20} MiB at the very least; lower learner.tp, cp, dp, pp or ep"
         )
     if said := limits.problem_of_files(ranks, here=True):
         yield problem(said)
+
+
+def _counted(config: RunConfig) -> str:
+    """The ranks of each role: ``2 learner ranks (tp*cp*dp*pp)``."""
+    return " and ".join(f"{count} {role} ranks (tp*cp*dp*pp)" for role, count in ranks_by_role(config).items())
 
 
 def _servers_on(subject: Subject) -> str:

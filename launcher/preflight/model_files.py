@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
+from rl_megatron.config.beside import in_words_of
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.errors import ConfigError, RLMegatronError
@@ -20,7 +21,7 @@ from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
 from rl_megatron.weights.layouts.families import read_shape
-from rl_megatron.weights.layouts.learner import learner_layout, role_shape
+from rl_megatron.weights.layouts.learner import role_layout, role_shape
 
 
 def check(subject: Subject) -> Iterator[Found]:
@@ -117,10 +118,11 @@ def _reference(subject: Subject, folder: Path) -> Iterator[Found]:
         yield problem(f"{given}: {too_long}")
     else:
         try:
-            learner_layout(config, shape)
-            refuse(shape, config.learner)
+            role_layout(config, own, "reference")
+            refuse(shape, config.learner_of("reference"))
         except ConfigError as error:
-            yield problem("\n".join(f"{given}: {line}" for line in str(error).splitlines()))
+            said = in_words_of(config, "reference", str(error))
+            yield problem("\n".join(f"{given}: {line}" for line in said.splitlines()))
     yield from _weights(folder, config.reference_key)
     yield from _same_tokens(subject.model_folder, folder, config.reference_key)
 

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from launcher.preflight.subject import Found, Subject, problem
 from launcher.servers.degrees import degree_problems
+from rl_megatron.config.beside import in_words_of
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.weights.layouts.families import FAMILIES, family_of
-from rl_megatron.weights.layouts.learner import learner_layout
+from rl_megatron.weights.layouts.learner import learner_layout, role_layout
 
 
 def check(subject: Subject) -> Iterator[Found]:
@@ -31,6 +32,7 @@ def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
         refuse(shape, config.learner)
     except ConfigError as error:
         yield problem(str(error))
+    yield from _own_layouts(config, shape)
     longest = config.longest_sequence
     if too_long := length_problem(shape, config.named_longest, longest):
         tiny = "" if config.model.path else f" or set model.tiny.max_position_embeddings={longest}"
@@ -55,6 +57,18 @@ def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
             f"rollout.router_noise={config.rollout.router_noise:g} changes nothing in a model of {shape.num_experts} "
             "experts; leave it out"
         )
+
+
+def _own_layouts(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
+    """Yields why a role's own layout does not fit the policy's sizes; a reference of its own has others."""
+    for role in config.roles.layouts:
+        if role == "reference" and config.reference is not None:
+            continue
+        try:
+            role_layout(config, shape, role)
+            refuse(shape, config.learner_of(role))
+        except ConfigError as error:
+            yield problem(in_words_of(config, role, str(error)))
 
 
 def _engine(config: RunConfig, shape: ModelShape) -> Iterator[Found]:

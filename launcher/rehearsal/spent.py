@@ -19,6 +19,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.metrics.table import STEPS
 from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.placement.seats import seats_here
 from rl_megatron.scaling.estimates import Estimate, Predicted, estimate, gpus_by_role
 from rl_megatron.scaling.memory import footprints
@@ -123,15 +124,13 @@ def devices(config: RunConfig) -> dict[str, int]:
     On one machine servers that share GPUs with ranks add those that only they have to the learner's. Raises ConfigError
     if the machine has too few GPUs.
     """
-    roles = [LEARNER, *config.roles.separate]
-    ranks = config.learner.dims.world_size
+    held = ranks_by_role(config)
     if config.learner.device == "cpu":
-        return dict.fromkeys(roles, ranks * threads_per_worker(config))
+        return {role: ranks * threads_per_worker(config) for role, ranks in held.items()}
     if config.run.launcher == "slurm" or (config.run.launcher == "ray" and "SLURM_JOB_ID" in os.environ):
         return gpus_by_role(config)
-    held = dict.fromkeys(roles, ranks)
     seats = () if not config.kind.samples else seats_here(config, len(visible_gpus()))
-    sampling, training = {gpu for seat in seats for gpu in seat.gpus}, set(range(ranks * len(roles)))
+    sampling, training = {gpu for seat in seats for gpu in seat.gpus}, set(range(sum(held.values())))
     if sampling - training:
         whose = LEARNER if sampling & training else ENGINES
         held[whose] = held.get(whose, 0) + len(sampling - training)

@@ -3,10 +3,13 @@ and roles with ranks of their own."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from rl_megatron.config.sections.learner import RoleLayoutSection
 from rl_megatron.config.sections.services import SERVICE
+from rl_megatron.options.table import problems as option_problems
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
@@ -70,22 +73,61 @@ def problems_of_teachers(c: RunConfig) -> Iterator[str]:
             )
 
 
-def problems_of_separate(c: RunConfig) -> list[str]:
-    """A critic or a reference with ranks of its own, and nodes for them."""
-    out, slurm = [], c.slurm
-    needed = {"critic": c.algorithm.needs_critic, "reference": c.needs_reference}
+def problems_of_separate(c: RunConfig) -> Iterator[str]:
+    """A critic or a reference with ranks of its own: their layout, and nodes for them."""
+    slurm, needed = c.slurm, {"critic": c.algorithm.needs_critic, "reference": c.needs_reference}
     for role in c.roles.separate:
-        given = f"roles.{role}=separate"
         if not needed[role]:
-            out.append(f"{given}, but the algorithm has no {role}; set roles.{role}=learner")
-        if not slurm.heterogeneous and slurm.alone(role).nodes not in {0, slurm.nodes}:
-            out.append(
-                f"slurm.{role}.nodes={slurm.alone(role).nodes}, but a separate {role} has as many ranks as the learner "
-                f"on slurm.nodes={slurm.nodes}, and nodes are alike; leave it out, or set slurm.heterogeneous=true"
+            yield f"roles.{role}=separate, but the algorithm has no {role}; set roles.{role}=learner"
+        own = slurm.alone(role)
+        if not slurm.heterogeneous and own.nodes not in {0, fill := _nodes_filled(c, role)}:
+            ranks = (
+                f"{c.learner_of(role).dims.world_size} ranks, which fill {fill} of the learner's nodes"
+                if role in c.roles.layouts
+                else f"as many ranks as the learner on slurm.nodes={slurm.nodes}"
+            )
+            yield (
+                f"slurm.{role}.nodes={own.nodes}, but a separate {role} has {ranks}, and nodes are alike; leave it "
+                "out, or set slurm.heterogeneous=true"
             )
     for role in needed:
-        if slurm.alone(role).shaped and not slurm.heterogeneous:
-            out.append(f"slurm.{role} requests nodes unlike the learner's; set slurm.heterogeneous=true")
-        if (slurm.alone(role).shaped or slurm.alone(role).nodes) and role not in c.roles.separate:
-            out.append(f"slurm.{role} requests nodes, but roles.{role}=learner; set roles.{role}=separate")
-    return out
+        own = slurm.alone(role)
+        if own.shaped and not slurm.heterogeneous:
+            yield f"slurm.{role} requests nodes unlike the learner's; set slurm.heterogeneous=true"
+        if (own.shaped or own.nodes) and role not in c.roles.separate:
+            yield f"slurm.{role} requests nodes, but roles.{role}=learner; set roles.{role}=separate"
+    for role in c.roles.layouts:
+        yield from _of_layout(c, role)
+
+
+def _of_layout(c: RunConfig, role: str) -> Iterator[str]:
+    """What the layout of a role's own ranks breaks, and the learner's does not."""
+    if role not in c.roles.separate:
+        yield (
+            f"roles.layouts.{role}, but roles.{role}=learner: the learner's ranks hold such a {role}, in their layout; "
+            f"set roles.{role}=separate, or leave roles.layouts.{role} out"
+        )
+    known = set(option_problems(c.learner))
+    yield from (in_words_of(c, role, line) for line in option_problems(c.learner_of(role)) if line not in known)
+
+
+def in_words_of(c: RunConfig, role: str, text: str) -> str:
+    """``text``, which names keys of the learner's layout, with the keys of the role's own where it has one."""
+    if role not in c.roles.layouts:
+        return text
+    keys = "|".join(RoleLayoutSection.model_fields)
+    return re.sub(rf"\blearner(?=:|\.({keys})\b)", f"roles.layouts.{role}", text)
+
+
+def nodes_of_role(c: RunConfig, role: str) -> int:
+    """The number of nodes of a separate role."""
+    return c.slurm.alone(role).nodes or _nodes_filled(c, role)
+
+
+def _nodes_filled(c: RunConfig, role: str) -> int:
+    """As many nodes as the learner; in a layout of its own as many as its ranks fill."""
+    slurm = c.slurm
+    if role not in c.roles.layouts:
+        return slurm.nodes
+    each = slurm.alone(role).gpus_per_node or slurm.tasks_per_node(c.learner.dims.world_size)
+    return -(-c.learner_of(role).dims.world_size // each)

@@ -79,8 +79,9 @@ def _critic_problems(c: RunConfig) -> list[str]:
             "learner.cuda_graphs=true with roles.critic=learner: megatron-core captures the layers of one trained "
             "model of a process; set roles.critic=separate"
         ]
-    own = c.learner.model_copy(update={"optimizer": c.algorithm.critic.optimizer})
-    known = set(option_problems(c.learner))
+    learner = c.learner_of("critic")
+    own = learner.model_copy(update={"optimizer": c.algorithm.critic.optimizer})
+    known = set(option_problems(learner))
     return [f"of algorithm.critic.optimizer: {line}" for line in option_problems(own) if line not in known]
 
 

@@ -326,6 +326,10 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _text(value: object) -> str:
     """The value as a user writes it on a command line."""
+    if isinstance(value, BaseModel):
+        return _text(value.model_dump(mode="json", exclude_defaults=True))
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {_text(one)}' for name, one in value.items())}}}"
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 

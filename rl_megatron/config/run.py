@@ -237,6 +237,15 @@ class RunConfig(Section):
         }
         return sections[self.job]
 
+    def learner_of(self, role: str) -> LearnerSection:
+        """``learner``, in the layout of the ranks of ``role``."""
+        own = self.roles.layouts.get(role)
+        return self.learner if own is None else self.learner.model_copy(update=dict(own))
+
+    def of_role(self, role: str) -> RunConfig:
+        """The configuration that ranks of ``role`` get: ``learner`` has their layout."""
+        return self.model_copy(update={"learner": self.learner_of(role)})
+
     @property
     def needs_reference(self) -> bool:
         """Whether ranks hold a frozen model that scores what is trained on."""

@@ -105,6 +105,11 @@ class Packer:
             spare=spare,
         )
 
+    def again(self, batch: Batch) -> Batch:
+        """Pack the sequences of a batch that was packed for ranks in another layout."""
+        part = np.sort(np.concatenate([ids.numpy() for row in batch.sequences for ids in row]))
+        return self.pack(batch.samples, part=part)
+
     def _plan(
         self, lengths: NDArray[np.int64], ranks: NDArray[np.int64] | None = None
     ) -> list[list[NDArray[np.int64]]]:
@@ -184,7 +189,7 @@ class Packer:
 
 
 def packer_of(learner: LearnerSection, *, attention_cost: float, unit: int = 1, whole_groups: bool = False) -> Packer:
-    """The packer for the learner's layout and its most tokens per micro-batch."""
+    """The packer for the layout of ``learner`` and its most tokens per micro-batch."""
     most = learner.max_tokens_per_micro_batch
     return Packer(
         dims=learner.dims,

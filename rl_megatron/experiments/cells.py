@@ -16,6 +16,7 @@ from rl_megatron.config.resume import flat
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.experiments.study import Study, levels_of
+from rl_megatron.placement.ranks import ranks_by_role
 
 _MOST_CELLS = 10_000
 _MOST_LINES = 20  # of an error
@@ -43,8 +44,8 @@ class Cell:
 
     @property
     def processes(self) -> int:
-        """Processes with a model of the learner's layout: its own, and those of separate roles."""
-        return self.config.learner.dims.world_size * (1 + len(self.config.roles.separate))
+        """Processes with a shard of a model: the learner's, and those of separate roles."""
+        return sum(ranks_by_role(self.config).values())
 
 
 def arms_of(study: Study) -> dict[str, list[str]]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rl_megatron.config.beside import nodes_of_role
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.placement.names import LEARNER
 
 
-def beside(slurm: SlurmSection, separate: Sequence[str]) -> dict[str, int]:
+def beside(config: RunConfig) -> dict[str, int]:
     """The number of nodes of each role that has nodes of its own besides the learner's, in the order of the job."""
-    counts = {role: slurm.alone(role).nodes or slurm.nodes for role in separate}
+    slurm, counts = config.slurm, {role: nodes_of_role(config, role) for role in config.roles.separate}
     counts |= {"services": slurm.services.nodes} if slurm.services.nodes else {}
     return counts | ({"engines": slurm.engines.nodes} if slurm.engines.nodes else {})
 
@@ -28,7 +28,7 @@ def cut(nodes: Sequence[str], others: Mapping[str, int]) -> dict[str, tuple[str,
 
 def made_up_nodes(config: RunConfig) -> dict[str, tuple[str, ...]]:
     """Invented names for the nodes of a job that does not exist yet, by role."""
-    others = beside(config.slurm, config.roles.separate)
+    others = beside(config)
     return cut([f"node {i}" for i in range(config.slurm.nodes + sum(others.values()))], others)
 
 

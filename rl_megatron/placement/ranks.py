@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rl_megatron.config.beside import in_words_of
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
@@ -74,8 +75,8 @@ def place(
         )
     elif room != wanted:
         problems.append(
-            f"slurm.{role}.nodes={len(nodes)} cannot share out the ranks of a separate {role} evenly: it has the "
-            f"learner's layout, {ranks}; set it to a divisor"
+            f"slurm.{role}.nodes={len(nodes)} cannot share out the ranks of a separate {role} evenly: it has "
+            f"{ranks}; set it to a divisor"
         )
     for key, degree in (("tp", dims.tp), ("etp", dims.etp)):
         if ranks_per_node * domain % degree and len(nodes) > domain:
@@ -94,15 +95,23 @@ def place(
 
 def placement_of(config: RunConfig, nodes: Sequence[str], role: str = LEARNER) -> Placement:
     """The ranks of the learner, or of a separate role, on its nodes. Raises as `place` does."""
-    dims, slurm = config.learner.dims, config.slurm
+    dims, slurm = config.learner_of(role).dims, config.slurm
     each = slurm.tasks_per_node(dims.world_size) if role == LEARNER else -(-dims.world_size // max(1, len(nodes)))
-    placement = place(dims, nodes, each, domain=slurm.nvlink_nodes, role=role)
+    try:
+        placement = place(dims, nodes, each, domain=slurm.nvlink_nodes, role=role)
+    except ConfigError as error:
+        raise ConfigError(in_words_of(config, role, str(error))) from error
     if role != LEARNER and config.learner.device != "cpu" and slurm.gpus_of(role) < each:
         raise ConfigError(
             f"slurm.{role}.nodes={len(nodes)} get {each} ranks each, more than their {slurm.gpus_of(role)} GPUs; raise "
             f"slurm.{role}.nodes or slurm.{role}.gpus_per_node"
         )
     return placement
+
+
+def ranks_by_role(config: RunConfig) -> dict[str, int]:
+    """The number of ranks of the learner, and of each separate role in the order of a job's nodes."""
+    return {role: config.learner_of(role).dims.world_size for role in (LEARNER, *config.roles.separate)}
 
 
 def group_ranks(dims: ParallelDims) -> Mapping[str, list[list[int]]]:

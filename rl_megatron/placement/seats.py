@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError
+from rl_megatron.placement.ranks import ranks_by_role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ def seats_here(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
     If there are too few, servers share the ranks' GPUs, provided that the configuration allows it: in turns, or with a
     part of each GPU's memory. Raises ConfigError if it does not.
     """
-    section, ranks = config.rollout.server, config.learner.dims.world_size * (1 + len(config.roles.separate))
+    section, ranks = config.rollout.server, sum(ranks_by_role(config).values())
     if not config.rollout.served or section.addresses:
         return ()
     if section.nodes is not None and section.nodes > 1:

@@ -10,6 +10,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.nodes import made_up_nodes
+from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.scaling.constants import RANGE
 from rl_megatron.scaling.flops import training_flops
 from rl_megatron.scaling.machines.calibration import machine_named
@@ -231,7 +232,7 @@ def gpus_by_role(config: RunConfig) -> dict[str, int]:
     """
     slurm, server = config.slurm, config.rollout.server
     if not slurm.gpus_per_node:
-        ranks = dict.fromkeys((LEARNER, *config.roles.separate), config.learner.dims.world_size)
+        ranks = ranks_by_role(config)
         own = config.rollout.served and server.addresses is None
         apart = own and (slurm.engines.nodes or not (server.colocated or server.memory_fraction))
         return ranks | ({"engines": config.servers * server.ranks} if apart else {})

@@ -19,7 +19,7 @@ from rl_megatron.scaling.memory import gpu_terms
 from rl_megatron.scaling.parameters import layers_held, ranks_of
 from rl_megatron.scaling.saves import copied_by_rank
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.learner import learner_layout
+from rl_megatron.weights.layouts.learner import role_layout
 from rl_megatron.weights.layouts.lora import adapted_rows
 
 _FLOAT = 4  # bytes
@@ -31,16 +31,20 @@ def host_bytes(config: RunConfig, shape: ModelShape) -> float:
 
     Raises ConfigError if the layout does not divide the model's sizes.
     """
-    learner, layout = config.learner, learner_layout(config, shape)
-    inner, each = learner.dims.world_size // learner.dims.pp, _ranks_of_a_node(config)
+    return max(_held(config, shape, role) for role in (LEARNER, *config.roles.layouts) if role != "reference")
+
+
+def _held(config: RunConfig, shape: ModelShape, role: str) -> float:
+    """Bytes on the node that needs most of the role's. A critic in the learner's layout has no more than the policy."""
+    each, layout = _ranks_of_a_node(config, role), role_layout(config, shape, role)
+    of, inner = config.of_role(role), layout.dims.world_size // layout.dims.pp
     by_stage = [
-        _parked(config, layout, rank)
-        + _stepped(config, layout, rank)
-        + _activations(config, shape, rank)
-        + _frozen(config, layout, rank)
-        for rank in ranks_of(config, layout)
+        _stepped(of, layout, rank)
+        + _activations(of, shape, rank)
+        + (_parked(of, layout, rank) + _frozen(of, layout, rank) if role == LEARNER else 0.0)
+        for rank in ranks_of(of, layout)
     ]
-    held = [by_stage[rank // inner] for rank in range(learner.dims.world_size)]
+    held = [by_stage[rank // inner] for rank in range(layout.dims.world_size)]
     return max(sum(held[first : first + each]) for first in range(0, len(held), each))
 
 
@@ -57,14 +61,22 @@ def copies_bytes(config: RunConfig, shape: ModelShape) -> float:
     """
     if not config.checkpoint.async_save:
         return 0.0
-    models = 2 if config.algorithm.needs_critic and "critic" not in config.roles.separate else 1
-    each, held = _ranks_of_a_node(config), copied_by_rank(config, shape)
-    world = range(0, config.learner.dims.world_size, each)
-    return models * max(sum(held.get(rank, 0) for rank in range(first, first + each)) for first in world)
+    apart = "critic" in config.roles.separate
+    models = 2 if config.algorithm.needs_critic and not apart else 1
+    of_critic = _copies(config, shape, "critic") if apart else 0.0
+    return max(models * _copies(config, shape, LEARNER), of_critic)
 
 
-def _ranks_of_a_node(config: RunConfig) -> int:
-    return config.slurm.gpus_per_node or config.learner.dims.world_size
+def _copies(config: RunConfig, shape: ModelShape, role: str) -> float:
+    """Of one model, on the node that needs most."""
+    each, held = _ranks_of_a_node(config, role), copied_by_rank(config.of_role(role), shape)
+    world = range(0, config.learner_of(role).dims.world_size, each)
+    return max(sum(held.get(rank, 0) for rank in range(first, first + each)) for first in world)
+
+
+def _ranks_of_a_node(config: RunConfig, role: str) -> int:
+    gpus = config.slurm.gpus_per_node if role == LEARNER else config.slurm.gpus_of(role)
+    return gpus or config.learner_of(role).dims.world_size
 
 
 def pinned(num_bytes: float) -> int:

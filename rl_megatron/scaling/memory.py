@@ -17,6 +17,7 @@ from itertools import groupby
 from math import prod
 from typing import Literal
 
+from rl_megatron.config.beside import in_words_of
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError
@@ -32,7 +33,7 @@ from rl_megatron.scaling.parameters import elements, ranks_of
 from rl_megatron.weights.formats.scaled import BLOCKS, ScaledLayout, with_scales
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.learner import learner_layout, role_shape
+from rl_megatron.weights.layouts.learner import role_layout
 
 GB = 1e9
 Phase = Literal["", "training", "sampling"]
@@ -105,23 +106,25 @@ def footprints(config: RunConfig, shape: ModelShape) -> list[Footprint]:
 
 def _footprints(config: RunConfig, shape: ModelShape, *, every: bool) -> list[Footprint]:
     """`footprints`; if not ``every`` one, of ranks beside servers the first of each stage: the others are like it."""
-    dims, roles = config.learner.dims, (LEARNER, *config.roles.separate)
-    layouts = {role: learner_layout(config, role_shape(config, shape, role)) for role in roles}
-    inner, beside = dims.world_size // dims.pp, _beside_servers(config)
-    stages = {role: ranks_of(config, layout) for role, layout in layouts.items()}
+    of = {role: config.of_role(role) for role in (LEARNER, *config.roles.separate)}
+    layouts = {role: role_layout(config, shape, role) for role in of}
+    inner = {role: layout.dims.world_size // layout.dims.pp for role, layout in layouts.items()}
+    stages, beside = {role: ranks_of(of[role], layout) for role, layout in layouts.items()}, _beside_servers(config)
     if not every:
-        beside = {min(same) for _, same in groupby(sorted(beside), key=lambda rank: rank // inner)}
-    firsts = {stage * inner for stage in range(dims.pp)}
+        beside = {min(same) for _, same in groupby(sorted(beside), key=lambda rank: rank // inner[LEARNER])}
+    firsts = {role: {stage * inner[role] for stage in range(layout.dims.pp)} for role, layout in layouts.items()}
+    firsts[LEARNER] |= beside
 
     @cache
     def phases(role: str, stage: int, served: bool) -> Sequence[tuple[Phase, Terms]]:
-        return list(_phases(config, role, *gpu_terms(config, layouts[role], stages[role][stage], role, served=served)))
+        terms = gpu_terms(of[role], layouts[role], stages[role][stage], role, served=served)
+        return list(_phases(config, role, *terms))
 
     return [
-        Footprint(rank=r, stage=r // inner, terms=terms, role=role, phase=phase)
-        for role in roles
-        for r in sorted({*beside, *firsts} if role == LEARNER else firsts)
-        for phase, terms in phases(role, r // inner, r in beside)
+        Footprint(rank=r, stage=r // inner[role], terms=terms, role=role, phase=phase)
+        for role in of
+        for r in sorted(firsts[role])
+        for phase, terms in phases(role, r // inner[role], role == LEARNER and r in beside)
     ]
 
 
@@ -136,7 +139,7 @@ def check_memory(config: RunConfig, shape: ModelShape) -> Footprint | None:
         return None
     most, room = fullest(config, shape), config.slurm.gpu_memory_gb * GB
     if most.total > room:
-        change = {**CHANGES, **options.changes()}[most.largest]
+        change = in_words_of(config, most.role, {**CHANGES, **options.changes()}[most.largest])
         when = {"": "", "training": " while it trains", "sampling": " while servers sample"}[most.phase]
         if most.phase == "sampling" and config.learner.offload.while_sampling != "optimizer":
             change += "; or set learner.offload.while_sampling=optimizer"

@@ -194,10 +194,11 @@ def rl_step(
     parts = {"training": sum(training.values())}
     if config.algorithm.old_logprobs == "learner":
         parts["log-probs"] = forward_seconds(work, batches, constants)
-    forward = forward_seconds(work, batches, constants)
-    teacher = role_shape(config, shape, "reference")
-    of_teacher = forward_seconds(learner_work(config, teacher, gpu, mean), batches, constants)
-    parts |= _others(config, forward, of_teacher, parts)
+    others = {
+        role: learner_work(config.of_role(role), role_shape(config, shape, role), gpu, mean)
+        for role in ("reference", "critic")
+    }
+    parts |= _others(config, others, parts, constants)
     section = config.rollout.server
     server = server_shape(config, section, weights_served(config, shape), shape, gpu)
     apart = config.slurm.engines.nodes > 0
@@ -233,17 +234,22 @@ def rl_step(
     )
 
 
-def _others(config: RunConfig, forward: float, of_reference: float, parts: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a reference and a critic, whose passes take ``of_reference`` and ``forward``: on ranks of their own
-    they compute beside the policy, and the step waits for what is longer."""
-    out, beside = {}, parts.get("log-probs", 0.0)
+def _others(
+    config: RunConfig, works: Mapping[str, LearnerWork], parts: Mapping[str, float], constants: Constants | None
+) -> dict[str, float]:
+    """Seconds of a reference and a critic, by their ``works``: on ranks of their own they compute beside the policy,
+    and the step waits for what is longer."""
+    out, beside, batches = dict[str, float](), parts.get("log-probs", 0.0), config.train.minibatches
+    forward = {role: forward_seconds(one, batches, constants) for role, one in works.items()}
     if config.needs_reference:
         apart = "reference" in config.roles.separate
-        out["reference"] = max(0.0, of_reference - beside) if apart else of_reference
+        out["reference"] = max(0.0, forward["reference"] - beside) if apart else forward["reference"]
         beside += out["reference"]
     if config.algorithm.needs_critic:
-        apart = "critic" in config.roles.separate
-        out["critic"] = max(0.0, forward - beside) if apart else parts["training"] + forward
+        trained = sum(step_terms(works["critic"], constants).values()) * batches * config.train.epochs
+        apart, own = "critic" in config.roles.separate, (forward["critic"], trained)
+        waits = max(0.0, own[0] - beside) + max(0.0, own[1] - parts["training"])
+        out["critic"] = waits if apart else sum(own)
     return out
 
 

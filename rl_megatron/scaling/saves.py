@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rl_megatron.config.beside import nodes_of_role
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.option import BYTES, Elements
+from rl_megatron.placement.names import LEARNER
 from rl_megatron.scaling.memory import GB
 from rl_megatron.scaling.parameters import elements, trained_elements, trained_matrices
 from rl_megatron.weights.layouts.learner import learner_layout
@@ -103,28 +106,41 @@ def save_cost(config: RunConfig, shape: ModelShape) -> Save:
     Raises ConfigError if the layout does not divide the model's sizes.
     """
     speeds, local = config.slurm.speeds, config.run.launcher == "local"
-    world, models = config.learner.dims.world_size, 2 if config.algorithm.needs_critic else 1
-    per_node = world if local else config.slurm.tasks_per_node(world)
-    by_node: Counter[int] = Counter()
-    by_rank = bytes_by_rank(config, shape)
-    for rank, count in by_rank.items():
-        by_node[rank // per_node] += count
-    total, busiest = models * by_node.total(), max(by_node.values())  # one learner saves after the other
-    seconds = models * max(busiest / speeds.storage_node, by_node.total() / speeds.storage) / GB
+    saved = (LEARNER, "critic") if config.algorithm.needs_critic else (LEARNER,)
+    by_rank = {role: bytes_by_rank(config.of_role(role), shape) for role in saved}
+    by_node = {role: _by_node(config, role, found) for role, found in by_rank.items()}
+    total = sum(found.total() for found in by_node.values())
+    busiest = {role: max(found.values()) for role, found in by_node.items()}
+    seconds = sum(  # one learner saves after the other
+        max(busiest[role] / speeds.storage_node, by_node[role].total() / speeds.storage) / GB for role in saved
+    )
     speed = f"{speeds.storage_node:g} GB/s a node, {speeds.storage:g} in all"
     if local:
         seconds, speed = total / (speeds.memory * GB), f"{speeds.memory:g} GB/s"
-    together = 1 if "critic" in config.roles.separate else models  # on one node
-    copying = models * max(by_rank.values()) / (speeds.memory * GB)  # by each rank into its node's memory
+    apart = "critic" in config.roles.separate
+    copying = sum(max(found.values()) for found in by_rank.values()) / (speeds.memory * GB)  # into the node's memory
     return Save(
         total=total,
-        by_node=together * busiest,
+        by_node=max(busiest.values()) if apart else sum(busiest.values()),
         seconds=seconds,
         held=min(copying, seconds) if config.checkpoint.async_save else seconds,
         speed=speed,
         every=config.checkpoint.every,
         most=_most_at_once(config),
     )
+
+
+def _by_node(config: RunConfig, role: str, by_rank: Mapping[int, int]) -> Counter[int]:
+    """Bytes by the number of the node among the role's."""
+    world = config.learner_of(role).dims.world_size
+    per_node = world
+    if config.run.launcher != "local":
+        apart = role in config.roles.separate
+        per_node = -(-world // nodes_of_role(config, role)) if apart else config.slurm.tasks_per_node(world)
+    out: Counter[int] = Counter()
+    for rank, count in by_rank.items():
+        out[rank // per_node] += count
+    return out
 
 
 def _most_at_once(config: RunConfig) -> int:

@@ -77,6 +77,7 @@ class Update:
     state: AlgorithmState = field(init=False)
     _selection: Selection = field(init=False)
     _packer: Packer = field(init=False)
+    _others: dict[str, Packer] = field(init=False)  # of roles in a layout of their own
     policy_steps: OptimizerSteps = field(init=False)
     critic_steps: OptimizerSteps = field(init=False)
 
@@ -89,7 +90,9 @@ class Update:
         )
         self._selection = selection_of(self.config.algorithm)
         cost, unit, whole = self.attention_cost, self._selection.unit, self.config.train.whole_groups
-        self._packer = packer_of(self.config.learner, attention_cost=cost, unit=unit, whole_groups=whole)
+        make = partial(packer_of, attention_cost=cost, unit=unit, whole_groups=whole)
+        self._packer = make(self.config.learner)
+        self._others = {role: make(self.config.learner_of(role)) for role in self.config.roles.layouts}
         self.policy_steps, self.critic_steps = (
             OptimizerSteps(name=name, most=self.config.train.most_skipped) for name in ("policy", "critic")
         )
@@ -201,8 +204,11 @@ class Update:
                 policy = at_once.begin("logprobs", roles.policy.score(batch, wanted_of_policy(self.config)))
             if "reference" in roles.models:
                 wanted: frozenset[Want] = LOGPROBS | {"top"} if section.needs_top else LOGPROBS
-                reference = at_once.begin("reference", roles.models["reference"].score(without_routes(batch), wanted))
+                judged = without_routes(await self._own("reference", batch))
+                reference = at_once.begin("reference", roles.models["reference"].score(judged, wanted))
             if (values_of := roles.policy if section.is_own_critic else roles.models.get("critic")) is not None:
+                if other := self._others.get("critic"):
+                    ranks = await to_thread(self._ranks, other, samples, step)
                 critic = at_once.begin("values", self._values(samples, values_of, ranks))
             if policy is not None:
                 said = await at_once.end(policy)
@@ -217,9 +223,9 @@ class Update:
                     samples = replace(samples, old_logprobs=current)
             if reference is not None:
                 said = await at_once.end(reference)
-                samples = replace(samples, ref_logprobs=await to_thread(unpack, batch, said["logprobs"], samples))
+                samples = replace(samples, ref_logprobs=await to_thread(unpack, judged, said["logprobs"], samples))
                 if "top" in said:
-                    samples = replace(samples, ref_top=await to_thread(unpack, batch, said["top"], samples))
+                    samples = replace(samples, ref_top=await to_thread(unpack, judged, said["top"], samples))
             if critic is not None:
                 values, next_values = await at_once.end(critic)
                 samples = replace(samples, old_values=values)
@@ -227,9 +233,16 @@ class Update:
 
     def _packed(self, samples: Samples, step: int) -> tuple[Ranks, Batch]:
         """All sequences, each where it is trained on first, so that its columns are there once it was scored."""
-        seed = seed_of(self.config.seed, step, 0)
-        ranks = self._packer.ranks(samples, most=self.config.train.minibatches, seed=seed)
+        ranks = self._ranks(self._packer, samples, step)
         return ranks, self._packer.pack(samples, ranks=ranks)
+
+    def _ranks(self, packer: Packer, samples: Samples, step: int) -> Ranks:
+        return packer.ranks(samples, most=self.config.train.minibatches, seed=seed_of(self.config.seed, step, 0))
+
+    async def _own(self, role: str, batch: Batch) -> Batch:
+        """The batch for the ranks of ``role``, packed again if they have a layout of their own."""
+        other = self._others.get(role)
+        return batch if other is None else await to_thread(other.again, batch)
 
     async def _flips(self, found: Measured, step: int, watch: Stopwatch) -> Row:
         """The routes and ratios of the new policy beside the old one's, by one more pass, if the run asks for it.
@@ -251,7 +264,8 @@ class Update:
     async def _values(self, samples: Samples, critic: Scorer, ranks: Ranks) -> tuple[Tensor, Tensor]:
         """Values [N] before each sampled token, and [S] after each completion's last one."""
         longer, is_last = await to_thread(with_last_tokens, samples)
-        packed = await to_thread(partial(self._packer.pack, longer, ranks=ranks))
+        packer = self._others.get("critic", self._packer)
+        packed = await to_thread(partial(packer.pack, longer, ranks=ranks))
         batch = replace(packed, samples=replace(samples, routes=None), last_tokens=True)
         said = await critic.score(batch, frozenset({"values"}))
         values = await to_thread(unpack, batch, said["values"], longer)
@@ -348,7 +362,8 @@ class Update:
                     near = partial(self.policy_steps.step_near, most_kl=section.old_kl_limit)
                     trained = at_once.begin("train", near(roles.policy, batch, loss, rate, prompts))
                 if critic is not None:
-                    asked = self.critic_steps.step(critic, without_routes(batch), value_loss, critic_rate, prompts)
+                    learnt = without_routes(await self._own("critic", batch))
+                    asked = self.critic_steps.step(critic, learnt, value_loss, critic_rate, prompts)
                     valued = at_once.begin("critic", asked)
                 if trained is not None:
                     made = await at_once.end(trained)

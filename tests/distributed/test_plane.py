@@ -7,6 +7,7 @@ import ctypes
 import os
 import socket
 import stat
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,11 +33,11 @@ PROMPT = 5
 TINY = TinyModelSection(num_layers=2, hidden_size=32, num_experts=4)
 
 
-def sampled() -> Samples:
+def sampled(of: Sequence[int] = LENGTHS) -> Samples:
     """Rows of random tokens, sampled after the prompt."""
-    g, lengths = torch.Generator().manual_seed(0), torch.tensor(LENGTHS)
+    g, lengths = torch.Generator().manual_seed(0), torch.tensor(of)
     ends = lengths.cumsum(0)
-    rows = [torch.randint(0, 256, (length + 1,), generator=g) for length in LENGTHS]
+    rows = [torch.randint(0, 256, (length + 1,), generator=g) for length in of]
     place = torch.arange(int(ends[-1])) - torch.repeat_interleave(ends - lengths, lengths)
     mask = place >= PROMPT - 1
     logprobs = -torch.rand(len(mask), generator=g) * mask

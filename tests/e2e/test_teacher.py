@@ -31,7 +31,7 @@ GIVEN = (
     *("reward.function=keeping:keeps", "rollout.dynamic_sampling=off", "eval.every=0"),
     *("learner.ep=1", "warm_start.steps=0"),
 )
-OF_RANKS = ("roles.reference=separate", "algorithm.kl.reference={teacher}")
+OF_RANKS = ("roles.reference=separate", "roles.layouts.reference.tp=2", "algorithm.kl.reference={teacher}")
 OF_SERVER = (
     *("algorithm.kl.teachers.wide.server=service:wide", "algorithm.kl.teachers.wide.path={teacher}"),
     "algorithm.kl.teachers.wide.engine=tests.e2e.served_teacher:Transformers",

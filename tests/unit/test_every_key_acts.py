@@ -122,6 +122,10 @@ def alternatives(key: str, annotation: Any) -> Iterator[list[object]]:
         yield OTHER_TEXTS.get(key, ["another"])
     elif key == "algorithm.kl.teachers":
         yield [{"t": {"server": "http://127.0.0.1:9", "engine": "vllm", "path": "tests"}}]
+    elif (
+        key == "roles.layouts"
+    ):  # of a role on the learner's ranks: refused; else tests/distributed/test_role_layouts.py
+        yield [{"critic": {"tp": 2}}]
     elif key == "algorithm.correction.times":
         yield [{"tis": {"mode": "truncate", "high": 0.5}}]
     else:

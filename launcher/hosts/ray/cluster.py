@@ -38,7 +38,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import EngineError, WorkerDied
 from rl_megatron.interfaces import Launcher, Roles, unheard
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import Placement, place, placement_of
+from rl_megatron.placement.ranks import Placement, place, placement_of, ranks_by_role
 from rl_megatron.placement.seats import Seat, describe_seats, seats_here, seats_of
 
 # isort: split
@@ -65,11 +65,12 @@ class RayCluster:
 
     def __init__(self, config: RunConfig, allocation: Allocation | None, run_folder: Path) -> None:
         """Raises ConfigError if the allocation lacks tasks that the learner needs, or servers do not fit."""
-        dims = config.learner.dims
         self.allocation = allocation
-        roles = (LEARNER, *config.roles.separate)
+        roles = ranks_by_role(config)
         if allocation is None:
-            self.placements = [place(dims, (this_node(),), dims.world_size, role=role) for role in roles]
+            self.placements = [
+                place(config.learner_of(role).dims, (this_node(),), count, role=role) for role, count in roles.items()
+            ]
             self.host = HERE
             gpus = len(visible_gpus()) if config.learner.device != "cpu" else 0
             self.seats: Sequence[Seat] = [replace(s, node=this_node()) for s in seats_here(config, gpus)]

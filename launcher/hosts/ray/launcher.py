@@ -31,6 +31,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import WorkerDied
 from rl_megatron.interfaces import Launcher, Roles, unheard
 from rl_megatron.placement.names import called, file_stem
+from rl_megatron.placement.ranks import ranks_by_role
 
 # isort: split
 import ray  # after head, which sets what it reads
@@ -69,7 +70,7 @@ class RayLauncher(Launcher):
         cluster, allocation = self._cluster, self._cluster.allocation
         (placement, *separate), folder = cluster.placements, cluster.folder
         token, failure = secrets.token_bytes(channel.TOKEN_BYTES), Failure()
-        with channel.listen(cluster.host, backlog=len(cluster.placements) * config.learner.dims.world_size) as listener:
+        with channel.listen(cluster.host, backlog=sum(ranks_by_role(config).values())) as listener:
             threads = threads_per_rank(placement) if allocation else threads_per_worker(config)
             threads = config.learner.threads or threads
             call = Call(

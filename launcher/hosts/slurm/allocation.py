@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.wire.greetings import this_node
-from rl_megatron.config.sections.slurm import SlurmSection
+from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import write_atomically
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.nodes import beside, cut
@@ -40,15 +40,15 @@ class Allocation:
     separate: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # nodes only for critic and reference
 
     @classmethod
-    def this(cls, run_folder: Path, slurm: SlurmSection, separate: Sequence[str] = ()) -> Allocation | None:
-        """Read the environment; None outside a job. ``separate``: the roles with their own ranks."""
+    def this(cls, run_folder: Path, config: RunConfig) -> Allocation | None:
+        """Read the environment; None outside a job."""
         job, restart = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if job is None:
             return None
         if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
             job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
         heterogeneous = "SLURM_HET_SIZE" in os.environ
-        others = beside(slurm, separate)
+        others = beside(config)
         if heterogeneous:
             found = {r: _hosts(f"SLURM_JOB_NODELIST_HET_GROUP_{i}") for i, r in enumerate((LEARNER, *others))}
         else:
@@ -64,7 +64,7 @@ class Allocation:
             service_nodes=found.get("services", ()),
             heterogeneous=heterogeneous,
             folder=folder,
-            separate={role: found[role] for role in separate},
+            separate={role: found[role] for role in config.roles.separate},
         )
 
     def ask_requeue(self) -> None:

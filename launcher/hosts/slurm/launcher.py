@@ -26,7 +26,7 @@ from launcher.wire.greetings import Call, Muster
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Launcher, Roles, unheard
 from rl_megatron.placement.names import LEARNER, file_stem
-from rl_megatron.placement.ranks import Placement, placement_of
+from rl_megatron.placement.ranks import Placement, placement_of, ranks_by_role
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +51,10 @@ class SlurmLauncher(Launcher):
         for other in separate:
             logger.info("%s", other.describe())
         token = secrets.token_bytes(channel.TOKEN_BYTES)
-        ranks = config.learner.dims.world_size * (1 + len(separate))
         async with contextlib.AsyncExitStack() as stack:
-            listener = stack.enter_context(channel.listen(allocation.address(), backlog=ranks))
+            listener = stack.enter_context(
+                channel.listen(allocation.address(), backlog=sum(ranks_by_role(config).values()))
+            )
             host, port = listener.getsockname()
             threads = config.learner.threads or threads_per_rank(placement)
             steps = []

@@ -51,7 +51,7 @@ def job_script(
             f"{str(run)!r}: sbatch cannot read {found[0]!r} in the path of the run's folder, which may "
             "have letters, digits and ._-/+:=@,~; run from another folder, or set run.dir"
         )
-    others = beside(slurm, config.roles.separate)
+    others = beside(config)
     return environment.get_template("train.sbatch.j2").render(
         slurm=slurm,
         total_nodes=slurm.nodes + (0 if slurm.heterogeneous else sum(others.values())),
@@ -73,7 +73,7 @@ def _component(config: RunConfig, role: str, nodes: int) -> dict[str, object]:
     """The request for a role's own nodes in a heterogeneous job; missing values are the learner's."""
     slurm = config.slurm
     section, engines = slurm.alone(role), role == "engines"
-    tasks = config.servers if engines else config.learner.dims.world_size
+    tasks = config.servers if engines else config.learner_of(role).dims.world_size
     if role == "services":
         tasks = sum(one.replicas for one in config.services.values())
     asked = {

@@ -46,7 +46,7 @@ JOBS: Mapping[JobName, JobKind] = {
     "dpo": JobKind(
         pairs=True,
         reference=True,
-        reads=(*_WRITTEN, "dpo", "roles.reference"),
+        reads=(*_WRITTEN, "dpo", "roles.reference", "roles.layouts"),
         unread=(*_UNREAD, "data.margin_field"),
     ),
     "reward_model": JobKind(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from rl_megatron.options.batch_invariant import BatchInvariantKeys
 from rl_megatron.options.cuda_graphs import CudaGraphKeys
@@ -104,16 +106,26 @@ class LearnerSection(  # pydantic takes the keys of the last base first
         return ParallelDims(tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep, etp=etp, cp=self.cp, dp=dp)
 
 
+class RoleLayoutSection(ReplicaKeys, ExpertKeys, PipelineKeys, TensorKeys):
+    """The layout of the ranks of a separate ``critic`` or ``reference``, in place of the learner's. A key that is not
+    given has the default of ``learner``, not its value."""
+
+
+SeparateRole = Annotated[str, Field(pattern=r"^(critic|reference)$")]
+
+
 class RolesSection(Section):
-    """Which ranks hold the critic and the reference. The results are equal to the bit either way."""
+    """Which ranks hold the critic and the reference, and in what layout. In the learner's layout the results are equal
+    to the bit either way."""
 
     critic: Literal["learner", "separate"] = "learner"
-    """learner: each learner rank also holds a shard of the critic; separate: the critic has as many ranks of its own,
-    in the learner's layout, which compute at the same time."""
+    """learner: each learner rank also holds a shard of the critic; separate: the critic has ranks of its own, which
+    compute at the same time: as many as the learner, in its layout, unless ``roles.layouts.critic`` is another."""
     reference: Literal["learner", "separate"] = "learner"
     """As ``roles.critic``, for the reference."""
+    layouts: Mapping[SeparateRole, RoleLayoutSection] = Field(default_factory=dict)
 
     @property
     def separate(self) -> tuple[str, ...]:
         """The roles with ranks of their own, in the order of a job's nodes."""
-        return tuple(role for role in RolesSection.model_fields if getattr(self, role) == "separate")
+        return tuple(role for role in ("critic", "reference") if getattr(self, role) == "separate")

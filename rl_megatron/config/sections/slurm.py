@@ -49,7 +49,8 @@ class RoleNodesSection(Section):
     """Nodes for one role alone. All keys but ``nodes`` require ``slurm.heterogeneous``."""
 
     nodes: NonNegative = 0
-    """Number of the role's nodes, in addition to ``slurm.nodes``; 0: as many as those."""
+    """Number of the role's nodes, in addition to ``slurm.nodes``; 0: as many as those, or, for a role of
+    ``roles.layouts``, as its ranks fill."""
     gpus_per_node: NonNegative | None = None
     """GPUs of each node; null: as on the learner's nodes."""
     memory_per_node: Word | None = None

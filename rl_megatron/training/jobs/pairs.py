@@ -31,6 +31,7 @@ class Preferences(JobObjective):
     loss: PreferenceLoss
     roles: Roles
     packer: Packer
+    reference_packer: Packer  # for the reference's ranks, which may have a layout of their own
     optimizer_steps: OptimizerSteps
     parts: list[Samples]  # held out
     reference: Path | None  # None: the model that training starts from, which is kept in the folder below
@@ -60,7 +61,7 @@ class Preferences(JobObjective):
         return made
 
     async def _with_reference(self, samples: Samples) -> Samples:
-        scores = await _scores(self.roles.frozen["reference"], self.packer, samples, "logprobs")
+        scores = await _scores(self.roles.frozen["reference"], self.reference_packer, samples, "logprobs")
         return replace(samples, ref_logprobs=scores)
 
     @override

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from rl_megatron.config.beside import in_words_of
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
@@ -14,12 +15,21 @@ from rl_megatron.weights.layouts.tables.drafts import has_draft_rows
 
 
 def learner_layout(config: RunConfig, shape: ModelShape) -> Layout:
-    """The layout over the learner's ranks. Raises ConfigError that names each size that a degree does not divide."""
+    """The layout of a model of ``shape`` over the learner's ranks. Raises ConfigError that names each size that a
+    degree does not divide."""
     learner = config.learner
     try:
         return megatron_layout(shape, learner.dims, vocab_multiple=learner.vocab_multiple, stages=learner.stages)
     except ConfigError as error:  # its text is for any layout and names no configuration key
         raise ConfigError("\n".join(f"learner: {line}" for line in str(error).splitlines())) from error
+
+
+def role_layout(config: RunConfig, shape: ModelShape, role: str) -> Layout:
+    """The layout of the model of ``role`` over its ranks, where the policy has ``shape``. Raises as `role_shape`."""
+    try:
+        return learner_layout(config.of_role(role), role_shape(config, shape, role))
+    except ConfigError as error:
+        raise ConfigError(in_words_of(config, role, str(error))) from error
 
 
 def job_shape(config: RunConfig, shape: ModelShape) -> ModelShape:

@@ -200,6 +200,26 @@ def test_a_separate_critic_and_reference_leave_the_learners_gpus_and_fill_their_
     assert reference["activations"] < critic["activations"]
 
 
+def test_a_role_in_a_layout_of_its_own_needs_what_it_would_beside_a_learner_of_that_layout() -> None:
+    keys = ("algorithm=ppo", "algorithm.kl.coefficient=0.1", "rollout.server.memory_fraction=0.3")
+    keys += ("roles.critic=separate", "roles.reference=separate", "slurm.nodes=2")
+    layouts = {"critic": {"pp": 4, "ep": 4, "dp": 4}, "reference": {"tp": 2, "ep": 8, "dp": 8}}
+    plain = {"tp": 1, "pp": 1, "ep": 1, "cp": 1}  # what keys of a layout are that are not given
+    own = [f"roles.layouts.{role}.{key}={value}" for role, sizes in layouts.items() for key, value in sizes.items()]
+    mixed = footprints(*recipe("qwen3_30b_a3b", *keys, "learner.dp=16", *own))
+    learner = footprints(*recipe("qwen3_30b_a3b", *keys, "learner.dp=16"))
+    assert [m for m in mixed if m.role == "learner"] == [m for m in learner if m.role == "learner"]
+    for role, sizes in layouts.items():
+        alike = footprints(
+            *recipe("qwen3_30b_a3b", *keys, *(f"learner.{key}={n}" for key, n in (plain | sizes).items()))
+        )
+        found = [m for m in mixed if m.role == role]
+        assert [(m.rank, m.stage, m.terms) for m in found] == [
+            (m.rank, m.stage, m.terms) for m in alike if m.role == role
+        ]
+        assert len(found) == sizes.get("pp", 1)
+
+
 def test_a_critic_has_a_value_layer_in_place_of_the_output_layer() -> None:
     config, shape = recipe("qwen3_30b_a3b", "algorithm=ppo", "rollout.server.memory_fraction=0.3")
     (policy, *_) = (m.terms for m in footprints(config, shape))

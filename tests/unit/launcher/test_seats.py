@@ -49,7 +49,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def allocation_of(config: RunConfig, run: Path) -> Allocation:
-    allocation = Allocation.this(run, config.slurm, config.roles.separate)
+    allocation = Allocation.this(run, config)
     assert allocation is not None
     return allocation
 
@@ -57,7 +57,7 @@ def allocation_of(config: RunConfig, run: Path) -> Allocation:
 def test_outside_a_job_servers_are_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     config = config_of("rollout.server.replicas=2", "run.launcher=local")
-    assert Allocation.this(tmp_path, config.slurm) is None
+    assert Allocation.this(tmp_path, config) is None
     found = sites_of(config, None)
     assert found == [[Site(count=2)], [Site(number=1, count=2)]]
     assert not elsewhere(found)
@@ -73,6 +73,7 @@ TURNS = ("rollout.server.colocated=true", "rollout.server.memory_fraction=0.5")
         (("learner.dp=2", "rollout.server.replicas=2"), "0,1,2,3", ["2", "3"]),  # ranks have the first two
         (("rollout.server.tp=2",), "7,GPU-5a,GPU-9c", ["GPU-5a,GPU-9c"]),
         (("algorithm=ppo", "roles.critic=separate"), "0,1,2", ["2"]),  # the critic's rank has 1
+        (("algorithm=ppo", "roles.critic=separate", "roles.layouts.critic.pp=2"), "0,1,2,3", ["3"]),
         (("learner.dp=2", "rollout.server.replicas=2", *TURNS), "0,1,2,3", ["0", "1"]),
         (("learner.dp=2", "rollout.server.replicas=2", "rollout.server.memory_fraction=0.3"), "4,5", ["4", "5"]),
         (("rollout.server.memory_fraction=0.3",), "0", ["0"]),

@@ -173,8 +173,8 @@ def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_command
         (("algorithm=ppo", "slurm.critic.nodes=1"), "slurm.critic requests nodes, but roles.critic=learner"),
         (
             (*OWN_CRITIC, "slurm.heterogeneous=true", "slurm.critic.nodes=3"),
-            "slurm.critic.nodes=3 cannot share out the ranks of a separate critic evenly: it has the learner's layout, "
-            "tp*cp*dp*pp = 1*1*2*1 = 2 ranks",
+            "slurm.critic.nodes=3 cannot share out the ranks of a separate critic evenly: it has tp*cp*dp*pp = 1*1*2*1 "
+            "= 2 ranks",
         ),
         (
             (*BIG, *OWN_CRITIC, "slurm.heterogeneous=true", "slurm.critic.gpus_per_node=4"),
