@@ -26,6 +26,8 @@ from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.observability.metrics.table import deterministic
 from rl_megatron.rewards.classifier import ClassifierReward
 from tests.e2e.processes import Place, Run
+from tests.e2e.trl_values import assert_as_trl
+from tests.unit.observability.test_html_report import Page
 
 SIZE, ROWS, STEPS, RATE = 6, 18, 3, 1e-3
 BETA, CENTRING = 0.3, 0.05
@@ -53,8 +55,7 @@ def pair(rng: random.Random, number: int) -> dict[str, object]:
     }
 
 
-@pytest.fixture(scope="module")
-def model(place: Place) -> Path:
+def prepared(place: Place) -> Path:
     """A tiny model whose chat template ends turns with its end-of-sequence token; beside it the data."""
     folder = place.folder / "model"
     shutil.copytree(make_tiny_model(TinyModelSection(), place.cache, 0), folder)
@@ -67,6 +68,11 @@ def model(place: Place) -> Path:
         (place.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         pq.write_table(pa.Table.from_pylist(rows), place.folder / f"{name}.parquet", row_group_size=ROWS // 2)
     return folder
+
+
+@pytest.fixture(scope="module")
+def model(place: Place) -> Path:
+    return prepared(place)
 
 
 def keys(model: Path, job: str, *more: str) -> tuple[str, ...]:
@@ -198,6 +204,20 @@ def test_losses_gradients_and_weights_are_those_of_transformers_and_adamw(
     exported = type(known.model).from_pretrained(run.folder / f"hf_step_{STEPS:06d}", dtype=torch.float32)
     for name, tensor in exported.state_dict().items():
         torch.testing.assert_close(tensor, known.model.state_dict()[name], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("job", ["dpo", "reward"])
+def test_losses_and_gradient_norms_of_all_steps_are_those_of_trl(job: str, request: pytest.FixtureRequest) -> None:
+    assert_as_trl(job.replace("reward", "reward_model"), request.getfixturevalue(job).rows()[1:])
+
+
+@pytest.mark.parametrize(("job", "own"), [("dpo", set()), ("reward", {"Score"})])
+def test_its_report_has_the_held_out_loss_of_every_evaluation(
+    job: str, own: set[str], request: pytest.FixtureRequest
+) -> None:
+    charts = Page(request.getfixturevalue(job).folder / "report.html").charts()
+    assert [label for _, label, _ in charts["Held-out loss"]["points"]] == [f"step {n}" for n in range(STEPS + 1)]
+    assert {"Held-out pairs", "Preference pairs", "Gradient norm", *own} <= {n.partition(":")[0] for n in charts}
 
 
 @pytest.mark.parametrize(("job", "more"), [("dpo", DPO), ("reward_model", REWARD)])

@@ -22,7 +22,9 @@ from rl_megatron.models.tiny import TOKENIZER_SIZE, make_tiny_model
 from rl_megatron.observability.history import headline_figures, load_runs
 from rl_megatron.observability.metrics.table import deterministic
 from tests.e2e.processes import Place, Run
+from tests.e2e.trl_values import assert_as_trl
 from tests.family_models import save_model
+from tests.unit.observability.test_html_report import Page
 
 SIZE, ROWS, STEPS, RATE = 6, 20, 5, 3e-3
 TEMPLATE = (
@@ -39,8 +41,7 @@ def conversation(rng: random.Random) -> list[dict[str, str]]:
     return messages
 
 
-@pytest.fixture(scope="module")
-def model(place: Place) -> Path:
+def prepared(place: Place) -> Path:
     """A tiny model whose chat template ends turns with its end-of-sequence token; beside it the data."""
     folder = place.folder / "model"
     shutil.copytree(make_tiny_model(TinyModelSection(), place.cache, 0), folder)
@@ -52,6 +53,11 @@ def model(place: Place) -> Path:
         rows = [{"messages": conversation(rng), "id": n} for n in range(count)]
         (place.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+@pytest.fixture(scope="module")
+def model(place: Place) -> Path:
+    return prepared(place)
 
 
 def keys(model: Path, *more: str) -> tuple[str, ...]:
@@ -144,6 +150,16 @@ def test_losses_gradients_and_weights_are_those_of_transformers_and_adamw(place:
         torch.testing.assert_close(tensor, reference.state_dict()[name], rtol=0, atol=2e-4)
     with torch.no_grad():
         assert float(loss_of(exported, model, held_out)) == pytest.approx(rows[-1]["eval/loss"], rel=1e-5)
+
+
+def test_losses_and_gradient_norms_of_all_steps_are_those_of_trl(run: Run) -> None:
+    assert_as_trl("sft", run.rows()[1:])
+
+
+def test_its_report_has_the_held_out_loss_of_every_evaluation(run: Run) -> None:
+    charts = Page(run.folder / "report.html").charts()
+    assert [label for _, label, _ in charts["Held-out loss"]["points"]] == [f"step {n}" for n in range(STEPS + 1)]
+    assert {"Held-out perplexity", "Loss", "Gradient norm", "Learnt tokens of a step"} <= charts.keys()
 
 
 @pytest.mark.parametrize(

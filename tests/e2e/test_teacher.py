@@ -1,10 +1,14 @@
 """A teacher of another size, on ranks of its own or behind a server: its log-probs and what they make of a loss are
-transformers'."""
+transformers'. Of its whole distribution three steps are TRL's, and a run that was stopped and resumed is equal to the
+bit to one that was not."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model
-from tests.e2e.processes import Place
+from tests.e2e.processes import Place, Run
+from tests.e2e.trl_values import STEPS, assert_as_trl, stored
+from tests.unit.observability.test_html_report import Page
 
 KEEPS = '''
 import json
@@ -37,24 +43,90 @@ OF_SERVER = (
     "algorithm.kl.teachers.wide.engine=tests.e2e.served_teacher:Transformers",
     f"services.wide.command={sys.executable} -m tests.e2e.served_teacher {{teacher}}",
 )
+WHOLE = (
+    *(*GIVEN, *OF_RANKS, "algorithm=gkd", "algorithm.kl.top_k=300", "algorithm.kl.beta=0.5", "train.minibatches=1"),
+    *("algorithm.aggregation=token_mean", "train.lr_decay=none", "train.learning_rate=1e-3", f"train.steps={STEPS}"),
+)
+"""Of a teacher's distribution over all tokens, of which each counts as much as another."""
 PLACES = pytest.mark.parametrize("of", [OF_RANKS, OF_SERVER], ids=["on ranks of its own", "behind a server"])
+
+
+Sampled = list[list[list[int]]]
+"""Prompt and completion of each."""
+
+
+def models_of(place: Place) -> tuple[Path, Path]:
+    """The student, and a teacher of other sizes."""
+    wide = TinyModelSection(hidden_size=96, num_layers=3, num_experts=4, expert_width=48)
+    return make_tiny_model(TinyModelSection(), place.cache, 0), make_tiny_model(wide, place.cache, 5)
+
+
+def begin_to_keep(place: Place) -> None:
+    """What is sampled from now on."""
+    (place.folder / "keeping.py").write_text(KEEPS)
+    (place.folder / "sampled.jsonl").unlink(missing_ok=True)
+
+
+def kept(place: Place) -> Sampled:
+    return [json.loads(line) for line in (place.folder / "sampled.jsonl").read_text().splitlines()]
 
 
 def trained(
     place: Place, name: str, of: tuple[str, ...], *keys: str
 ) -> tuple[list[dict[str, Any]], list[list[list[int]]], list[torch.nn.Module]]:
     """Rows of a student's run with a teacher of other sizes, what it sampled in the first step, and both models."""
-    wide = TinyModelSection(hidden_size=96, num_layers=3, num_experts=4, expert_width=48)
-    student, teacher = (make_tiny_model(one, place.cache, seed) for one, seed in ((TinyModelSection(), 0), (wide, 5)))
-    (place.folder / "keeping.py").write_text(KEEPS)
-    (place.folder / "sampled.jsonl").unlink(missing_ok=True)
+    student, teacher = models_of(place)
+    begin_to_keep(place)
     judged = (key.format(teacher=teacher) for key in of)
     run = place.fork(f"{name}-{len(of)}", *GIVEN, f"algorithm={name}", *keys, f"model.path={student}", *judged)
     run.finish()
-    sampled = [json.loads(line) for line in (place.folder / "sampled.jsonl").read_text().splitlines()]
+    sampled = kept(place)
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (student, teacher)]
     assert len(sampled) >= 16
     return [row for row in run.rows() if row["step"]], sampled[:16], models
+
+
+def distil(place: Place, name: str, *, resume: bool = False) -> Run:
+    student, teacher = models_of(place)
+    keys = [key.format(teacher=teacher) for key in (*WHOLE, f"model.path={student}")]
+    return place.fork(name, *keys, resume=resume)
+
+
+@pytest.fixture(scope="module")
+def whole(place: Place) -> tuple[Run, Sampled]:
+    """A distillation that nobody stops, and what it sampled."""
+    begin_to_keep(place)
+    run = distil(place, "whole")
+    run.finish()
+    return run, kept(place)
+
+
+def test_losses_and_gradient_norms_of_all_steps_are_those_of_trl(whole: tuple[Run, Sampled]) -> None:
+    run, sampled = whole
+    wanted, size = stored("gkd")["sampled"], len(sampled) // STEPS
+    assert [sorted(sampled[i * size : (i + 1) * size]) for i in range(STEPS)] == wanted
+    assert_as_trl("gkd", [row | {"loss": row["loss/kl"]} for row in run.rows() if row["step"]])
+
+
+def test_its_report_has_the_divergence_of_every_step(whole: tuple[Run, Sampled]) -> None:
+    charts = Page(whole[0].folder / "report.html").charts()
+    for name in ("Loss: KL term", "KL to the reference"):
+        assert [label for _, label, _ in charts[name]["points"]] == [f"step {n}" for n in range(1, STEPS + 1)]
+
+
+def test_a_run_that_is_stopped_and_resumed_is_equal_to_the_bit(place: Place, whole: tuple[Run, Sampled]) -> None:
+    """It stops once it has a checkpoint of step 2."""
+    first = distil(place, "stopped")
+    first.until_file("checkpoints/step_000002/manifest.json")
+    os.kill(first.process.pid, signal.SIGTERM)
+    first.end()
+    again = distil(place, "stopped", resume=True)
+    again.finish()
+    run, _ = whole
+    assert "resuming from" in again.text() or first.rows()[-1]["step"] == STEPS
+    assert again.record() == run.record()
+    last = f"hf_step_{STEPS:06d}/model.safetensors"
+    assert (again.folder / last).read_bytes() == (run.folder / last).read_bytes()
 
 
 @PLACES

@@ -41,8 +41,8 @@ class Page(HTMLParser):
 
     def charts(self) -> dict[str, dict[str, Any]]:
         """Each chart's hover data by the start of its accessible name."""
-        hover = [json.loads(a["data-hover"] or "") for tag, a in self.tags if tag == "figure"]
-        names = [a["aria-label"] or "" for tag, a in self.tags if tag == "svg"]
+        hover = [json.loads(a["data-hover"] or "") for tag, a in self.tags if tag == "figure" and "data-hover" in a]
+        names = [a["aria-label"] or "" for tag, a in self.tags if tag == "svg" and "aria-label" in a]
         return {re.split(r"[,.] ", name)[0]: data for name, data in zip(names, hover, strict=True)}
 
     def styles(self, kind: str) -> list[str]:
