@@ -221,7 +221,6 @@ def test_a_sequence_weight_does_not_grow_with_the_length() -> None:
             for mode in ("mask", "band")
             for low, high in ((1.0, 2.0), (0.5, 1.0))
         ),
-        *(CorrectionSection(mode="reject", level=level, high=1e-300) for level in ("token", "sequence", "worst")),
         CorrectionSection(mode="none", veto=1.0),
         CorrectionSection(mode="none", off_policy_delta=0.5),
     ],
@@ -232,6 +231,18 @@ def test_a_token_at_a_limit_is_kept(section: CorrectionSection) -> None:
     inputs = replace(draw(0, [2], 0.0), mask=ones.bool(), advantages=-ones, old_logprobs=-ones, rollout_logprobs=-ones)
     weights = correction_weights(section, replace(inputs, logprobs=-1.5 * ones), 2 * ones[:1])
     assert weights.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("level", "limit"), [("token", 0.5), ("sequence", 0.5), ("product", 1.0), ("worst", 0.5)])
+def test_a_divergence_at_the_limit_is_kept_and_one_above_it_is_not(level: str, limit: float) -> None:
+    """Two tokens of one nat's gap, so that each has a k2 of 1/2 to the bit."""
+    ones = torch.ones(2, dtype=torch.float64)
+    inputs = replace(
+        draw(0, [2], 0.0), mask=ones.bool(), advantages=ones, old_logprobs=-ones, rollout_logprobs=-2 * ones
+    )
+    for high, wanted in ((limit, [1.0, 1.0]), (math.nextafter(limit, 0.0), [0.0, 0.0])):
+        section = CorrectionSection.model_validate({"mode": "reject", "level": level, "estimator": "k2", "high": high})
+        assert correction_weights(section, inputs, 2 * ones[:1]).tolist() == wanted
 
 
 def test_decoupled_ppo_is_the_clipped_proximal_ratio_times_the_capped_behaviour_weight() -> None:
