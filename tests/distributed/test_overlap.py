@@ -121,7 +121,8 @@ def compare(model: Path, layout: str, keys: dict[str, Any], rank: int, device: t
 
 
 def after(policy: Any, plain: Any, batch: Batch, dp: int, to: Path) -> dict[str, Any]:
-    """A checkpoint right after a step, which the other loads; a skipped step; two passes in a step."""
+    """A checkpoint right after a step, which the other loads; a skipped step; a pass whose gradients are dropped while
+    they may still be reduced; two passes in a step."""
     row, counts = batch.micro_batches[dp], {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
     for one in (policy, plain):
         one.backward(row, LOSS, **counts)
@@ -138,13 +139,22 @@ def after(policy: Any, plain: Any, batch: Batch, dp: int, to: Path) -> dict[str,
         skipped = one.step(1e-2)
         assert isinstance(skipped, SkippedStep)
         culprits.append([(c.data_rank, c.micro_batch) for c in skipped.culprits])
+    dropped = []
+    for one in (policy, plain):
+        one.gather()
+        kept = {name: tensor.clone() for name, tensor in one.tensors.items()}
+        one.backward(row, LOSS, **counts)
+        one.drop()
+        one.gather()
+        dropped.append(sum(not torch.equal(tensor, kept[name]) for name, tensor in one.tensors.items()))
     for one in (policy, plain):
         one.backward(row, LOSS, **counts)
     with pytest.raises(RLMegatronError, match="a step takes one backward pass"):
         policy.backward(row, LOSS, **counts)
     norms = [one.step(1e-2).grad_norm for one in (policy, plain)]
     policy.gather()
-    return {"loaded": loaded, "culprits": culprits, "norms": norms, "differ later": differing(policy, plain)}
+    later = {"norms": norms, "differ later": differing(policy, plain)}
+    return {"loaded": loaded, "culprits": culprits, "dropped": dropped, **later}
 
 
 def rank_main(rank: int, root: Path) -> None:
@@ -255,11 +265,12 @@ def test_weights_wait_for_the_next_pass_or_a_push(seen: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", ["dp2", "ep2", "pp2-vpp2-dp2"])
-def test_checkpoints_and_skipped_steps_are_those_without_it(layout: str, seen: Any) -> None:
+def test_checkpoints_and_skipped_and_dropped_steps_are_those_without_it(layout: str, seen: Any) -> None:
     """A checkpoint of many buckets is loaded into one."""
     for number, rank in enumerate(seen[layout]):
         one = rank["experts"]["both"]
         assert one["loaded"] == one["differ later"] == 0
+        assert one["dropped"] == [0, 0]
         assert one["norms"][0] == pytest.approx(one["norms"][1], rel=1e-5)
         assert one["culprits"][0] == one["culprits"][1], number
     blamed = [place for rank in seen[layout] for place in rank["experts"]["both"]["culprits"][0]]
