@@ -58,7 +58,10 @@ ON = {
 }
 ROUTES = {"slurm": "process_group", "ray": "shared_file"}
 WHOLE = ("norm.weight", "mlp.gate.weight")  # which both engine ranks hold
-REFERENCE = ("roles.reference=separate", "slurm.reference.partition=pair13", "slurm.reference.constraint=rack13")
+REFERENCE = (
+    *("roles.reference=separate", "roles.layouts.reference.tp=2"),
+    *("slurm.reference.partition=pair13", "slurm.reference.constraint=rack13"),
+)
 
 
 def programs(job: Job, what: str) -> dict[psutil.Process, str]:
