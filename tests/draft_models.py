@@ -44,13 +44,15 @@ def save_with_drafts(name: str, folder: Path, count: int = 1, **changed: Any) ->
 class WrittenDraft(torch.nn.Module):
     """The forward of one draft layer, of transformers' own layer and norms, by the formula of arXiv:2412.19437, 2.2.
 
-    Its parameters have the names of files behind ``model.layers.N.``.
+    Its parameters have the names of files behind ``model.layers.N.``. vLLM's ``masks_first``: its layer reads zeros for
+    the embedding at a sequence's first position.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, masks_first: bool = False) -> None:
         from transformers import AutoModelForCausalLM
 
         super().__init__()
+        self._masks_first = masks_first
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         self.model.eval().requires_grad_(False)
         config, last = self.model.config, self.model.model.layers[-1]
@@ -79,6 +81,8 @@ class WrittenDraft(torch.nn.Module):
 
     def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         embedded = self.model.model.embed_tokens(tokens[None, 1:])
+        if self._masks_first:
+            embedded = torch.cat([torch.zeros_like(embedded[:, :1]), embedded[:, 1:]], 1)
         mixed = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1))[:, :-1]
         places = torch.arange(mixed.shape[1])[None]
         rotary = self.model.model.rotary_emb(mixed, places)

@@ -31,7 +31,7 @@ class ServerChecks:
         found = [(server, await self._described(server)) for server in servers]
         self._raise_misfits([(server.url, described) for server, described in found])
         for server, described in found:
-            server.priorities = described.priorities
+            server.priorities, server.draft_tokens = described.priorities, described.draft_tokens
 
     async def _described(self, server: Server) -> Description:
         try:
@@ -74,6 +74,11 @@ class ServerChecks:
             if (asking := self.config.asks_for_routes) is not None and described.no_routes:
                 problems.append(
                     f"{url}: {asking} needs routes, but it returns none; {described.no_routes}, or leave it out"
+                )
+            if not described.problems and described.draft_tokens != (drafts := self.config.rollout.server.draft_tokens):
+                problems.append(
+                    f"{url}: its draft layer proposes {described.draft_tokens} tokens at a step, but "
+                    f"rollout.server.draft_tokens={drafts}; make them equal"
                 )
             if described.max_length < self.max_length:
                 problems.append(f"{url}: its longest sequence is {described.max_length}; {self.max_length} is needed")

@@ -74,6 +74,8 @@ class ServedEngines:
             raise ConfigError(problem)
         if self._places and (why := adapter.adapter_problem(self._places, config.learner.device, self._section.dp)):
             raise ConfigError(f"weights.push=adapters: {why}; or set weights.push=merged")
+        if self._section.draft_tokens and (why := adapter.draft_problem(config.learner.device)):
+            raise ConfigError(f"rollout.server.draft_tokens={self._section.draft_tokens}: {why}")
         self._checks = ServerChecks(
             config=config, adapter=adapter, model_folder=self._model_folder, max_length=self._max_length
         )
@@ -279,6 +281,7 @@ class ServedEngines:
             batch_invariant=section.batch_invariant,
             adapters=self._places,
             profile_folder=folder_of_server(self._run_folder, number) if config.profile.engines else None,
+            draft_tokens=section.draft_tokens,
             extra=self._extra,
         )
 

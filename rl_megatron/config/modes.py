@@ -29,6 +29,7 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
             f"learner.draft.train=true with job={c.job}: half of its tokens are of answers that the policy is to "
             "avoid, and a draft layer learns to say them; leave it out, and train the layer with job=sft or rl"
         )
+    yield from _of_draft_tokens(c)
     if c.learner.deterministic and c.learner.device != "cpu" and not c.rollout.served:
         yield (
             f"learner.deterministic=true with learner.device={c.learner.device}: rollout.engine={c.rollout.engine} "
@@ -75,6 +76,44 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
         yield from _of_a_limit(c.rollout, c.rollout.max_in_flight)
     if c.rollout.embedded and c.rollout.served:
         yield from _of_own_servers(c)
+
+
+def _of_draft_tokens(c: RunConfig) -> Iterator[str]:
+    """Why no draft layer would propose tokens, or a push not reach it."""
+    server = c.rollout.server
+    if not server.draft_tokens:
+        return
+    given = f"rollout.server.draft_tokens={server.draft_tokens}"
+    if c.rollout.embedded:
+        yield (
+            f"{given} with rollout.engine={c.rollout.engine}, which decodes a token at a time; set rollout=vllm, or "
+            "leave it out"
+        )
+    if not c.learner.draft.train:
+        yield (
+            f"{given} with learner.draft.train=false: pushes bring servers what the learner trains, and the draft "
+            "layer only if it is; set learner.draft.train=true"
+        )
+    if c.rollout.served and c.transport.direct:
+        yield (
+            f"{given} with weights.transport={c.transport.name}: what goes straight into an engine's ranks is the "
+            "model's, not its draft layer's; set weights.transport=file"
+        )
+    if server.quantization != "none":
+        yield (
+            f"{given} with rollout.server.quantization={server.quantization}: engines' draft layers have linears "
+            "without this format, which a push would quantise; set it to none"
+        )
+    if server.pp > 1:
+        yield f"{given} with rollout.server.pp={server.pp}: its last stage alone has the draft layer; set it to 1"
+    if (asking := c.asks_for_routes) is not None:
+        yield (
+            f"{given} with {asking}: which experts served a proposal that was replaced is not told apart here; leave "
+            "one of them out"
+        )
+    for name, one in c.eval.sets.items():
+        if one.min_p:
+            yield f"{given} with eval.sets.{name}.min_p={one.min_p:g}: vLLM refuses it beside proposals; set it to 0"
 
 
 def _of_adapters(c: RunConfig) -> Iterator[str]:

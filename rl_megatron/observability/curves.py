@@ -194,6 +194,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Expert load: loss of all ranks", metric="moe/global_aux_loss"),
             Curve(title="Routers' z-loss", metric="moe/z_loss"),
             Curve(title="Draft layer's loss", metric="draft/loss"),
+            Curve(title="Draft layer's proposals that are accepted", metric="draft/acceptance"),
             Curve(title="Draft layer's gradient norm", metric="draft/grad_norm"),
             Curve(title="Observer <name>", metric="observer/<name>"),
             Curve(title="Groups with equal rewards", metric="groups/zero_advantage_fraction"),

@@ -40,6 +40,7 @@ from rl_megatron.types import (
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import read_shape
+from rl_megatron.weights.layouts.learner import job_shape
 from rl_megatron.weights.servers.file import FileDelivery
 from rl_megatron.weights.servers.mirror import Mirror
 from rl_megatron.weights.servers.probe import Probe
@@ -213,7 +214,7 @@ class ServedBench:
         fleet: Fleet,
     ) -> None:
         self.name, self.engine, self.sync, self.path, self._runner = name, engine, sync, path, runner
-        self.fleet = fleet
+        self.fleet, self.vocab_size = fleet, engine._vocab_size
         self.renormalises_top_p = engine.adapter.renormalises_top_p
         self._probes, self._tolerance = probes, tolerance
         self.weights = self.weights_of(engine)
@@ -226,7 +227,9 @@ class ServedBench:
 
     def trust_of(self, servers: Probed) -> Trust:
         """Probes what ``servers`` sample or score."""
-        probe = Probe.make(vocab_size=259, max_length=MAX_LENGTH, temperature=1.0, tolerance=self._tolerance)
+        probe = Probe.make(
+            vocab_size=self.vocab_size, max_length=MAX_LENGTH, temperature=1.0, tolerance=self._tolerance
+        )
         return Trust(
             path=self.path,
             servers=servers,
@@ -313,7 +316,6 @@ def served(
 
     ``quantization`` is refused in a configuration for CPUs, whose kernels for it are few; ``tolerance`` is the probe's.
     """
-    shape = read_shape(model)
     path = folder / "weights" / "model.safetensors"
     shapes: Mapping[str, tuple[int, ...]] = {n: tuple(t.shape) for n, t in weights_of(model).items()}
     config = config_of(engine, more=more, **keys)
@@ -322,6 +324,7 @@ def served(
     if quantization != "none":
         server = config.rollout.server.model_copy(update={"quantization": quantization})
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
+    shape = job_shape(config, read_shape(model))
     kind, held = FORMATS[quantization], getattr(torch, dtype or "float32")
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()

@@ -86,6 +86,12 @@ LEARNING = (
     ("loss", "", "policy loss under the algorithm's aggregation, mean over the step's minibatches"),
     ("grad_norm", "", "global L2 norm of the gradient before clipping, mean over the minibatches"),
     ("draft/loss", "nats", "mean cross-entropy of the draft layer per trained token (learner.draft.train)"),
+    (
+        "draft/acceptance",
+        "",
+        "share of the tokens that servers' draft layers proposed since the push before which were accepted "
+        "(rollout.server.draft_tokens); the model's probability of them in the mean",
+    ),
     ("draft/grad_norm", "", "L2 norm of the draft layer's gradient before clipping, mean over the minibatches"),
     ("steps/skipped", "steps", "optimizer steps skipped because their gradient was not finite (train.on_nonfinite)"),
     (

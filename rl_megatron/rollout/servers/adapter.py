@@ -53,6 +53,7 @@ class StartOptions:
     routes: bool  # whether requests ask for routes
     batch_invariant: bool  # whether a token's log-prob must not depend on its batch
     adapters: AdapterPlaces | None = None  # for versions of adapters beside its model, if it is to hold some
+    draft_tokens: int = 0  # that its draft layer proposes at each step; 0: it has none
     profile_folder: Path | None = None  # where it writes what its profiler records, if it is to
     extra: tuple[str, ...]
 
@@ -62,13 +63,13 @@ class StartOptions:
         return self.tp * self.pp * self.dp
 
     def refuse_extra(self, keys: Mapping[str, str]) -> None:
-        """Raises ConfigError if ``extra`` has an option that a key sets, ``keys`` by option, or one of a draft model,
-        which no push reaches."""
+        """Raises ConfigError if ``extra`` has an option that a key sets, ``keys`` by option, or one of a draft
+        model."""
         for given in self.extra:
             if given.startswith("--speculative"):
                 raise ConfigError(
-                    f"rollout.server.options has {given}: no push reaches an engine's draft model, and log-probs of "
-                    "tokens that it proposed are not checked here; leave it out"
+                    f"rollout.server.options has {given}: pushes reach the model's own draft layer alone, which "
+                    "rollout.server.draft_tokens has a server use; set that, and leave the option out"
                 )
             if (key := keys.get(given.partition("=")[0])) is not None:
                 raise ConfigError(f"rollout.server.options has {given}, which rollout.server.{key} sets; use that key")
@@ -92,6 +93,7 @@ class Description:
     max_length: int
     problems: tuple[str, ...]  # reasons why a run cannot use it, each with what to do
     no_routes: str | None = None  # why it returns no routes
+    draft_tokens: int = 0  # that a draft layer proposes at each of its steps
     priorities: bool = False  # whether it takes requests of less priority first
 
 
@@ -141,6 +143,11 @@ class Sampling(Protocol):
     async def gauges(self, server: Server) -> EngineGauges | None:
         """How busy it is, for the timeline; None: it does not tell."""
         return None
+
+    async def drafted(self, server: Server) -> tuple[float, float]:
+        """How many tokens the server's draft layer has proposed since its start, and how many it accepted. Only where
+        `Adapter.draft_problem` finds none."""
+        raise NotImplementedError
 
 
 class Loading(Protocol):
@@ -248,6 +255,10 @@ class Adapter(Sampling, Loading, Running, Protocol):
     def adapter_problem(self, places: AdapterPlaces, device: str, dp: int) -> str:
         """Why it cannot hold adapters beside its model; or empty."""
         return f"{self.name} holds no adapters beside a model"
+
+    def draft_problem(self, device: str) -> str:
+        """Why its servers cannot propose tokens by a draft layer; or empty."""
+        return f"the adapter of {self.name} starts no draft layer; leave the key out"
 
     def gpu_problem(self, quantization: str, extra: Sequence[str], capability: float) -> str:
         """Why it cannot serve weights of a format on GPUs of a compute capability, with ``extra`` options; or empty."""

@@ -1,9 +1,10 @@
-"""Measures how many of the servers' slots are in use, where each completion is a request of its own."""
+"""Measures how servers are used: their slots, where each completion is a request of its own, and their draft layers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 
@@ -59,3 +60,24 @@ class SlotUse:
         self._whole += seconds
         self._seconds += seconds * self._used
         self._spare += seconds * (self._in_flight < self._slots * self._servers)
+
+
+class DraftUse:
+    """Counts what servers' draft layers proposed, and what was accepted, from one push to the next."""
+
+    def __init__(self) -> None:
+        self._last: weakref.WeakKeyDictionary[Server, tuple[float, float]] = weakref.WeakKeyDictionary()
+        self._proposed = self._accepted = 0.0
+
+    def counted(self, server: Server, proposed: float, accepted: float) -> None:
+        """What the server has counted since its start, at a push. What it counted before its first one is left out."""
+        before = self._last.get(server, (proposed, accepted))
+        self._last[server] = proposed, accepted
+        self._proposed += proposed - before[0]
+        self._accepted += accepted - before[1]
+
+    def row(self) -> dict[str, float]:
+        """Metrics of what was counted since the row before; none where nothing was proposed."""
+        row = {"draft/acceptance": self._accepted / self._proposed} if self._proposed else {}
+        self._proposed = self._accepted = 0.0
+        return row

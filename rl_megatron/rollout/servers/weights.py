@@ -15,6 +15,7 @@ from rl_megatron.rollout.servers.adapter import Adapter
 from rl_megatron.rollout.servers.attempts import Attempts
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.replicas import PRESENT, Event, Health, Replica, ReplicaSet
+from rl_megatron.rollout.servers.slot_use import DraftUse
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 from rl_megatron.weights.checks.compare import count_verified
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report
@@ -33,6 +34,7 @@ class ReplicaWeights:
         self._adapter, self._replicas, self._section, self._attempts = adapter, replicas, section, attempts
         self._holding: dict[Replica, Server] = {}  # the servers that loaded the latest weights
         self._version: int | None = None
+        self.drafts = DraftUse()
         self.paused_seconds = 0.0
         """The longest that a push paused the sampling of a server; of the last push to all."""
         self._released, self._releasing = False, asyncio.Lock()
@@ -137,6 +139,8 @@ class ReplicaWeights:
             server.paused, began = True, clock.time()
             try:
                 await self._adapter.pause(server, self._section.running_requests)
+                if server.draft_tokens:
+                    self.drafts.counted(server, *await self._adapter.drafted(server))
                 # From now on: what is sent waits for the new weights. Another run may have cached by this version.
                 keeps = self._section.running_requests == "keep_cache"
                 server.salt = f"{version}-{uuid.uuid4().hex}" if keeps else None

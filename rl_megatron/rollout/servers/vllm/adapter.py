@@ -34,7 +34,8 @@ from rl_megatron.rollout.servers.answers import checked_routes, sampled_with, sp
 from rl_megatron.rollout.servers.decoding import Judged, SampledColumns
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.vllm import answer as form
-from rl_megatron.rollout.servers.vllm import loras
+from rl_megatron.rollout.servers.vllm import drafts, loras
+from rl_megatron.rollout.servers.vllm.options import KEYS, options_of_ranks, profiler
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, Routes
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes, boxes_of
@@ -43,13 +44,6 @@ _NEEDED = (
     *("/inference/v1/generate", "/start_weight_update", "/update_weight_version", "/collective_rpc", "/pause"),
     *("/sleep", "/wake_up"),
 )
-_KEYS = {
-    **dict.fromkeys(("--tensor-parallel-size", "-tp"), "tp"),
-    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "pp"),
-    **dict.fromkeys(("--data-parallel-size", "-dp"), "dp"),
-    **dict.fromkeys(("--enable-expert-parallel", "-ep"), "ep"),
-    **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--headless"), "nodes"),
-}
 _INVARIANT = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASH_ATTN_MLA", "TRITON_MLA")
 """Attention whose ``supports_batch_invariance`` is true in vLLM 0.32.0 (v1/attention/backends)."""
 _TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)", re.MULTILINE)
@@ -78,7 +72,7 @@ class VLLMAdapter(Adapter):
                 "them only from its second model runner, which needs Triton and so does not run on CPUs; set "
                 "rollout=local or sglang, or routing_replay=r2 or off and route_flips=false"
             )
-        options.refuse_extra(_KEYS)
+        options.refuse_extra(KEYS)
         if "--enable-eplb" in options.extra:
             raise ConfigError(
                 "rollout.server.options has --enable-eplb, which moves experts between ranks, but pushes send them "
@@ -95,7 +89,7 @@ class VLLMAdapter(Adapter):
                 *("--middleware", "rl_megatron.rollout.servers.engine_token.EngineToken"),
                 *("--dtype", options.dtype, "--max-model-len", str(options.max_length)),
                 *("--max-num-seqs", str(-(-options.slots // options.dp))),  # of each dp replica
-                *_degrees(options),
+                *options_of_ranks(options),
                 *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
                 *("--worker-extension-cls", "rl_megatron.rollout.servers.vllm.worker.WorkerExtension"),
                 *("--weight-transfer-config", json.dumps({"backend": "rl_megatron_mirror"})),
@@ -107,7 +101,8 @@ class VLLMAdapter(Adapter):
                 *(("--gpu-memory-utilization", str(options.memory_fraction)) if options.memory_fraction else ()),
                 *(("--enable-return-routed-experts",) if options.routes else ()),
                 *loras.started_with(options.adapters),
-                *(("--profiler-config", _profiler(options.profile_folder)) if options.profile_folder else ()),
+                *drafts.started_with(options.draft_tokens),
+                *(("--profiler-config", profiler(options.profile_folder)) if options.profile_folder else ()),
                 *options.extra,
             ),
             environment={
@@ -139,6 +134,10 @@ class VLLMAdapter(Adapter):
         return loras.obstacle(places, self._shape, device)
 
     @override
+    def draft_problem(self, device: str) -> str:
+        return ""
+
+    @override
     async def describe(self, server: Server) -> Description:
         paths = (await server.get("/openapi.json"))["paths"]
         problems = [f"it lacks {path}; start it as docs/engines.md shows" for path in _NEEDED if path not in paths]
@@ -160,6 +159,7 @@ class VLLMAdapter(Adapter):
             max_length=int(model["max_model_len"]),
             problems=tuple(problems),
             priorities=found.get("policy") == "priority",
+            draft_tokens=int(found.get("draft_tokens", "0")),
             no_routes=None if found.get("routes") == "True" else "start it with --enable-return-routed-experts",
         )
 
@@ -232,6 +232,10 @@ class VLLMAdapter(Adapter):
         )
 
     @override
+    async def drafted(self, server: Server) -> tuple[float, float]:
+        return drafts.counted(await server.text("/metrics"))
+
+    @override
     async def pause(self, server: Server, mode: RunningRequests) -> None:
         """Drops cached prefixes, also those of requests that wait, unless they are kept."""
         ends, clears = mode == "abort", mode != "keep_cache"
@@ -260,15 +264,20 @@ class VLLMAdapter(Adapter):
         straight: bool = False,
     ) -> list[Report]:
         info = {"path": str(path), "version": version, "straight": straight}
-        await server.post("/start_weight_update")
+        if server.draft_tokens:  # it is labelled once it has both
+            await self._update(server, "/start_draft_weight_update", info, {})
+        await self._update(server, "/start_weight_update", info, {"weight_version": candidate(version)})
+        return await self.held(server, path, private)
+
+    async def _update(self, server: Server, start: str, info: Mapping[str, object], label: Mapping[str, str]) -> None:
+        await server.post(start)
         try:
             await server.post("/update_weights", {"update_info": info})
         except (AttemptFailed, EngineError):
             with contextlib.suppress(AttemptFailed, EngineError):
                 await self._rpc(server, "rl_megatron_end_update")  # else no other update can begin
             raise
-        await server.post("/finish_weight_update", {"weight_version": candidate(version)})
-        return await self.held(server, path, private)
+        await server.post("/finish_weight_update", label)
 
     @override
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
@@ -348,27 +357,6 @@ def _scoring(server: Server, text: Sequence[int], top: int) -> dict[str, object]
 def _salted(server: Server) -> dict[str, str]:
     """The key by which prefixes that other weights cached are not found."""
     return {} if server.salt is None else {"cache_salt": server.salt}
-
-
-def _profiler(folder: Path) -> str:
-    """Operators and kernels without their frames, which take most of a file."""
-    return json.dumps({"profiler": "torch", "torch_profiler_dir": str(folder), "torch_profiler_with_stack": False})
-
-
-def _degrees(options: StartOptions) -> tuple[str, ...]:
-    """The options for the server's ranks, and for this node of several."""
-    out = ["--tensor-parallel-size", str(options.tp), "--pipeline-parallel-size", str(options.pp)]
-    if options.dp > 1:  # one process answers requests for all
-        out += ["--data-parallel-size", str(options.dp)]
-    if options.ep > 1:
-        out += ["--enable-expert-parallel"]
-    one = options.tp * options.pp == 1  # then the engine's process is the rank's
-    out += ["--distributed-executor-backend", "uni" if one else "mp"]
-    if options.nodes > 1:
-        out += ["--nnodes", str(options.nodes), "--node-rank", str(options.node)]
-        out += ["--master-addr", options.head, "--master-port", str(options.port + 1)]
-        out += ["--data-parallel-address", options.head, "--data-parallel-rpc-port", str(options.port + 2)]
-    return (*out, *(("--headless",) if options.node else ("--api-server-count", "1")))
 
 
 def _completion(answer: SampledColumns, request: GenerationRequest, shape: ModelShape) -> Completion:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,6 +32,7 @@ from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
 from rl_megatron.errors import WeightError
+from rl_megatron.rollout.servers.vllm.rejection import repair
 from rl_megatron.rollout.servers.vllm.window import Window
 from rl_megatron.weights.checks.places import Held, record
 from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, not_private
@@ -107,6 +108,12 @@ class MirrorEngine(WeightTransferEngine):
         """Nothing to release."""
 
 
+def models_of(runner: Any) -> list[nn.Module]:
+    """A runner's model, and the one of its draft layer if it has one."""
+    drafts = runner.get_draft_model()
+    return [runner.model] if drafts is None else [runner.model, drafts]
+
+
 def abandon(model: nn.Module) -> None:
     """Discard an update that failed half-way: tensors that it left in a layer would count for the next."""
     for layer in model.modules():
@@ -154,17 +161,20 @@ class WorkerExtension:
     def rl_megatron_describe(self) -> dict[str, str]:
         """What the trainer must know before it uses this server. Raises WeightError if some rank could not answer."""
         self._check_world()
+        drafts = self.vllm_config.speculative_config
         return {
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "logprobs_mode": str(self.model_config.logprobs_mode),
             "architecture": ",".join(self.model_config.hf_config.architectures),
             "policy": str(self.vllm_config.scheduler_config.policy),
+            "draft_tokens": str(drafts.num_speculative_tokens if drafts else 0),
             "routes": str(self.vllm_config.aux_output_config.enable_return_routed_experts),
         }
 
     def rl_megatron_end_update(self) -> None:
         """End an update that failed; the layers get the kernels' tensors back."""
-        abandon(self.model_runner.model)
+        for model in models_of(self.model_runner):
+            abandon(model)
         self._weight_update_active = False
 
     def rl_megatron_held(self, path: str, private: list[str]) -> list[dict[str, object]]:
@@ -172,11 +182,17 @@ class WorkerExtension:
 
         Collective, like all below: no replica may sample.
         """
-        model = self.model_runner.model
-        places = not_private(layout_of(model, path, partial=True), private)
-        report = checksums_of(places, dict(model.named_parameters()))
-        read = READ.pop(model, Report(rows=(), seconds=0.0))
-        own = replace(read, rows=report.rows, seconds=report.seconds + read.seconds)
+        own = Report(rows=(), seconds=0.0)
+        for model in models_of(self.model_runner):
+            places = not_private(layout_of(model, path, partial=True), private)
+            report = checksums_of(places, dict(model.named_parameters()))
+            read = READ.pop(model, Report(rows=(), seconds=0.0))
+            own = Report(
+                rows=[*own.rows, *report.rows],
+                seconds=own.seconds + report.seconds + read.seconds,
+                read=[*own.read, *read.read],
+                window=own.window + read.window,
+            )
         return self._gathered(own.to_json())
 
     def rl_megatron_boxes(self, path: str) -> list[dict[str, object]]:
@@ -285,6 +301,8 @@ def as_loaded(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             _place_kernel_tensors(layer, info)
             info.reset()
 
+
+repair()
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, MirrorEngine)

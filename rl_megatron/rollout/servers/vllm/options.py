@@ -1,0 +1,38 @@
+"""Options of vLLM 0.32.0's command line that are made of a server's degrees, or that keys set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rl_megatron.rollout.servers.adapter import StartOptions
+
+KEYS = {
+    **dict.fromkeys(("--tensor-parallel-size", "-tp"), "tp"),
+    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "pp"),
+    **dict.fromkeys(("--data-parallel-size", "-dp"), "dp"),
+    **dict.fromkeys(("--enable-expert-parallel", "-ep"), "ep"),
+    **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--headless"), "nodes"),
+}
+"""By option, the key of ``rollout.server`` that sets it."""
+
+
+def profiler(folder: Path) -> str:
+    """Operators and kernels without their frames, which take most of a file."""
+    return json.dumps({"profiler": "torch", "torch_profiler_dir": str(folder), "torch_profiler_with_stack": False})
+
+
+def options_of_ranks(options: StartOptions) -> tuple[str, ...]:
+    """The options for the server's ranks, and for this node of several."""
+    out = ["--tensor-parallel-size", str(options.tp), "--pipeline-parallel-size", str(options.pp)]
+    if options.dp > 1:  # one process answers requests for all
+        out += ["--data-parallel-size", str(options.dp)]
+    if options.ep > 1:
+        out += ["--enable-expert-parallel"]
+    one = options.tp * options.pp == 1  # then the engine's process is the rank's
+    out += ["--distributed-executor-backend", "uni" if one else "mp"]
+    if options.nodes > 1:
+        out += ["--nnodes", str(options.nodes), "--node-rank", str(options.node)]
+        out += ["--master-addr", options.head, "--master-port", str(options.port + 1)]
+        out += ["--data-parallel-address", options.head, "--data-parallel-rpc-port", str(options.port + 2)]
+    return (*out, *(("--headless",) if options.node else ("--api-server-count", "1")))

@@ -1,0 +1,140 @@
+"""Speculative decoding by servers: what starts it, what a push sends and counts, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.servers.checks import ServerChecks
+from launcher.servers.engines import SERVERS
+from rl_megatron.config.io import load_config
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.named import NAMED
+from rl_megatron.rollout.servers.adapter import Description
+from rl_megatron.rollout.servers.http import Server
+from rl_megatron.rollout.servers.vllm import drafts
+from tests.unit.rollout.test_engine_routes import OPTIONS
+from tests.unit.rollout.test_engine_servers import Fake, Words, engine_of, push, running
+from tests.unit.rollout.test_running_requests import Asked
+
+DEEPSEEK = NAMED["deepseek-v3"]
+TRAINED = ("rollout=vllm", "learner.draft.train=true", "rollout.server.draft_tokens=1")
+
+
+@pytest.fixture
+def fakes() -> Iterator[list[Fake]]:
+    with running(2) as both:
+        yield both
+
+
+def test_vllm_is_told_how_many_tokens_to_propose() -> None:
+    for count in (0, 3):
+        words = SERVERS["vllm"](DEEPSEEK).command(replace(OPTIONS, routes=False, draft_tokens=count)).arguments
+        said = [json.loads(after) for word, after in pairwise(words) if word.endswith("ive-config")]
+        assert said == ([{"method": "mtp", "num_speculative_tokens": 3}] if count else [])
+
+
+def test_a_push_brings_vllm_the_draft_layer_first_and_labels_once(tmp_path: Path) -> None:
+    """So that no label says that a server has a version whose draft layer it lacks."""
+    for count, starts in ((0, ["/start_weight_update"]), (2, ["/start_draft_weight_update", "/start_weight_update"])):
+        server = Holding()
+        server.draft_tokens = count
+        asyncio.run(SERVERS["vllm"](DEEPSEEK).load(server, tmp_path, 4, private=()))
+        assert [path for path, _ in server.asked if path.startswith("/start")] == starts
+        infos = [body["update_info"] for path, body in server.asked if path == "/update_weights"]
+        assert infos == [{"path": str(tmp_path), "version": 4, "straight": False}] * len(starts)
+        labels = [body for path, body in server.asked if path == "/finish_weight_update"]
+        assert labels == [{}] * (len(starts) - 1) + [{"weight_version": "4?"}]
+
+
+class Holding(Asked):
+    """A server of vLLM, one of whose ranks holds nothing that checksums cover."""
+
+    async def post(self, path: str, body: object = None, *, params: Any = None) -> Any:
+        await super().post(path, body, params=params)
+        empty = {"rows": [], "seconds": 0.0, "read": [], "window": 0}
+        return {"results": [[empty]]} if path == "/collective_rpc" else None
+
+
+def test_what_vllm_counts_is_read_over_its_ranks() -> None:
+    text = "\n".join(
+        f'vllm:spec_decode_num_{kind}{{engine="{rank}",model_name="policy"}} {count}'
+        for rank in (0, 1)
+        for kind, count in (
+            ("drafts_total", 9.0),
+            ("draft_tokens_total", 20.0 + rank),
+            ("accepted_tokens_total", 5.0),
+            ("accepted_tokens_per_pos_total", 3.0),
+        )
+    )
+    assert drafts.counted(text) == (41.0, 10.0)
+
+
+class Drafting(Words):
+    """An adapter of servers that have proposed and accepted what a test says."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, tuple[float, float]] = {}
+
+    async def drafted(self, server: Server) -> tuple[float, float]:
+        return self.counts[server.url]
+
+
+def test_acceptance_is_of_what_servers_proposed_from_push_to_push(fakes: list[Fake]) -> None:
+    """Of both together; what one had counted before its first push is left out, as of a server that ran already."""
+
+    async def rows() -> list[dict[str, float]]:
+        engine, out = engine_of(fakes), list[dict[str, float]]()
+        adapter = engine.weights._adapter = Drafting()
+        for server in engine.servers:
+            server.draft_tokens = 1
+        for counts in ([(1000.0, 7.0), (0.0, 0.0)], [(1010.0, 9.0), (30.0, 18.0)], [(1010.0, 9.0), (30.0, 18.0)]):
+            adapter.counts = {fake.url: count for fake, count in zip(fakes, counts, strict=True)}
+            await push(engine, len(out) + 1)
+            out.append({name: value for name, value in engine.step_row().items() if name.startswith("draft")})
+        return out
+
+    assert asyncio.run(rows()) == [{}, {"draft/acceptance": 0.5}, {}]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (("rollout=local",), r"rollout\.engine=local, which decodes a token at a time"),
+        (("learner.draft.train=false",), r"layer only if it is; set learner\.draft\.train=true"),
+        (("weights.transport=process_group",), r"not its draft layer's; set weights\.transport=file"),
+        (("rollout.server.quantization=fp8",), r"draft_tokens=1 with rollout\.server\.quantization=fp8"),
+        (("rollout.server.pp=2",), r"its last stage alone has the draft layer"),
+        (("algorithm.routing_replay=r3",), r"draft_tokens=1 with algorithm\.routing_replay=r3"),
+        (
+            ("eval.sets.hard.min_p=0.1", "eval.sets.hard.temperature=1"),
+            r"hard\.min_p=0\.1: vLLM refuses it",
+        ),
+    ],
+)
+def test_where_no_layer_would_propose_or_none_be_pushed_it_is_refused(keys: tuple[str, ...], said: str) -> None:
+    load_config("tiny_cpu", TRAINED)
+    with pytest.raises(ConfigError, match=said):
+        load_config("tiny_cpu", [*TRAINED, *keys])
+
+
+def test_an_adapter_without_a_draft_layer_says_so() -> None:
+    assert "the adapter of Words starts no draft layer" in Words().draft_problem("cuda")
+    assert not SERVERS["vllm"](DEEPSEEK).draft_problem("cpu")
+
+
+def test_a_server_that_proposes_as_many_as_the_run_says_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    config = load_config("tiny_cpu", TRAINED)
+    checks = ServerChecks(config=config, adapter=Words(), model_folder=tmp_path, max_length=8)
+    told = Description(version="1", dtype="float32", architecture="", max_length=8, problems=(), draft_tokens=1)
+    checks._raise_misfits([("http://a", told)])
+    with pytest.raises(ConfigError, match=r"its draft layer proposes 0 tokens at a step, but .*=1; make them"):
+        checks._raise_misfits([("http://a", replace(told, draft_tokens=0))])
