@@ -171,7 +171,8 @@ def test_degrees_of_any_size_have_a_layout() -> None:
          "read files"),
         ("gspo", "'gspo': not an override (did you mean 'algorithm=gspo'?)"),
         ("gsm8k_tiny", "'gsm8k_tiny': not an override (did you mean '--config gsm8k_tiny'?)"),
-        ("roles.critik=1", "roles.critik=1: no such key (did you mean 'roles.critic'?); keys: critic, reference"),
+        ("roles.critik=1", "roles.critik=1: no such key (did you mean 'roles.critic'?); keys: critic, reference, "
+         "layouts"),
         ("reward.parts.A=1", "reward.parts.A='A': must be text that matches ^[a-z][a-z0-9_]*$"),
     ],
 )  # fmt: skip

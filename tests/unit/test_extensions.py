@@ -66,7 +66,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_algorithm(tmp_path: Path) -> None:
     """The row that docs/algorithms.md gives as an example."""
-    (documented,) = blocks(Path(__file__).parents[2] / "docs" / "algorithms.md", "yaml")
+    documented, *_ = blocks(Path(__file__).parents[2] / "docs" / "algorithms.md", "yaml")
     path = tmp_path / "mine.yaml"
     path.write_text(documented.text)
     keys = ["train.minibatches=1", "train.epochs=2", "train.learning_rate=2.0", "train.lr_decay=none"]

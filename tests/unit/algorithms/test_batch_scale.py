@@ -23,16 +23,17 @@ LENGTHS = [5, 1, 9, 3]
 
 
 def samples(seed: int = 0) -> Samples:
-    """Advantages of each token's own; of the last sequence no token is trained on."""
+    """Advantages of each token's own, some 0, which have no sign; of the last sequence no token is trained on."""
     g = torch.Generator().manual_seed(seed)
     count, old = sum(LENGTHS), -torch.rand(sum(LENGTHS), generator=g)
     mask = torch.rand(count, generator=g) < 0.8
     mask[-LENGTHS[-1] :] = False
+    advantages = torch.randn(count, generator=g) * (torch.arange(count) % 4 > 0)
     return Samples(
         input_ids=torch.zeros(count, dtype=torch.int64),
         targets=torch.zeros(count, dtype=torch.int64),
         mask=mask,
-        advantages=torch.randn(count, generator=g).where(mask, torch.nan),
+        advantages=advantages.where(mask, torch.nan),
         rollout_logprobs=(old + 0.4 * torch.randn(count, generator=g)).where(mask, torch.nan),
         old_logprobs=old,
         cu_seqlens=torch.tensor([0, *LENGTHS]).cumsum(0),

@@ -75,6 +75,17 @@ def test_a_token_that_comes_back_is_never_left_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LIMITS)
+def test_a_token_without_an_advantage_has_no_limit_to_be_counted(kind: str) -> None:
+    """Two that have come far, one on either side, beside two that are left alone."""
+    old = torch.tensor([0.1, 0.9, 0.1, 0.9], dtype=torch.float64).log()
+    inputs = replace(batch([4], 0), old_logprobs=old, logprobs=old.flip(0))
+    inputs = replace(inputs, advantages=torch.tensor([1.0, 0.0, 0.0, -1.0]).double())
+    output, gradient = evaluate(kind, inputs)
+    assert output.metrics["clip_fraction"].value.item() == 0.5
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("kind", LIMITS)
 def test_a_certain_token_and_one_that_was_impossible_are_finite(kind: str) -> None:
     """Log-probs of 0 and of -60 in float32, and an advantage of 0."""
     inputs = batch([4], 0, dtype=torch.float32)

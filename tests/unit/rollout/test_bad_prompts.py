@@ -81,9 +81,11 @@ class Failing(Deadly):
 def worlds() -> Sequence[World]:
     found = [World(seed) for seed in range(40)]
     logging.disable(logging.CRITICAL)  # thousands of lines
-    for world in found:
-        run_at_once(world.run())  # raises what ends a run
-    logging.disable(logging.NOTSET)
+    try:
+        for world in found:
+            run_at_once(world.run())  # raises what ends a run
+    finally:
+        logging.disable(logging.NOTSET)
     return found
 
 

@@ -36,7 +36,7 @@ class Seat(Server):
 
     def __init__(self, number: int) -> None:
         self.url, self.number, self.in_flight, self.paused, self.released = f"seat {number}", number, 0, False, False
-        self.dead, self.running = asyncio.Event(), Counter[str]()
+        self.dead, self.running, self.draft_tokens = asyncio.Event(), Counter[str](), 0
 
     async def close(self) -> None:
         pass
@@ -185,9 +185,11 @@ class Deadly(Adapter):
 def worlds() -> list[World]:
     found = [World(seed) for seed in range(80)]
     logging.disable(logging.CRITICAL)  # thousands of lines
-    for world in found:
-        run_at_once(world.run())
-    logging.disable(logging.NOTSET)
+    try:
+        for world in found:
+            run_at_once(world.run())
+    finally:
+        logging.disable(logging.NOTSET)
     return found
 
 
