@@ -95,11 +95,12 @@ def test_a_killed_ppo_run_resumes_with_its_critic_reference_and_memory(place: Pl
     assert state["reward_moments"]["count"] == 6 * 16
 
 
+@pytest.mark.slow
 def test_a_critic_and_a_reference_in_layouts_of_their_own_change_no_figure_and_resume_to_the_bit(
     place: Place, ppo: Run
 ) -> None:
     """The learner has two data-parallel ranks, the critic two stages, the reference two parts of each matrix; on the
-    resume they are actors of Ray."""
+    resume they are actors of Ray. 28 s."""
     pytest.importorskip("ray")
     whole = place.fork("ppo-layouts", *PPO, *OWN_LAYOUTS)
     whole.finish()

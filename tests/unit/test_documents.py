@@ -97,3 +97,15 @@ def test_the_extras_that_install_md_lists_are_those_of_the_wheel() -> None:
     listed = re.findall(r"^\| `(\w+)` \|", text.partition("\n\n")[0], re.M)
     assert {*listed} == {*project["optional-dependencies"]} - {"test", "dev", "mutants"}
     assert {"ray", "wandb", "vllm", "te", "docs"} < {*listed}
+
+
+def test_the_readme_counts_the_rows_of_algorithms() -> None:
+    """And docs/algorithms.md has a line for each."""
+    rows = {path.stem for path in (REPO / "conf" / "algorithm").glob("*.yaml")}
+    (counted,) = re.findall(r"\*\*(\d+) algorithms as rows", (REPO / "README.md").read_text())
+    named = set(
+        re.findall(
+            r"^\| (\w+) \|.*\| [^|]*(?:arXiv:|Williams)[^|]*\|$", (REPO / "docs/algorithms.md").read_text(), re.M
+        )
+    )
+    assert (int(counted), named) == (len(rows), rows)
