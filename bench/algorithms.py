@@ -4,8 +4,8 @@
 
 Each is the default run (``rl-megatron train algorithm=NAME``) in one process with one thread, ``--jobs`` of them at a
 time. Algorithms without a ratio take one minibatch per step, VAPO a lambda for short answers, SPO as many prompts as
-other rows have completions, GRPO with process rewards a reward of each digit. Runs already finished in ``--dir`` are
-not repeated. Prints a Markdown table and writes ``report.html`` there.
+other rows have completions, GRPO with process rewards a reward of each digit, ScaleRL a lower rate. Runs already
+finished in ``--dir`` are not repeated. Prints a Markdown table and writes ``report.html`` there.
 """
 
 from __future__ import annotations

@@ -128,19 +128,22 @@ def _of_adapters(c: RunConfig) -> Iterator[str]:
 
 
 def _of_own_critic(c: RunConfig) -> Iterator[str]:
-    unlike = {
-        f"learner.lora.rank={c.learner.lora.rank}: adapters freeze its value layer": c.learner.lora.rank is not None,
-        "learner.draft.train=true: a draft layer reads hidden states of a policy alone": c.learner.draft.train,
-        "learner.overlap.gradients=true: in a warm start the value layer has no gradient to wait for": (
-            c.learner.overlap.gradients
-        ),
-        "learner.cuda_graphs=true: megatron-core captures a layer that a value layer does not read": (
-            c.learner.cuda_graphs
-        ),
+    """Options that a value layer beside the output layer does not go with, or that no pass with one was tried with."""
+    reasons = {
+        f"learner.lora.rank={c.learner.lora.rank}": "adapters freeze its value layer",
+        "learner.draft.train=true": "both read the last hidden states, and no pass with both was tried",
+        "learner.overlap.gradients=true": "in a warm start the value layer has no gradient to wait for",
+        "learner.cuda_graphs=true": "no pass with a value layer was captured yet",
     }
-    for why in (why for why, given in unlike.items() if given):
-        key, _, reason = why.partition(": ")
-        yield f"algorithm.critic.backbone=policy with {key}: {reason}; leave it out, or set critic.backbone=own"
+    given = (
+        c.learner.lora.rank is not None,
+        c.learner.draft.train,
+        c.learner.overlap.gradients,
+        c.learner.cuda_graphs,
+    )
+    for (key, reason), is_set in zip(reasons.items(), given, strict=True):
+        if is_set:
+            yield f"algorithm.critic.backbone=policy with {key}: {reason}; leave it out, or set critic.backbone=own"
 
 
 def _of_adapters_beside(c: RunConfig) -> Iterator[str]:

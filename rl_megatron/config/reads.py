@@ -319,8 +319,7 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
     if alone and (pairs or (divided and centred)):
         yield "algorithm.whiten_rewards", "a later comparison of rewards, or centring and division, undoes it"
     of_group = a.advantage_mean == "group" and a.advantage_std == "group"
-    affine = a.normalise_rewards == "batch" and (a.whiten_rewards or (divided and centred))
-    if alone and (pairs or of_group or affine):
+    if alone and (pairs or of_group or (a.normalise_rewards == "batch" and divided and centred)):
         yield "algorithm.normalise_rewards", "a later comparison of rewards, or centring and division, undoes it"
 
 

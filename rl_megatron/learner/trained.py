@@ -51,6 +51,7 @@ from rl_megatron.types import Counts, Culprit, Loss, LossOutput, Metric, Samples
 from rl_megatron.weights.adapters.files import write_lora
 from rl_megatron.weights.bytes.parked import Parked
 from rl_megatron.weights.bytes.staged import Staged
+from rl_megatron.weights.checkpoints.megatron_names import VALUES
 
 Added = tuple[Sequence[Samples], Callable[[Sequence[PackedMicroBatch]], object]]
 """Micro-batches, and the function that accumulates the gradients of micro-batches."""
@@ -125,7 +126,7 @@ class MegatronLearner(MegatronScorer):
         """Load the model of a ``torch_dist`` checkpoint; without its output layer where that is a vocabulary's and this
         model's is not. ``scored``: the checkpoint is a reward model's. Raises CheckpointError."""
         self.unpark()
-        fresh = {ValueHead: None if scored else "output_layer.", ValuedHead: "value_layer."}  # at 0
+        fresh = {ValueHead: None if scored else "output_layer.", ValuedHead: VALUES}  # at 0
         without = fresh.get(type(self._head))
         loading.load_weights(folder, self._chunks_of_all, without=without)
         self.adopt()

@@ -117,8 +117,8 @@ def test_keys_that_a_job_on_pairs_cannot_use_are_refused(keys: list[str], said: 
     [
         ("learner.lora.rank=2", "adapters freeze its value layer"),
         ("learner.overlap.gradients=true", "in a warm start the value layer has no gradient"),
-        ("learner.cuda_graphs=true", "a layer that a value layer does not read"),
-        ("learner.draft.train=true", "hidden states of a policy alone"),
+        ("learner.cuda_graphs=true", "no pass with a value layer was captured"),
+        ("learner.draft.train=true", "no pass with both was tried"),
         ("algorithm.critic.only_steps=2", r"critic\.backbone=policy does not read it"),
         ("roles.critic=separate", "the algorithm has no critic"),
     ],

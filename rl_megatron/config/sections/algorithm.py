@@ -88,7 +88,7 @@ class KLSection(Section):
 
 
 class CriticSection(Section):
-    """The value model of ``credit=gae``, which a megatron learner trains in the policy's layout."""
+    """The values of ``credit=gae``: a second model that is trained, or a layer of the policy."""
 
     backbone: Literal["own", "policy"] = "own"
     """own: a second model, trained by itself; policy: a value layer on the policy's hidden states, trained with it."""

@@ -143,3 +143,11 @@ def test_turns_without_an_environment_are_refused(row: str, key: str, same: str)
 def test_keys_of_turns_without_credit_over_turns_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"gamma_turn=0\.5 does nothing.*algorithm\.credit=turn does"):
         load_config("tiny_cpu", ["algorithm.gamma_turn=0.5"])
+
+
+def test_a_range_of_the_batch_acts_beside_running_moments_and_not_under_its_own_std() -> None:
+    """Moments are of all steps, and each step's range is another; centring and a std of the same batch undo it."""
+    keys = ["algorithm=reinforce", "algorithm.normalise_rewards=batch", "algorithm.advantage_mean=none"]
+    load_config("tiny_cpu", [*keys, "algorithm.whiten_rewards=true"])
+    with pytest.raises(ConfigError, match=r"normalise_rewards=batch.*centring and division, undoes it"):
+        load_config("tiny_cpu", ["algorithm=liteppo", *keys[1:2], "algorithm.advantage_mean=batch"])
