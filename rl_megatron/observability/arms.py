@@ -86,14 +86,32 @@ def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """By the keys that differ between arms, if they are few; else by what the names of an arm's runs begin with."""
+    """By the keys that differ between arms, if they are few; else by what the names of an arm's runs begin with.
+
+    Where these are alike: by a few keys that tell all arms apart, or else by the first run of each.
+    """
     if all(len(group) == 1 for group in groups):
         return [group[0].label for group in groups]
     keys = {k: v for k, v in differing([group[0] for group in groups]).items() if not k.startswith(_NAMING)}
     if 0 < len(keys) <= _MOST_KEYS:
-        return [_text({key: values[i] for key, values in keys.items()}) for i in range(len(groups))]
+        return _texts(keys)
     starts = [_SEED.sub("", _start([run.label for run in group])) for group in groups]
-    return starts if len(set(starts)) == len(starts) and all(starts) else [group[0].label for group in groups]
+    if len(set(starts)) == len(starts) and all(starts):
+        return starts
+    return _texts(_telling(keys)) or [group[0].label for group in groups]
+
+
+def _telling(keys: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+    """Up to `_MOST_KEYS` keys by whose values all arms differ, each the one that tells most apart; or none."""
+    found: dict[str, Sequence[str]] = {}
+    apart = 1
+    while keys and apart < len(next(iter(keys.values()))):
+        counts = {key: len(set(zip(*found.values(), values, strict=True))) for key, values in keys.items()}
+        key = max(counts, key=counts.__getitem__)
+        if len(found) == _MOST_KEYS or counts[key] == apart:
+            return {}
+        found[key], apart = keys[key], counts[key]
+    return found
 
 
 def _start(texts: Sequence[str]) -> str:
@@ -102,8 +120,11 @@ def _start(texts: Sequence[str]) -> str:
     return "".join(letters[0] for letters in alike)
 
 
-def _text(values: Mapping[str, str]) -> str:
-    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items())
+def _texts(keys: Mapping[str, Sequence[str]]) -> list[str]:
+    """The keys and an arm's values of them, for each arm."""
+    names = [key.rpartition(".")[2] for key in keys]
+    each = zip(*keys.values(), strict=True)
+    return [" ".join(f"{name}={value}" for name, value in zip(names, one, strict=True)) for one in each]
 
 
 def _seed(run: Run) -> tuple[int, str]:

@@ -190,6 +190,15 @@ def test_an_arm_is_named_by_what_its_runs_have_in_common(tmp_path: Path, names: 
     assert charts["Reward"]["names"] == [[f"{arm} (2 seeds)", 0]]
 
 
+def test_arms_that_differ_in_many_keys_are_named_by_those_that_tell_them_apart(tmp_path: Path) -> None:
+    many = [(4, 1e-3), (4, 1e-4), (8, 1e-4)]
+    sizes = [{"group_size": n, "prompts_per_step": 64 // n, "max_new_tokens": 8 * n} for n, _ in many]
+    keys = [{"train": {"learning_rate": r}, "rollout": size} for size, (_, r) in zip(sizes, many, strict=True)]
+    runs = [a_run(tmp_path / f"{seed}{i}", seed=seed, **one) for seed in (0, 1) for i, one in enumerate(keys)]
+    names = Page(write_report(runs, tmp_path / "r.html")).charts()["Reward"]["names"]
+    assert [name for name, _ in names] == [f"group_size={n} learning_rate={r} (2 seeds)" for n, r in many]
+
+
 def test_equal_runs_are_compared_not_averaged(tmp_path: Path) -> None:
     runs = [a_run(tmp_path / name, seed=seed) for name, seed in (("before", 0), ("after", 0), ("other", 1))]
     names = Page(write_report(runs, tmp_path / "r.html")).charts()["Reward"]["names"]
