@@ -20,8 +20,13 @@ def check(subject: Subject) -> Iterator[Found]:
     """Yields what does not fit a job's nodes, and idle GPUs. A run without a job has no nodes."""
     if not subject.for_job:
         return
-    config, slurm = subject.config, subject.config.slurm
-    yield from _controller(slurm)
+    yield from _controller(subject.config.slurm)
+    yield from fits(subject.config)
+
+
+def fits(config: RunConfig) -> Iterator[Found]:
+    """Yields problems of a job whose ranks or servers do not fit its nodes, and notes on idle GPUs."""
+    slurm = config.slurm
     on_gpus, nodes = config.learner.device != "cpu", made_up_nodes(config)
     if on_gpus and not slurm.gpus_per_node:
         yield problem(

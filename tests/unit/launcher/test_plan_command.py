@@ -110,3 +110,13 @@ def test_a_configuration_shows_memory_and_then_what_pushes_and_checkpoints_cost(
 def test_links_of_a_configuration_are_its_keys(said: Said) -> None:
     refused = said("--config", "deepseek_v3", "--nic", "25", status=1)
     assert "--nic goes with a model and two layouts; with --config set slurm.speeds.nic instead" in refused
+
+
+def test_a_recipe_that_does_not_fill_its_nodes_is_refused_or_noted_as_submit_does(said: Said) -> None:
+    text = said("--config", "qwen3_30b_a3b", "slurm.nodes=8", "weights.transport=carried", status=1)
+    assert "slurm.nodes=8 * slurm.ntasks_per_node=8 = 64 tasks, but the learner has" in text
+    assert "8 ranks; set learner.dp=16" in text
+    recipe = ("--config", "qwen3_30b_a3b_disaggregated", "rollout.server.tp=1")
+    idle = "servers sample on 1 of the 2 GPUs of the servers' own nodes"
+    assert f"note: {idle}" in said(*recipe, "rollout.server.replicas=1")
+    assert idle not in said(*recipe, "rollout.server.replicas=2")
