@@ -39,7 +39,10 @@ def choose(
     elif resume and not (root / name).is_dir():
         raise ConfigError(f"--resume: {root / name} does not exist; start it without --resume")
     elif not resume and taken(root / name):
-        raise ConfigError(f"run.name={name}: {root / name} exists; add --resume to continue it, or take another name")
+        raise ConfigError(
+            f"run.name={name}: {root / name} exists; add --resume to continue it, from "
+            "its start if it has no checkpoint, or take another name"
+        )
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 

@@ -63,14 +63,14 @@ class Recorder:
         self._idle_steps = self._idle_steps + 1 if equal == 1 and not any(advantages) else 0
         if self._idle_steps == IDLE_STEPS and not self._warned:
             self._warned = True
-            text = (
-                f"no group had different rewards for {IDLE_STEPS} steps, so nothing is learned: {self._file} shows "
-                "completions and their rewards. Check the reward, the prompt's template (data.prompt_template, "
-                "data.chat_template) and whether answers are truncated (rollout.max_new_tokens). A model that solves "
-                "no problem needs a warm start first (warm_start.steps); one that solves all needs harder problems"
+            logger.warning(
+                "no group had different rewards for %d steps, so nothing is learned: %s shows completions and their "
+                "rewards. Check the reward, the prompt's template (data.prompt_template, data.chat_template) and "
+                "whether answers are truncated (rollout.max_new_tokens). A model that solves no problem needs a warm "
+                "start first (warm_start.steps); one that solves all needs harder problems",
+                IDLE_STEPS,
+                self._file,
             )
-            logger.warning("%s", text)
-            self.progress.note(f"warning: {text}")
 
     def write_samples(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Record the first ``log.samples_per_group`` completions of the first ``log.samples_per_step`` groups."""

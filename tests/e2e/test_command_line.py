@@ -65,7 +65,7 @@ def test_names_of_runs(place: Place) -> None:
     old = place.folder / "runs/old"
     old.mkdir(parents=True)
     said = refused(place.call_in_fork("train", "run.name=old"))
-    assert "run.name=old: runs/old exists; add --resume to continue it, or take another name" in said
+    assert "runs/old exists; add --resume to continue it, from its start if it has no checkpoint, or take" in said
     said = refused(place.call_in_fork("train", "run.name=nothing", "--resume"))
     assert "--resume: runs/nothing does not exist" in said
     said = refused(place.call_in_fork("train", "run.dir=empty", "--resume"))

@@ -86,24 +86,25 @@ def test_the_panel_says_that_no_group_teaches() -> None:
     ],
 )
 def test_steps_that_teach_nothing_are_warned_of_once(
-    tmp_path: Path, equal: list[float | None], warned_after: int | None
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, equal: list[float | None], warned_after: int | None
 ) -> None:
     console, file = _console(terminal=False)
     warned = []
     with closing(Recorder(tmp_path, LogSection(tensorboard=False), Progress(10, console=console))) as recorder:
         for step, share in enumerate(equal, 1):
             recorder.write({"phase": "rl", "step": step, **({} if share is None else {EQUAL: share})})
-            warned.append(file.getvalue().count("warning: no group had different rewards for 5 steps"))
+            warned.append(caplog.text.count("no group had different rewards for 5 steps"))
     assert warned == [int(warned_after is not None and step >= warned_after) for step in range(1, len(equal) + 1)]
-    assert ("warm_start.steps" in file.getvalue()) == (warned_after is not None)
+    assert ("warm_start.steps" in caplog.text) == (warned_after is not None)
+    assert "no group had" not in file.getvalue(), "stderr has it from the logger"
 
 
-def test_a_critic_that_teaches_equal_groups_is_not_warned_of(tmp_path: Path) -> None:
-    console, file = _console(terminal=False)
+def test_a_critic_that_teaches_equal_groups_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    console, _ = _console(terminal=False)
     with closing(Recorder(tmp_path, LogSection(tensorboard=False), Progress(10, console=console))) as recorder:
         for step in range(9):
             recorder.write({"phase": "rl", "step": step, EQUAL: 1.0, "advantage/mean": 0.0, "advantage/std": 0.1})
-    assert "warning" not in file.getvalue()
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(("error", "word"), [(KeyboardInterrupt, "interrupted"), (RuntimeError, "failed")])
