@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +22,8 @@ from rl_megatron.options.device import GPU
 from rl_megatron.scaling.machines.calibration import Calibration, Curves, today
 
 GB = 1e9
+SILENT_SECONDS = 900.0
+"""A process that measures says each curve that it has done; one that says nothing for so long hangs."""
 
 
 def calibrate(*, device: str, ranks: int, threads: int, processor: bool, say: Callable[[str], None]) -> Calibration:
@@ -60,23 +63,46 @@ def _curves(asked: dict[str, Any], say: Callable[[str], None]) -> Curves:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         shared = {**asked, "rendezvous": f"file://{folder}/rendezvous"}
         running = [stack.enter_context(_running({**shared, "rank": rank}, Path(folder))) for rank in range(ranks)]
-        first = running[0].stdout
-        assert first is not None
         found: Curves | None = None
-        for line in first:
+        for line in _lines(running[0], f"process 0 of {ranks} that calibrates"):
             answer = json.loads(line)
             if "curves" in answer:
                 found = Curves.model_validate_json(json.dumps(answer["curves"]))
             else:
                 say(f"{_named(ranks)}: {answer['done']}")
         for rank, process in enumerate(running):
-            if process.wait() or (rank == 0 and found is None):
+            try:
+                failed = process.wait(SILENT_SECONDS) != 0
+            except subprocess.TimeoutExpired as error:
+                raise RLMegatronError(f"process {rank} of {ranks} that calibrates did not end: {error}") from error
+            if failed or (rank == 0 and found is None):
                 raise RLMegatronError(
                     f"process {rank} of {ranks} that calibrates ended with status {process.returncode};"
                     f"{end_of(Path(folder) / f'rank{rank}.txt')}"
                 )
     assert found is not None
     return found
+
+
+def _lines(process: subprocess.Popen[str], who: str) -> Iterator[str]:
+    """What the process says, a line each. Kills one that is silent for `SILENT_SECONDS`, and raises RLMegatronError."""
+    silent = threading.Event()
+
+    def end() -> None:
+        silent.set()
+        process.kill()
+
+    assert process.stdout is not None
+    line = "?"
+    while line:
+        limit = threading.Timer(SILENT_SECONDS, end)
+        limit.start()
+        line = process.stdout.readline()
+        limit.cancel()
+        if line:
+            yield line
+    if silent.is_set():
+        raise RLMegatronError(f"{who} said nothing for {SILENT_SECONDS:g} s, and was ended")
 
 
 @contextlib.contextmanager
