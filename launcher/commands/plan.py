@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from launcher.preflight.nodes import fits
+from launcher.preflight.nodes import beside_nodes
 from launcher.programs.exact import refuse_hidden, show_dry_runs
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
@@ -190,7 +190,7 @@ def show_config(config_name: str, overrides: Sequence[str], *, exact: bool = Fal
 
 def _notes_of_nodes(config: RunConfig) -> list[str]:
     """Notes on GPUs that a job would leave idle. Raises ConfigError if its ranks or servers do not fit its nodes."""
-    found = list(fits(config))
+    found = list(beside_nodes(config))
     if problems := [one.text for one in found if one.kind == "problem"]:
         raise ConfigError("\n".join(problems))
     return [one.text for one in found]

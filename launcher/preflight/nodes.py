@@ -21,10 +21,10 @@ def check(subject: Subject) -> Iterator[Found]:
     if not subject.for_job:
         return
     yield from _controller(subject.config.slurm)
-    yield from fits(subject.config)
+    yield from beside_nodes(subject.config)
 
 
-def fits(config: RunConfig) -> Iterator[Found]:
+def beside_nodes(config: RunConfig) -> Iterator[Found]:
     """Yields problems of a job whose ranks or servers do not fit its nodes, and notes on idle GPUs."""
     slurm = config.slurm
     on_gpus, nodes = config.learner.device != "cpu", made_up_nodes(config)
