@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from rl_megatron.environments import marks
 from rl_megatron.environments.protocol import EnvironmentStep, Model
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.types import Prompt
@@ -67,8 +68,8 @@ def tasks(
 
 
 class Interpreter:
-    """A process of another interpreter, for all trajectories. Started by a thread that outlives them, as a trajectory's
-    own processes are killed behind it; it ends when this process does."""
+    """A process of another interpreter, for all trajectories. Started by a thread with a mark of its own, as
+    what has a trajectory's is killed behind that; it ends when this process does."""
 
     def __init__(self, python: str) -> None:
         self.ended = threading.Event()
@@ -115,6 +116,7 @@ class Interpreter:
             self._process.kill()
 
     def _read(self) -> None:
+        marks.mark(marks.SHARED)
         try:
             command = [self._python, str(_WORKER)]
             self._process = subprocess.Popen(

@@ -1,7 +1,7 @@
-"""Finds the processes that a thread started, and ends them with all that they started.
+"""Finds the processes that a trajectory's threads started, and ends them with all that they started.
 
-Linux keeps for each thread the children that it forked, in /proc/self/task/<thread>/children. A process whose parent
-has ended is another's child, and is not found.
+Linux keeps for each thread the children that it forked, in /proc/self/task/<thread>/children. This process adopts those
+below it whose parents have ended: they become children of its first thread, and their marks say whose they are.
 """
 
 from __future__ import annotations
@@ -12,14 +12,53 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
+from rl_megatron.environments.marks import SHARED, mark_of
+from rl_megatron.sandbox import kernel
+
+
+class Adopted:
+    """Processes that trajectories started and that are children of other threads than their own."""
+
+    def __init__(self) -> None:
+        """From now on this process adopts what is below it and whose parent ends."""
+        with contextlib.suppress(kernel.FenceRefused):  # then such processes are not found
+            kernel.prctl(kernel.SUBREAPER, 1)
+        self._others: set[int] = set()  # children and threads that have been seen to have no mark
+
+    def of(self, mark: int, threads: Iterable[int]) -> list[int]:
+        """Running children with the mark of this process's first thread, and of those of ``threads`` that have it.
+
+        Such as have ended are collected, and those of what trajectories share.
+        """
+        first = _children(os.getpid(), "self")
+        others = list(threads)
+        self._others &= {*first, *others}
+        of = {child: self._mark(child) for child in first}
+        found = [child for child, given in of.items() if given == mark]
+        for thread in others:
+            if self._mark(thread, "self") == mark:
+                found += _children(thread, "self")
+        reap([*found, *(child for child, given in of.items() if given == SHARED)])
+        return [pid for pid in found if began(pid) is not None]
+
+    def _mark(self, task: int, process: str | None = None) -> int:
+        if task in self._others:
+            return 0
+        if not (given := mark_of(task, process)):
+            self._others.add(task)
+        return given
+
 
 def children_of(thread: int, process: int | str = "self") -> list[int]:
     """The running children of a thread of ``process``; none where the kernel does not say."""
+    return [pid for pid in _children(thread, process) if began(pid) is not None]
+
+
+def _children(thread: int, process: int | str) -> list[int]:
     try:
-        pids = [int(pid) for pid in Path(f"/proc/{process}/task/{thread}/children").read_text().split()]
+        return [int(pid) for pid in Path(f"/proc/{process}/task/{thread}/children").read_text().split()]
     except OSError:
         return []
-    return [pid for pid in pids if began(pid) is not None]
 
 
 def began(pid: int) -> int | None:

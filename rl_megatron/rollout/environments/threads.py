@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,13 +17,15 @@ from weakref import WeakSet
 
 from typing_extensions import override
 
-from rl_megatron.rollout.environments.processes import began, children_of, end_trees, reap
+from rl_megatron.environments import marks
+from rl_megatron.rollout.environments.processes import Adopted, began, children_of, end_trees, reap
 from rl_megatron.user_code import describe_error
 
 T = TypeVar("T")
 
 _WAKING = 16  # calls that wake their threads at once
 _WAKING_SECONDS = 0.02
+_MARKS = itertools.cycle(range(1, marks.SHARED))
 
 
 class TooLate(Exception):
@@ -57,15 +60,15 @@ class Waking:
 class LoopThread:
     """A daemon thread with an event loop. One caller's event loop uses it."""
 
-    def __init__(self, waking: Waking) -> None:
-        self._waking = waking
+    def __init__(self, waking: Waking, adopted: Adopted) -> None:
+        self._waking, self._adopted, self._mark = waking, adopted, next(_MARKS)
         self._loop = asyncio.new_event_loop()
         self._helpers = _Helpers()
         self._loop.set_default_executor(self._helpers)
         self._loop.set_task_factory(self._task)
         self._tasks = WeakSet[asyncio.Task[Any]]()
         self._ended = self._given_up = False
-        self._thread = threading.Thread(target=self._turn, name="environment", daemon=True)
+        self._thread = _OwnThread(target=self._turn, name="environment", daemon=True)
         self._thread.start()
 
     def _task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **named: Any) -> asyncio.Task[Any]:
@@ -74,6 +77,7 @@ class LoopThread:
         return task
 
     def _turn(self) -> None:
+        marks.mark(self._mark)
         while not self._ended:
             with contextlib.suppress(BaseException):  # the user's task may exit
                 self._loop.run_forever()
@@ -112,14 +116,19 @@ class LoopThread:
         return result  # type: ignore[return-value]  # T may be None itself
 
     async def end_processes(self) -> list[int]:
-        """Kill what this thread's code started and left running; the process ids."""
-        roots = [*children_of(self._thread.native_id or 0), *self._helpers.children()]
+        """Kill what this thread's code started and left running, in whatever thread and way; the process ids."""
+        threads = [one.native_id or 0 for one in threading.enumerate() if not isinstance(one, _OwnThread)]
+        roots = [
+            *children_of(self._thread.native_id or 0),
+            *self._helpers.children(),
+            *self._adopted.of(self._mark, threads),
+        ]
         if not roots:
             return []
         found = await asyncio.to_thread(end_trees, roots)
         for _ in range(50):  # a killed process is gone within milliseconds
             reap(found)
-            if not children_of(self._thread.native_id or 0):
+            if all(began(pid) is None for pid in found):
                 break
             await asyncio.sleep(0.01)
         return found
@@ -140,7 +149,7 @@ class Threads:
     """The threads of a run, ``most`` at once, which clean trajectories hand on. One event loop uses them."""
 
     def __init__(self, most: int) -> None:
-        self._room, self._waking = asyncio.Semaphore(most), Waking()
+        self._room, self._waking, self._adopted = asyncio.Semaphore(most), Waking(), Adopted()
         self._free: list[LoopThread] = []
 
     async def take(self, admitted: Callable[[], None]) -> LoopThread:
@@ -152,7 +161,7 @@ class Threads:
         try:
             async with self._waking.place():  # a start waits for the interpreter's lock, too
                 await asyncio.sleep(0)
-                return LoopThread(self._waking)
+                return LoopThread(self._waking, self._adopted)
         except BaseException:
             self._room.release()
             raise
@@ -168,6 +177,10 @@ class Threads:
             return killed
         finally:
             self._room.release()
+
+
+class _OwnThread(threading.Thread):
+    """A trajectory's, as this module starts them; their children are known."""
 
 
 class _Helpers(ThreadPoolExecutor):
@@ -197,5 +210,5 @@ class _Helpers(ThreadPoolExecutor):
                 self._left |= {pid: began(pid) for pid in children_of(thread)}  # which become another thread's now
                 self._running.discard(thread)
 
-        threading.Thread(target=work, name="environment's helper", daemon=True).start()
+        _OwnThread(target=work, name="environment's helper", daemon=True).start()
         return future

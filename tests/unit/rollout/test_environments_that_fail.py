@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shlex
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -226,6 +229,59 @@ def test_the_processes_that_it_leaves_are_killed_with_all_below_them(
     assert len(pids) == 2
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
     assert f"left processes running, which were killed: {', '.join(map(str, pids))}" in caplog.text
+
+
+def by_a_shell(command: list[str]) -> None:
+    os.system(f"{shlex.join(command)} &")
+
+
+def by_a_thread_that_ends(command: list[str]) -> None:
+    thread = threading.Thread(target=subprocess.Popen, args=(command,))
+    thread.start()
+    thread.join()
+
+
+def by_a_thread_that_waits(command: list[str]) -> None:
+    threading.Thread(target=subprocess.run, args=(command,), daemon=True).start()
+
+
+def as_a_daemon(command: list[str]) -> None:
+    subprocess.run(["sh", "-c", f"setsid nohup {shlex.join(command)} > /dev/null 2>&1 &"], check=True)
+
+
+@pytest.mark.parametrize("leave", [by_a_shell, by_a_thread_that_ends, by_a_thread_that_waits, as_a_daemon])
+def test_processes_that_left_their_parent_are_killed_and_no_other_trajectorys(
+    tmp_path: Path, leave: Callable[[list[str]], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    def pid_of(number: int) -> int:
+        return int((tmp_path / str(number)).read_text() or 0) if (tmp_path / str(number)).exists() else 0
+
+    class Leaves(Talks):
+        async def step(self, reply: Reply) -> EnvironmentStep:
+            number = numbers[self.seed]
+            leave(["sh", "-c", f"echo $$ > {tmp_path}/{number}; exec sleep {FOR_EVER:g}"])
+            while not pid_of(number):
+                await asyncio.sleep(0.01)
+            if number == 1:
+                while f"were killed: {pid_of(0)}" not in caplog.text:
+                    await asyncio.sleep(0.01)
+                outlived.append(psutil.pid_exists(pid_of(1)))
+            return EnvironmentStep(reward=1.0)
+
+        async def start(self, task: Prompt, seed: int) -> Any:
+            self.seed = seed
+            return await super().start(task, seed)
+
+    outlived = list[bool]()
+    shared = subprocess.Popen(["sleep", f"{FOR_EVER:g}"])  # started by no trajectory
+    ours = sampler(Scripted(lambda text: "a"), EnvironmentMaker(Leaves), group_size=2, step_seconds=LIMIT)
+    numbers = {ours._place(PROMPTS[0], "step 1", number).seed: number for number in range(2)}
+    assert {one.stop for one in trajectories(played(ours))} == {"done"}
+    assert outlived == [True]
+    assert not any(psutil.pid_exists(pid_of(number)) for number in range(2))
+    assert shared.poll() is None
+    shared.kill()
+    shared.wait()
 
 
 def test_a_helper_that_ends_while_processes_are_looked_for_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

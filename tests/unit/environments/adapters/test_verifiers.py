@@ -98,6 +98,19 @@ def test_a_process_that_dies_or_lies_is_named(script: str, said: str, tmp_path: 
         played(single, [prompt({"id": "any", "args": {}, "index": 0})])
 
 
+def test_a_process_outlives_the_trajectory_that_started_it(tmp_path: Path) -> None:
+    python = fake(tmp_path, 'n=0; while read line; do echo "{\\"call\\": $n, \\"reward\\": 1}"; n=$((n+1)); done')
+    ours = source(Scripted(lambda text: "1"), python)
+    for _ in range(2):
+        (one,) = asyncio.run(ours.groups(drawn([prompt({"id": "any", "args": {}, "index": 0})])))
+        assert one.reason == "nothing_sampled"  # the script asks for no turn
+    made = adapter._running[python]
+    assert next(made._numbers) == 4
+    assert not made.ended.is_set()
+    assert made._process is not None
+    made._process.kill()
+
+
 def test_an_interpreter_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"/no/python did not start; it said last: .*No such file"):
         adapter.tasks(python="/no/python", id="any", size=1, held_out=1)
