@@ -6,10 +6,23 @@ ENVIRONMENTS = (
     ("environment/turns_mean", "turns", "mean over trajectories, with environment.function as all that follow"),
     ("environment/turns_max", "turns", "most of a trajectory"),
     ("environment/rows_mean", "rows", "rows to train on of a trajectory; 1 where every context goes on from the last"),
+    (
+        "environment/row_inflation",
+        "",
+        "tokens of all rows over those that differ, where what a trajectory's rows begin with in common counts once: "
+        "what training on branches costs",
+    ),
+    (
+        "environment/branches/<name>",
+        "rows",
+        "rows of a trajectory, mean, that began for this reason: the template drops `thinking`, shows the `context` or "
+        "a turn's `closing` token otherwise, or `refused` the turn; the history was `edited`, or asked `again`",
+    ),
     ("environment/observation_tokens", "tokens", "tokens of a trajectory that it read after its first prompt, mean"),
     ("environment/untrained_fraction", "", "these over all tokens after first prompts; they are never trained on"),
     ("environment/seconds_mean", "s", "mean duration of a trajectory, sampling included"),
     ("environment/seconds_p99", "s", "its 99th percentile"),
+    ("environment/tool_calls", "calls", "calls of tools in a trajectory that were read, mean"),
     ("environment/bad_calls", "turns", "turns of a trajectory with a call that cannot be read, mean"),
     ("environment/spare", "", "share of trajectories that are in place of one that failed (environment.spare)"),
     (

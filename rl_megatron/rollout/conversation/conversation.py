@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -117,6 +118,10 @@ class Conversation:
         _child(node, answer).sampled = sampled
         self._sampled.append(sampled)
         return sampled.turn
+
+    def branches(self) -> Mapping[Branch, int]:
+        """How many turns began a row behind the first, by the reason."""
+        return Counter(one.prompt.branch for one in self._sampled if one.prompt.branch is not None)
 
     def chains(self) -> tuple[Chain, ...]:
         """The rows to train on: each turn is in one of them, and is context in others that go on from it.

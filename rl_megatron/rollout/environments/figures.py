@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
+from rl_megatron.columns import TokenIds
 from rl_megatron.types import Trajectory
 
-SECONDS, BAD_CALLS, SPARE, OWN, ENDPOINT = "seconds", "bad_calls", "spare", "own/", "endpoint/"
-"""In a trajectory's metrics: its seconds, its calls that cannot be read, whether it is in place of one that failed, and
-the beginnings of the names of its environment's own and of what its clients asked for."""
+SECONDS, CALLS, BAD_CALLS, SPARE = "seconds", "tool_calls", "bad_calls", "spare"
+"""In a trajectory's metrics: its seconds, its calls of tools, its turns with one that cannot be read, and whether it is
+in place of one that failed."""
+BRANCHES, OWN, ENDPOINT = "branches/", "own/", "endpoint/"
+"""There, the beginnings of names: of why rows began, of its environment's own, and of what its clients asked for."""
 
 
 def environment_row(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -24,23 +28,42 @@ def environment_row(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     seconds = np.array([one.metrics[SECONDS] for one in led])
     read = np.array([_read(one) for one in led])
     sampled = np.array([one.num_sampled for one in led])
-    own = sorted({name for one in led for name in one.metrics if name.startswith(OWN)})
+    named = sorted({name for one in led for name in one.metrics if name.startswith((BRANCHES, OWN))})
     served = [one.metrics for one in led if f"{ENDPOINT}answered" in one.metrics]
     asked = sorted({name for one in served for name in one if name.startswith(ENDPOINT)})
     return {
         "environment/turns_mean": float(turns.mean()),
         "environment/turns_max": int(turns.max()),
         "environment/rows_mean": float(rows.mean()),
+        "environment/row_inflation": _inflation(led),
         "environment/observation_tokens": float(read.mean()),
         "environment/untrained_fraction": float(read.sum() / (read.sum() + sampled.sum())),
         "environment/seconds_mean": float(seconds.mean()),
         "environment/seconds_p99": float(np.quantile(seconds, 0.99, method="higher")),
+        "environment/tool_calls": sum(one.metrics[CALLS] for one in led) / len(led),
         "environment/bad_calls": sum(one.metrics[BAD_CALLS] for one in led) / len(led),
         "environment/spare": sum(one.metrics.get(SPARE, 0.0) for one in led) / len(led),
         **{f"environment/stop/{stop}": count / len(led) for stop, count in Counter(one.stop for one in led).items()},
-        **{f"environment/{name}": sum(one.metrics.get(name, 0.0) for one in led) / len(led) for name in own},
+        **{f"environment/{name}": sum(one.metrics.get(name, 0.0) for one in led) / len(led) for name in named},
         **{name: sum(one[name] for one in served) / len(served) for name in asked},
     }
+
+
+def _inflation(led: Sequence[Trajectory]) -> float:
+    """Tokens of all rows over those that differ: what rows of a trajectory begin with in common counts once."""
+    tokens = shared = 0
+    for one in led:
+        rows = sorted((row.token_ids for row in one.chains), key=lambda row: row.tobytes())
+        tokens += sum(map(len, rows))
+        shared += sum(_common(*pair) for pair in pairwise(rows))
+    return tokens / (tokens - shared)
+
+
+def _common(one: TokenIds, other: TokenIds) -> int:
+    """How many tokens both begin with."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length
 
 
 def _read(one: Trajectory) -> int:

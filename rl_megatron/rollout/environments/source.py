@@ -23,7 +23,7 @@ from rl_megatron.rollout.batch import Answered, Drawn, Reason
 from rl_megatron.rollout.conversation.templates import Template
 from rl_megatron.rollout.endpoint.server import Endpoint
 from rl_megatron.rollout.environments.episode import Episode, LongPrompt, PlaySetting, TrajectoryPlace
-from rl_megatron.rollout.environments.figures import BAD_CALLS, ENDPOINT, OWN, SECONDS, SPARE
+from rl_megatron.rollout.environments.figures import BAD_CALLS, BRANCHES, CALLS, ENDPOINT, OWN, SECONDS, SPARE
 from rl_megatron.rollout.environments.playing import EnvironmentFault, Playing, TrajectoryEnd
 from rl_megatron.rollout.environments.threads import Threads
 from rl_megatron.rollout.environments.waves import Waves
@@ -221,10 +221,12 @@ class EnvironmentSampler(PolicySampler):
         if not any(chain.turns for chain in chains):
             return Played(reason="nothing_sampled", problem=f"{self._said(place)} has no turn")
         seconds = asyncio.get_running_loop().time() - playing.episode.began
-        bad_calls = sum(one.bad_call is not None for one in playing.episode.replies)
+        replies, branches = playing.episode.replies, playing.episode.conversation.branches()
         metrics = {
             SECONDS: seconds,
-            BAD_CALLS: bad_calls,
+            CALLS: sum(len(one.message.get("tool_calls") or ()) for one in replies),
+            BAD_CALLS: sum(one.bad_call is not None for one in replies),
+            **{f"{BRANCHES}{why}": count for why, count in branches.items()},
             **{f"{OWN}{name}": value for name, value in ended.metrics.items()},
         }
         if playing.requests is not None:

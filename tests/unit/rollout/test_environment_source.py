@@ -16,6 +16,7 @@ from rl_megatron.environments.protocol import EnvironmentStep, LimitReached, Mod
 from rl_megatron.environments.registry import EnvironmentMaker
 from rl_megatron.errors import EngineError, PoisonPrompt
 from rl_megatron.rollout.batch import Answered, RolloutBatch
+from rl_megatron.rollout.environments.figures import environment_row
 from rl_megatron.rollout.environments.source import EnvironmentSampler
 from rl_megatron.rollout.environments.threads import Threads
 from rl_megatron.rollout.environments.waves import Waves
@@ -272,3 +273,22 @@ def test_a_held_out_prompt_that_is_poison_is_asked_once_and_more_than_one_in_a_h
     engine.bad = ("3*4=", "12*11=")
     with pytest.raises(EngineError, match="2 of 2 held-out prompts ended servers or were refused"):
         asyncio.run(ours.held_out(PROMPTS, ours.params(temperature=0.0)))
+
+
+async def edits(task: Prompt, model: Model) -> float:
+    asked = [{"role": "user", "content": task.text}]
+    for messages in (asked, asked, [*asked, {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]):
+        await model.reply(messages)
+    return 1.0
+
+
+def test_why_rows_begin_and_what_they_repeat_is_measured() -> None:
+    """Rows are ``3*4=ab.``, the same again, and ``3*4=xyab.``: 23 tokens, of which 7 and 4 are the row's before."""
+    ours = sampler(Scripted(lambda text: "ab"), function=f"{__name__}:edits", group_size=1)
+    row = environment_row(trajectories(asyncio.run(ours.groups(drawn(PROMPTS[:1])))))
+    assert {name: row[name] for name in row if "row" in name or "branch" in name} == {
+        "environment/rows_mean": 3.0,
+        "environment/row_inflation": 23 / 12,
+        "environment/branches/again": 1.0,
+        "environment/branches/edited": 1.0,
+    }

@@ -82,6 +82,7 @@ def test_an_environment_gets_calls_and_its_results_go_on_in_one_row() -> None:
     (row,) = one.chains
     sampled = [[*TOKENIZER(text)["input_ids"], STOP] for text in engine.texts]
     assert [row.token_ids[turn.start : turn.stop].tolist() for turn in one.turns] == sampled
+    assert environment_row([one])["environment/tool_calls"] == 2
     assert shown(found).count("<tool_response>\n23\n</tool_response>") == 2
 
 
