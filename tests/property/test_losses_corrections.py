@@ -233,6 +233,18 @@ def test_a_token_at_a_limit_is_kept(section: CorrectionSection) -> None:
     assert weights.tolist() == [1.0, 1.0]
 
 
+def test_a_policy_that_has_drifted_drops_bad_sequences_alone() -> None:
+    """Three of advantages -1, 0 and 1, each two nats from the engine: one third is counted as dropped."""
+    ones = torch.ones(3, dtype=torch.float64)
+    columns = {"old_logprobs": -ones, "rollout_logprobs": -ones, "logprobs": (-3 * ones).requires_grad_()}
+    inputs = replace(draw(0, [1, 1, 1], 0.0), **columns, mask=ones.bool(), entropy=ones, num_tokens=3)
+    loss = policy_loss(correction={"mode": "none", "off_policy_delta": 1.0}, objective="reinforce")
+    output = loss(replace(inputs, advantages=torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)))
+    assert output.metrics["correction/dropped_fraction"].value.item() == pytest.approx(1 / 3)
+    assert output.metrics["correction/weight_mean"].value.item() == pytest.approx(2 / 3)
+    assert torch.autograd.grad(output.loss, columns["logprobs"])[0].tolist() == pytest.approx([0.0, 0.0, -1 / 3])
+
+
 @pytest.mark.parametrize(("level", "limit"), [("token", 0.5), ("sequence", 0.5), ("product", 1.0), ("worst", 0.5)])
 def test_a_divergence_at_the_limit_is_kept_and_one_above_it_is_not(level: str, limit: float) -> None:
     """Two tokens of one nat's gap, so that each has a k2 of 1/2 to the bit."""

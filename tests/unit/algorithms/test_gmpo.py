@@ -86,6 +86,18 @@ def test_an_advantage_of_zero_clips_nothing() -> None:
     assert (output.loss.item(), gradient.any().item(), output.metrics["clip_fraction"].value.item()) == (0, False, 0)
 
 
+def test_a_token_without_an_advantage_counts_in_its_sequences_mean_as_a_bad_one() -> None:
+    """One token of advantage 2 beside one of 0: √(1.5 * 10) where the latter grew, √(1.5 * 0.7) where it shrank; the
+    limit that shaped the mean is counted for the first token alone."""
+    inputs = replace(batch([2, 2], 0), advantages=torch.tensor([2.0, 0.0, 2.0, 0.0]).double())
+    ratios = torch.tensor([3.0, 10.0, 3.0, 0.1], dtype=torch.float64)
+    output, gradient = evaluate(inputs, inputs.old_logprobs + ratios.log())
+    grown, shrunk = math.sqrt(1.5 * 10), math.sqrt(1.5 * 0.7)
+    assert output.loss.item() == pytest.approx(-2 * (grown + shrunk) / 4)
+    assert not gradient.any()
+    assert output.metrics["clip_fraction"].value.item() == 0.5
+
+
 def test_micro_batches_add_up() -> None:
     """Three of two sequences each, under the whole batch's denominators."""
     inputs = batch(LENGTHS, 7, scale=0.6, kept=0.75)
