@@ -20,9 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.mutants.draw import Mutant, drawn
+from tests.mutants.equivalents import Equivalents, named_equivalents
 
 REPO = Path(__file__).parents[2]
 FIRST_LIMIT = 1800.0  # seconds that the tests may take without a mutant: a minute where nothing else runs
@@ -152,23 +152,6 @@ def killer(tree: Path, mutant: Mutant, limit: float) -> str | None:
     return next(failed, f"the end of its process ({status})")
 
 
-def reason(mutant: Mutant, equivalents: list[dict[str, str]]) -> str | None:
-    """Why no test can kill it, where equivalents.yaml says so."""
-    old, new = mutant.lines()
-    named = (e["reason"] for e in equivalents if (e["line"], e["mutant"]) == (old, new) and mutant.path == e["path"])
-    return next(named, None)
-
-
-def named_equivalents() -> list[dict[str, str]]:
-    """What equivalents.yaml says. Raises ValueError for a line that its file does not have."""
-    equivalents: list[dict[str, str]] = yaml.safe_load((REPO / "tests/mutants/equivalents.yaml").read_text("utf-8"))
-    for named in equivalents:
-        lines = (REPO / named["path"]).read_text("utf-8").splitlines()
-        if named["line"] not in " ".join(line.strip() for line in lines):
-            raise ValueError(f"tests/mutants/equivalents.yaml: {named['path']} has no line `{named['line']}`; fix it")
-    return equivalents
-
-
 def main() -> int:
     """Tries the mutants two at a time; 1 where one is alive and not named as equivalent."""
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
@@ -189,7 +172,7 @@ def main() -> int:
         return report(mutants, trees, equivalents, limit)
 
 
-def report(mutants: list[Mutant], trees: list[Path], equivalents: list[dict[str, str]], limit: float) -> int:
+def report(mutants: list[Mutant], trees: list[Path], equivalents: Equivalents, limit: float) -> int:
     """Print each result as it comes, and the totals."""
     free, start, equal, survivors = list(trees), time.monotonic(), 0, 0
 
@@ -202,7 +185,7 @@ def report(mutants: list[Mutant], trees: list[Path], equivalents: list[dict[str,
 
     with ThreadPoolExecutor(len(trees)) as pool:
         for n, (mutant, by) in enumerate(zip(mutants, pool.map(tried, mutants), strict=True), 1):
-            why = reason(mutant, equivalents) if by is None else None
+            why = equivalents.get((mutant.path, *mutant.lines())) if by is None else None
             equal, survivors = equal + (why is not None), survivors + (by is None and why is None)
             left = (time.monotonic() - start) / n * (len(mutants) - n) / 60
             said = f"killed by {by}" if by else f"equivalent: {why}" if why else f"ALIVE\n{mutant.diff()}"
