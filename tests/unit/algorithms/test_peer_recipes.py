@@ -1,7 +1,7 @@
 """The same recipe on the same batch: our loss beside the formulas that verl, AReaL, TRL and slime publish.
 
 Formulas are written afresh in padded [B, L] form, under the peers' keys; where they come from:
-verl: verl-project/verl, verl/trainer/ppo/core_algos.py at 018f23b5;
+verl: verl-project/verl, verl/trainer/ppo/core_algos.py at 018f23b5, its DPPO at 1dda039b;
 AReaL: inclusionAI/AReaL, areal/utils/functional/functional.py at 2274616c, its CISPO as areal/api/cli_args.py says;
 TRL: huggingface/trl, trl/trainer/grpo_config.py at 006d32c9 and public copies of trl/trainer/grpo_trainer.py;
 slime: THUDM/slime, slime/utils/ppo_utils.py at 06787cf5, slime/backends/megatron_utils/{loss,cp_utils}.py.
@@ -50,7 +50,8 @@ def padded(spread: float = 0.3) -> Padded:
     place = torch.arange(WIDTH)
     mask = (place < torch.tensor(LENGTHS)[:, None]) & (place >= torch.tensor(PROMPTS)[:, None])
     old = -torch.rand(shape, generator=g, dtype=torch.float64)
-    new, ref = (old + spread * torch.randn(shape, generator=g, dtype=torch.float64) for _ in range(2))
+    drawn = (old + spread * torch.randn(shape, generator=g, dtype=torch.float64) for _ in range(2))
+    new, ref = (x.clamp(max=-0.01) for x in drawn)  # a probability is below 1
     adv = torch.randn(len(LENGTHS), 1, generator=g, dtype=torch.float64).expand(shape)
     return Padded((new * mask).requires_grad_(), old * mask, ref * mask, adv * mask, mask.double())
 
@@ -98,6 +99,17 @@ def sequence_ratio(x: Padded) -> Tensor:
     return per_row(x.logp - x.old, x.mask).exp()[:, None]
 
 
+def dppo(divergence: str, x: Padded, low: float, high: float, cap: float) -> Tensor:
+    """[B, L]: verl's dppo_tv and dppo_kl, Stable-RL's dppo_binary_tv and dppo_binary_kl."""
+    p, q, ratio = x.logp.detach().exp(), x.old.exp(), (x.logp - x.old).detach().exp()
+    if divergence == "dppo_tv":
+        distance = (p - q).abs()
+    else:
+        distance = q * (q / p).log() + (1 - q) * ((1 - q + 1e-8) / (1 - p + 1e-8)).log()
+    near = torch.where(x.adv > 0, (distance <= high) | (p <= q), (distance <= low) | (p >= q))
+    return -x.adv * ratio.clamp(max=cap) * x.logp * near
+
+
 def verl(
     loss_mode: str = "vanilla",
     loss_agg_mode: str = "token-mean",
@@ -122,6 +134,8 @@ def verl(
             token = surrogate(ratio, x.adv, clip_ratio_low, clip_ratio_high, clip_ratio_c)
         elif loss_mode == "gspo":  # its dual clip and aggregation keys are not read
             token, mode = surrogate(sequence_ratio(x), x.adv, clip_ratio_low, clip_ratio_high), "seq-mean-token-mean"
+        elif loss_mode.startswith("dppo"):
+            token = dppo(loss_mode, x, clip_ratio_low, clip_ratio_high, clip_ratio_c)
         else:
             token = -ratio.detach().clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * x.adv * x.logp
         d = x.ref - x.logp
@@ -208,6 +222,7 @@ def slime(
 
 
 UNWEIGHTED = ".kl.importance_weighted=false"
+DPPO_LIMITS = (".clip_low=0.02", ".clip_high=0.04", ".cap_high=1.1")
 GSPO_CLIPS = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
 SAME: list[tuple[list[str], PeerLoss]] = [
     (["=grpo", ".dual_clip=3.0"], verl(loss_agg_mode="seq-mean-token-mean")),
@@ -231,6 +246,7 @@ SAME: list[tuple[list[str], PeerLoss]] = [
     (["=luspo"], trl("luspo", 2e-3, 2.5e-3, importance_sampling_level="sequence")),
     (["=vespo"], trl("vespo")),
     (["=gspo"], slime("gspo", 3e-4, 4e-4)),
+    *(([f"={kind}", *DPPO_LIMITS], verl(kind, "token-mean", 0.02, 0.04, 1.1)) for kind in ("dppo_tv", "dppo_kl")),
     (["=cispo", ".cap_high=1.4"], verl("cispo", clip_ratio_low=1.0, clip_ratio_high=0.4)),
     (["=cispo", ".cap_low=0.8", ".cap_high=1.2"], verl("cispo")),
     (["=cispo", ".cap_high=1.4"], areal(eps_clip=1.0, eps_clip_higher=0.4, use_cispo_loss=True)),
