@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import selectors
+import signal
 import sys
 import threading
 import time
@@ -63,11 +64,16 @@ class LoopWatch:
     """Watches the `TimedLoop` that runs it from a thread, because a call that blocks it stops everything.
 
     From `begin` on, what blocks it for more than ``LONG_SECONDS`` is logged with its stack. What blocks it for
-    ``run.watchdog_seconds`` may never return, so this then ends the process, and with it the children.
+    ``run.watchdog_seconds`` may never return, so this then ends the process, and with it the children. A call that
+    holds Python's lock keeps the thread from running, too: after so much of its processor time the kernel sends
+    SIGPROF, at which C code writes the stacks and the process ends.
     """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self._limit, self._folder = config.watchdog_seconds, folder
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._stacks = (folder / "controller.txt").open("a")  # now, as C code can open none
+        faulthandler.register(signal.SIGPROF, file=self._stacks, all_threads=True, chain=True)
         loop = asyncio.get_running_loop()
         assert isinstance(loop, TimedLoop)
         self._loop, self._turns, self._of_loop = loop, loop.turns, threading.get_ident()
@@ -77,7 +83,8 @@ class LoopWatch:
         self._said: dict[str, float] = {}  # seconds by place, of what was logged
         self._beat, self._over = threading.Event(), threading.Event()
         self._begun = False
-        threading.Thread(target=self._watch, name="loop watch", daemon=True).start()
+        self._watching = threading.Thread(target=self._watch, name="loop watch", daemon=True)
+        self._watching.start()
 
     def begin(self) -> None:
         """Measure from here on. Before, imports in threads hold Python's lock, and nothing waits for the loop.
@@ -93,6 +100,11 @@ class LoopWatch:
         """Stop watching, before the loop ends."""
         self._turns.long = None
         self._over.set()
+        self._watching.join()
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        faulthandler.unregister(signal.SIGPROF)
+        self._stacks.close()
+        stacks.tidy(self._folder)
         gc.unfreeze()
 
     def row(self) -> dict[str, float]:
@@ -105,6 +117,8 @@ class LoopWatch:
     def _watch(self) -> None:
         still = looks = 0
         while still <= self._limit:
+            if looks % _LOOKS == 0:
+                signal.setitimer(signal.ITIMER_PROF, self._limit)
             looked = time.monotonic()
             if self._over.wait(_LOOK_SECONDS):
                 return
@@ -142,10 +156,8 @@ class LoopWatch:
         logger.warning("the event loop was blocked for %.1f s, and everything waited: %s%s", seconds, place, frames)
 
     def _end(self) -> NoReturn:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._folder / "controller.txt"
-        with path.open("a") as file:
-            faulthandler.dump_traceback(file, all_threads=True)
+        faulthandler.dump_traceback(self._stacks, all_threads=True)
         stack = stacks.read(path.read_text())
         where = "" if stack is None else f": it is at {stack.place}"
         text = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -39,6 +40,35 @@ def test_it_ends_with_the_place_and_the_stacks(tmp_path: Path) -> None:
     assert "error: the controller's event loop has been blocked for 1 s (run.watchdog_seconds): it is at" in done.stderr
     assert "in standing_still" in done.stderr
     assert "in standing_still" in (tmp_path / "controller.txt").read_text()
+
+
+HOLDING = """
+import asyncio, re, sys, threading
+from pathlib import Path
+from launcher.processes.loop_watch import LoopWatch, TimedLoop
+from rl_megatron.config.io import load_config
+
+async def controller():
+    for number in range(2):
+        watch = LoopWatch(load_config("tiny_cpu", ["run.watchdog_seconds=1"]), Path(sys.argv[1]))
+        if number == 0:
+            watch.stop()
+    threading.Thread(target=reward, daemon=True).start()
+    await asyncio.sleep(10_000)
+
+def reward():
+    while True:
+        sum(range(10_000_000_000))  # holds Python's lock
+
+asyncio.Runner(loop_factory=TimedLoop).run(controller())
+"""
+
+
+def test_a_call_that_never_releases_pythons_lock_ends_it_with_the_stacks(tmp_path: Path) -> None:
+    """3 seconds. No thread of Python's runs meanwhile, the watch's neither."""
+    done = subprocess.run([sys.executable, "-c", HOLDING, tmp_path], capture_output=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGPROF, done.stderr
+    assert "in reward" in (tmp_path / "controller.txt").read_text()
 
 
 BLOCKING = """
