@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from launcher.build.data import Data
 from launcher.servers.site import HERE
@@ -19,11 +19,14 @@ from rl_megatron.rollout.conversation.probe import probe_template
 from rl_megatron.rollout.conversation.templates import PlainText, Template, tokens_of_text
 from rl_megatron.rollout.environments.source import EnvironmentSampler
 from rl_megatron.rollout.environments.waves import Waves
-from rl_megatron.rollout.parsers.table import PARSERS
+from rl_megatron.rollout.parsers.table import PARSERS, WRITTEN
 from rl_megatron.seeds import text_seed
 from rl_megatron.services import Services
 from rl_megatron.training.jobs.warm_start import Targets
 from rl_megatron.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +62,13 @@ def environment_sampler(
         report = probe_template(template, data.stop_token_ids)
         bad = report.habit == "rewrites" or report.refused
         logger.log(logging.WARNING if bad else logging.INFO, "%s", report.describe())
+        _warn_of_calls(tokenizer, section.tool_parser, key)
+        if report.habit != "appends" and config.algorithm.credit in ("gae", "discounted") and key == "environment":
+            logger.warning(
+                "algorithm.credit=%s goes from token to token, so a trajectory of several rows ends the run; set "
+                "environment.thinking=keep, another model's template, or credit=completion or turn",
+                config.algorithm.credit,
+            )
     return EnvironmentSampler(
         engine=engine if config.rollout.served else Waves(engine),
         made=made,
@@ -72,6 +82,19 @@ def environment_sampler(
         stop_token_ids=() if config.rollout.ignore_eos else data.stop_token_ids,
         seed=config.seed,
     )
+
+
+def _warn_of_calls(tokenizer: PreTrainedTokenizerBase, parser: str | None, key: str) -> None:
+    """Warn where neither the chat template nor the tokenizer has what each call of the parser's format has in it."""
+    mark = WRITTEN.get(parser or "")
+    if mark is not None and mark not in tokenizer.chat_template and mark not in tokenizer.get_added_vocab():
+        logger.warning(
+            "%s.tool_parser=%s reads calls with %s, which is neither in the model's chat template nor a token of its "
+            "own: a model that writes calls otherwise would call nothing; set the parser of its format",
+            key,
+            parser,
+            mark,
+        )
 
 
 def _leave_out_of_proxies(host: str) -> None:

@@ -14,3 +14,7 @@ from rl_megatron.rollout.parsers.parsed import Parser
 PARSERS: MappingProxyType[str, Parser] = MappingProxyType(
     {"hermes": hermes, "llama3_json": llama3, "deepseek": deepseek, "glm": glm, "harmony": harmony}
 )
+WRITTEN: MappingProxyType[str, str] = MappingProxyType(
+    {"hermes": "<tool_call>", "deepseek": "<｜tool▁calls▁begin｜>", "glm": "<arg_key>", "harmony": "<|channel|>"}
+)
+"""What every call of a format has in it, where it is more than JSON."""

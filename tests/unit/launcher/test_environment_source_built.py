@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,8 +34,10 @@ TALKS = EnvironmentMaker(Talks)
 REWRITES = "{{ messages | length }}\n" + CHAT_TEMPLATE  # what was read before is another text each turn
 
 
-def source_of(engine: Any, template: str, made: EnvironmentMaker | Agent = TALKS) -> EnvironmentSampler:
-    config = load_config("calculator", [*KEYS])
+def source_of(
+    engine: Any, template: str, made: EnvironmentMaker | Agent = TALKS, keys: Sequence[str] = ()
+) -> EnvironmentSampler:
+    config = load_config("calculator", [*KEYS, *keys])
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     data: Any = SimpleNamespace(tokenizer=tokenizer, stop_token_ids=(EOS,))
@@ -64,6 +67,25 @@ def test_a_template_that_rewrites_what_was_read_is_warned_of(caplog: pytest.LogC
     assert "the chat template rewrites: 2.75 rows a trajectory" in record.getMessage()
     found = trajectories(asyncio.run(ours.groups(drawn(PROMPTS[:1], 1))))
     assert [[len(row.turns) for row in one.chains] for one in found] == [[1, 1]] * 2
+
+
+@pytest.mark.parametrize(
+    ("key", "template", "said"),
+    [
+        ("environment.tool_parser=hermes", CHAT_TEMPLATE, "tool_parser=hermes reads calls with <tool_call>, which"),
+        ("environment.tool_parser=hermes", CHAT_TEMPLATE + "{# <tool_call> #}", None),
+        ("environment.tool_parser=llama3_json", CHAT_TEMPLATE, None),
+        ("algorithm.credit=discounted", CHAT_TEMPLATE, "algorithm.credit=discounted goes from token to token, so a"),
+        ("environment.thinking=keep", CHAT_TEMPLATE, None),
+    ],
+)
+def test_what_would_go_wrong_later_is_warned_of(
+    key: str, template: str, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    source_of(Scripted(lambda text: "ab"), template, keys=(key,))
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == (said is not None)
+    assert (said or "") in "".join(warned)
 
 
 async def asks(task: Prompt, model: Model) -> float:
