@@ -184,12 +184,12 @@ def servers(kind: str, count: int = SERVERS) -> Iterator[list[str]]:
 
 
 def _wait_for(url: str) -> None:
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + 300
     while time.monotonic() < ends:
         with contextlib.suppress(httpx2.TransportError):
             httpx2.get(f"{url}/health")
             return
-    raise TimeoutError(f"{url} is not ready after 60 s")
+    raise TimeoutError(f"{url} is not ready after 300 s")
 
 
 class Counted:
