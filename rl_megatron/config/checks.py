@@ -185,7 +185,8 @@ def _group_problems(c: RunConfig) -> list[str]:
     a, r, out = c.algorithm, c.rollout, []
     levels = {f"algorithm.{key}={getattr(a, key)}" for key in ("advantage_mean", "advantage_std", "normalise_rewards")}
     over_group, over_batch = (sorted(k for k in levels if k.endswith(e)) for e in ("=group", ("=batch", "=advantages")))
-    over_batch += ["algorithm.whiten=true"] if a.whiten and a.credit == "completion" else []
+    if a.whiten and a.credit == "completion" and a.whiten_mean != "none":
+        (over_batch if a.whiten_mean == "batch" else over_group).append("algorithm.whiten=true")
     of_turns = a.credit == "turn" and a.turn_baseline == "all"  # which one trajectory has several of
     if r.group_size == 1 and over_group and a.preference_beta is None and not of_turns:
         out.append(

@@ -119,6 +119,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "entropy_target": {OFF: (), ON: ("entropy_step",)},
     "overlong_buffer": {OFF: (), ON: ("overlong_factor",)},
+    "whiten": {OFF: (), ON: ("whiten_mean", "whiten_std")},
 }
 """For each choice of the ``algorithm`` section and each of its values: the keys and inner sections that it reads."""
 
@@ -130,6 +131,7 @@ PREFERENCE_READS = (
     "overlong_buffer",
     "overlong_factor",
     "reward_scale",
+    "reward_bias",
     "normalise_rewards",
     "reward_clip",
     "whiten_rewards",
@@ -192,7 +194,9 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
         for key in {key for keys in reads.values() for key in keys} - set(reads[chosen]):
             readers = [name for name, keys in reads.items() if key in keys]
             for leaf in _set(algorithm, f"algorithm.{key}"):
-                out.setdefault(leaf, f"algorithm.{choice}={value} does not read it, {_named(choice, readers)} does")
+                out.setdefault(
+                    leaf, f"algorithm.{choice}={_text(value)} does not read it, {_named(choice, readers, value)} does"
+                )
     if config.algorithm.preference_beta is not None:
         read = {leaf for key in PREFERENCE_READS for leaf in _set(algorithm, f"algorithm.{key}")}
         for leaf in _set(algorithm, "algorithm"):
@@ -313,14 +317,25 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
     pairs = a.preference_beta is not None
     alone = a.reward_clip is None and (pairs or a.credit != "gae")
     alone = alone and not (a.kl.coefficient > 0 and a.kl.placement != "loss")
-    divided, centred = a.advantage_std != "none" or a.whiten, a.advantage_mean in {"group", "batch"}
+    divided, centred = a.advantage_std != "none" or _whitens(a, a.whiten_std), a.advantage_mean in {"group", "batch"}
     if a.whiten_rewards or a.normalise_rewards != "none" or (alone and (pairs or divided)):
         yield "algorithm.reward_scale", "a later comparison of rewards, or division by their std or range, undoes it"
+    baseline = a.advantage_mean != "none" and ":" not in a.advantage_mean  # of all but a function of one's own
+    for_all = a.credit == "completion" or (a.credit == "discounted" and a.gamma == 1)  # tokens, the same bias
+    compared = pairs or baseline or (for_all and _whitens(a, a.whiten_mean))
+    if a.whiten_rewards or a.normalise_rewards != "none" or (a.reward_clip is None and compared):
+        yield "algorithm.reward_bias", "rewards are compared with one another, and it is in all of them"
+    if a.whiten and a.whiten_mean == a.whiten_std == "none":
+        yield "algorithm.whiten", "algorithm.whiten_mean and whiten_std are none"
     if alone and (pairs or (divided and centred)):
         yield "algorithm.whiten_rewards", "a later comparison of rewards, or centring and division, undoes it"
     of_group = a.advantage_mean == "group" and a.advantage_std == "group"
     if alone and (pairs or of_group or (a.normalise_rewards == "batch" and divided and centred)):
         yield "algorithm.normalise_rewards", "a later comparison of rewards, or centring and division, undoes it"
+
+
+def _whitens(a: AlgorithmSection, level: str) -> bool:
+    return a.whiten and level != "none"
 
 
 def _text(value: object) -> str:
@@ -332,10 +347,10 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 
-def _named(choice: str, values: list[str]) -> str:
+def _named(choice: str, values: list[str], instead_of: object) -> str:
     """``algorithm.objective=cispo or topr``."""
     if values == [ON]:
-        return f"algorithm.{choice} above 0"
+        return f"algorithm.{choice}=true" if instead_of is False else f"algorithm.{choice} above 0"
     return f"algorithm.{choice}={' or '.join(values)}"
 
 

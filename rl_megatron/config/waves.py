@@ -50,7 +50,7 @@ def _of_batches(c: RunConfig) -> Iterator[tuple[str, str]]:
     """What looks at a whole batch before its first gradient, by its key, and what to set instead."""
     a = c.algorithm
     if a.whiten:
-        yield "algorithm.whiten=true", "the mean and the std of advantages are the batch's; set whiten=false"
+        yield "algorithm.whiten=true", "advantages are whitened where the whole batch is; set whiten=false"
     if a.advantage_mean in {"batch", "moving", "tracked"}:
         of = "the batch's" if a.advantage_mean == "batch" else "at first the batch's"
         yield f"algorithm.advantage_mean={a.advantage_mean}", f"the baseline is {of}; set advantage_mean=group or none"

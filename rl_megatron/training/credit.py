@@ -63,7 +63,7 @@ class Rewards:
 def shape_rewards(
     groups: Sequence[RolloutGroup], section: AlgorithmSection, state: AlgorithmState, *, max_new_tokens: int
 ) -> Rewards:
-    """Apply unfinished and overlong rewards, scale, range, running whitening and clip, in that order, if configured.
+    """Apply unfinished and overlong rewards, bias, scale, range, running whitening and clip, in this order, where set.
 
     Greedy completions are shaped likewise, but do not enter the ranges and the running moments.
     """
@@ -96,7 +96,7 @@ def _judged(groups: Sequence[RolloutGroup], section: AlgorithmSection, max_new_t
         rewards = rewards + overlong_penalty(
             lengths, max_length=max_new_tokens, buffer=section.overlong_buffer, factor=section.overlong_factor
         )
-    return rewards * section.reward_scale
+    return (rewards + section.reward_bias) * section.reward_scale
 
 
 def _ids_of_range(groups: Sequence[RolloutGroup], section: AlgorithmSection) -> Tensor:
@@ -216,7 +216,10 @@ def assign_credit(
         goes_on = truncated(groups) & (section.unfinished_reward is None)  # which sets the reward of an end
         samples = _CREDITS[section.credit](samples, _Credit(advantages, penalty, goes_on, next_values), section)
     if section.whiten:
-        samples = replace(samples, advantages=whiten(samples.advantages, samples.mask))
+        levels, group_of = {"mean": section.whiten_mean, "std": section.whiten_std}, None
+        if "group" in levels.values():
+            group_of = _of_sequences(_group_ids(groups), samples)[sequence_ids(samples.cu_seqlens)]
+        samples = replace(samples, advantages=whiten(samples.advantages, samples.mask, group_of=group_of, **levels))
     if section.drop_truncated:
         cut = _of_sequences(truncated(groups), samples)
         samples = replace(samples, mask=drop_truncated(samples.mask, cut, samples.cu_seqlens))

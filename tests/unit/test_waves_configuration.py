@@ -32,7 +32,7 @@ def problem(*keys: str) -> str:
 
 
 REFUSED = {
-    "algorithm.whiten=true": (["algorithm.whiten=true"], "mean and the std of advantages are the batch's"),
+    "algorithm.whiten=true": (["algorithm.whiten=true"], "whitened where the whole batch is"),
     "algorithm.advantage_mean=batch": ([f"{R}advantage_mean=batch", f"{R}advantage_std=none"], "the baseline is the b"),
     "algorithm.advantage_mean=moving": (
         [f"{R}advantage_mean=moving", f"{R}advantage_std=none"],

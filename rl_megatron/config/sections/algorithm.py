@@ -148,6 +148,10 @@ class AlgorithmSection(Section):
     """credit=gae: the policy's lambda is 1 - 1 / (this * length) (VAPO); null: ``lam``."""
     whiten: bool = False
     """Whether to whiten tokens' advantages over the whole batch, including completions that the loss leaves out."""
+    whiten_mean: Literal["batch", "group", "none"] = "batch"
+    """whiten: the mean that is subtracted is over the tokens of the batch or of the prompt's group; none: none is."""
+    whiten_std: Literal["batch", "group", "none"] = "batch"
+    """whiten: likewise the standard deviation of what is left, which it is divided by."""
     ratio_level: Literal["token", "sequence", "turn", "sequence_sum"] = "token"
     """The importance ratio is each token's, the sequence's or its turn's (length-normalised), or the product over the
     sequence."""
@@ -212,7 +216,9 @@ class AlgorithmSection(Section):
     kl: KLSection = KLSection()
     critic: CriticSection = CriticSection()
     reward_scale: PositiveFloat = 1.0
-    """Factor on rewards, after ``unfinished_reward`` and the overlong penalty."""
+    """Factor on rewards, after ``unfinished_reward``, the overlong penalty and ``reward_bias``."""
+    reward_bias: Finite = 0.0
+    """Added to each reward before it is scaled."""
     normalise_rewards: Literal["none", "group", "batch"] = "none"
     """Map the rewards of each group, or of the batch, to 0 .. 1: less their least, over their greatest less that."""
     reward_clip: PositiveFloat | None = None
@@ -317,6 +323,7 @@ def _turn_problems(a: AlgorithmSection) -> list[str]:
     changes = {
         "whiten_rewards=true": a.whiten_rewards,
         f"normalise_rewards={a.normalise_rewards}": a.normalise_rewards != "none",
+        f"reward_bias={a.reward_bias:g}": a.reward_bias != 0,
         f"reward_clip={a.reward_clip or 0:g}": a.reward_clip is not None,
     }
     out += [

@@ -101,7 +101,7 @@ class PlainUpdate:
         a = self.a
         for s in said:
             s.reward = a.unfinished_reward if s.cut and a.unfinished_reward is not None else s.raw
-            s.reward *= a.reward_scale
+            s.reward = (s.reward + a.reward_bias) * a.reward_scale
         if a.normalise_rewards != "none":
             raw = [(s.group if a.normalise_rewards == "group" else 0, s.reward) for s in said]
             for s, (of, reward) in zip(said, raw, strict=True):
@@ -161,12 +161,20 @@ class PlainUpdate:
             before = mean if self.baseline is None else self.baseline
             self.baseline = a.baseline_decay * before + (1 - a.baseline_decay) * mean
         if a.whiten:
-            every = [x for s in said for x in s.advantages]
-            mean, std = statistics.fmean(every), statistics.stdev(every)
-            for s in said:
-                s.advantages = [(x - mean) / (std + 1e-8) for x in s.advantages]
+            self._whiten(said)
         for s in said:
             s.trained = not (a.drop_truncated and s.cut)
+
+    def _whiten(self, said: list[Said]) -> None:
+        def compared(level: str, s: Said) -> list[float]:
+            return [x for one in said for x in one.advantages if level == "batch" or one.group == s.group]
+
+        a, mean = self.a, {"none": 0.0}
+        for s, means in [(s, mean | {k: statistics.fmean(compared(k, s)) for k in ("group", "batch")}) for s in said]:
+            s.advantages = [x - means[a.whiten_mean] for x in s.advantages]
+        for s, all_ in [(s, compared(a.whiten_std, s)) for s in said]:
+            std = math.sqrt(math.fsum(x * x for x in all_) / (len(all_) - 1)) + 1e-8 if a.whiten_std != "none" else 1.0
+            s.advantages = [x / std for x in s.advantages]
 
     def _gae(self, s: Said, rewards: list[float], lam: float) -> list[float]:
         goes_on = s.cut and self.a.unfinished_reward is None

@@ -74,6 +74,12 @@ PATHS: dict[str, dict[str, Any]] = {
         "kl": {"coefficient": 0.5, "estimator": "k1", "target": 0.01, "horizon": 30},
     },
     "whitened over the cut ones, which are left out": ALIKE | {"whiten": True, "drop_truncated": True},
+    **{
+        f"whitened by the mean of the {mean} and the std of the {std}": CRITIC
+        | {"whiten": True, "whiten_mean": mean, "whiten_std": std, "reward_bias": -0.5, "reward_scale": 2.0}
+        for mean, std in (("group", "group"), ("group", "batch"), ("batch", "group"), ("none", "batch"))
+    },
+    "centred advantages": ALIKE | {"whiten": True, "whiten_std": "none"},
     "NLL of right completions under scaled rewards": CRITIC | {"reward_scale": 0.5, "nll_coefficient": 0.7},
     "running moments and a clip": ALIKE | {"whiten_rewards": True, "reward_clip": 0.8, "reward_scale": 1.0},
     **{
