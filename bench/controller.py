@@ -76,6 +76,8 @@ class StandIns:
                 held.forget()
             elif name in ("score", "backward"):
                 answer = self._passed(rank, dims, name, held, arguments[1])
+                if isinstance(arguments[0], tuple):  # of passes
+                    answer = [(answer, 0.0) for _ in arguments[0]]
             elif name == "step":
                 answer = StepResult(grad_norm=1.0)
             elif name == "forget":
@@ -106,6 +108,10 @@ class StandIns:
 class Pickled(LearnerGroup):
     """Today's way: each rank gets its data-parallel rank's micro-batches at each pass."""
 
+    def __init__(self, group: WorkerGroup, dims: ParallelDims, plane: Plane) -> None:
+        super().__init__(group, "policy", plane)
+        self._dims = dims
+
     @override
     async def score(self, batch: Batch, want: frozenset[Want]) -> Any:
         answers = await self._all("score", batch, want)
@@ -119,7 +125,7 @@ class Pickled(LearnerGroup):
 
     async def _all(self, name: str, batch: Batch, *rest: Any) -> list[Any]:
         rows = [tuple(row) for row in batch.micro_batches]
-        shares = {w.rank: (self._role, rows[self._dims.dp_rank(w.rank)], *rest) for w in self._group.workers}
+        shares = {w.rank: (self.role, rows[self._dims.dp_rank(w.rank)], *rest) for w in self._group.workers}
         return await self._group.ask(name, shares)
 
 
@@ -177,7 +183,7 @@ async def step(streams: Sequence[Connection], groups: Sequence[RolloutGroup], *,
     group = WorkerGroup([WorkerHandle(StandIn(r, one), failure, None) for r, one in enumerate(streams)], failure)
     await group.each("layout", dims)
     plane = Plane(group, dims)
-    policy = (Pickled if pickled else LearnerGroup)(group, dims, "policy", plane)
+    policy = Pickled(group, dims, plane) if pickled else LearnerGroup(group, "policy", plane)
     unused: Any = None
     roles = Roles(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
     update = Update(config=config_of(dims), roles=roles, attention_cost=1e-5)

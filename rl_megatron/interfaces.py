@@ -103,6 +103,42 @@ class Scorer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """A forward pass of the model of a ``role``, and all that it is to say of a batch.
+
+    ``replays``: its routers take the batch's ``routes``, if any. ``last_tokens``: each sequence has its last target as
+    one more input.
+    """
+
+    role: str
+    want: frozenset[Want]
+    replays: bool = False
+    last_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassScores:
+    """What a pass said, and the seconds of its slowest rank."""
+
+    scores: Mapping[Want, Scores]
+    seconds: float
+
+
+class Together(Protocol):
+    """Models on the same ranks. One request brings a batch to these, and asks for the scores of all passes over it."""
+
+    @property
+    def roles(self) -> Collection[str]:
+        """The models' roles."""
+        ...
+
+    async def score(self, batch: Batch, passes: Sequence[Pass]) -> Sequence[PassScores]:
+        """What each of the passes says, which are made in this order. Raises RLMegatronError for what a model cannot
+        compute."""
+        ...
+
+
 class FrozenModel(Scorer, Protocol):
     """A model that nobody trains, sharded as the policy: a reference, a teacher, a reward model."""
 
@@ -219,6 +255,8 @@ class Roles:
     """``reference`` where there is one."""
     engine: RolloutEngine
     weights: WeightSync
+    together: Sequence[Together] = ()
+    """Models that are asked by one request, by the ranks that hold them; one that is in none is asked by itself."""
     pinned: PinnedEngine | None = None
     """With eval.mode=pinned."""
     engine_metrics: Callable[[], Mapping[str, float]] = dict

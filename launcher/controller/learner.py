@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -14,22 +13,18 @@ from launcher.controller.plane import Plane
 from rl_megatron import digests
 from rl_megatron.digests import Digest, Written
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.interfaces import Learner, Saving
+from rl_megatron.interfaces import Learner, Pass, PassScores, Saving, Together
 from rl_megatron.training import checkpoints
 from rl_megatron.types import (
     Batch,
     Counts,
     Loss,
     Metric,
-    ParallelDims,
     Scores,
     SkippedStep,
     StepResult,
     Want,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class LearnerGroup(Learner):
@@ -38,34 +33,32 @@ class LearnerGroup(Learner):
     Every call raises WorkerDied if a rank has ended.
     """
 
-    def __init__(self, group: WorkerGroup, dims: ParallelDims, role: str, plane: Plane) -> None:
+    def __init__(self, group: WorkerGroup, role: str, plane: Plane) -> None:
         """``plane`` is that of the group, which models on the same ranks share."""
-        self._group, self._dims, self._role, self._plane = group, dims, role, plane
+        self._group, self.role, self._plane = group, role, plane
         self._num_routed = 0  # MoE layers of the model; 0: not known yet
 
     @override
     async def start_from(self, folder: Path) -> None:
-        await self._group.each("start_from", self._role, folder.resolve())
+        await self._group.each("start_from", self.role, folder.resolve())
 
     @override
     async def release(self) -> None:
         await self._group.each("release")
 
     @override
-    async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
+    async def score(self, batch: Batch, want: frozenset[Want]) -> Mapping[Want, Scores]:
         """Each data-parallel rank scores its micro-batches."""
-        await self._check_routes(batch)
-        said = await self._plane.call("score", self._role, batch, want, to_score=True)
-        answers: list[dict[Want, list[Tensor]] | None] = said
-        rows = {self._dims.dp_rank(rank): answer for rank, answer in enumerate(answers) if answer is not None}
-        return {what: [rows[d][what] for d in range(self._dims.dp)] for what in want}
+        asked = Pass(role=self.role, want=want, replays=True, last_tokens=batch.last_tokens)
+        (said,) = await LearnerGroups([self], self._plane).score(batch, [asked])
+        return said.scores
 
     @override
     async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float | Counts]]:
         """Each data-parallel rank adds the gradients of its micro-batches."""
-        await self._check_routes(batch)
+        await self.check_routes(batch)
         common = (loss, batch.num_tokens, batch.num_sequences)
-        answers = await self._plane.call("backward", self._role, batch, *common, to_score=False)
+        answers = await self._plane.call("backward", self.role, batch, *common, to_score=False)
         said: dict[str, Metric[float | Counts]] = next(answer for answer in answers if answer is not None)
         return said
 
@@ -76,16 +69,16 @@ class LearnerGroup(Learner):
     @override
     async def step(self, learning_rate: float, scale: float = 1.0) -> StepResult | SkippedStep:
         """A skipped step has the culprits of all ranks."""
-        answers: list[StepResult | SkippedStep] = await self._group.each("step", self._role, learning_rate, scale)
+        answers: list[StepResult | SkippedStep] = await self._group.each("step", self.role, learning_rate, scale)
         if skipped := [a for a in answers if isinstance(a, SkippedStep)]:  # then all did
             return replace(skipped[0], culprits=tuple(c for a in skipped for c in a.culprits))
         return answers[0]
 
     @override
     async def drop(self) -> None:
-        await self._group.each("drop", self._role)
+        await self._group.each("drop", self.role)
 
-    async def _check_routes(self, batch: Batch) -> None:
+    async def check_routes(self, batch: Batch) -> None:
         """Raise RLMegatronError for routes of another model."""
         routes = batch.samples.routes
         if routes is None:
@@ -98,13 +91,13 @@ class LearnerGroup(Learner):
             )
 
     async def _count_routed(self) -> int:
-        layers: list[tuple[int, ...]] = await self._group.each("routed_layers", self._role)
+        layers: list[tuple[int, ...]] = await self._group.each("routed_layers", self.role)
         return 1 + max(layer for of_rank in layers for layer in of_rank)
 
     @override
     async def save(self, folder: Path) -> Saving:
-        await self._group.each("save", self._role, folder)
-        return _Saving(self._group, self._role)
+        await self._group.each("save", self.role, folder)
+        return _Saving(self._group, self.role)
 
     @override
     async def load(self, folder: Path, files: Mapping[str, Digest]) -> None:
@@ -114,7 +107,27 @@ class LearnerGroup(Learner):
         problems: list[list[str]] = await self._group.ask("verify", mine)
         if any(problems):
             raise checkpoints.unsound(folder.parent, [line for lines in problems for line in lines])
-        await self._group.each("load", self._role, folder)
+        await self._group.each("load", self.role, folder)
+
+
+class LearnerGroups(Together):
+    """The models on the ranks of one group."""
+
+    def __init__(self, models: Sequence[LearnerGroup], plane: Plane) -> None:
+        """``plane`` is that of the group."""
+        self._models, self._plane = {one.role: one for one in models}, plane
+
+    @property
+    @override
+    def roles(self) -> Collection[str]:
+        return self._models.keys()
+
+    @override
+    async def score(self, batch: Batch, passes: Sequence[Pass]) -> list[PassScores]:
+        for one in passes:
+            if one.replays:
+                await self._models[one.role].check_routes(batch)
+        return await self._plane.score(batch, passes)
 
 
 class _Saving(Saving):

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from launcher.controller.group import WorkerGroup
 from rl_megatron.data.sent import Sent
 from rl_megatron.data.shares import Share
-from rl_megatron.types import Batch, ParallelDims
+from rl_megatron.interfaces import Pass, PassScores
+from rl_megatron.types import Batch, ParallelDims, Scores, Want
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Plane:
@@ -24,16 +29,37 @@ class Plane:
         self._lock = asyncio.Lock()  # ranks hold what earlier calls brought
         self._bytes, self._seconds = 0, 0.0  # of shares since the last `row`, and to make them
 
-    async def call(self, name: str, role: str, batch: Batch, *rest: Any, to_score: bool) -> list[Any]:
+    async def score(self, batch: Batch, passes: Sequence[Pass]) -> list[PassScores]:
+        """What all passes over the batch say. Raises as `call`."""
+        answers: list[list[tuple[dict[Want, list[Tensor]] | None, float]]]
+        answers = await self.call("score", tuple(passes), batch, to_score=True)
+        return [
+            PassScores(
+                scores=self._by_data_rank(one.want, [each[0] for each in said]), seconds=max(each[1] for each in said)
+            )
+            for one, said in zip(passes, zip(*answers, strict=True), strict=True)
+        ]
+
+    def _by_data_rank(
+        self, want: frozenset[Want], answers: Sequence[dict[Want, list[Tensor]] | None]
+    ) -> dict[Want, Scores]:
+        """Scores [D][M], of those in rank order that the ranks tell."""
+        rows = {self._dims.dp_rank(rank): answer for rank, answer in enumerate(answers) if answer is not None}
+        return {what: [rows[d][what] for d in range(self._dims.dp)] for what in want}
+
+    async def call(
+        self, name: str, asked: str | tuple[Pass, ...], batch: Batch, *rest: Any, to_score: bool
+    ) -> list[Any]:
         """Call every rank with its micro-batches of the batch and ``rest``. Returns answers in rank order.
 
-        ``to_score``: without the columns that a loss alone reads. Raises as `WorkerGroup.gather`.
+        ``asked`` are the passes, or the role of the only one. ``to_score``: without the columns that a loss alone
+        reads. Raises as `WorkerGroup.gather`.
         """
         async with self._lock:
             shares = await self._shares(batch, to_score=to_score)
-            without = (role, None, *rest)
+            without = (asked, None, *rest)
             given = {
-                w.rank: (role, shares[w.rank], *rest) if w.rank in shares else without for w in self._group.workers
+                w.rank: (asked, shares[w.rank], *rest) if w.rank in shares else without for w in self._group.workers
             }
             self._held = True
             answers = self._group.begin(name, given)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from launcher.controller.engine import EngineGroup
 from launcher.controller.group import WorkerGroup
 from launcher.controller.kernels import KernelGroup
-from launcher.controller.learner import LearnerGroup
+from launcher.controller.learner import LearnerGroup, LearnerGroups
 from launcher.controller.plane import Plane
 from launcher.controller.speeds import Speeds
 from launcher.controller.weights import WeightGroup
@@ -24,14 +24,17 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig, speeds: Speed
     planes = {role: Plane(its, config.learner_of(role).dims) for role, its in groups.items()}
     learners, others = (
         {
-            role: LearnerGroup(
-                groups.get(role, group), config.learner_of(role).dims, role, planes.get(role, planes[LEARNER])
-            )
+            role: LearnerGroup(groups.get(role, group), role, planes.get(role, planes[LEARNER]))
             for role, needed in roles.items()
             if needed
         }
         for roles in (trained, frozen)
     )
+    models = [*learners.values(), *others.values()]
+    together = [
+        LearnerGroups([one for one in models if (one.role if one.role in groups else LEARNER) == name], plane)
+        for name, plane in planes.items()
+    ]
 
     def rank_metrics() -> dict[str, float]:
         rows = [plane.row() for plane in planes.values()]
@@ -42,6 +45,7 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig, speeds: Speed
         frozen=others,
         engine=EngineGroup(group),
         weights=WeightGroup(group),
+        together=together,
         gpus=group.gpus,
         rank_metrics=rank_metrics,
         profiled=[KernelGroup(one) for one in groups.values()],

@@ -5,12 +5,12 @@ release theirs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl_megatron.digests import Digest
-from rl_megatron.interfaces import FrozenModel, Learner, Roles, Saving, WeightSync
+from rl_megatron.interfaces import FrozenModel, Learner, Pass, PassScores, Roles, Saving, Together, WeightSync
 from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.types import Batch, Counts, Loss, Metric, Scores, SkippedStep, StepResult, Want, WeightUpdate
 
@@ -23,6 +23,7 @@ def colocated(roles: Roles, servers: ReplicaWeights) -> Roles:
         weights=_Weights(inner=roles.weights, models=(*roles.learners.values(), *roles.frozen.values())),
         learners={role: _Learner(inner=one, learner=one, servers=servers) for role, one in roles.learners.items()},
         frozen={role: _Frozen(inner=one, servers=servers) for role, one in roles.frozen.items()},
+        together=[_Together(inner=one, servers=servers) for one in roles.together],
     )
 
 
@@ -40,6 +41,22 @@ class _Weights:
 
     async def export(self, folder: Path) -> None:
         await self.inner.export(folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Together:
+    """Has the servers release their memory before the models of ``inner`` score."""
+
+    inner: Together
+    servers: ReplicaWeights
+
+    @property
+    def roles(self) -> Collection[str]:
+        return self.inner.roles
+
+    async def score(self, batch: Batch, passes: Sequence[Pass]) -> Sequence[PassScores]:
+        await self.servers.release()
+        return await self.inner.score(batch, passes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,8 @@ have their own ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -18,6 +19,7 @@ from rl_megatron import digests
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest, Written
 from rl_megatron.errors import RLMegatronError
+from rl_megatron.interfaces import Pass
 from rl_megatron.observability.timeline.kernels import Recorded
 from rl_megatron.options.offload import SLAB, leaving
 from rl_megatron.placement.names import LEARNER
@@ -223,9 +225,23 @@ class RankModels:
         """Free the columns of a step. Not collective."""
         self._rows.forget()
 
-    def score(self, role: str, share: Share | None, want: frozenset[Want]) -> dict[Want, list[Tensor]] | None:
-        """The scores in ``want`` of each micro-batch; None except on the rank that reports for its DP rank."""
-        micro_batches = self._taken(role, share)
+    def score(self, passes: Sequence[Pass], share: Share | None) -> list[tuple[dict[Want, list[Tensor]] | None, float]]:
+        """What each of the passes says of each micro-batch, None except on the rank that reports for its DP rank; and
+        the seconds that it took."""
+        from rl_megatron.data.gathered import as_seen
+
+        replaying = [one.role for one in passes if one.replays] or [passes[0].role]
+        micro_batches = self._taken(replaying[0], share)
+        answers = []
+        for one in passes:
+            began = time.perf_counter()
+            seen = [as_seen(m, replays=one.replays, last_tokens=one.last_tokens) for m in micro_batches]
+            answers.append((self._said(one.role, seen, one.want), time.perf_counter() - began))
+        return answers
+
+    def _said(
+        self, role: str, micro_batches: Sequence[Samples], want: frozenset[Want]
+    ) -> dict[Want, list[Tensor]] | None:
         if role == "reference":
             self._parked.back("reference")
         if role in self._scorers:

@@ -12,15 +12,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from rl_megatron.data.samples import select
+from rl_megatron.data.samples import select, with_last_tokens
 from rl_megatron.types import Batch, Samples
 
 
 class MicroBatches(Sequence[Sequence[Samples]]):
-    """Micro-batches [D][M], each gathered from the samples when it is read; ``spare`` is as in `Batch`."""
+    """Micro-batches [D][M], each gathered from the samples when it is read; the rest is as in `Batch`."""
 
-    def __init__(self, samples: Samples, sequences: Sequence[Sequence[Tensor]], spare: int) -> None:
-        self._rows = [_Row(samples, row, spare) for row in sequences]
+    def __init__(
+        self, samples: Samples, sequences: Sequence[Sequence[Tensor]], spare: int, *, last_tokens: bool = False
+    ) -> None:
+        self._rows = [_Row(samples, row, spare, last_tokens) for row in sequences]
 
     @override
     def __len__(self) -> int:
@@ -33,10 +35,21 @@ class MicroBatches(Sequence[Sequence[Samples]]):
 
 def without_routes(batch: Batch) -> Batch:
     """The batch without routes, for models that have routers of their own."""
-    if batch.samples.routes is None:
-        return batch
-    samples = replace(batch.samples, routes=None)
-    return replace(batch, samples=samples, micro_batches=MicroBatches(samples, batch.sequences, batch.spare))
+    return batch if batch.samples.routes is None else seen_by(batch, replays=False, last_tokens=batch.last_tokens)
+
+
+def seen_by(batch: Batch, *, replays: bool, last_tokens: bool) -> Batch:
+    """The batch as a pass takes it; the arguments are those of `interfaces.Pass`."""
+    samples = batch.samples if replays else replace(batch.samples, routes=None)
+    rows = MicroBatches(samples, batch.sequences, batch.spare, last_tokens=last_tokens)
+    return replace(batch, samples=samples, micro_batches=rows, last_tokens=last_tokens)
+
+
+def as_seen(micro_batch: Samples, *, replays: bool, last_tokens: bool) -> Samples:
+    """`seen_by` for one micro-batch; one with positions to pad with stays as it is."""
+    seen = micro_batch if replays else replace(micro_batch, routes=None)
+    padded = int(seen.cu_seqlens[-1]) < len(seen.input_ids)
+    return with_last_tokens(seen)[0] if last_tokens and not padded else seen
 
 
 def computed_lengths(batch: Batch) -> list[list[NDArray[np.int64]]]:
@@ -48,8 +61,8 @@ def computed_lengths(batch: Batch) -> list[list[NDArray[np.int64]]]:
 class _Row(Sequence[Samples]):
     """The micro-batches [M] of one data-parallel rank."""
 
-    def __init__(self, samples: Samples, sequences: Sequence[Tensor], spare: int) -> None:
-        self._samples, self._sequences, self._spare = samples, sequences, spare
+    def __init__(self, samples: Samples, sequences: Sequence[Tensor], spare: int, last_tokens: bool) -> None:
+        self._samples, self._sequences, self._spare, self._last_tokens = samples, sequences, spare, last_tokens
 
     @override
     def __len__(self) -> int:
@@ -58,9 +71,10 @@ class _Row(Sequence[Samples]):
     @override
     def __getitem__(self, m: Any) -> Any:
         if isinstance(m, slice):
-            return _Row(self._samples, self._sequences[m], self._spare)
+            return _Row(self._samples, self._sequences[m], self._spare, self._last_tokens)
         ids = self._sequences[m]
-        return select(self._samples, ids) if len(ids) else _placeholder(self._samples, self._spare)
+        found = select(self._samples, ids) if len(ids) else _placeholder(self._samples, self._spare)
+        return as_seen(found, replays=True, last_tokens=self._last_tokens)
 
 
 def _placeholder(samples: Samples, spare: int) -> Samples:

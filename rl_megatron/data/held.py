@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_megatron.data.samples import with_last_tokens
 from rl_megatron.data.shares import Share, opened
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.types import Samples
@@ -68,10 +67,9 @@ class HeldRows:
                     column = column.clone()
                 self._rows.setdefault(name, {}).update(zip(new.tolist(), column.split(lengths.tolist()), strict=True))
         cut = np.split(rows, np.cumsum(counts)[:-1])
-        made = [self._micro_batch(ids.tolist(), head["columns"]) if len(ids) else _empty(spare, head) for ids in cut]
-        if head["last_tokens"]:
-            made = [with_last_tokens(m)[0] if len(ids) else m for m, ids in zip(made, cut, strict=True)]
-        return tuple(made)
+        return tuple(
+            self._micro_batch(ids.tolist(), head["columns"]) if len(ids) else _empty(spare, head) for ids in cut
+        )
 
     def _decoded(
         self, forms: dict[str, tuple[Form, str]], arrays: list[NDArray[Any]], new: NDArray[np.int32], lengths: Tensor
@@ -122,8 +120,6 @@ def _empty(spare: dict[str, Tensor], head: dict[str, Any]) -> Samples:
     length = len(spare["input_ids"])
     columns = {name: torch.zeros(length) for name in head["columns"]} | spare
     columns["mask"] = torch.zeros(length, dtype=torch.bool)
-    if head["last_tokens"]:
-        columns["targets"] = torch.zeros_like(columns["targets"])
     return _samples(columns, torch.tensor([0, 1]))
 
 

@@ -89,11 +89,17 @@ class Packer:
     whole_groups: bool = False
 
     def pack(
-        self, samples: Samples, *, part: NDArray[np.int64] | None = None, ranks: NDArray[np.int64] | None = None
+        self,
+        samples: Samples,
+        *,
+        part: NDArray[np.int64] | None = None,
+        ranks: NDArray[np.int64] | None = None,
+        with_room: bool = False,
     ) -> Batch:
-        """Pack all of them, or ``part``; units stay together."""
+        """Pack all of them, or ``part``; units stay together. ``with_room``: for one more position a sequence."""
         part = np.arange(samples.num_sequences) if part is None else part
-        plan = self._plan(samples.cu_seqlens.diff().numpy()[part], None if ranks is None else ranks[part])
+        lengths = samples.cu_seqlens.diff().numpy()[part] + with_room
+        plan = self._plan(lengths, None if ranks is None else ranks[part])
         spare = self.padding.sizes[0] if self.padding.sizes else 1
         sequences = tuple(tuple(torch.from_numpy(part[ids]) for ids in row) for row in plan)
         return Batch(

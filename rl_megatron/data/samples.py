@@ -145,7 +145,7 @@ def select(samples: Samples, indices: Tensor) -> Samples:
 def with_last_tokens(samples: Samples) -> tuple[Samples, Tensor]:
     """Append each sequence's last target as one more input; also returns these positions, [N + S] bool.
 
-    A critic's value there is the value of the whole sequence. Nothing is masked in, and targets are 0.
+    A critic's value there is the value of the whole sequence. They are not masked in, and their targets are 0.
     """
     cu_seqlens = samples.cu_seqlens + torch.arange(len(samples.cu_seqlens))
     is_last = torch.zeros(int(cu_seqlens[-1]), dtype=torch.bool)
@@ -153,11 +153,13 @@ def with_last_tokens(samples: Samples) -> tuple[Samples, Tensor]:
     input_ids = torch.empty(len(is_last), dtype=torch.int64)
     input_ids[~is_last] = samples.input_ids
     input_ids[is_last] = samples.targets[samples.cu_seqlens[1:] - 1]
+    targets, mask = torch.zeros_like(input_ids), torch.zeros_like(is_last)
+    targets[~is_last], mask[~is_last] = samples.targets, samples.mask
     zeros = torch.zeros(len(is_last))
     longer = Samples(
         input_ids=input_ids,
-        targets=torch.zeros_like(input_ids),
-        mask=torch.zeros_like(is_last),
+        targets=targets,
+        mask=mask,
         advantages=zeros,
         rollout_logprobs=zeros,
         old_logprobs=zeros,

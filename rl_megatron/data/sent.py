@@ -94,8 +94,7 @@ class Sent:
             forms, more = self._block(new, names)
             blocks.append(forms)
             pieces += more
-        head = {"step": self.step, "columns": list(columns), "spare": spare, "blocks": blocks}
-        return share_of({**head, "last_tokens": batch.last_tokens}, pieces)
+        return share_of({"step": self.step, "columns": list(columns), "spare": spare, "blocks": blocks}, pieces)
 
     def _block(self, new: NDArray[np.int64], names: Sequence[str]) -> tuple[dict[str, tuple[Form, str]], list[Pieces]]:
         """The form of each column of the ``new`` rows, and what is sent: their numbers, lengths and columns."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,6 +137,18 @@ class Stopwatch:
             ended = spans.now()
             spans.keep(spans.PHASES, phase, began, ended)
             self._seconds[phase] = self._seconds.get(phase, 0.0) + (ended - began) / 1e9
+
+    def share(self, began: int, seconds: Mapping[str, float]) -> None:
+        """Add the time since ``began``, of `spans.now`, to phases one after the other, in proportion to the ``seconds``
+        that each took."""
+        ended, whole = spans.now(), math.fsum(seconds.values())
+        place, passed = began, 0.0
+        for phase, part in seconds.items():
+            passed += part
+            until = began + round((ended - began) * passed / whole) if whole else ended
+            spans.keep(spans.PHASES, phase, place, until)
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + (until - place) / 1e9
+            place = until
 
     def count(self, phase: str, tokens: int, *, beside: bool = False) -> None:
         """Record how many tokens ``phase`` processed, for ``tokens_per_second/<phase>``: over its own seconds, or over

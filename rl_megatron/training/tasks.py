@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Self, TypeVar
 
 from rl_megatron.errors import Stopped
 from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.observability.timeline import spans
 
 T = TypeVar("T")
 
@@ -51,6 +52,13 @@ class AtOnce:
         """Wait for the answer, and count the wait for its phase."""
         with self._watch(task.get_name()):
             return await task
+
+    async def end_shared(self, task: asyncio.Task[T], seconds: Callable[[T], Mapping[str, float]]) -> T:
+        """Wait for the answer, and count the wait for the phases of which it tells the ``seconds``, in proportion."""
+        began = spans.now()
+        said = await task
+        self._watch.share(began, seconds(said))
+        return said
 
     async def __aexit__(self, *_: object) -> None:
         """Cancel what is not finished; errors of other models would have the same cause."""

@@ -11,12 +11,10 @@ from asyncio import to_thread
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from rl_megatron.algorithms.aggregation import token_weight
 from rl_megatron.algorithms.auxiliary import ValueLoss
@@ -25,10 +23,10 @@ from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.own import check_own_advantages, check_own_objective
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.gathered import computed_lengths, without_routes
-from rl_megatron.data.packing import Packer, packer_of, unpack
-from rl_megatron.data.samples import to_samples, with_last_tokens
+from rl_megatron.data.packing import unpack
+from rl_megatron.data.samples import to_samples
 from rl_megatron.errors import DataError
-from rl_megatron.interfaces import Roles, Scorer
+from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.credit import (
     AlgorithmState,
@@ -38,7 +36,6 @@ from rl_megatron.training.credit import (
     explained_variance,
     shape_rewards,
 )
-from rl_megatron.training.flips import engine_flips, update_flips
 from rl_megatron.training.measures import (
     LOGPROBS,
     Made,
@@ -49,16 +46,14 @@ from rl_megatron.training.measures import (
     mismatch_row,
     policy_row,
     token_versions,
-    wanted_of_policy,
 )
 from rl_megatron.training.optimizer_steps import OptimizerSteps, TooFar
 from rl_megatron.training.schedule import critic_learning_rate, learning_rate, seed_of
+from rl_megatron.training.scores.flips import engine_flips, update_flips
+from rl_megatron.training.scores.requests import Packers, measured
 from rl_megatron.training.selection import Selection, TokenChoice, selection_of, token_choice
 from rl_megatron.training.tasks import AtOnce
-from rl_megatron.types import Batch, Loss, Prompt, RolloutGroup, Samples, Want
-
-Ranks: TypeAlias = NDArray[np.int64]
-"""The data-parallel rank of each sequence [S]."""
+from rl_megatron.types import Batch, Loss, Prompt, RolloutGroup, Samples
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,8 +71,7 @@ class Update:
     """The value of a prompt by its id, where the baseline is tracked."""
     state: AlgorithmState = field(init=False)
     _selection: Selection = field(init=False)
-    _packer: Packer = field(init=False)
-    _others: dict[str, Packer] = field(init=False)  # of roles in a layout of their own
+    packers: Packers = field(init=False)
     policy_steps: OptimizerSteps = field(init=False)
     critic_steps: OptimizerSteps = field(init=False)
 
@@ -89,10 +83,7 @@ class Update:
             kl_coefficient=section.kl.coefficient, entropy_coefficient=section.entropy_coefficient
         )
         self._selection = selection_of(self.config.algorithm)
-        cost, unit, whole = self.attention_cost, self._selection.unit, self.config.train.whole_groups
-        make = partial(packer_of, attention_cost=cost, unit=unit, whole_groups=whole)
-        self._packer = make(self.config.learner)
-        self._others = {role: make(self.config.learner_of(role)) for role in self.config.roles.layouts}
+        self.packers = Packers(config=self.config, attention_cost=self.attention_cost, unit=self._selection.unit)
         self.policy_steps, self.critic_steps = (
             OptimizerSteps(name=name, most=self.config.train.most_skipped) for name in ("policy", "critic")
         )
@@ -135,7 +126,8 @@ class Update:
         """All scores of the groups, the samples to train on, and the algorithm's next state."""
         section = self.config.algorithm
         sampled = await to_thread(self._samples_of, groups)
-        found = await self._measure(sampled if self._replays else replace(sampled, routes=None), step, watch)
+        replayed = sampled if self._replays else replace(sampled, routes=None)
+        found = await measured(self.config, self.roles, self.packers, replayed, step, watch)
         found = replace(found, engine_routes=None if self._replays else sampled.routes)
 
         def credited() -> tuple[Measured, Samples, AlgorithmState]:
@@ -163,7 +155,7 @@ class Update:
         return self.config.algorithm.routing_replay == "r3"
 
     def _described(self, found: Measured, samples: Samples, batches: Sequence[Batch]) -> Row:
-        return self._gaps(found) | advantage_row(samples) | self._packer.metrics(batches)
+        return self._gaps(found) | advantage_row(samples) | self.packers.own.metrics(batches)
 
     def _gaps(self, found: Measured) -> Row:
         """Metrics of the gap between engine and learner, and of the tokens that they route to other experts."""
@@ -190,60 +182,6 @@ class Update:
             )
         return samples
 
-    async def _measure(self, samples: Samples, step: int, watch: Stopwatch) -> Measured:
-        """Score the rollouts with all models before any of them changes; only the scores that the algorithm needs."""
-        section, roles = self.config.algorithm, self.roles
-        ranks, batch = await to_thread(self._packed, samples, step)
-        asked = section.old_logprobs == "learner" or section.tokens.choose != "all"
-        asked |= section.routing_replay == "r2" or self.config.train.route_flips
-        current = entropy = next_values = None
-        routes = samples.routes
-        async with AtOnce(watch) as at_once:
-            policy = reference = critic = None
-            if asked:
-                policy = at_once.begin("logprobs", roles.policy.score(batch, wanted_of_policy(self.config)))
-            if "reference" in roles.models:
-                wanted: frozenset[Want] = LOGPROBS | {"top"} if section.needs_top else LOGPROBS
-                judged = without_routes(await self._own("reference", batch))
-                reference = at_once.begin("reference", roles.models["reference"].score(judged, wanted))
-            if (values_of := roles.policy if section.is_own_critic else roles.models.get("critic")) is not None:
-                if other := self._others.get("critic"):
-                    ranks = await to_thread(self._ranks, other, samples, step)
-                critic = at_once.begin("values", self._values(samples, values_of, ranks))
-            if policy is not None:
-                said = await at_once.end(policy)
-                current = await to_thread(unpack, batch, said["logprobs"], samples)
-                if "entropy" in said:
-                    entropy = await to_thread(unpack, batch, said["entropy"], samples)
-                if "routes" in said:
-                    routes = await to_thread(unpack, batch, said["routes"], samples)
-                if section.routing_replay == "r2":
-                    samples = replace(samples, routes=routes)
-                if section.old_logprobs == "learner":
-                    samples = replace(samples, old_logprobs=current)
-            if reference is not None:
-                said = await at_once.end(reference)
-                samples = replace(samples, ref_logprobs=await to_thread(unpack, judged, said["logprobs"], samples))
-                if "top" in said:
-                    samples = replace(samples, ref_top=await to_thread(unpack, judged, said["top"], samples))
-            if critic is not None:
-                values, next_values = await at_once.end(critic)
-                samples = replace(samples, old_values=values)
-        return Measured(samples, current, entropy, next_values, routes)
-
-    def _packed(self, samples: Samples, step: int) -> tuple[Ranks, Batch]:
-        """All sequences, each where it is trained on first, so that its columns are there once it was scored."""
-        ranks = self._ranks(self._packer, samples, step)
-        return ranks, self._packer.pack(samples, ranks=ranks)
-
-    def _ranks(self, packer: Packer, samples: Samples, step: int) -> Ranks:
-        return packer.ranks(samples, most=self.config.train.minibatches, seed=seed_of(self.config.seed, step, 0))
-
-    async def _own(self, role: str, batch: Batch) -> Batch:
-        """The batch for the ranks of ``role``, packed again if they have a layout of their own."""
-        other = self._others.get(role)
-        return batch if other is None else await to_thread(other.again, batch)
-
     async def _flips(self, found: Measured, step: int, watch: Stopwatch) -> Row:
         """The routes and ratios of the new policy beside the old one's, by one more pass, if the run asks for it.
 
@@ -254,22 +192,12 @@ class Update:
         assert found.current is not None
         assert found.routes is not None
         replayed = found.samples.routes is not None
-        _, batch = await to_thread(self._packed, found.samples, step)
+        batch = await to_thread(self.packers.packed, found.samples, step)
         with watch("logprobs"):
             said = await self.roles.policy.score(batch, LOGPROBS if replayed else LOGPROBS | {"routes"})
         after = found.routes if replayed else await to_thread(unpack, batch, said["routes"], found.samples)
         new = await to_thread(unpack, batch, said["logprobs"], found.samples)
         return await to_thread(update_flips, found.routes, after, new - found.current, found.samples.mask)
-
-    async def _values(self, samples: Samples, critic: Scorer, ranks: Ranks) -> tuple[Tensor, Tensor]:
-        """Values [N] before each sampled token, and [S] after each completion's last one."""
-        longer, is_last = await to_thread(with_last_tokens, samples)
-        packer = self._others.get("critic", self._packer)
-        packed = await to_thread(partial(packer.pack, longer, ranks=ranks))
-        batch = replace(packed, samples=replace(samples, routes=None), last_tokens=True)
-        said = await critic.score(batch, frozenset({"values"}))
-        values = await to_thread(unpack, batch, said["values"], longer)
-        return values[~is_last], values[is_last]
 
     def _weighted(
         self, samples: Samples, part: NDArray[np.int64] | None = None, num_units: int | None = None
@@ -335,7 +263,7 @@ class Update:
             scaled = chosen if scale is None else replace(chosen, advantages=chosen.advantages * scale)
             return self._weighted(scaled, part)
 
-        packed = self._packer.minibatches(samples, most=train.minibatches, seeds=seeds, weighted=columns_for)
+        packed = self.packers.own.minibatches(samples, most=train.minibatches, seeds=seeds, weighted=columns_for)
         return [batch for batch in packed if batch.num_tokens]
 
     async def _steps(
@@ -362,7 +290,7 @@ class Update:
                     near = partial(self.policy_steps.step_near, most_kl=section.old_kl_limit)
                     trained = at_once.begin("train", near(roles.policy, batch, loss, rate, prompts))
                 if critic is not None:
-                    learnt = without_routes(await self._own("critic", batch))
+                    learnt = without_routes(await to_thread(self.packers.again, "critic", batch))
                     asked = self.critic_steps.step(critic, learnt, value_loss, critic_rate, prompts)
                     valued = at_once.begin("critic", asked)
                 if trained is not None:
@@ -370,7 +298,7 @@ class Update:
                     self._count_work(batch, row, watch)
                     if isinstance(made, TooFar):
                         goes_on = False
-                        row |= {"kl/stopped_at": made.kl, **self._packer.metrics(batches[: number + 1])}
+                        row |= {"kl/stopped_at": made.kl, **self.packers.own.metrics(batches[: number + 1])}
                     else:
                         policy_steps.append(made)
                 if valued is not None:

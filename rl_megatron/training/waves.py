@@ -104,7 +104,7 @@ class WaveUpdate(Update):
         trained.found.append(found)
         trained.samples.append(samples)
         samples = await to_thread(self._weighted, samples, None, self._planned[trained.loss.denominator("loss")])
-        _, batch = await to_thread(self._packed, samples, step)
+        batch = await to_thread(self.packers.packed, samples, step)
         if not batch.num_tokens:
             return
         tokens, sequences = self._planned["num_tokens"], self._planned["num_sequences"]
@@ -125,7 +125,7 @@ class WaveUpdate(Update):
             return row
         rate = learning_rate(self.config, step)
         row |= {"learning_rate": rate, **await to_thread(advantage_row, samples)}
-        row |= await to_thread(self._packer.metrics, trained.batches)
+        row |= await to_thread(self.packers.own.metrics, trained.batches)
         for batch in trained.batches:
             self._count_work(batch, row, watch)
         actual: dict[Denominator, int] = {

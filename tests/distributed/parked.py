@@ -14,7 +14,8 @@ import torch
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.data.packing import pack
-from rl_megatron.types import Samples
+from rl_megatron.interfaces import Pass
+from rl_megatron.types import Samples, Want
 from rl_megatron.weights.bytes.parked import Parked
 from tests.distributed.ragged import ragged_samples
 from tests.rows import policy_loss
@@ -105,8 +106,9 @@ def step(worker: Worker, config: RunConfig, rank: int, *, interrupted: bool) -> 
     batch = pack(replace(samples, advantages=samples.mask.float()), dims=dims, max_tokens=96)
     row, counts = batch.micro_batches[dims.dp_rank(rank)], (batch.num_tokens, batch.num_sequences)
     share = share_of(row, dims, rank, to_score=True)
-    reference = worker.score("reference", share, frozenset({"logprobs"}))
-    values = worker.score("critic", share, frozenset({"values"}))
+    asked: dict[str, frozenset[Want]] = {"reference": frozenset({"logprobs"}), "critic": frozenset({"values"})}
+    answers = worker.score([Pass(role=role, want=want) for role, want in asked.items()], share)
+    reference, values = (scores for scores, _ in answers)
     assert reference is not None
     assert values is not None
     said: dict[str, Any] = {

@@ -15,6 +15,7 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.measures import Measured
+from rl_megatron.training.scores.requests import measured
 from rl_megatron.training.update import Update
 from rl_megatron.types import Samples
 from tests.distributed.test_plane import TINY, by_transformers, sampled
@@ -45,12 +46,12 @@ def learnt(folder: Path, model: Path, samples: Samples, *keys: str) -> tuple[Mea
         for role in ("critic", "reference"):
             await roles.models[role].start_from(model)
         update = Update(config=config, roles=roles, attention_cost=0.0)
-        before = await update._measure(samples, 1, Stopwatch())
+        before = await measured(config, roles, update.packers, samples, 1, Stopwatch())
         trained = replace(samples, old_values=before.samples.old_values, ref_logprobs=before.samples.ref_logprobs)
         batches = update._minibatches(trained, None, 1)
         _, of_critic = await update._steps(batches, 1, Stopwatch(), [], {})
         norms = [made.step.grad_norm for made in of_critic if made is not None]
-        return before, await update._measure(samples, 2, Stopwatch()), norms
+        return before, await measured(config, roles, update.packers, samples, 2, Stopwatch()), norms
 
     async def run() -> tuple[Measured, Measured, list[float]]:
         async with LocalLauncher(model, folder).start(config) as roles:

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_megatron.data.gathered import as_seen, seen_by
 from rl_megatron.data.held import HeldRows
 from rl_megatron.data.packing import Packer
-from rl_megatron.data.samples import select, to_samples, with_last_tokens
+from rl_megatron.data.samples import select, to_samples
 from rl_megatron.data.sent import Sent
 from rl_megatron.data.shares import Share
 from rl_megatron.data.trajectories import single_turns
@@ -108,10 +109,12 @@ def test_ranks_build_what_the_controller_would_have_sent(
                 assert bits(found) == bits(
                     replace(whole, rollout_logprobs=found.advantages, old_logprobs=found.advantages)
                 )
-    longer, _ = with_last_tokens(sampled)
-    values = replace(packer.pack(longer, ranks=ranks), samples=sampled, last_tokens=True)
-    for row, wanted in zip(taken(values, to_score=True), values.micro_batches, strict=True):
-        assert [bits(found) for found in row] == [bits(one) for one in wanted]
+    shared = packer.pack(sampled, ranks=ranks, with_room=True)
+    values = seen_by(shared, replays=False, last_tokens=True)
+    assert values.micro_batches[0][0].cu_seqlens.diff().sum() <= packer.max_tokens
+    for row, wanted in zip(taken(shared, to_score=True), values.micro_batches, strict=True):
+        seen = [as_seen(found, replays=False, last_tokens=True) for found in row]
+        assert [bits(found) for found in seen] == [bits(one) for one in wanted]
     trained = scored(sampled, kinds, seed)
     for minibatch in packer.minibatches(trained, most=most, seeds=[seed + e for e in range(epochs)]):
         for row, wanted in zip(taken(minibatch, to_score=False), minibatch.micro_batches, strict=True):

@@ -111,7 +111,9 @@ def test_the_last_token_becomes_an_input_for_the_critic(samples: Samples) -> Non
     assert is_last.nonzero().flatten().tolist() == [4, 8, 11]
     assert longer.cu_seqlens.tolist() == [0, 5, 9, 12]
     assert torch.equal(longer.input_ids[~is_last], samples.input_ids)
-    assert not longer.mask.any()
+    for column, before in ((longer.mask, samples.mask), (longer.targets, samples.targets)):
+        assert torch.equal(column[~is_last], before)
+        assert not column[is_last].any()
 
 
 def test_pairs_stay_together_in_minibatches() -> None:

@@ -46,7 +46,7 @@ class Ranks:
     def begin(self, name: str, arguments: object) -> list[Any]:
         assert name in RankModels.CALLS
         self.heard.append(f"{self.role} {name}")
-        return [{}]
+        return [[({}, 0.0)] if name == "score" else {}]
 
     async def gather(self, answers: list[Any]) -> list[Any]:
         return answers
@@ -62,7 +62,7 @@ class Ranks:
 
 
 def learner(group: WorkerGroup, role: str) -> LearnerGroup:
-    return LearnerGroup(group, ParallelDims(), role, Plane(group, ParallelDims()))
+    return LearnerGroup(group, role, Plane(group, ParallelDims()))
 
 
 class Servers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from rl_megatron.data.held import HeldRows
 from rl_megatron.data.packing import pack
 from rl_megatron.data.shares import Share
 from rl_megatron.errors import RLMegatronError
+from rl_megatron.interfaces import Pass
 from rl_megatron.types import Batch, ParallelDims, Samples
 
 DIMS = ParallelDims(tp=2, pp=2, dp=2)
@@ -34,12 +35,12 @@ class Rank:
     def call(self, name: str, *arguments: Any) -> Any:
         name, given = messages.unpack(messages.pack((name, arguments)))
         self._of.heard.append((name, self.rank))
+        passes: Sequence[Pass] = ()
         if name in ("score", "backward"):
-            role, share, *_ = given
-            assert role == "policy"
-            self._of.shares[self.rank] = share
+            passes, self._of.shares[self.rank], *_ = given
         last_stage = self.rank >= 4 and self.rank % 2 == 0
-        return {"logprobs": [f"scores of {self.rank}"]} if last_stage else None
+        scored = {"logprobs": [f"scores of {self.rank}"]} if last_stage else None
+        return [(scored, float(self.rank)) for _ in passes]
 
 
 class Stages:
@@ -84,7 +85,7 @@ def packed(whole: Samples) -> Batch:
 
 def learner_of(stages: Stages) -> LearnerGroup:
     group = cast(WorkerGroup, stages)
-    return LearnerGroup(group, DIMS, "policy", Plane(group, DIMS))
+    return LearnerGroup(group, "policy", Plane(group, DIMS))
 
 
 def score(given: Batch) -> Stages:
@@ -126,7 +127,7 @@ def test_columns_are_sent_once_a_step_and_freed_at_its_end() -> None:
     stages, whole = Stages(), samples()
     group = cast(WorkerGroup, stages)
     plane = Plane(group, DIMS)
-    policy, critic = (LearnerGroup(group, DIMS, "policy", plane) for _ in range(2))
+    policy, critic = (LearnerGroup(group, "policy", plane) for _ in range(2))
     sent: list[list[int]] = []
 
     async def step() -> None:
@@ -135,7 +136,7 @@ def test_columns_are_sent_once_a_step_and_freed_at_its_end() -> None:
             await model.score(batch, frozenset({"logprobs"}))
             sent.append([len(share) for share in shares_of(stages)])
         for _ in range(2):
-            await plane.call("backward", "policy", trained, CrossEntropy(), to_score=False)
+            await plane.call("backward", (), trained, CrossEntropy(), to_score=False)
             sent.append([len(share) for share in shares_of(stages)])
         await policy.forget()
         await critic.forget()

@@ -20,6 +20,7 @@ from rl_megatron.columns import TokenIds
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.data.samples import to_samples
+from rl_megatron.interfaces import Pass
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.conversation.conversation import Conversation
@@ -101,7 +102,7 @@ def test_the_learner_scores_sampled_tokens_of_conversations_with_tools_as_the_en
         groups.append(RolloutGroup(prompt=prompt, trajectories=(rows,)))
     samples = to_samples(groups)
     share = share_of([samples], ParallelDims(), 0, to_score=True)
-    found = learner.score("policy", share, frozenset({"logprobs"}))
+    ((found, _),) = learner.score([Pass(role="policy", want=frozenset({"logprobs"}))], share)
     assert found is not None
     ours, engines = found["logprobs"][0][samples.mask], samples.rollout_logprobs[samples.mask]
     assert len(ours) > 400

@@ -24,6 +24,7 @@ from launcher.worker.models import RankModels
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
+from rl_megatron.interfaces import Pass
 from rl_megatron.types import ParallelDims, Samples
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from tests.own_family import FAMILY, LAYERS, SKIPPED, save_own_model, write_package
@@ -93,7 +94,8 @@ def test_every_model_of_a_run_reads_by_the_family_and_has_its_layers(
         try:
             policy = "policy" if role == "learner" else "reference"
             rank.start_from(policy, place / "hf")
-            found = rank.score(policy, share_of([samples()], ParallelDims(), 0, to_score=True), frozenset({"logprobs"}))
+            share = share_of([samples()], ParallelDims(), 0, to_score=True)
+            ((found, _),) = rank.score([Pass(role=policy, want=frozenset({"logprobs"}))], share)
             assert found is not None
             assert float((found["logprobs"][0] - theirs(model)).abs().max()) < 1e-4
             if role == "learner":

@@ -67,7 +67,7 @@ async def write(store: CheckpointStore, learner: Any) -> Saved:
 def loaded(folder: Path) -> Ranks:
     ranks = Ranks()
     group, dims = cast(WorkerGroup, ranks), ParallelDims(dp=2)
-    learner = LearnerGroup(group, dims, "policy", Plane(group, dims))
+    learner = LearnerGroup(group, "policy", Plane(group, dims))
     asyncio.run(checkpoints.read(folder).load({"learner": learner}))
     assert ranks.loaded
     return ranks

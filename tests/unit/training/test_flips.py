@@ -17,7 +17,7 @@ from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.metrics.table import documented
 from rl_megatron.observability.recorder import Row, Stopwatch
-from rl_megatron.training.flips import engine_flips, update_flips
+from rl_megatron.training.scores.flips import engine_flips, update_flips
 from rl_megatron.training.update import Update
 from rl_megatron.types import Batch, Scores, Want
 from tests.toy_roles import VOCABULARY, Toy, table

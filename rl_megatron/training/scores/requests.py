@@ -1,0 +1,171 @@
+"""Asks all models of a run for their scores of a step's samples, before any of them changes.
+
+Samples are packed once for each layout. Models on the same ranks get them by one request, which asks for all columns:
+those of one model by one pass. Letters: N positions of the samples, S sequences.
+"""
+
+from __future__ import annotations
+
+import time
+from asyncio import to_thread
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.data.gathered import seen_by
+from rl_megatron.data.packing import Packer, packer_of, unpack
+from rl_megatron.data.samples import with_last_tokens
+from rl_megatron.interfaces import Pass, PassScores, Roles, Together
+from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.training.measures import LOGPROBS, Measured, wanted_of_policy
+from rl_megatron.training.schedule import seed_of
+from rl_megatron.training.tasks import AtOnce
+from rl_megatron.types import Batch, Samples, Want
+
+RankOf: TypeAlias = NDArray[np.int64]
+"""The data-parallel rank of each sequence [S]."""
+
+_VALUES: frozenset[Want] = frozenset({"values"})
+
+
+@dataclass(slots=True, kw_only=True)
+class Packers:
+    """How each role's batches are packed: for the learner's layout, or for one of the role's own."""
+
+    config: RunConfig
+    attention_cost: float
+    unit: int = 1
+    own: Packer = field(init=False)
+    others: Mapping[str, Packer] = field(init=False)
+
+    def __post_init__(self) -> None:
+        whole = self.config.train.whole_groups
+        make = partial(packer_of, attention_cost=self.attention_cost, unit=self.unit, whole_groups=whole)
+        self.own = make(self.config.learner)
+        self.others = {role: make(self.config.learner_of(role)) for role in self.config.roles.layouts}
+
+    def packed(self, samples: Samples, step: int, role: str = "policy", *, with_room: bool = False) -> Batch:
+        """All sequences. Those of a role that is trained are where it is trained on them first, so that their columns
+        are there once they were scored. ``with_room`` is that of `Packer.pack`."""
+        packer = self.others.get(role, self.own)
+        most, seed = self.config.train.minibatches, seed_of(self.config.seed, step, 0)
+        is_trained = packer is self.own or role == "critic"
+        ranks: RankOf | None = packer.ranks(samples, most=most, seed=seed) if is_trained else None
+        return packer.pack(samples, ranks=ranks, with_room=with_room)
+
+    def again(self, role: str, batch: Batch) -> Batch:
+        """The batch for the ranks of ``role``, packed again if they have a layout of their own."""
+        other = self.others.get(role)
+        return batch if other is None else other.again(batch)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    """Passes over one batch, with the phase that each is counted for; ``ranks`` make them all."""
+
+    ranks: Together | None
+    phases: list[str] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
+    batch: Batch | None = None
+
+    def seconds(self, said: Sequence[PassScores]) -> dict[str, float]:
+        """Of each phase."""
+        found = dict.fromkeys(self.phases, 0.0)
+        for phase, one in zip(self.phases, said, strict=True):
+            found[phase] += one.seconds
+        return found
+
+
+async def measured(
+    config: RunConfig, roles: Roles, packers: Packers, samples: Samples, step: int, watch: Stopwatch
+) -> Measured:
+    """The samples with all scores that the algorithm needs, and no others."""
+    requests = _requests(config, roles, samples)
+    with_room = any(one.last_tokens for request in requests for one in request.passes)
+    longer, is_last = await to_thread(with_last_tokens, samples)
+    packed: dict[str, Batch] = {}
+    found: dict[tuple[str, Want], Tensor] = {}
+    next_values = None
+    async with AtOnce(watch) as at_once:
+        running = []
+        for request in requests:
+            role = request.passes[0].role
+            layout = role if role in packers.others else ""
+            if layout not in packed:
+                packed[layout] = await to_thread(partial(packers.packed, samples, step, role, with_room=with_room))
+            request.batch = packed[layout]
+            running.append(at_once.begin(request.phases[0], _asked(roles, request)))
+        for request, task in zip(requests, running, strict=True):
+            assert request.batch is not None
+            answers = await at_once.end_shared(task, request.seconds)
+            for one, said in zip(request.passes, answers, strict=True):
+                for what, scores in said.scores.items():
+                    column = await to_thread(unpack, request.batch, scores, longer if one.last_tokens else samples)
+                    if one.last_tokens and what == "values":
+                        next_values = column[is_last]
+                    found[one.role, what] = column[~is_last] if one.last_tokens else column
+    return _with_columns(config, samples, found, next_values)
+
+
+def _requests(config: RunConfig, roles: Roles, samples: Samples) -> list[_Request]:
+    """One for each group of ranks, and one for each model that is in none, in the order of their first phases."""
+    found: list[_Request] = []
+    for phase, one in _passes(config, roles, samples):
+        ranks = next((group for group in roles.together if one.role in group.roles), None)
+        request = next((request for request in found if ranks is not None and request.ranks is ranks), None)
+        if request is None:
+            found.append(request := _Request(ranks=ranks))
+        request.phases.append(phase)
+        request.passes.append(one)
+    return found
+
+
+def _passes(config: RunConfig, roles: Roles, samples: Samples) -> Iterator[tuple[str, Pass]]:
+    """What each model is asked, and the phase that it is counted for."""
+    section = config.algorithm
+    asked = section.old_logprobs == "learner" or section.tokens.choose != "all"
+    asked |= section.routing_replay == "r2" or config.train.route_flips
+    wanted = wanted_of_policy(config) if asked else frozenset[Want]()
+    alone = section.is_own_critic and samples.routes is not None  # which the last targets do not have
+    both = section.is_own_critic and not alone
+    if wanted or both:
+        want = wanted | _VALUES if both else wanted
+        yield "logprobs" if wanted else "values", Pass(role="policy", want=want, replays=True, last_tokens=both)
+    if "reference" in roles.models:
+        yield "reference", Pass(role="reference", want=LOGPROBS | {"top"} if section.needs_top else LOGPROBS)
+    if alone or "critic" in roles.models:
+        yield "values", Pass(role="policy" if alone else "critic", want=_VALUES, last_tokens=True)
+
+
+async def _asked(roles: Roles, request: _Request) -> Sequence[PassScores]:
+    assert request.batch is not None
+    if request.ranks is not None:
+        return await request.ranks.score(request.batch, request.passes)
+    (one,), began = request.passes, time.perf_counter()
+    batch = seen_by(request.batch, replays=one.replays, last_tokens=one.last_tokens)
+    scores = await roles.models[one.role].score(batch, one.want)
+    return [PassScores(scores=scores, seconds=time.perf_counter() - began)]
+
+
+def _with_columns(
+    config: RunConfig, samples: Samples, found: Mapping[tuple[str, Want], Tensor], next_values: Tensor | None
+) -> Measured:
+    section, current = config.algorithm, found.get(("policy", "logprobs"))
+    routes = found.get(("policy", "routes"), samples.routes)
+    if section.routing_replay == "r2":
+        samples = replace(samples, routes=routes)
+    if section.old_logprobs == "learner" and current is not None:
+        samples = replace(samples, old_logprobs=current)
+    columns = {
+        "ref_logprobs": found.get(("reference", "logprobs")),
+        "ref_top": found.get(("reference", "top")),
+        "old_values": found.get(("policy" if section.is_own_critic else "critic", "values")),
+    }
+    samples = replace(samples, **{name: column for name, column in columns.items() if column is not None})
+    return Measured(samples, current, found.get(("policy", "entropy")), next_values, routes)
