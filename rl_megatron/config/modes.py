@@ -86,8 +86,8 @@ def _of_draft_tokens(c: RunConfig) -> Iterator[str]:
     given = f"rollout.server.draft_tokens={server.draft_tokens}"
     if c.rollout.embedded:
         yield (
-            f"{given} with rollout.engine={c.rollout.engine}, which decodes a token at a time; set rollout=vllm, or "
-            "leave it out"
+            f"{given} with rollout.engine={c.rollout.engine}, which decodes a token at a time; set rollout=vllm or "
+            "sglang, or leave it out"
         )
     if not c.learner.draft.train:
         yield (
@@ -113,7 +113,29 @@ def _of_draft_tokens(c: RunConfig) -> Iterator[str]:
         )
     for name, one in c.eval.sets.items():
         if one.min_p:
-            yield f"{given} with eval.sets.{name}.min_p={one.min_p:g}: vLLM refuses it beside proposals; set it to 0"
+            yield (
+                f"{given} with eval.sets.{name}.min_p={one.min_p:g}: beside proposals vLLM refuses it, and SGLang "
+                "samples as if it were 0; set it to 0"
+            )
+    if c.rollout.engine == "sglang":
+        yield from _of_sglangs_drafts(c, given)
+
+
+def _of_sglangs_drafts(c: RunConfig, given: str) -> Iterator[str]:
+    """What SGLang 0.5.21 lacks (speculative/eagle_utils.py `_verify_uses_greedy`; managers/scheduler_components/
+    weight_updater.py `resume_memory_occupation`)."""
+    if c.learner.device == "cpu":
+        yield (
+            f"{given} with rollout.engine=sglang and learner.device=cpu: on CPUs SGLang takes the most probable token "
+            "wherever it proposes some, at every temperature, so what is sampled would not have the model's "
+            "distribution; set rollout=vllm, or leave it out"
+        )
+    if c.rollout.server.colocated:
+        yield (
+            f"{given} with rollout.engine=sglang and rollout.server.colocated=true: after a release of memory SGLang "
+            "restores what pushes do not bring, as tables of positions, for the model alone, not for its draft layer; "
+            "set rollout=vllm, or one of them to its default"
+        )
 
 
 def _of_adapters(c: RunConfig) -> Iterator[str]:

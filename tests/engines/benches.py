@@ -305,6 +305,7 @@ def served(
     *,
     dtype: str | None = None,
     quantization: str = "none",
+    draft_tokens: int = 0,
     tolerance: float = 1e-4,
     probes: Probes = "always",
     sites: Sequence[Sites] | None = None,
@@ -314,15 +315,17 @@ def served(
     """Servers of ``engine`` for the length of a with block, at ``sites`` or here, for a learner of ``dtype``; ``more``
     keys are of the whole configuration.
 
-    ``quantization`` is refused in a configuration for CPUs, whose kernels for it are few; ``tolerance`` is the probe's.
+    ``quantization`` and SGLang's ``draft_tokens`` are refused in a configuration for CPUs, whose kernels for them are
+    few; ``tolerance`` is the probe's.
     """
     path = folder / "weights" / "model.safetensors"
     shapes: Mapping[str, tuple[int, ...]] = {n: tuple(t.shape) for n, t in weights_of(model).items()}
     config = config_of(engine, more=more, **keys)
     if dtype is not None:
         config = config.model_copy(update={"learner": config.learner.model_copy(update={"dtype": dtype})})
-    if quantization != "none":
-        server = config.rollout.server.model_copy(update={"quantization": quantization})
+    if quantization != "none" or draft_tokens:
+        keys = {"quantization": quantization, "draft_tokens": draft_tokens}
+        server = config.rollout.server.model_copy(update=keys)
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
     shape = job_shape(config, read_shape(model))
     kind, held = FORMATS[quantization], getattr(torch, dtype or "float32")

@@ -75,6 +75,16 @@ class Report:
         )
 
 
+def of_one_rank(reports: Sequence[Report]) -> Report:
+    """A rank's reports on several models, or parts of one, as one. ``changes`` are a learner's, and left out."""
+    return Report(
+        rows=[row for one in reports for row in one.rows],
+        seconds=sum(one.seconds for one in reports),
+        read=[row for one in reports for row in one.read],
+        window=sum(one.window for one in reports),
+    )
+
+
 def kind_of(param: str) -> str:
     """A parameter's name without the numbers of layers and experts."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", param)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,8 +21,9 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.rollout.servers.adapter import Description
 from rl_megatron.rollout.servers.http import Server
+from rl_megatron.rollout.servers.sglang import drafts as sglang_drafts
 from rl_megatron.rollout.servers.vllm import drafts
-from tests.unit.rollout.test_engine_routes import OPTIONS
+from tests.unit.rollout.test_engine_routes import ASKED, OPTIONS
 from tests.unit.rollout.test_engine_servers import Fake, Words, engine_of, push, running
 from tests.unit.rollout.test_running_requests import Asked
 
@@ -41,6 +44,22 @@ def test_vllm_is_told_how_many_tokens_to_propose() -> None:
         assert said == ([{"method": "mtp", "num_speculative_tokens": 3}] if count else [])
 
 
+def test_sglang_is_told_how_many_tokens_to_propose_and_to_verify_one_more() -> None:
+    for count in (0, 3):
+        words = SERVERS["sglang"](DEEPSEEK).command(replace(OPTIONS, routes=False, draft_tokens=count)).arguments
+        said = {word: after for word, after in pairwise(words) if word.startswith("--speculative")}
+        assert said == (
+            {
+                "--speculative-algorithm": "EAGLE",
+                "--speculative-num-steps": "3",
+                "--speculative-eagle-topk": "1",
+                "--speculative-num-draft-tokens": "4",
+            }
+            if count
+            else {}
+        )
+
+
 def test_a_push_brings_vllm_the_draft_layer_first_and_labels_once(tmp_path: Path) -> None:
     """So that no label says that a server has a version whose draft layer it lacks."""
     for count, starts in ((0, ["/start_weight_update"]), (2, ["/start_draft_weight_update", "/start_weight_update"])):
@@ -52,6 +71,26 @@ def test_a_push_brings_vllm_the_draft_layer_first_and_labels_once(tmp_path: Path
         assert infos == [{"path": str(tmp_path), "version": 4, "straight": False}] * len(starts)
         labels = [body for path, body in server.asked if path == "/finish_weight_update"]
         assert labels == [{}] * (len(starts) - 1) + [{"weight_version": "4?"}]
+
+
+def test_a_push_brings_sglang_the_draft_layer_first_and_each_answers_by_itself(tmp_path: Path) -> None:
+    """An order to both would have the second overwrite the first's answer. The label and the emptied cache come with
+    the model, when the server has both."""
+    for count, runners in ((0, ["target"]), (2, ["draft", "target"])):
+        server = Asked()
+        server.draft_tokens, server.paused = count, True
+        reports = asyncio.run(SERVERS["sglang"](DEEPSEEK).load(server, tmp_path / "weights", 4, private=()))
+        assert len(reports) == 1
+        begun = [body["selector"] for path, body in server.asked if path == "/begin_weight_update"]
+        sent = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
+        assert begun == [body["selector"] for body in sent] == [_order(body)["runner"] for body in sent] == runners
+        assert len({_order(body)["answer"] for body in sent}) == len(runners)
+        assert [body["weight_version"] for body in sent] == [None] * count.bit_count() + ["4?"]
+
+
+def _order(body: Mapping[str, Any]) -> dict[str, Any]:
+    name, _ = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))[0]
+    return dict(json.loads(name))
 
 
 class Holding(Asked):
@@ -75,6 +114,43 @@ def test_what_vllm_counts_is_read_over_its_ranks() -> None:
         )
     )
     assert drafts.counted(text) == (41.0, 10.0)
+
+
+def test_what_sglangs_answers_count_is_added_up_by_server() -> None:
+    """Over the completions of a request, and requests; an answer without proposals has no counts."""
+    adapter, servers = SERVERS["sglang"](DEEPSEEK), [Answering([(4, 1), (3, 2)]), Answering([(2, 0)]), Answering([])]
+    for server in (servers[0], servers[0], servers[1], servers[2]):
+        asyncio.run(adapter.generate(server, replace(ASKED, routes=False), "r"))
+    assert [asyncio.run(adapter.drafted(server)) for server in servers] == [(14.0, 6.0), (2.0, 0.0), (0.0, 0.0)]
+
+
+class Answering(Server):
+    """A server of SGLang whose completions count such proposals, and how many were accepted."""
+
+    def __init__(self, counts: Sequence[tuple[int, int]]) -> None:
+        super().__init__("http://localhost:1", token=None, timeout_seconds=1.0)
+        self._counts = counts
+
+    async def sampled(self, path: str, body: object, read: Callable[[bytes], Any]) -> Any:
+        told = [{"spec_num_proposed_drafts": a, "spec_num_correct_drafts": b} for a, b in self._counts] or [{}]
+        ends = {"output_token_logprobs": [[-1.0, 2, None]], "finish_reason": {"type": "length"}, "weight_version": "1"}
+        return read(json.dumps([{"meta_info": ends | one} for one in told]).encode())
+
+
+def test_a_server_of_sglang_that_would_sample_from_another_distribution_is_refused() -> None:
+    settings = {
+        "speculative_algorithm": "EAGLE",
+        "speculative_num_steps": 2,
+        "speculative_eagle_topk": 1,
+        "speculative_accept_threshold_single": 1.0,
+        "speculative_accept_threshold_acc": 1.0,
+    }
+    assert (sglang_drafts.proposed_by(settings), sglang_drafts.obstacles(settings)) == (2, [])
+    assert (sglang_drafts.proposed_by({"speculative_algorithm": None, "speculative_num_steps": None})) == 0
+    assert sglang_drafts.obstacles({"speculative_algorithm": None}) == []
+    for name, other in (("algorithm", "NGRAM"), ("eagle_topk", 4), ("accept_threshold_single", 0.9)):
+        (said,) = sglang_drafts.obstacles(settings | {f"speculative_{name}": other})
+        assert said.startswith(f"its speculative_{name} is {other}; start it with ")
 
 
 class Drafting(Words):
@@ -115,7 +191,7 @@ def test_acceptance_is_of_what_servers_proposed_from_push_to_push(fakes: list[Fa
         (("algorithm.routing_replay=r3",), r"draft_tokens=1 with algorithm\.routing_replay=r3"),
         (
             ("eval.sets.hard.min_p=0.1", "eval.sets.hard.temperature=1"),
-            r"hard\.min_p=0\.1: vLLM refuses it",
+            r"hard\.min_p=0\.1: beside proposals vLLM refuses it, and SGLang samples as if it were 0",
         ),
     ],
 )
@@ -125,9 +201,27 @@ def test_where_no_layer_would_propose_or_none_be_pushed_it_is_refused(keys: tupl
         load_config("tiny_cpu", [*TRAINED, *keys])
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            ("learner.device=cpu",),
+            r"rollout\.engine=sglang and learner\.device=cpu: on CPUs SGLang takes the most probable",
+        ),
+        (("rollout.server.colocated=true",), r"colocated=true: after a release of memory SGLang restores"),
+    ],
+)
+def test_sglang_is_refused_where_its_layer_or_its_verification_would_be_wrong(keys: tuple[str, ...], said: str) -> None:
+    """By the configuration, so that `train --check` says it; not when servers are made."""
+    on_gpus = ("rollout=sglang", *TRAINED[1:], "learner.device=cuda")
+    load_config("tiny_cpu", on_gpus)
+    with pytest.raises(ConfigError, match=said):
+        load_config("tiny_cpu", [*on_gpus, *keys])
+
+
 def test_an_adapter_without_a_draft_layer_says_so() -> None:
     assert "the adapter of Words starts no draft layer" in Words().draft_problem("cuda")
-    assert not SERVERS["vllm"](DEEPSEEK).draft_problem("cpu")
+    assert not any(SERVERS[engine](DEEPSEEK).draft_problem("cuda") for engine in ("vllm", "sglang"))
 
 
 def test_a_server_that_proposes_as_many_as_the_run_says_is_taken(tmp_path: Path) -> None:

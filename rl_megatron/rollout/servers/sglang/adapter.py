@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
-import pickle
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from typing_extensions import override
 
 from rl_megatron.config.sections.rollout import RunningRequests
@@ -35,11 +32,11 @@ from rl_megatron.rollout.servers.answers import checked_routes, completion_seed,
 from rl_megatron.rollout.servers.decoding import Judged, SampledColumns
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.sglang import answer as form
-from rl_megatron.rollout.servers.sglang import loras
+from rl_megatron.rollout.servers.sglang import drafts, loras, orders
 from rl_megatron.rollout.servers.sglang import request as ask
-from rl_megatron.rollout.servers.sglang.options import ON_CPU, cores, degrees
+from rl_megatron.rollout.servers.sglang.options import KEYS, ON_CPU, cores, degrees
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, Routes
-from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.reports import Report, of_one_rank
 from rl_megatron.weights.layouts.recorded import Boxes, boxes_of
 
 _NEEDED = (
@@ -48,14 +45,6 @@ _NEEDED = (
     "/v1/loads",
 )
 _PRIORITIES = ("--enable-priority-scheduling", "--schedule-low-priority-values-first", "--disable-priority-preemption")
-_KEYS = {
-    **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "tp"),
-    **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--pp"), "pp"),
-    **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp", "--enable-dp-attention"), "dp"),
-    **dict.fromkeys(("--expert-parallel-size", "--ep-size", "--ep"), "ep"),
-    **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr"), "nodes"),
-    "--enable-deterministic-inference": "batch_invariant",
-}
 _INVARIANT_LATENTS = ("fa3", "fa4", "triton")
 _INVARIANT = (*_INVARIANT_LATENTS, "flashinfer")
 """Attention on Nvidia's GPUs that SGLang 0.5.21 takes with --enable-deterministic-inference (arg_groups/choices.py)."""
@@ -74,7 +63,7 @@ class SGLangAdapter(Adapter):
     renormalises_top_p = False
 
     def __init__(self, shape: ModelShape) -> None:
-        self._shape = shape
+        self._shape, self._counted = shape, drafts.Counted()
 
     @override
     def command(self, options: StartOptions) -> Command:
@@ -88,7 +77,7 @@ class SGLangAdapter(Adapter):
                 "model_type='olmoe': SGLang 0.5.21 has norms over all heads on each rank, which has its own alone; set "
                 "rollout.server.tp=1, or use rollout=vllm"
             )
-        options.refuse_extra(_KEYS)
+        options.refuse_extra(KEYS)
         if options.pp > 1:
             raise ConfigError(
                 f"rollout.server.pp={options.pp}: a stage of SGLang 0.5.21 hands a push on to the next after its own "
@@ -118,6 +107,7 @@ class SGLangAdapter(Adapter):
                 *(("--enable-return-routed-experts",) if options.routes else ()),
                 *(("--enable-deterministic-inference",) if options.batch_invariant else ()),
                 *loras.started_with(options),
+                *drafts.started_with(options.draft_tokens),
                 *(_PRIORITIES if value_given(options.extra, "--schedule-policy") is None else ()),
                 *options.extra,
             ),
@@ -167,6 +157,10 @@ class SGLangAdapter(Adapter):
         return loras.obstacle(places, self._shape, device, dp)
 
     @override
+    def draft_problem(self, device: str) -> str:
+        return ""
+
+    @override
     async def describe(self, server: Server) -> Description:
         paths = (await server.get("/openapi.json"))["paths"]
         problems = [f"it lacks {path}; install the version in docs/engines.md" for path in _NEEDED if path not in paths]
@@ -178,7 +172,8 @@ class SGLangAdapter(Adapter):
             dtype=str(settings["dtype"]),
             architecture=",".join(info["architectures"] or ()),
             max_length=int(settings["context_length"] or _MARGIN) - _MARGIN,
-            problems=tuple(problems),
+            problems=(*problems, *drafts.obstacles(settings)),
+            draft_tokens=drafts.proposed_by(settings),
             priorities=bool(settings.get("enable_priority_scheduling"))
             and bool(settings.get("schedule_low_priority_values_first")),
             no_routes=None
@@ -212,6 +207,7 @@ class SGLangAdapter(Adapter):
             **loras.named(request.adapters),
         }
         answers = await server.sampled("/generate", body, form.read_sampled)
+        self._counted.add(server, answers)
         return [_completion(answer, request, self._shape) for answer in answers]
 
     @override
@@ -257,6 +253,10 @@ class SGLangAdapter(Adapter):
         )
 
     @override
+    async def drafted(self, server: Server) -> tuple[float, float]:
+        return self._counted.of(server)
+
+    @override
     async def pause(self, server: Server, mode: RunningRequests) -> None:
         """Requests that wait lose their cache, unless it is kept."""
         theirs = {"recompute": "retract", "keep_cache": "in_place", "abort": "abort"}
@@ -284,9 +284,8 @@ class SGLangAdapter(Adapter):
         private: Collection[str],
         straight: bool = False,
     ) -> list[Report]:
-        order: dict[str, object] = {"do": "receive" if straight else "load", "version": version}
-        said = await self._order(server, path, order | {"private": sorted(private)}, weight_version=candidate(version))
-        return [Report.from_json(one) for one in said]
+        order = {"do": "receive" if straight else "load", "version": version, "private": sorted(private)}
+        return await self._reports(server, path, order, label=candidate(version))
 
     @override
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
@@ -297,32 +296,39 @@ class SGLangAdapter(Adapter):
         await self._order(server, path, {"do": "join", "place": rendezvous, "first": first})
 
     async def _order(
-        self, server: Server, path: Path, order: dict[str, object], **more: object
+        self,
+        server: Server,
+        path: Path,
+        order: Mapping[str, object],
+        *,
+        runner: Literal["target", "draft"] = "target",
+        label: str | None = None,
     ) -> list[dict[str, Any]]:
         """The loader's answer on each rank, in files beside the weights, because an error would end the server.
 
+        Of the model, or with ``runner`` "draft" of its draft layer: an order to both would write each file twice.
         Not at a pause, SGLang would carry it out when all running requests have ended, and take none until then.
         """
         if not server.paused:
             server.paused = True
             try:
                 await self.pause(server, "keep_cache")
-                return await self._order(server, path, order, **more)
+                return await self._order(server, path, order, runner=runner, label=label)
             finally:
                 server.paused = False
                 await self.resume(server)
         ranks = int((await server.get("/server_info"))["tp_size"])
         answer = path.with_name(f"held-{uuid.uuid4().hex}")
-        text = json.dumps(order | {"path": str(path), "answer": str(answer)})
-        payload = base64.b64encode(pickle.dumps([(text, torch.empty(0))])).decode()
+        payload = orders.packed({**order, "path": str(path), "answer": str(answer), "runner": runner})
         flushes = order["do"] in ("load", "receive") and server.salt is None
         body = {"serialized_named_tensors": [payload] * ranks, "load_format": _LOADER, "flush_cache": flushes}
-        await server.post("/begin_weight_update", {})
+        to = {"selector": runner}
+        await server.post("/begin_weight_update", to)
         try:
-            await server.post("/update_weights_from_tensor", body | more)
+            await server.post("/update_weights_from_tensor", {**body, **to, "weight_version": label})
         finally:
             await server.post("/end_weight_update", {})
-        said = await asyncio.to_thread(_answers, answer, ranks)
+        said = await asyncio.to_thread(orders.loaders_answers, answer, ranks)
         for rank, one in enumerate(said):
             if "error" in one:
                 raise CorruptionError(f"rank {rank}: {one['error']}")
@@ -343,8 +349,15 @@ class SGLangAdapter(Adapter):
 
     @override
     async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
-        order: dict[str, object] = {"do": "held", "private": sorted(private)}
-        return [Report.from_json(one) for one in await self._order(server, path, order)]
+        return await self._reports(server, path, {"do": "held", "private": sorted(private)})
+
+    async def _reports(
+        self, server: Server, path: Path, order: Mapping[str, object], label: str | None = None
+    ) -> list[Report]:
+        """Each rank's, on its model and its draft layer, which goes first: a label says that a server has both."""
+        said = [await self._order(server, path, order, runner="draft")] if server.draft_tokens else []
+        said.append(await self._order(server, path, order, label=label))
+        return [of_one_rank([Report.from_json(one) for one in of_rank]) for of_rank in zip(*said, strict=True)]
 
     @override
     async def load_adapters(self, server: Server, adapters: LoadedAdapters, folder: Path) -> None:
@@ -353,15 +366,6 @@ class SGLangAdapter(Adapter):
     @override
     async def unload_adapters(self, server: Server, adapters: LoadedAdapters) -> None:
         await server.post("/unload_lora_adapter", {"lora_name": adapters.name})
-
-
-def _answers(path: Path, ranks: int) -> list[dict[str, Any]]:
-    """Read and remove the answer file of each rank's loader."""
-    files = [path.with_name(f"{path.name}.{rank}") for rank in range(ranks)]
-    said = [json.loads(file.read_text()) for file in files]
-    for file in files:
-        file.unlink()
-    return said
 
 
 def _completion(answer: SampledColumns, request: GenerationRequest, shape: ModelShape) -> Completion:

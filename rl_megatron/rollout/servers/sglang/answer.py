@@ -39,6 +39,8 @@ class _Meta(msgspec.Struct):
     weight_version: Any = None
     weight_versions: list[LabelledSpan] | None = None
     routed_experts: str | None = None
+    spec_num_proposed_drafts: int = 0
+    spec_num_correct_drafts: int = 0
 
 
 class _Sampled(msgspec.Struct):
@@ -98,4 +100,6 @@ def _answer(said: _Meta) -> SampledColumns:
         finish_reason=said.finish_reason.type,
         spans=said.weight_versions or [LabelledSpan(start=0, version=said.weight_version)],
         routes=said.routed_experts,
+        proposed=said.spec_num_proposed_drafts,
+        accepted=said.spec_num_correct_drafts,
     )

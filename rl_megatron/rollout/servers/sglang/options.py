@@ -6,6 +6,16 @@ import os
 
 from rl_megatron.rollout.servers.adapter import StartOptions
 
+KEYS = {
+    **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "tp"),
+    **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--pp"), "pp"),
+    **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp", "--enable-dp-attention"), "dp"),
+    **dict.fromkeys(("--expert-parallel-size", "--ep-size", "--ep"), "ep"),
+    **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr"), "nodes"),
+    "--enable-deterministic-inference": "batch_invariant",
+}
+"""By option, the key of ``rollout.server`` that sets it."""
+
 ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.5"),

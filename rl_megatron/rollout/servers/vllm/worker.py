@@ -35,7 +35,7 @@ from rl_megatron.errors import WeightError
 from rl_megatron.rollout.servers.vllm.rejection import repair
 from rl_megatron.rollout.servers.vllm.window import Window
 from rl_megatron.weights.checks.places import Held, record
-from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, not_private
+from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, not_private, of_one_rank
 from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.transports.engine_ends import Receiver
 from rl_megatron.weights.transports.joined import Rendezvous
@@ -182,18 +182,12 @@ class WorkerExtension:
 
         Collective, like all below: no replica may sample.
         """
-        own = Report(rows=(), seconds=0.0)
+        own = []
         for model in models_of(self.model_runner):
             places = not_private(layout_of(model, path, partial=True), private)
-            report = checksums_of(places, dict(model.named_parameters()))
-            read = READ.pop(model, Report(rows=(), seconds=0.0))
-            own = Report(
-                rows=[*own.rows, *report.rows],
-                seconds=own.seconds + report.seconds + read.seconds,
-                read=[*own.read, *read.read],
-                window=own.window + read.window,
-            )
-        return self._gathered(own.to_json())
+            own.append(checksums_of(places, dict(model.named_parameters())))
+            own.append(READ.pop(model, Report(rows=(), seconds=0.0)))
+        return self._gathered(of_one_rank(own).to_json())
 
     def rl_megatron_boxes(self, path: str) -> list[dict[str, object]]:
         """The box of each Hugging Face tensor that each rank holds."""

@@ -1,0 +1,26 @@
+"""Orders to the loader in SGLang's schedulers (`worker.load`), and the files that it answers in."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def packed(order: Mapping[str, object]) -> str:
+    """An order as the name of a tensor without numbers, as /update_weights_from_tensor takes those of one rank."""
+    return base64.b64encode(pickle.dumps([(json.dumps(order), torch.empty(0))])).decode()
+
+
+def loaders_answers(path: Path, ranks: int) -> list[dict[str, Any]]:
+    """Read and remove the answer file of each rank's loader: ``path`` with the rank's number behind a dot."""
+    files = [path.with_name(f"{path.name}.{rank}") for rank in range(ranks)]
+    said = [json.loads(file.read_text()) for file in files]
+    for file in files:
+        file.unlink()
+    return said
