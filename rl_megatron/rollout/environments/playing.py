@@ -7,7 +7,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import SupportsFloat, TypeVar
 
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.environments.protocol import (
@@ -204,8 +204,8 @@ class Playing:
 
     def _finite(self, name: str, given: object) -> float:
         value = math.nan
-        if isinstance(given, int | float):
-            with suppress(OverflowError):
+        if isinstance(given, SupportsFloat):
+            with suppress(Exception):  # it may be of the user's own kind
                 value = float(given)
         if not abs(value) <= LARGEST_REWARD:
             beyond = f" of at most {LARGEST_REWARD:g}" if math.isfinite(value) else ""

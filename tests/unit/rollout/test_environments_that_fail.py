@@ -10,11 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
 
 from rl_megatron.environments.protocol import EnvironmentStep, Model, Observed, Reply
 from rl_megatron.environments.registry import EnvironmentMaker
@@ -89,6 +92,11 @@ class IsNoNumber(Talks):
         return EnvironmentStep(reward=float("nan"))
 
 
+class IsAText(Talks):
+    async def step(self, reply: Reply) -> EnvironmentStep:
+        return EnvironmentStep(reward="1")  # type: ignore[arg-type]
+
+
 class IsTooLarge(Talks):
     async def step(self, reply: Reply) -> EnvironmentStep:
         return EnvironmentStep(reward=-1e39)  # which float32 has not
@@ -123,6 +131,7 @@ def played(ours: Any) -> list[Answered]:
         (SaysANumber, r"step returned an Observed that said 12, which is no text"),
         (HasNoMetrics, r"step returned the metrics None, which are no mapping"),
         (IsNoNumber, r"step returned nan, which is no finite number"),
+        (IsAText, r"step returned '1', which is no finite number"),
         (IsTooLarge, r"step returned -1e\+39, which is no finite number of at most 1e\+30"),
     ],
 )
@@ -132,6 +141,16 @@ def test_each_is_given_up_and_named(made: type[Talks], said: str) -> None:
     assert {(one.stop, one.reward, len(one.turns)) for one in trajectories(scored)} == {("environment_error", -1.0, 1)}
     with pytest.raises(EnvironmentFailed, match=rf"prompt '3\*4', trajectory . of step 1, turn 1: {said}.*on_error"):
         played(sampler(Scripted(lambda text: "a"), EnvironmentMaker(made), **keys))
+
+
+@pytest.mark.parametrize("given", [np.float32(0.5), torch.tensor(0.5), Fraction(1, 2)])
+def test_a_number_of_any_kind_is_a_reward(given: Any) -> None:
+    class Gives(Talks):
+        async def step(self, reply: Reply) -> EnvironmentStep:
+            return EnvironmentStep(reward=given, metrics={"half": given})
+
+    one, *_ = trajectories(played(sampler(Scripted(lambda text: "a"), EnvironmentMaker(Gives))))
+    assert (one.reward, one.metrics["own/half"]) == (0.5, 0.5)
 
 
 def test_an_agent_has_the_seconds_of_a_trajectory() -> None:
