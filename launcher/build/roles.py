@@ -23,12 +23,13 @@ from launcher.servers.engines import adapter_of
 from launcher.servers.launcher import ServedLauncher
 from launcher.servers.site import HERE, MoreSites
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.services import teacher_role
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import Launcher, RewardFunction, Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.progress import Progress
 from rl_megatron.placement.ranks import ranks_by_role
-from rl_megatron.rollout.teachers import Teacher, Teachers
+from rl_megatron.rollout.teachers import Teacher
 from rl_megatron.services import Services
 from rl_megatron.training.tasks import unless_stopped
 from rl_megatron.weights.layouts.families import read_shape
@@ -80,26 +81,31 @@ async def _start(
         await asyncio.wait([starting])
         raise
     roles = await starting
-    if config.algorithm.kl.teachers:
-        progress.note(f"asking teachers: {', '.join(config.algorithm.kl.teachers)}")
-        roles = replace(roles, frozen={**roles.frozen, "reference": await _teachers(stack, parts, shape)})
+    if served := await _served_teachers(stack, parts, shape, progress):
+        roles = replace(roles, frozen={**roles.frozen, **served})
     return roles, data, shape
 
 
-async def _teachers(stack: contextlib.AsyncExitStack, parts: Parts, shape: ModelShape) -> Teachers:
-    """Those of the configuration, each tried once. Raises EngineError."""
-    kl = parts.config.algorithm.kl
-    teachers = Teachers(
-        [
-            Teacher(name=name, section=one, adapter=adapter_of(one.engine, shape), services=parts.services)
-            for name, one in kl.teachers.items()
-        ],
-        top=kl.top_k,
-        vocab_size=shape.vocab_size,
-        sources=parts.config.source_names,
-    )
-    stack.push_async_callback(teachers.close)
-    await teachers.try_out()
+async def _served_teachers(
+    stack: contextlib.AsyncExitStack, parts: Parts, shape: ModelShape, progress: Progress
+) -> dict[str, Teacher]:
+    """The configuration's teachers behind servers, by their roles, each tried once. Raises EngineError."""
+    kl, teachers = parts.config.algorithm.kl, dict[str, Teacher]()
+    for name, one in kl.teachers.items():
+        if one.server is None or one.engine is None:
+            continue
+        teachers[teacher_role(name)] = teacher = Teacher(
+            name=name,
+            section=one,
+            adapter=adapter_of(one.engine, shape),
+            services=parts.services,
+            top=kl.top_k,
+            vocab_size=shape.vocab_size,
+        )
+        stack.push_async_callback(teacher.close)
+    if teachers:
+        progress.note(f"asking teachers: {', '.join(one.name for one in teachers.values())}")
+        await asyncio.gather(*(one.try_out() for one in teachers.values()))
     return teachers
 
 

@@ -11,6 +11,7 @@ from launcher.controller.learner import LearnerGroup, LearnerGroups
 from launcher.controller.plane import Plane
 from launcher.controller.speeds import Speeds
 from launcher.controller.weights import WeightGroup
+from rl_megatron.config.beside import frozen_folders
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Roles
 from rl_megatron.placement.names import LEARNER
@@ -20,7 +21,7 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig, speeds: Speed
     """The trainer's view of ready ranks: roles without their own ranks are on the learner's."""
     group = groups[LEARNER]
     trained = {"policy": True, "critic": config.algorithm.needs_critic}
-    frozen = {"reference": config.needs_reference}
+    frozen = dict.fromkeys(frozen_folders(config), True)
     planes = {role: Plane(its, config.learner_of(role).dims) for role, its in groups.items()}
     learners, others = (
         {

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
-from rl_megatron.config.beside import in_words_of
+from rl_megatron.config.beside import frozen_folders, in_words_of, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.errors import ConfigError, RLMegatronError
@@ -30,13 +30,15 @@ def check(subject: Subject) -> Iterator[Found]:
     yield from _policy(subject)
     if subject.config.kind.scores:
         yield from _classifier(subject)
-    if subject.config.reference is not None and subject.config.needs_reference:
-        yield from _reference(subject, subject.config.reference)
+    for role, (folder, key) in frozen_folders(subject.config).items():
+        if folder is not None:
+            yield from _frozen(subject, role, folder, key)
     for name, one in subject.config.algorithm.kl.teachers.items():
-        yield from _teacher(subject, f"algorithm.kl.teachers.{name}.path", one.path)
+        if one.server is not None:
+            yield from _served(subject, f"algorithm.kl.teachers.{name}.path", one.path)
 
 
-def _teacher(subject: Subject, key: str, folder: Path) -> Iterator[Found]:
+def _served(subject: Subject, key: str, folder: Path) -> Iterator[Found]:
     """Yields why a teacher behind a server cannot judge the policy's tokens: its lengths, its vocabulary."""
     config = subject.config
     if not (folder / "config.json").is_file():
@@ -99,11 +101,12 @@ def _classifier(subject: Subject) -> Iterator[Found]:
         )
 
 
-def _reference(subject: Subject, folder: Path) -> Iterator[Found]:
-    """Yields why a reference cannot score the policy's tokens: its sizes, its files, its vocabulary."""
+def _frozen(subject: Subject, role: str, folder: Path, key: str) -> Iterator[Found]:
+    """Yields why a reference, or a teacher that ranks hold, cannot score the policy's tokens: its sizes, its files, its
+    vocabulary."""
     config, own = subject.config, subject.shape
-    shape, given = role_shape(config, own, "reference"), f"{config.reference_key}={folder}"
-    if "reference" not in config.roles.separate and _sizes(shape) != _sizes(own):
+    shape, given = role_shape(config, own, role), f"{key}={folder}"
+    if role not in separate(config) and _sizes(shape) != _sizes(own):
         apart = {name for name, size in _sizes(shape).items() if size != _sizes(own)[name]}
         yield problem(
             f"{given}: its {', '.join(sorted(apart))} differ from the policy's, whose ranks hold its weights in the "
@@ -118,13 +121,13 @@ def _reference(subject: Subject, folder: Path) -> Iterator[Found]:
         yield problem(f"{given}: {too_long}")
     else:
         try:
-            role_layout(config, own, "reference")
-            refuse(shape, config.learner_of("reference"))
+            role_layout(config, own, role)
+            refuse(shape, config.learner_of(role))
         except ConfigError as error:
-            said = in_words_of(config, "reference", str(error))
+            said = in_words_of(config, role, str(error))
             yield problem("\n".join(f"{given}: {line}" for line in said.splitlines()))
-    yield from _weights(folder, config.reference_key)
-    yield from _same_tokens(subject.model_folder, folder, config.reference_key)
+    yield from _weights(folder, key)
+    yield from _same_tokens(subject.model_folder, folder, key)
 
 
 _BESIDE_SIZES = {"family_at", "max_positions", "draft_layers", "beside"}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from launcher.preflight.engine import has_module
 from launcher.preflight.subject import Found, Subject, note, problem, unchecked
+from rl_megatron.config.beside import separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.errors import ConfigError
@@ -34,7 +35,7 @@ def beside_nodes(config: RunConfig) -> Iterator[Found]:
         )
     if on_gpus and nodes.get("engines") and not slurm.engine_gpus:
         yield problem("slurm.engines.gpus_per_node=0: its servers need GPUs; set it to the GPUs of a node")
-    for role in (LEARNER, *config.roles.separate):
+    for role in (LEARNER, *separate(config)):
         try:
             placement_of(config, nodes[role], role)
         except ConfigError as error:

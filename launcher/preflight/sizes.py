@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from launcher.preflight.subject import Found, Subject, problem
 from launcher.servers.degrees import degree_problems
-from rl_megatron.config.beside import in_words_of
+from rl_megatron.config.beside import frozen_folders, in_words_of
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.learner.model.refusals import refuse
@@ -60,9 +60,10 @@ def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
 
 
 def _own_layouts(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
-    """Yields why a role's own layout does not fit the policy's sizes; a reference of its own has others."""
+    """Yields why a role's own layout does not fit the policy's sizes; a frozen model of a folder has others."""
+    of_folders = {role for role, (folder, _) in frozen_folders(config).items() if folder is not None}
     for role in config.roles.layouts:
-        if role == "reference" and config.reference is not None:
+        if role in of_folders:
             continue
         try:
             role_layout(config, shape, role)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rl_megatron.config import yaml_text
+from rl_megatron.config.beside import separate
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
@@ -85,7 +86,7 @@ def asked_of(arguments: Sequence[str]) -> Asked:
     if "mean_tokens" in own:
         _put(tree, "slurm.speeds.mean_tokens", _whole("mean_tokens", own["mean_tokens"]))
     base = _loaded(tree, ["learner.max_tokens_per_micro_batch=16777216", *overrides])
-    if base.rollout.server.pp != 1 or base.roles.separate:
+    if base.rollout.server.pp != 1 or separate(base):
         raise ConfigError(
             "rollout.server.pp or roles: scale plans servers of one stage, and no nodes for a critic or a reference of "
             "their own; leave them out"

@@ -16,6 +16,7 @@ from launcher.build.model import starting_shape
 from launcher.hosts.slurm.calls import call_slurm, parse_script
 from launcher.hosts.slurm.script import PACKAGE, job_script
 from launcher.preflight.checks import Preflight, preflight
+from rl_megatron.config.beside import separate
 from rl_megatron.config.errors import explain_errors
 from rl_megatron.config.io import save_resolved
 from rl_megatron.config.run import RunConfig
@@ -66,13 +67,13 @@ class Prepared:
 def checked(config: RunConfig) -> Checked:
     """Place all ranks and servers. Raises ConfigError if they do not fit; `preflight` finds all other problems."""
     nodes = made_up_nodes(config)
-    placements = [placement_of(config, nodes[role], role) for role in (LEARNER, *config.roles.separate)]
+    placements = [placement_of(config, nodes[role], role) for role in (LEARNER, *separate(config))]
     seats = seats_of(config, nodes[LEARNER], nodes.get("engines", ()))
     fullest = None if config.model.path is None else check_memory(config, starting_shape(config))
-    placement, *separate = placements
+    placement, *others = placements
     return Checked(
         placement=placement,
-        separate=tuple(separate),
+        separate=tuple(others),
         footprint=fullest,
         seats=seats,
         roles=_roles(config),
@@ -87,7 +88,7 @@ def _roles(config: RunConfig) -> str:
         ("reference", config.needs_reference),
         ("engine", not config.fills_files),
     )
-    held = [name for name, needed in named if needed and name not in config.roles.separate]
+    held = [name for name, needed in named if needed and name not in separate(config)]
     return f"in every rank beside the policy: {', '.join(held)}" if held else ""
 
 

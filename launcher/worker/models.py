@@ -1,8 +1,8 @@
 """The models that one rank holds, by role. All calls but ``written`` and ``verify`` are collective: every rank of the
 world makes them.
 
-The roles are "policy" and "critic", which are trained, and "reference". The learner's ranks hold all roles that do not
-have their own ranks.
+The roles are "policy" and "critic", which are trained, "reference" and those of teachers. The learner's ranks hold all
+roles that do not have their own ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from launcher.wire.setup import Setup
 from launcher.worker.recording import Recording
 from rl_megatron import digests
+from rl_megatron.config.beside import frozen_folders, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest, Written
 from rl_megatron.errors import RLMegatronError
@@ -108,7 +109,7 @@ class RankModels:
                 top_k=config.algorithm.kl.top_k,
                 valued=config.algorithm.is_own_critic,
             )
-        if role == ("critic" if "critic" in config.roles.separate else LEARNER) and config.algorithm.needs_critic:
+        if role == ("critic" if "critic" in separate(config) else LEARNER) and config.algorithm.needs_critic:
             section = config.algorithm.critic
             learner = config.learner.model_copy(update={"optimizer": section.optimizer})
             made["critic"] = make_critic(self._shape, learner, self._device)
@@ -117,7 +118,7 @@ class RankModels:
     def _make_frozen(self, config: RunConfig, role: str) -> dict[str, MegatronScorer]:
         from rl_megatron.learner.megatron import make_frozen
 
-        if role != "reference":
+        if role not in frozen_folders(config):
             return {}
         made = make_frozen(
             self._shape,
@@ -127,7 +128,7 @@ class RankModels:
             top_k=config.algorithm.kl.top_k,
             top_below=self._vocab_size,
         )
-        return {"reference": made}
+        return {role: made}
 
     def start_from(self, role: str, folder: Path) -> None:
         """Load this rank's part of a model from a Hugging Face folder, or from a megatron checkpoint.

@@ -5,21 +5,44 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.sections.learner import RoleLayoutSection
-from rl_megatron.config.sections.services import SERVICE
+from rl_megatron.config.sections.services import SERVICE, TeacherSection, teacher_role
 from rl_megatron.options.table import problems as option_problems
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
 
 
+def taught_on_ranks(c: RunConfig) -> dict[str, TeacherSection]:
+    """The teachers that have ranks of their own, by their roles."""
+    teachers = c.algorithm.kl.teachers if c.kind.samples else {}
+    return {teacher_role(name): one for name, one in teachers.items() if one.server is None}
+
+
+def separate(c: RunConfig) -> tuple[str, ...]:
+    """The roles with ranks of their own, in the order of a job's nodes."""
+    return (*c.roles.separate, *taught_on_ranks(c))
+
+
+def frozen_folders(c: RunConfig) -> dict[str, tuple[Path | None, str]]:
+    """By the role of each frozen model that ranks hold: its Hugging Face folder, None for the model that training
+    starts from, and the folder's key."""
+    of_teachers = {
+        role: (one.path, f"algorithm.kl.teachers.{role.removeprefix(teacher_role(''))}.path")
+        for role, one in taught_on_ranks(c).items()
+    }
+    return ({"reference": (c.reference, c.reference_key)} if c.needs_reference else {}) | of_teachers
+
+
 def problems_of_services(c: RunConfig) -> Iterator[str]:
     """A line for each rule that the configuration breaks."""
     rewards = [name for one in (c.reward, *c.own_rewards.values()) for name in one.functions.values()]
     askers = dict.fromkeys(rewards, "reward.function")
-    askers |= {one.server: f"algorithm.kl.teachers.{name}.server" for name, one in c.algorithm.kl.teachers.items()}
+    teachers = c.algorithm.kl.teachers.items()
+    askers |= {one.server: f"algorithm.kl.teachers.{name}.server" for name, one in teachers if one.server is not None}
     of_services = {name.removeprefix(SERVICE): key for name, key in askers.items() if name.startswith(SERVICE)}
     asked = {name.partition("/")[0]: key for name, key in of_services.items()}
     for name in sorted(asked.keys() - set(c.services)):
@@ -52,10 +75,10 @@ def problems_of_teachers(c: RunConfig) -> Iterator[str]:
         yield f"algorithm.kl.reference={kl.reference} and {key} ({', '.join(kl.teachers)}): both judge; keep one"
     if c.algorithm.preference_beta is not None:
         yield f"{key} with algorithm.preference_beta: pairs are compared with a reference of the run; leave {key} out"
-    if c.rollout.temperature != 1:
+    if c.rollout.temperature != 1 and (served := [name for name, one in kl.teachers.items() if one.server is not None]):
         yield (
-            f"{key} with rollout.temperature={c.rollout.temperature:g}: servers tell log-probs of prompts at a "
-            "temperature of 1; set rollout.temperature=1, or serve no teacher but set algorithm.kl.reference"
+            f"{key}.{served[0]}.server with rollout.temperature={c.rollout.temperature:g}: servers tell log-probs of "
+            "prompts at a temperature of 1; set rollout.temperature=1, or leave server out, so that ranks hold it"
         )
     known = c.source_names
     for name, one in kl.teachers.items():
@@ -102,7 +125,12 @@ def problems_of_separate(c: RunConfig) -> Iterator[str]:
 
 def _of_layout(c: RunConfig, role: str) -> Iterator[str]:
     """What the layout of a role's own ranks breaks, and the learner's does not."""
-    if role not in c.roles.separate:
+    if role not in separate(c) and role not in ("critic", "reference"):
+        yield (
+            f"roles.layouts.{role}: no teacher of algorithm.kl.teachers that ranks hold has this role; allowed: "
+            f"{', '.join(taught_on_ranks(c)) or 'none'}"
+        )
+    elif role not in separate(c):
         yield (
             f"roles.layouts.{role}, but roles.{role}=learner: the learner's ranks hold such a {role}, in their layout; "
             f"set roles.{role}=separate, or leave roles.layouts.{role} out"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rl_megatron.config.beside import problems_of_separate, problems_of_services, problems_of_teachers
+from rl_megatron.config.beside import problems_of_separate, problems_of_services, problems_of_teachers, separate
 from rl_megatron.config.environments import problems_of_environments
 from rl_megatron.config.evaluating import problems_of_evaluating
 from rl_megatron.config.keeping import problems_of_keeping
@@ -312,7 +312,7 @@ def _role_problems(c: RunConfig) -> list[str]:
         out.append(f"{given}, but rollout.engine={c.rollout.engine} samples in the learner's processes; set it to 0")
     if engines.nodes and c.rollout.server.addresses:
         out.append(f"{given}, but rollout.server.addresses are running servers; leave one of them out")
-    if c.slurm.heterogeneous and not (engines.nodes or c.slurm.services.nodes or c.roles.separate):
+    if c.slurm.heterogeneous and not (engines.nodes or c.slurm.services.nodes or separate(c)):
         out.append(f"slurm.heterogeneous=true, but {given}; set the number of the engines' nodes")
     if engines.shaped and not c.slurm.heterogeneous:
         out.append("slurm.engines requests nodes unlike the learner's; set slurm.heterogeneous=true, or only its nodes")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rl_megatron.config.beside import nodes_of_role
+from rl_megatron.config.beside import nodes_of_role, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.placement.names import LEARNER
 
 
 def beside(config: RunConfig) -> dict[str, int]:
     """The number of nodes of each role that has nodes of its own besides the learner's, in the order of the job."""
-    slurm, counts = config.slurm, {role: nodes_of_role(config, role) for role in config.roles.separate}
+    slurm, counts = config.slurm, {role: nodes_of_role(config, role) for role in separate(config)}
     counts |= {"services": slurm.services.nodes} if slurm.services.nodes else {}
     return counts | ({"engines": slurm.engines.nodes} if slurm.engines.nodes else {})
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rl_megatron.config.beside import in_words_of
+from rl_megatron.config.beside import in_words_of, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
@@ -111,7 +111,7 @@ def placement_of(config: RunConfig, nodes: Sequence[str], role: str = LEARNER) -
 
 def ranks_by_role(config: RunConfig) -> dict[str, int]:
     """The number of ranks of the learner, and of each separate role in the order of a job's nodes."""
-    return {role: config.learner_of(role).dims.world_size for role in (LEARNER, *config.roles.separate)}
+    return {role: config.learner_of(role).dims.world_size for role in (LEARNER, *separate(config))}
 
 
 def group_ranks(dims: ParallelDims) -> Mapping[str, list[list[int]]]:

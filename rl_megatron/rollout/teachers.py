@@ -1,4 +1,4 @@
-"""Teachers behind engine servers, together one frozen model: it says what they think of each token of a batch.
+"""A teacher behind engine servers as a frozen model: it says what it thinks of each token of a batch.
 
 Letters: S sequences, N positions of all of them, D data-parallel ranks, M micro-batches, k tokens of a teacher.
 """
@@ -30,13 +30,18 @@ _TRIED = (1, 2, 3)  # a text of tokens that every vocabulary has
 
 
 @dataclass(slots=True, kw_only=True)
-class Teacher:
-    """One teacher, at a server or at the replicas of a service of the run, which take turns."""
+class Teacher(FrozenModel):
+    """At a server, or at the replicas of a service of the run, which take turns.
+
+    It names ``top`` tokens at a place; all of ``vocab_size``, the policy's, where it has no more.
+    """
 
     name: str
     section: TeacherSection
     adapter: Sampling
     services: Services
+    top: int
+    vocab_size: int
     _servers: dict[ServiceAddress, Server] = field(default_factory=dict)
     _slots: asyncio.Semaphore = field(init=False)
 
@@ -64,7 +69,7 @@ class Teacher:
 
     def _server(self) -> Server:
         """The server whose turn it is. Raises ServiceError if none serves now."""
-        given = self.section.server
+        given = self.section.server or ""
         if given.startswith(SERVICE):
             address = self.services.address(given.removeprefix(SERVICE))
         else:
@@ -74,32 +79,16 @@ class Teacher:
             self._servers[address] = Server(address.url, token=address.key or None, timeout_seconds=limit)
         return self._servers[address]
 
-    async def close(self) -> None:
-        """Close its connections."""
-        for server in self._servers.values():
-            await server.close()
-
-
-class Teachers(FrozenModel):
-    """A frozen model whose log-prob of a token is the weighted mean of those of the teachers of its prompt's source:
-    its KL by k1 is the weighted sum of the teachers'."""
-
-    def __init__(self, teachers: Sequence[Teacher], *, top: int, vocab_size: int, sources: Sequence[str]) -> None:
-        """``top``: how many tokens the only teacher of a source names; all of ``vocab_size``, the policy's, where it
-        has no more. ``sources`` of the data, as ``Samples.source_of`` counts them."""
-        self._teachers, self._top, self._vocab_size = teachers, min(top, vocab_size), vocab_size
-        self._sources = sources
-
     async def try_out(self) -> None:
-        """Ask each for a short text. Raises EngineError for one that does not answer as it should."""
-        await asyncio.gather(*(one.judge(_TRIED, 1) for one in self._teachers))
+        """Ask it for a short text. Raises EngineError if it does not answer as it should."""
+        await self.judge(_TRIED, 1)
 
     @override
     async def score(self, batch: Batch, want: frozenset[Want]) -> Mapping[Want, Scores]:
         """Positions of sequences without a masked-in target are 0, and are not asked for. Raises EngineError."""
         if others := want - {"logprobs", "top"}:
             raise EngineError(f"a teacher behind a server tells log-probs, and no {', '.join(sorted(others))}")
-        samples, top = batch.samples, self._top if "top" in want else 0
+        samples, top = batch.samples, min(self.top, self.vocab_size) if "top" in want else 0
         asked = [int(one) for row in batch.sequences for part in row for one in part]
         said = dict(zip(asked, await asyncio.gather(*(self._judged(samples, one, top) for one in asked)), strict=True))
         of_sequences: dict[Want, dict[int, Tensor]] = {
@@ -113,21 +102,16 @@ class Teachers(FrozenModel):
         first, stop = samples.cu_seqlens[one : one + 2].tolist()
         if not samples.mask[first:stop].any():
             return torch.zeros(stop - first), torch.zeros(stop - first, 2, top)
-        text = [*samples.input_ids[first:stop].tolist(), int(samples.targets[stop - 1])]
-        source = "" if samples.source_of is None else self._sources[int(samples.source_of[one])]
-        of = [teacher for teacher in self._teachers if not teacher.section.sources or source in teacher.section.sources]
-        answers = await asyncio.gather(*(teacher.judge(text, top) for teacher in of))
-        total = sum(teacher.section.weight for teacher in of)
-        logprobs = torch.zeros(stop - first, dtype=torch.float64)
-        for teacher, said in zip(of, answers, strict=True):
-            logprobs += teacher.section.weight / total * torch.from_numpy(said.logprobs.astype("float64"))
-        ids, of_ids = (torch.from_numpy(x.astype("float32")) for x in (answers[0].top_ids, answers[0].top_logprobs))
-        if top and int(ids.max()) >= self._vocab_size:
+        said = await self.judge([*samples.input_ids[first:stop].tolist(), int(samples.targets[stop - 1])], top)
+        logprobs, ids, of_ids = (
+            torch.from_numpy(x.astype("float32")) for x in (said.logprobs, said.top_ids, said.top_logprobs)
+        )
+        if top and int(ids.max()) >= self.vocab_size:
             raise EngineError(
-                f"algorithm.kl.teachers.{of[0].name}: it names token {int(ids.max())}, and the policy's last is "
-                f"{self._vocab_size - 1}; set algorithm.kl.estimator=k1, or serve a model of as many tokens"
+                f"algorithm.kl.teachers.{self.name}: it names token {int(ids.max())}, and the policy's last is "
+                f"{self.vocab_size - 1}; set algorithm.kl.estimator=k1, or serve a model of as many tokens"
             )
-        return logprobs.float(), torch.stack([ids, of_ids], 1)
+        return logprobs, torch.stack([ids, of_ids], 1)
 
     @override
     async def forget(self) -> None:
@@ -142,9 +126,9 @@ class Teachers(FrozenModel):
         """Servers' memory is no rank's."""
 
     async def close(self) -> None:
-        """Close all connections."""
-        for one in self._teachers:
-            await one.close()
+        """Close its connections."""
+        for server in self._servers.values():
+            await server.close()
 
 
 def _in_micro_batches(batch: Batch, of_sequences: Mapping[int, Tensor]) -> Scores:

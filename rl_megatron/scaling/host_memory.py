@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from math import ceil, prod
 
+from rl_megatron.config.beside import frozen_folders, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.kept import offloaded
@@ -31,7 +32,8 @@ def host_bytes(config: RunConfig, shape: ModelShape) -> float:
 
     Raises ConfigError if the layout does not divide the model's sizes.
     """
-    return max(_held(config, shape, role) for role in (LEARNER, *config.roles.layouts) if role != "reference")
+    roles = (role for role in (LEARNER, *config.roles.layouts) if role not in frozen_folders(config))
+    return max(_held(config, shape, role) for role in roles)
 
 
 def _held(config: RunConfig, shape: ModelShape, role: str) -> float:
@@ -61,7 +63,7 @@ def copies_bytes(config: RunConfig, shape: ModelShape) -> float:
     """
     if not config.checkpoint.async_save:
         return 0.0
-    apart = "critic" in config.roles.separate
+    apart = "critic" in separate(config)
     models = 2 if config.algorithm.needs_critic and not apart else 1
     of_critic = _copies(config, shape, "critic") if apart else 0.0
     return max(models * _copies(config, shape, LEARNER), of_critic)

@@ -17,7 +17,7 @@ from itertools import groupby
 from math import prod
 from typing import Literal
 
-from rl_megatron.config.beside import in_words_of
+from rl_megatron.config.beside import frozen_folders, in_words_of, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError
@@ -106,7 +106,7 @@ def footprints(config: RunConfig, shape: ModelShape) -> list[Footprint]:
 
 def _footprints(config: RunConfig, shape: ModelShape, *, every: bool) -> list[Footprint]:
     """`footprints`; if not ``every`` one, of ranks beside servers the first of each stage: the others are like it."""
-    of = {role: config.of_role(role) for role in (LEARNER, *config.roles.separate)}
+    of = {role: config.of_role(role) for role in (LEARNER, *separate(config))}
     layouts = {role: role_layout(config, shape, role) for role in of}
     inner = {role: layout.dims.world_size // layout.dims.pp for role, layout in layouts.items()}
     stages, beside = {role: ranks_of(of[role], layout) for role, layout in layouts.items()}, _beside_servers(config)
@@ -222,7 +222,7 @@ def _beside_servers(config: RunConfig) -> set[int]:
 def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, served: bool) -> tuple[Terms, Terms]:
     """The terms of one rank, and those of the critic that is counted in them, if there is one.
 
-    A separate critic has values for logits; a separate reference needs no backward pass.
+    A separate critic has values for logits; a separate reference and teachers need no backward pass.
     """
     learner, algorithm, shape = config.learner, config.algorithm, layout.shape
     of_critic = learner.model_copy(update={"optimizer": algorithm.critic.optimizer})
@@ -234,10 +234,10 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
     # Of the layer that computes, and the gradients beside it; while one does, there are no logits.
     own["activations"] += max(beside_kept(learner, shape, rank) - own["logits"], 0.0)
     own["step"] = max(own["step"] - own["activations"] - own["logits"], 0.0)  # after the passes
-    if role == "reference":
+    if role in frozen_folders(config):
         own |= {"gradients": 0.0, "optimizer": 0.0, "activations": in_forward(learner, shape, rank), "step": 0.0}
     beside = {"critic": algorithm.needs_critic, "reference": config.needs_reference}
-    here = {name for name, needed in beside.items() if needed and name not in config.roles.separate}
+    here = {name for name, needed in beside.items() if needed and name not in separate(config)}
     reserved = RESERVED * (config.slurm.gpu_memory_gb or 0) * GB
     terms = {**dict.fromkeys(CHANGES, 0.0), **own, "reserved": reserved}
     if role != LEARNER:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf
 
+from rl_megatron.config.beside import frozen_folders, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.config.sections.rollout import ServerSection
@@ -196,7 +197,7 @@ def rl_step(
         parts["log-probs"] = forward_seconds(work, batches, constants)
     others = {
         role: learner_work(config.of_role(role), role_shape(config, shape, role), gpu, mean)
-        for role in ("reference", "critic")
+        for role in ("critic", *frozen_folders(config))
     }
     parts |= _others(config, others, parts, constants)
     section = config.rollout.server
@@ -237,17 +238,16 @@ def rl_step(
 def _others(
     config: RunConfig, works: Mapping[str, LearnerWork], parts: Mapping[str, float], constants: Constants | None
 ) -> dict[str, float]:
-    """Seconds of a reference and a critic, by their ``works``: on ranks of their own they compute beside the policy,
-    and the step waits for what is longer."""
+    """Seconds of frozen models and a critic, by their ``works``: on ranks of their own they compute beside the policy,
+    and the step waits for what is longer; each teacher is counted as if it judged all that is sampled."""
     out, beside, batches = dict[str, float](), parts.get("log-probs", 0.0), config.train.minibatches
     forward = {role: forward_seconds(one, batches, constants) for role, one in works.items()}
-    if config.needs_reference:
-        apart = "reference" in config.roles.separate
-        out["reference"] = max(0.0, forward["reference"] - beside) if apart else forward["reference"]
-        beside += out["reference"]
+    for role in frozen_folders(config):
+        out[role] = max(0.0, forward[role] - beside) if role in separate(config) else forward[role]
+        beside += out[role]
     if config.algorithm.needs_critic:
         trained = sum(step_terms(works["critic"], constants).values()) * batches * config.train.epochs
-        apart, own = "critic" in config.roles.separate, (forward["critic"], trained)
+        apart, own = "critic" in separate(config), (forward["critic"], trained)
         waits = max(0.0, own[0] - beside) + max(0.0, own[1] - parts["training"])
         out["critic"] = waits if apart else sum(own)
     return out

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rl_megatron.config.beside import nodes_of_role
+from rl_megatron.config.beside import nodes_of_role, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.option import BYTES, Elements
@@ -117,7 +117,7 @@ def save_cost(config: RunConfig, shape: ModelShape) -> Save:
     speed = f"{speeds.storage_node:g} GB/s a node, {speeds.storage:g} in all"
     if local:
         seconds, speed = total / (speeds.memory * GB), f"{speeds.memory:g} GB/s"
-    apart = "critic" in config.roles.separate
+    apart = "critic" in separate(config)
     copying = sum(max(found.values()) for found in by_rank.values()) / (speeds.memory * GB)  # into the node's memory
     return Save(
         total=total,
@@ -135,7 +135,7 @@ def _by_node(config: RunConfig, role: str, by_rank: Mapping[int, int]) -> Counte
     world = config.learner_of(role).dims.world_size
     per_node = world
     if config.run.launcher != "local":
-        apart = role in config.roles.separate
+        apart = role in separate(config)
         per_node = -(-world // nodes_of_role(config, role)) if apart else config.slurm.tasks_per_node(world)
     out: Counter[int] = Counter()
     for rank, count in by_rank.items():

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_megatron.config.beside import frozen_folders
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
@@ -76,13 +77,13 @@ class GroupJob(ABC):
         return {"step": 0, "phase": "rl", **await self.evaluation.row(0)} if fresh else None
 
     async def start_models(self, *, fresh: bool) -> bool:
-        """Load the reference's weights, and on a fresh start the critic's; a checkpoint restores the critic itself.
+        """Load the weights of frozen models, and on a fresh start the critic's, which a checkpoint restores itself.
 
         Returns whether there was anything to load.
         """
-        roles, kl, critic = self.roles, self.config.algorithm.kl, self.config.algorithm.critic
+        roles, critic = self.roles, self.config.algorithm.critic
         wanted = (
-            self.config.needs_reference and kl.reference is None,
+            self.config.needs_reference and self.config.reference is None,
             "critic" in roles.learners and critic.path is None,
         )
         if fresh and any(wanted):
@@ -92,9 +93,10 @@ class GroupJob(ABC):
             path, model = critic.path or self.start_folder, roles.learners["critic"]
             trained = not (path / "config.json").is_file()  # shards of a critic, not a model to start from
             await (model.load(path, files_of(path)) if trained else model.start_from(path))
-        if self.config.needs_reference:
-            await roles.frozen["reference"].start_from(kl.reference or self.start_folder)
-        return self.config.needs_reference or (fresh and "critic" in roles.learners)
+        frozen = frozen_folders(self.config)
+        for role, (folder, _) in frozen.items():
+            await roles.frozen[role].start_from(folder or self.start_folder)
+        return bool(frozen) or (fresh and "critic" in roles.learners)
 
     async def step(self, number: int, watch: Stopwatch) -> Row:
         """Take a batch, train on it and push the weights. Returns the metrics row."""

@@ -141,6 +141,25 @@ def test_each_token_of_a_student_is_judged_by_a_wider_and_deeper_teacher(place: 
     assert rows[0]["reward/mean"] == 0 < rows[0]["grad_norm"]
 
 
+def test_several_teachers_on_ranks_are_weighed_each_in_a_layout_of_its_own(place: Place) -> None:
+    """The student's own weights are the second, and count three times."""
+    student, _ = models_of(place)
+    keys = (
+        *("algorithm.kl.teachers.wide.path={teacher}", "roles.layouts.teacher_wide.tp=2"),
+        *(f"algorithm.kl.teachers.like_it.path={student}", "algorithm.kl.teachers.like_it.weight=3"),
+        *("roles.layouts.teacher_like_it.pp=2", "rollout.temperature=0.8"),
+    )
+    rows, first, models = trained(place, "distill", keys, "train.steps=1")
+    of_student, of_wide = (
+        np.concatenate([np.log(distribution(model, *one, 0.8)[range(len(one[1])), one[1]]) for one in first])
+        for model in models
+    )
+    wanted = (of_wide + 3 * of_student) / 4 - of_student
+    np.testing.assert_allclose(rows[0]["advantage/mean"], wanted.mean(), rtol=1e-4)
+    np.testing.assert_allclose(rows[0]["advantage/std"], wanted.std(), rtol=1e-4)
+    assert rows[0]["kl/reference"] > 0.02 < rows[0]["grad_norm"]
+
+
 @PLACES
 def test_the_tokens_that_a_teacher_names_are_learnt_from(place: Place, of: tuple[str, ...]) -> None:
     """Of three tokens and a bucket, KL(student‖teacher), of a teacher on ranks at a temperature."""

@@ -13,6 +13,8 @@ from rl_megatron.config.resume import fixed
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.placement.nodes import beside
+from rl_megatron.placement.ranks import ranks_by_role
 
 URL = "http://127.0.0.1:9"
 KEY = "algorithm.kl.teachers"
@@ -21,6 +23,11 @@ KEY = "algorithm.kl.teachers"
 def teacher(name: str, path: Path = Path("tests"), *keys: str) -> list[str]:
     given = [f"server={URL}", "engine=vllm", f"path={path}", *keys]
     return [f"{KEY}.{name}.{key}" for key in given]
+
+
+def held(name: str, path: Path = Path("tests"), *keys: str) -> list[str]:
+    """A teacher on ranks of the run."""
+    return [f"{KEY}.{name}.{key}" for key in (f"path={path}", *keys)]
 
 
 def sources(*names: str) -> list[str]:
@@ -43,7 +50,16 @@ def test_ranks_hold_no_reference_beside_them() -> None:
     ("keys", "said"),
     [
         ([*teacher("a"), "algorithm.kl.reference=tests"], "both judge; keep one"),
-        ([*teacher("a"), "rollout.temperature=0.5"], "at a temperature of 1"),
+        ([*teacher("a"), "rollout.temperature=0.5"], f"{KEY}.a.server with rollout.temperature=0.5: servers tell"),
+        ([*held("a"), f"{KEY}.a.retries=3"], "retries=3 without a server: the run's own ranks hold this teacher"),
+        ([f"{KEY}.a.server={URL}", f"{KEY}.a.path=tests"], f"server={URL} without engine; give engine=vllm or sglang"),
+        (
+            [*held("a"), "roles.layouts.teacher_b.tp=2"],
+            "roles.layouts.teacher_b: no teacher of algorithm.kl.teachers that ranks hold has this role; allowed: "
+            "teacher_a",
+        ),
+        ([*teacher("a"), "roles.layouts.teacher_a.tp=2"], "that ranks hold has this role; allowed: none"),
+        ([*held("a"), "roles.layouts.teacher_a.vpp=2"], "roles.layouts.teacher_a.vpp=2 needs a pipeline"),
         ([*teacher("a"), "algorithm=grpo"], "does nothing: algorithm.kl.coefficient=0.0 does not read it"),
         ([*teacher("a"), "algorithm=dpo"], "with algorithm.preference_beta"),
         ([*teacher("a"), "roles.reference=separate"], "the algorithm has no reference"),
@@ -75,6 +91,14 @@ def test_several_are_weighed_and_each_source_may_have_its_own() -> None:
     of = {name: teacher(name, Path("tests"), f"sources=[{name}]") for name in ("sums", "more")}
     for algorithm in ("distill", "gkd"):
         loaded(f"algorithm={algorithm}", *sources("sums", "more"), *of["sums"], *of["more"])
+
+
+def test_ranks_hold_some_in_layouts_of_their_own_and_servers_others() -> None:
+    keys = [*held("a"), *held("b", Path("tests"), "weight=2"), *teacher("c"), "roles.layouts.teacher_b.tp=4"]
+    config = loaded(*keys, "roles.layouts.teacher_b.ep=2", "learner.dp=2")
+    assert ranks_by_role(config) == {"learner": 2, "teacher_a": 2, "teacher_b": 4}
+    assert beside(config) == {"teacher_a": 1, "teacher_b": 2}
+    loaded(*held("a"), "rollout.temperature=0.5")
 
 
 def test_a_resume_may_find_them_elsewhere_but_not_others() -> None:

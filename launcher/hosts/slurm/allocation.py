@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.wire.greetings import this_node
+from rl_megatron.config.beside import separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import write_atomically
 from rl_megatron.placement.names import LEARNER
@@ -64,7 +65,7 @@ class Allocation:
             service_nodes=found.get("services", ()),
             heterogeneous=heterogeneous,
             folder=folder,
-            separate={role: found[role] for role in config.roles.separate},
+            separate={role: found[role] for role in separate(config)},
         )
 
     def ask_requeue(self) -> None:

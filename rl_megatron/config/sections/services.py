@@ -64,15 +64,22 @@ def _of_server(text: str) -> str:
     return text
 
 
-class TeacherSection(Section):
-    """A model behind a server of an engine, which judges what the policy samples (docs/distillation.md)."""
+def teacher_role(name: str) -> str:
+    """The role of a teacher among a run's models, and of its ranks."""
+    return f"teacher_{name}"
 
-    server: Annotated[str, AfterValidator(_of_server)]
-    """service:<name> of ``services``, or http(s)://host:port of a server that runs already."""
-    engine: Literal["vllm", "sglang"] | OwnCode
-    """What the server is: vllm, sglang, or ``package.module:Class``, an engine of your own."""
+
+class TeacherSection(Section):
+    """A model that judges what the policy samples (docs/distillation.md), on ranks of its own or behind a server of an
+    engine."""
+
+    server: Annotated[str, AfterValidator(_of_server)] | None = None
+    """service:<name> of ``services``, or http(s)://host:port of a server that runs already; null: ranks of the run's
+    own hold it, in the learner's layout or that of ``roles.layouts.teacher_<name>``."""
+    engine: Literal["vllm", "sglang"] | OwnCode | None = None
+    """What the server is: vllm, sglang, or ``package.module:Class``, an engine of your own; null without a server."""
     path: Path
-    """Hugging Face folder of what it serves, of which config.json and tokenizer.json are read here."""
+    """Hugging Face folder of the teacher; of one behind a server, config.json and tokenizer.json are read here."""
     weight: PositiveFloat = 1.0
     """Weight of its log-probs among those of all teachers of a prompt, which add up to 1."""
     sources: Annotated[tuple[str, ...], LISTED] = ()
@@ -87,7 +94,19 @@ class TeacherSection(Section):
     """Most retries of a sequence, after 1, 2, 4, ... seconds; after that the run ends."""
 
     @model_validator(mode="after")
-    def _one_key(self) -> Self:
+    def _of_one_place(self) -> Self:
+        of_server = ("engine", "token_file", "concurrency", "timeout_seconds", "retries")
+        fields = type(self).model_fields
+        given = [key for key in of_server if getattr(self, key) != fields[key].default] if self.server is None else []
+        if given:
+            raise ValueError(
+                f"{given[0]}={getattr(self, given[0])} without a server: the run's own ranks hold this teacher; give "
+                f"server, or leave {given[0]} out"
+            )
+        if self.server is None:
+            return self
+        if self.engine is None:
+            raise ValueError(f"server={self.server} without engine; give engine=vllm or sglang, which serves there")
         if self.token_file is not None and self.server.startswith(SERVICE):
             raise ValueError(f"token_file={self.token_file}: {self.server} has a key of its own; leave token_file out")
         return self

@@ -109,6 +109,9 @@ class ServiceNodesSection(RoleNodesSection):
     """Number of the services' nodes, in addition to ``slurm.nodes``; 0: services run beside the controller."""
 
 
+_LIKE_THE_LEARNERS = RoleNodesSection()
+
+
 class SlurmSection(Section):
     """A job of ``rl-megatron submit`` (slurm/README.md). A key that is null leaves the cluster's default."""
 
@@ -194,8 +197,8 @@ class SlurmSection(Section):
         return self.gpus_of("engines")
 
     def alone(self, role: str) -> RoleNodesSection:
-        """The section of the role's own nodes."""
-        section: RoleNodesSection = getattr(self, role)
+        """The section of the role's own nodes; those of teachers are as the learner's."""
+        section: RoleNodesSection = getattr(self, role, _LIKE_THE_LEARNERS)
         return section
 
     def gpus_of(self, role: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from asyncio import to_thread
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
@@ -25,6 +25,7 @@ from rl_megatron.interfaces import Pass, PassScores, Roles, Together
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.measures import LOGPROBS, Measured, wanted_of_policy
 from rl_megatron.training.schedule import seed_of
+from rl_megatron.training.scores.teachers import judged_by, one_reference
 from rl_megatron.training.tasks import AtOnce
 from rl_megatron.types import Batch, Samples, Want
 
@@ -50,10 +51,20 @@ class Packers:
         self.own = make(self.config.learner)
         self.others = {role: make(self.config.learner_of(role)) for role in self.config.roles.layouts}
 
-    def packed(self, samples: Samples, step: int, role: str = "policy", *, with_room: bool = False) -> Batch:
-        """All sequences. Those of a role that is trained are where it is trained on them first, so that their columns
-        are there once they were scored. ``with_room`` is that of `Packer.pack`."""
+    def packed(
+        self,
+        samples: Samples,
+        step: int,
+        role: str = "policy",
+        *,
+        with_room: bool = False,
+        part: NDArray[np.int64] | None = None,
+    ) -> Batch:
+        """All sequences, or ``part``. Those of a role that is trained are where it is trained on them first, so that
+        their columns are there once they were scored. ``with_room`` is that of `Packer.pack`."""
         packer = self.others.get(role, self.own)
+        if part is not None and len(part) < samples.num_sequences:
+            return packer.pack(samples, part=part, with_room=with_room)
         most, seed = self.config.train.minibatches, seed_of(self.config.seed, step, 0)
         is_trained = packer is self.own or role == "critic"
         ranks: RankOf | None = packer.ranks(samples, most=most, seed=seed) if is_trained else None
@@ -86,7 +97,8 @@ async def measured(
     config: RunConfig, roles: Roles, packers: Packers, samples: Samples, step: int, watch: Stopwatch
 ) -> Measured:
     """The samples with all scores that the algorithm needs, and no others."""
-    requests = _requests(config, roles, samples)
+    judged = judged_by(config, samples)
+    requests = _requests(config, roles, samples, judged)
     with_room = any(one.last_tokens for request in requests for one in request.passes)
     longer, is_last = await to_thread(with_last_tokens, samples)
     packed: dict[str, Batch] = {}
@@ -96,9 +108,11 @@ async def measured(
         running = []
         for request in requests:
             role = request.passes[0].role
-            layout = role if role in packers.others else ""
+            part = judged.get(role)
+            layout = role if role in packers.others or (part is not None and len(part) < samples.num_sequences) else ""
             if layout not in packed:
-                packed[layout] = await to_thread(partial(packers.packed, samples, step, role, with_room=with_room))
+                pack = partial(packers.packed, samples, step, role, with_room=with_room, part=part)
+                packed[layout] = await to_thread(pack)
             request.batch = packed[layout]
             running.append(at_once.begin(request.phases[0], _asked(roles, request)))
         for request, task in zip(requests, running, strict=True):
@@ -110,13 +124,13 @@ async def measured(
                     if one.last_tokens and what == "values":
                         next_values = column[is_last]
                     found[one.role, what] = column[~is_last] if one.last_tokens else column
-    return _with_columns(config, samples, found, next_values)
+    return _with_columns(config, samples, found, next_values, judged)
 
 
-def _requests(config: RunConfig, roles: Roles, samples: Samples) -> list[_Request]:
+def _requests(config: RunConfig, roles: Roles, samples: Samples, judged: Collection[str]) -> list[_Request]:
     """One for each group of ranks, and one for each model that is in none, in the order of their first phases."""
     found: list[_Request] = []
-    for phase, one in _passes(config, roles, samples):
+    for phase, one in _passes(config, roles, samples, judged):
         ranks = next((group for group in roles.together if one.role in group.roles), None)
         request = next((request for request in found if ranks is not None and request.ranks is ranks), None)
         if request is None:
@@ -126,8 +140,8 @@ def _requests(config: RunConfig, roles: Roles, samples: Samples) -> list[_Reques
     return found
 
 
-def _passes(config: RunConfig, roles: Roles, samples: Samples) -> Iterator[tuple[str, Pass]]:
-    """What each model is asked, and the phase that it is counted for."""
+def _passes(config: RunConfig, roles: Roles, samples: Samples, judged: Collection[str]) -> Iterator[tuple[str, Pass]]:
+    """What each model is asked, and the phase that it is counted for. ``judged``: the teachers' roles."""
     section = config.algorithm
     asked = section.old_logprobs == "learner" or section.tokens.choose != "all"
     asked |= section.routing_replay == "r2" or config.train.route_flips
@@ -137,8 +151,9 @@ def _passes(config: RunConfig, roles: Roles, samples: Samples) -> Iterator[tuple
     if wanted or both:
         want = wanted | _VALUES if both else wanted
         yield "logprobs" if wanted else "values", Pass(role="policy", want=want, replays=True, last_tokens=both)
-    if "reference" in roles.models:
-        yield "reference", Pass(role="reference", want=LOGPROBS | {"top"} if section.needs_top else LOGPROBS)
+    for role in ("reference", *judged):
+        if role in roles.models:
+            yield "reference", Pass(role=role, want=LOGPROBS | {"top"} if section.needs_top else LOGPROBS)
     if alone or "critic" in roles.models:
         yield "values", Pass(role="policy" if alone else "critic", want=_VALUES, last_tokens=True)
 
@@ -154,7 +169,11 @@ async def _asked(roles: Roles, request: _Request) -> Sequence[PassScores]:
 
 
 def _with_columns(
-    config: RunConfig, samples: Samples, found: Mapping[tuple[str, Want], Tensor], next_values: Tensor | None
+    config: RunConfig,
+    samples: Samples,
+    found: Mapping[tuple[str, Want], Tensor],
+    next_values: Tensor | None,
+    judged: Mapping[str, NDArray[np.int64]],
 ) -> Measured:
     section, current = config.algorithm, found.get(("policy", "logprobs"))
     routes = found.get(("policy", "routes"), samples.routes)
@@ -167,5 +186,7 @@ def _with_columns(
         "ref_top": found.get(("reference", "top")),
         "old_values": found.get(("policy" if section.is_own_critic else "critic", "values")),
     }
+    if judged:
+        columns |= one_reference(section.kl.teachers, judged, found, samples)
     samples = replace(samples, **{name: column for name, column in columns.items() if column is not None})
     return Measured(samples, current, found.get(("policy", "entropy")), next_values, routes)

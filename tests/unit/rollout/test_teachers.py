@@ -1,4 +1,4 @@
-"""Teachers behind servers as one frozen model: which are asked for which sequence, and what their answers make."""
+"""A teacher behind servers as a frozen model: what it is asked, and what its answers make."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_megatron.data.samples import to_samples
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.servers.decoding import Judged
 from rl_megatron.rollout.servers.http import Server
-from rl_megatron.rollout.teachers import Teacher, Teachers
+from rl_megatron.rollout.teachers import Teacher
 from rl_megatron.services import ServiceAddress, Services
 from rl_megatron.types import Batch, ParallelDims, Prompt, RolloutGroup, Samples, Want
 from tests.turns import trajectory
@@ -55,18 +55,19 @@ def answers(fake: Fake, scale: float, *, first: int = 0) -> list[list[int]]:
     return texts
 
 
-def teacher(fake: Fake | None = None, services: Services | None = None, **keys: Any) -> Teacher:
+def teacher(fake: Fake | None = None, services: Services | None = None, top: int = TOP, **keys: Any) -> Teacher:
     given = {"server": fake.url if fake else "service:t", "engine": "vllm", "path": "t", **keys}
     section = TeacherSection.model_validate(given)
-    return Teacher(name="t", section=section, adapter=Told(), services=services or Services())
+    services = services or Services()
+    return Teacher(name="t", section=section, adapter=Told(), services=services, top=top, vocab_size=VOCABULARY)
 
 
 def groups() -> list[RolloutGroup]:
-    """Four completions of two prompts, of different lengths; the last is of another source."""
+    """Four completions of two prompts, of different lengths."""
     lengths = {"a": (3, 5), "b": (2, 7)}
     return [
         RolloutGroup(
-            prompt=Prompt(id=source, text="", token_ids=(1, 2), answer="", source=source),
+            prompt=Prompt(id=source, text="", token_ids=(1, 2), answer=""),
             trajectories=tuple(trajectory([length], seed=length) for length in of),
         )
         for source, of in lengths.items()
@@ -74,16 +75,15 @@ def groups() -> list[RolloutGroup]:
 
 
 def packed() -> tuple[Samples, Batch]:
-    samples = to_samples(groups(), sources=("b", "a"))
+    samples = to_samples(groups())
     packer = Packer(dims=ParallelDims(dp=2), max_tokens=8, attention_cost=0.0, unit=1)
     return samples, packer.pack(samples)
 
 
-def scored(teachers: Sequence[Teacher], want: frozenset[Want], top: int = TOP) -> dict[Want, torch.Tensor]:
+def scored(model: Teacher, want: frozenset[Want]) -> dict[Want, torch.Tensor]:
     samples, batch = packed()
 
     async def ask() -> dict[Want, torch.Tensor]:
-        model = Teachers(teachers, top=top, vocab_size=VOCABULARY, sources=("b", "a"))
         await model.try_out()
         said = await model.score(batch, want)
         await model.close()
@@ -99,7 +99,7 @@ def texts() -> list[list[int]]:
 def test_each_sequence_has_the_log_probs_and_tokens_of_its_teacher() -> None:
     with running(1) as (fake,):
         asked = answers(fake, 1.0)
-        said = scored([teacher(fake)], frozenset({"logprobs", "top"}))
+        said = scored(teacher(fake), frozenset({"logprobs", "top"}))
     np.testing.assert_allclose(said["logprobs"], np.concatenate([told(one, 1.0) for one in texts()]), rtol=1e-6)
     assert sorted(asked[1:]) == sorted(texts())  # each once, behind the trial
     assert said["top"].shape == (len(said["logprobs"]), 2, TOP)
@@ -107,21 +107,10 @@ def test_each_sequence_has_the_log_probs_and_tokens_of_its_teacher() -> None:
     np.testing.assert_array_equal(said["top"][:, 1], -0.5 * said["top"][:, 0] - 1)
 
 
-def test_log_probs_of_several_are_their_weighted_mean_and_some_judge_one_source_alone() -> None:
-    with running(2) as (one, other):
-        answers(one, 1.0)
-        asked = answers(other, 2.0)
-        said = scored([teacher(one), teacher(other, weight=3.0, sources=["b"])], frozenset({"logprobs"}))
-    scales = (1.0, 1.0, (1 + 3 * 2) / 4, (1 + 3 * 2) / 4)
-    wanted = np.concatenate([told(text, scale) for text, scale in zip(texts(), scales, strict=True)])
-    np.testing.assert_allclose(said["logprobs"], wanted, rtol=1e-6)
-    assert sorted(asked[1:]) == sorted(texts()[2:])
-
-
 def test_all_tokens_are_named_where_the_vocabulary_has_no_more() -> None:
     with running(1) as (fake,):
         answers(fake, 1.0)
-        assert scored([teacher(fake)], frozenset({"top"}), top=64)["top"].shape[2] == VOCABULARY
+        assert scored(teacher(fake, top=64), frozenset({"top"}))["top"].shape[2] == VOCABULARY
 
 
 def test_a_failed_attempt_is_made_again_and_a_service_is_asked_where_it_is_then(
@@ -166,6 +155,6 @@ def test_a_token_that_the_policy_lacks_and_scores_that_no_server_tells_are_refus
     with running(1) as (fake,):
         answers(fake, 1.0, first=10)
         with pytest.raises(EngineError, match=r"it names token 12, and the policy's last is 11"):
-            scored([teacher(fake)], frozenset({"top"}))
+            scored(teacher(fake), frozenset({"top"}))
         with pytest.raises(EngineError, match="tells log-probs, and no values"):
-            scored([teacher(fake)], frozenset({"values"}))
+            scored(teacher(fake), frozenset({"values"}))
