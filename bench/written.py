@@ -64,7 +64,7 @@ def written_rows(job: str, lengths: Sequence[int]) -> list[dict[str, str]]:
     """Rows whose sequences have these lengths, their ends included, in the order of ``lengths``."""
     draw, each = random.Random(1), EACH[job]
     names = ("completion",) if each == 1 else ("chosen", "rejected")
-    answers = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz ", k=length - PROMPT - 1)) for length in lengths]
+    answers = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=length - PROMPT - 1)) for length in lengths]
     return [
         {"prompt": f"{n:07}=", **dict(zip(names, answers[each * n : each * (n + 1)], strict=True))}
         for n in range(len(lengths) // each)
