@@ -151,3 +151,50 @@ def test_a_range_of_the_batch_acts_beside_running_moments_and_not_under_its_own_
     load_config("tiny_cpu", [*keys, "algorithm.whiten_rewards=true"])
     with pytest.raises(ConfigError, match=r"normalise_rewards=batch.*centring and division, undoes it"):
         load_config("tiny_cpu", ["algorithm=liteppo", *keys[1:2], "algorithm.advantage_mean=batch"])
+
+
+BIAS, WHITEN = "algorithm.reward_bias=-0.5", "algorithm.whiten=true"
+NO_MEAN = ("algorithm=reinforce", "algorithm.advantage_mean=none")
+DISCOUNTED = ("algorithm=reinforce_plus_plus", BIAS)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("algorithm=ppo", BIAS),
+        (*NO_MEAN, BIAS),
+        ("algorithm=grpo", BIAS, "algorithm.reward_clip=1"),
+        (*DISCOUNTED, "algorithm.gamma=0.9"),
+        (*DISCOUNTED, "algorithm.whiten_mean=none"),
+        (*NO_MEAN, BIAS, WHITEN, "algorithm.whiten_mean=none"),
+        (*NO_MEAN, WHITEN, "algorithm.whiten_mean=none", "rollout.group_size=1"),
+    ],
+)
+def test_an_offset_of_rewards_is_taken_where_nothing_compares_them(keys: tuple[str, ...]) -> None:
+    load_config("tiny_cpu", list(keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (("algorithm=grpo", BIAS), "reward_bias=-0.5 does nothing: rewards are compared"),
+        (("algorithm=remax", BIAS), "rewards are compared"),
+        (("algorithm=dpo", BIAS), "rewards are compared"),
+        ((*NO_MEAN, BIAS, WHITEN), "rewards are compared"),
+        (DISCOUNTED, "rewards are compared"),
+        (("algorithm=ppo", BIAS, "algorithm.whiten_rewards=true"), "rewards are compared"),
+        (("algorithm=ppo", BIAS, "algorithm.normalise_rewards=group", "algorithm.reward_clip=1"), "are compared"),
+        (
+            ("algorithm.whiten_mean=group",),
+            r"whiten_mean=group does nothing: .*whiten=false.*algorithm\.whiten=true does",
+        ),
+        ((WHITEN, "algorithm.whiten_mean=none", "algorithm.whiten_std=none"), "whiten=true does nothing"),
+        (
+            (*NO_MEAN, WHITEN, "algorithm.whiten_mean=group", "rollout.group_size=1"),
+            r"group_size=1 with algorithm\.whiten=true: a group has no second completion",
+        ),
+    ],
+)
+def test_an_offset_that_cancels_and_levels_that_nothing_reads_are_refused(keys: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config("tiny_cpu", list(keys))
