@@ -1,20 +1,26 @@
 """How often the intervals of an evaluation hold the truth, over simulated sets of problems.
 
-    python -m bench.intervals [--sets 2000] [--figures mean pass@2 pass@8 maj] [--rules "by spread" "by a beta" both]
+    python -m bench.intervals [--sets 2000] [--figures mean pass@2 pass@8 all@2 all@8 maj] [--rules before now beta]
 
 Problems are solved at rates that are a beta's, at 120 settings of 8 to 400 problems and 4 or 16 samples, or of a few
-kinds of problems, at 100. Prints each setting that is not 95 ± 2 %, and for each rule how many there are, how far they
-are out in all, the lowest, and the mean width. Of the mean there are three rules: by the spread of problems alone
-(before), a beta's posterior alone, and both (now).
+kinds of problems, at 100. Of maj@n all wrong answers are one answer. Prints each setting as it ends, with the share of
+sets whose interval holds the truth, marked where it is not 95 ± 2 %; and for each rule how many are marked, how far
+they are out in all, the lowest and the mean width. *Now* is what an evaluation writes, *before* what it wrote, and
+*beta*, which mean@n alone has, a beta's posterior.
+
+Where figures are rare most sets have the same values, and no rule may be right in 95 ± 2 % of sets: it is right or
+wrong in all sets of the same values at once. *Best* is the nearest that any rule can be that sees a set's values, even
+one that knows the truth: the nearest sum of the shares of sets that are alike. A second count leaves out settings where
+this is out too.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +28,8 @@ from numpy.typing import NDArray
 
 from bench.results import parse, write
 from rl_megatron.evaluation.bounds import share_interval
-from rl_megatron.evaluation.figures import majority, pass_at
+from rl_megatron.evaluation.chances import chance_interval
+from rl_megatron.evaluation.figures import all_at, majority, pass_at
 from rl_megatron.evaluation.rates import beta_quantiles, rate_interval
 from rl_megatron.observability.intervals import Interval
 
@@ -41,7 +48,8 @@ KINDS: dict[str, dict[float, float]] = {
     "a fifth never": {0.6: 0.8, 0.0: 0.2},
 }
 Ends = tuple[float, float]
-Rule = Callable[[tuple[int, ...], int], Ends]
+Rule = Callable[[tuple[int, ...]], Ends]
+Row = dict[str, str | float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,28 +91,33 @@ def _beta_binomial(c: int, n: int, a: float, b: float) -> float:
 
 def value_of(figure: str, right: int, samples: int) -> float:
     """The figure of a problem; all wrong answers are one answer."""
-    if figure == "mean":
+    kind, _, k = figure.partition("@")
+    if kind == "mean":
         return right / samples
-    if figure == "maj":
+    if kind == "maj":
         return majority(["right"] * right + ["wrong"] * (samples - right), [i < right for i in range(samples)])
-    return pass_at(right, samples, int(figure.removeprefix("pass@")))
+    return {"pass": pass_at, "all": all_at}[kind](right, samples, int(k))
 
 
-def rules_of(figure: str) -> dict[str, Rule]:
+def rules_of(figure: str, samples: int) -> dict[str, Rule]:
     """By name; a rule gets right samples by problem."""
+    kind, _, k = figure.partition("@")
+    values = [value_of(figure, right, samples) for right in range(samples + 1)]
 
-    def by_spread(right: tuple[int, ...], samples: int) -> Ends:
-        k = {"mean": 1, "maj": samples}.get(figure) or int(figure.removeprefix("pass@"))
-        return _ends(share_interval([value_of(figure, one, samples) for one in right], samples=samples // k))
+    def by_spread(worth: int) -> Rule:
+        return lambda right: _ends(share_interval([values[one] for one in right], samples=worth))
 
-    def by_beta(right: tuple[int, ...], samples: int) -> Ends:
+    def by_beta(right: tuple[int, ...]) -> Ends:
         low, high = beta_quantiles(right, samples=samples)
         return low if any(right) else 0.0, high if any(one < samples for one in right) else 1.0
 
-    if figure != "mean":
-        return {"by spread": by_spread}
-    both: Rule = lambda right, samples: _ends(rate_interval(right, samples=samples))  # noqa: E731
-    return {"by spread": by_spread, "by a beta": by_beta, "both": both}
+    if kind == "mean":
+        now: Rule = lambda right: _ends(rate_interval(right, samples=samples))  # noqa: E731
+        return {"before": by_spread(samples), "now": now, "beta": by_beta}
+    if kind == "maj":
+        return {"before": by_spread(1), "now": by_spread(samples)}
+    chance: Rule = lambda right: _ends(chance_interval([values[one] for one in right], samples=samples))  # noqa: E731
+    return {"before": by_spread(samples // int(k)), "now": chance}
 
 
 def _ends(found: Interval) -> Ends:
@@ -114,16 +127,19 @@ def _ends(found: Interval) -> Ends:
 
 
 def covered(
-    figure: str, population: Population, problems: int, samples: int, sets: int, rules: Mapping[str, Rule]
-) -> Iterator[dict[str, str | float]]:
-    """A row for each rule: the share of sets that hold the truth, and the mean width."""
+    figure: str, population: Population, problems: int, samples: int, sets: int, rules: Iterable[str]
+) -> Iterator[Row]:
+    """A row for each rule: the share of sets that hold the truth, the nearest to 95 % it can be, and the mean width."""
     rng = np.random.default_rng([problems, samples, *population.name.encode()])
-    drawn = np.sort(rng.binomial(samples, population.rates(rng, (sets, problems))), axis=1).tolist()
-    truth = math.fsum(w * value_of(figure, c, samples) for c, w in enumerate(population.chances(samples)))
-    for name, rule in rules.items():
-        cached = functools.cache(rule)
-        ends = np.array([cached(tuple(row), samples) for row in drawn])
-        held = float(((ends[:, 0] <= truth) & (truth <= ends[:, 1])).mean())
+    drawn = np.sort(rng.binomial(samples, population.rates(rng, (sets, problems))), axis=1)
+    alike = Counter(map(tuple, drawn.tolist()))
+    values = np.array([value_of(figure, right, samples) for right in range(samples + 1)])
+    truth = math.fsum(w * one for w, one in zip(population.chances(samples), values, strict=True))
+    best = nearest(Counter(map(tuple, np.sort(values[drawn], axis=1).tolist())).values())
+    for name, rule in rules_of(figure, samples).items():
+        if name not in rules:
+            continue
+        ends = {right: rule(right) for right in alike}
         yield {
             "figure": figure,
             "rule": name,
@@ -131,48 +147,70 @@ def covered(
             "problems": problems,
             "samples": samples,
             "truth": truth,
-            "held": held,
-            "width": float((ends[:, 1] - ends[:, 0]).mean()),
+            "held": sum(alike[right] for right, (low, high) in ends.items() if low <= truth <= high) / sets,
+            "best": best,
+            "width": math.fsum(alike[right] * (high - low) for right, (low, high) in ends.items()) / sets,
         }
 
 
+def nearest(counts: Iterable[int]) -> float:
+    """Of all shares of sets that some of these ``counts`` of equal ones make, that nearest to 95 %."""
+    counts, sums = list(counts), 1  # bit i of sums: whether some make i
+    for count in counts:
+        sums |= sums << count
+    total = sum(counts)
+    return min((i / total for i in range(total + 1) if sums >> i & 1), key=lambda share: abs(share - 0.95))
+
+
 def main() -> None:
-    """Print the settings that are out, and a table of the rules."""
+    """Print each setting, and a table of the rules."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sets", type=int, default=2000)
-    parser.add_argument("--figures", nargs="+", default=["mean", "pass@2", "pass@8", "maj"])
-    parser.add_argument("--rules", nargs="+", default=["by spread", "by a beta", "both"])
+    parser.add_argument("--figures", nargs="+", default=["mean", "pass@2", "pass@8", "all@2", "all@8", "maj"])
+    parser.add_argument("--rules", nargs="+", choices=["before", "now", "beta"], default=["before", "now"])
     options = parse(parser)
-    rows = []
+    rows: list[Row] = []
     for figure, population, problems, samples in itertools.product(options.figures, populations(), PROBLEMS, SAMPLES):
-        if figure not in ("mean", "maj") and int(figure.removeprefix("pass@")) > samples:
+        if int(figure.partition("@")[2] or 1) > samples:
             continue
-        rules = {name: rule for name, rule in rules_of(figure).items() if name in options.rules}
-        for row in covered(figure, population, problems, samples, options.sets, rules):
-            rows.append(row)
-            if _out(row) > 0:
-                said = "{figure:8} {rule:10} {population:28} {problems:4} x {samples:2}: {held:.4f}"
-                print(said.format(**row), flush=True)
-    print(
-        "\n| figure | rule | populations | out of 95 ± 2 % | by how much in all | lowest | width |\n" + "|---" * 7 + "|"
-    )
-    groups: dict[tuple[str, str, str], list[dict[str, str | float]]] = {}
-    for row in rows:
-        kind = "betas" if str(row["population"]).startswith("beta") else "kinds"
-        groups.setdefault((str(row["figure"]), str(row["rule"]), kind), []).append(row)
-    for key, group in groups.items():
-        out, held = [_out(row) for row in group], [float(row["held"]) for row in group]
-        width = np.mean([float(row["width"]) for row in group])
+        found = list(covered(figure, population, problems, samples, options.sets, options.rules))
+        rows += found
+        held = "  ".join(f"{row['rule']} {row['held']:.4f}{'*' if _out(row['held']) else ' '}" for row in found)
         print(
-            f"| {' | '.join(key)} | {sum(one > 0 for one in out)} of {len(group)} | {math.fsum(out):.3f} "
-            f"| {min(held):.3f} | {width:.3f} |"
+            f"{figure:8} {population.name:28} {problems:4} x {samples:2}: {held}  best {found[0]['best']:.4f}",
+            flush=True,
         )
+    print(f"\n| {' | '.join(COLUMNS)} |\n" + "|---" * len(COLUMNS) + "|")
+    for kind, figure, rule in itertools.product(("betas", "kinds"), options.figures, options.rules):
+        mine = [row for row in rows if (row["figure"], row["rule"]) == (figure, rule)]
+        mine = [row for row in mine if str(row["population"]).startswith("beta") == (kind == "betas")]
+        if mine:
+            print(f"| {figure} | {rule} | {kind} | {_summary(mine)} |", flush=True)
     write(options, rows)
 
 
-def _out(row: dict[str, str | float]) -> float:
-    """How far the share is beyond 93 or 97 %; to rounding."""
-    beyond = abs(float(row["held"]) - 0.95) - 0.02
+COLUMNS = (
+    "figure",
+    "rule",
+    "populations",
+    "out of 95 ± 2 %",
+    "of them where a rule can be in",
+    "by how much in all",
+    "lowest",
+    "width",
+)
+
+
+def _summary(rows: list[Row]) -> str:
+    out = [_out(row["held"]) for row in rows]
+    can = sum(one > 0 and not _out(row["best"]) for one, row in zip(out, rows, strict=True))
+    held, width = min(float(row["held"]) for row in rows), np.mean([float(row["width"]) for row in rows])
+    return f"{sum(one > 0 for one in out)} of {len(rows)} | {can} | {math.fsum(out):.3f} | {held:.3f} | {width:.3f}"
+
+
+def _out(share: str | float) -> float:
+    """How far it is beyond 93 or 97 %; to rounding."""
+    beyond = abs(float(share) - 0.95) - 0.02
     return beyond if beyond > 1e-9 else 0.0
 
 

@@ -6,8 +6,8 @@ How they hold, by 6,000 simulated sets at each of 120 settings (8 to 400 problem
 beta's of mean 0.02 to 0.5 and concentration 0.5 to 10; near 1 as near 0): `share_interval` holds the truth in 93 to
 97 % of sets at 104 of the settings, in 91.3 to 98.0 % at all. It says too little where few problems are always solved
 and the others never, as these may all be missing: 91 % of 8 problems, and 93 % of 100, of mean 2 %; and too much, up to
-98 %, of 30 problems or fewer that are alike and hardly solved; for mean@n `rates.rate_interval` is nearer. Of pass@k
-and all@k, for k of 2 to 8, it is 90 to 98 %.
+98 %, of 30 problems or fewer that are alike and hardly solved; for mean@n `rates.rate_interval` is nearer, and for
+pass@k and all@k `chances.chance_interval`.
 Student's t falls to 23 % where answers are rare, because problems without any right one have no spread.
 `difference_interval` holds the truth in 95 to 98 % from 30 problems on; with fewer it is too wide, up to 100 %.
 """

@@ -1,6 +1,7 @@
 """What several samples of a problem say of a policy: mean@k, pass@k, maj@k, all@k. Pure; one problem at a time.
 
-A problem has n samples, of which c are right. Figures of a set are means over its problems; `bounds.py` has intervals.
+A problem has n samples, of which c are right. Figures of a set are means over its problems; `bounds.py`,
+`rates.py` and `chances.py` have intervals.
 """
 
 from __future__ import annotations

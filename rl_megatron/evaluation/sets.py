@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
 from rl_megatron.evaluation.bounds import share_interval
+from rl_megatron.evaluation.chances import chance_interval
 from rl_megatron.evaluation.figures import all_at, majority, pass_at
 from rl_megatron.evaluation.rates import rate_interval
 from rl_megatron.observability.intervals import Interval
@@ -60,9 +61,9 @@ class MeasuredSet:
         for k in pass_at_k:
             for name, one in (("pass", pass_at), ("all", all_at)):
                 values = [one(c, self.samples, k) for c in self.right]
-                out[f"{name}@{k}"] = mean if k == 1 else share_interval(values, samples=self.samples // k)
+                out[f"{name}@{k}"] = mean if k == 1 else chance_interval(values, samples=self.samples)
         if self.votes is not None:
-            out[f"maj@{self.samples}"] = share_interval(self.votes)
+            out[f"maj@{self.samples}"] = share_interval(self.votes, samples=self.samples)
         return out
 
 

@@ -1,4 +1,5 @@
-"""Intervals over a few seeds by Student's t: of a mean, and of differences of arms that share seeds. Pure; no files."""
+"""Intervals over a few seeds by Student's t: of a mean, and of differences of arms that share seeds; and quantiles of
+Student's t and of betas. Pure; no files."""
 
 from __future__ import annotations
 
@@ -89,6 +90,28 @@ def t_quantile(degrees: float, level: float = LEVEL) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if _t_tail(middle, degrees) > tail else (low, middle)
     return (low + high) / 2
+
+
+def beta_quantile(share: float, a: float, b: float) -> float:
+    """The x in [0, 1] below which ``share`` of a beta's distribution lies; 0 where x is below 1e-12, 1 as near to 1.
+
+    Newton's method from the mean, and bisection where it leaves the bracket.
+    """
+    low, high = _ROUNDING, 1 - _ROUNDING
+    if _incomplete_beta(low, a, b) >= share:
+        return 0.0
+    if _incomplete_beta(high, a, b) <= share:
+        return 1.0
+    x, front = min(max(a / (a + b), low), high), math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
+    for _ in range(200):
+        gap = _incomplete_beta(x, a, b) - share
+        low, high = (low, x) if gap > 0 else (x, high)
+        density = front + (a - 1) * math.log(x) + (b - 1) * math.log1p(-x)  # its logarithm
+        newton = x - gap * math.exp(min(-density, 700.0))
+        before, x = x, newton if low < newton < high else (low + high) / 2
+        if abs(x - before) <= 1e-10 * x:
+            break
+    return x
 
 
 def _t_tail(t: float, degrees: float) -> float:

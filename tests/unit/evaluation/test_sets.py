@@ -17,6 +17,8 @@ from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import ConfigError
+from rl_megatron.evaluation.bounds import share_interval
+from rl_megatron.evaluation.chances import chance_interval
 from rl_megatron.evaluation.rates import rate_interval
 from rl_megatron.evaluation.sets import ProblemSet, measure
 from rl_megatron.interfaces import RolloutEngine
@@ -96,6 +98,9 @@ def test_figures_are_those_counted_by_hand() -> None:
     assert row["eval/math/all_at_2"] == pytest.approx((1 + 1 / 6 + 1 / 6 + 0) / 4)
     assert row["eval/math/pass_at_4"] == 3 / 4
     assert row["eval/math/maj_at_4"] == (1 + 1 / 2 + 1 + 0) / 4  # an even vote counts half; 7 wins with two votes
+    pairs, votes = chance_interval([1, 5 / 6, 5 / 6, 0], samples=4), share_interval([1, 1 / 2, 1, 0], samples=4)
+    assert (row["eval/math/pass_at_2/low"], row["eval/math/pass_at_2/high"]) == (pairs.low, pairs.high)
+    assert (row["eval/math/maj_at_4/low"], row["eval/math/maj_at_4/high"]) == (votes.low, votes.high)
     assert row["eval/math/truncated"] == 2 / 16
     assert row["eval/math/length"] == 20 / 16  # "words" has five, all others one
     assert row["eval/math/errors"] == 0
