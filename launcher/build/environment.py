@@ -63,7 +63,11 @@ def environment_sampler(
         bad = report.habit == "rewrites" or report.refused
         logger.log(logging.WARNING if bad else logging.INFO, "%s", report.describe())
         _warn_of_calls(tokenizer, section.tool_parser, key)
-        if report.habit != "appends" and config.algorithm.credit in ("gae", "discounted") and key == "environment":
+        if (
+            report.habit != "appends"
+            and config.algorithm.credit in ("gae", "discounted")
+            and key in config.training_environments
+        ):
             logger.warning(
                 "algorithm.credit=%s goes from token to token, so a trajectory of several rows ends the run; set "
                 "environment.thinking=keep, another model's template, or credit=completion or turn",

@@ -75,10 +75,11 @@ def _sampling(
     """The warm start, and the job on groups of completions."""
     config = parts.config
     made = made_environment(config, parts.services)
-    sampler = sampler_of(config, made, roles.engine, parts.reward, data, vocab_size=shape.vocab_size)
+    size = shape.vocab_size
+    sampler = sampler_of(config, made, roles.engine, parts.reward, data, vocab_size=size, services=parts.services)
     evaluation = Evaluation(
         sampler=sampler,
-        own=samplers_of_sets(config, roles.engine, data, vocab_size=shape.vocab_size, services=parts.services),
+        own=samplers_of_sets(config, roles.engine, data, vocab_size=size, services=parts.services),
         sets=data.sets,
         section=config.eval,
         last_step=config.train.steps,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from launcher.build.data import Data
@@ -11,6 +11,7 @@ from launcher.build.environment import environment_sampler, made_environment
 from rl_megatron.config.run import RunConfig
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.interfaces import RewardFunction, RolloutEngine
+from rl_megatron.rollout.by_source import SamplerBySource
 from rl_megatron.rollout.conversation.templates import tokens_of_text
 from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.policy_sampler import PolicySampler
@@ -28,9 +29,34 @@ def sampler_of(
     data: Data,
     *,
     vocab_size: int,
+    services: Services | None = None,
 ) -> PolicySampler:
     """The sampler over ``engine`` of a model of ``vocab_size`` tokens; of ``made`` where there is one, which
-    gives rewards itself."""
+    gives rewards itself, and for prompts of sources with an environment of their own in that."""
+    usual = _usual(config, made, engine, reward, data, vocab_size=vocab_size)
+    keys = {name: f"data.sources.{name}.environment" for name in config.source_names}
+    own = _led(config, keys, engine, data, vocab_size, services)
+    if not own:
+        return usual
+    return SamplerBySource(
+        engine=engine,
+        rollout=config.rollout,
+        stop_token_ids=usual.stop_token_ids,
+        seed=config.seed,
+        usual=usual,
+        own=own,
+    )
+
+
+def _usual(
+    config: RunConfig,
+    made: EnvironmentMaker | Agent | None,
+    engine: RolloutEngine,
+    reward: RewardFunction,
+    data: Data,
+    *,
+    vocab_size: int,
+) -> PolicySampler:
     if made is not None:
         return environment_sampler(config, made, engine, data, vocab_size=vocab_size)
     decode = partial(data.tokenizer.decode, skip_special_tokens=True)
@@ -69,9 +95,21 @@ def samplers_of_sets(
     config: RunConfig, engine: RolloutEngine, data: Data, *, vocab_size: int, services: Services | None = None
 ) -> dict[str, PolicySampler]:
     """The samplers of the sets that have an environment of their own, by the set's name."""
+    keys = {name: f"eval.sets.{name}.environment" for name in config.eval.sets}
+    return _led(config, keys, engine, data, vocab_size, services)
+
+
+def _led(
+    config: RunConfig,
+    keys: Mapping[str, str],
+    engine: RolloutEngine,
+    data: Data,
+    vocab_size: int,
+    services: Services | None,
+) -> dict[str, PolicySampler]:
+    """The samplers in the environments of these sections that name one, by the names of ``keys``."""
     out: dict[str, PolicySampler] = {}
-    for name in config.eval.sets:
-        key = f"eval.sets.{name}.environment"
+    for name, key in keys.items():
         if (made := made_environment(config, services, key)) is not None:
             out[name] = environment_sampler(config, made, engine, data, vocab_size=vocab_size, key=key)
     return out

@@ -47,6 +47,8 @@ def check(subject: Subject) -> Iterator[Found]:
         return
     seen = list[RewardSection]()
     for key in data_sources(config.data):
+        if f"{key}.environment" in config.environments:
+            continue
         section = config.source_rewards.get(name_of(key), config.reward)
         if section not in seen:  # of those without their own, the first source's problem is asked about
             seen.append(section)

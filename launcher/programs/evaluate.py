@@ -75,7 +75,7 @@ async def _measured(
 ) -> dict[str, SetResult]:
     judge = resolve_rewards(config.reward, config.own_rewards, config.sandbox, services)
     made = made_environment(config, services)
-    sampler = sampler_of(config, made, engine, judge, data, vocab_size=vocab_size)
+    sampler = sampler_of(config, made, engine, judge, data, vocab_size=vocab_size, services=services)
     own = samplers_of_sets(config, engine, data, vocab_size=vocab_size, services=services)
     sets = {}
     with _display() as bar:

@@ -91,9 +91,9 @@ def asked_of(arguments: Sequence[str]) -> Asked:
             "rollout.server.pp or roles: scale plans servers of one stage, and no nodes for a critic or a reference of "
             "their own; leave them out"
         )
-    if base.environment.function is not None:
+    for key, one in base.training_environments.items():
         raise ConfigError(
-            f"environment.function={base.environment.function}: scale plans single completions, and not how long turns "
+            f"{key}.function={one.function}: scale plans single completions, and not how long turns "
             "wait for each other; leave it out, and give a trajectory's tokens as rollout.max_new_tokens"
         )
     if goal == "step" and base.train.max_staleness:

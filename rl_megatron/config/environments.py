@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rl_megatron.config.sections.data import FileKeys, data_sources
+from rl_megatron.config.sections.data import FileKeys, MixtureData, data_sources
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.eval import RunData
 from rl_megatron.config.sections.reward import RewardSection
@@ -22,17 +22,41 @@ def problems_of_environments(c: RunConfig) -> Iterator[str]:
     for key, one in c.environments.items():
         yield from _in_itself(key, one)
     yield from _rendered(c)
-    if section.function is None:
+    yield from _of_sources(c)
+    if not c.training_environments:
         yield from _single_turns(c)
-        return
-    given = f"environment.function={section.function}"
-    for key, why in _combined(c):
-        yield f"{given} with {key}: {why}"
-    if c.warm_start.steps and section.template == "chat":
+    for key, one in c.training_environments.items():
+        given = f"{key}.function={one.function}"
+        for other, why in _combined(c, key):
+            yield f"{given} with {other}: {why}"
+    if c.warm_start.steps and section.function is not None and section.template == "chat":
         yield (
-            f"{given} with warm_start.steps={c.warm_start.steps}: an environment's demonstrations are plain texts, and "
-            "its conversations would be the chat template's; set environment.template=plain, or warm_start.steps=0"
+            f"environment.function={section.function} with warm_start.steps={c.warm_start.steps}: an environment's "
+            "demonstrations are plain texts, and its conversations would be the chat template's; set "
+            "environment.template=plain, or warm_start.steps=0"
         )
+
+
+def _of_sources(c: RunConfig) -> Iterator[str]:
+    """What a source's own environment cannot be beside."""
+    for name, source in c.data.sources.items() if isinstance(c.data, MixtureData) else ():
+        key, one = f"data.sources.{name}.environment", source.environment
+        if one is None:
+            continue
+        if one.function is None:
+            yield f"{key} without a function: name one, or leave the section out, for what the run has"
+        if source.reward is not None:
+            yield (f"data.sources.{name}.reward with {key}: the environment gives the reward; leave one of them out")
+        if c.warm_start.steps:
+            yield (
+                f"{key}.function={one.function} with warm_start.steps={c.warm_start.steps}: a warm start learns the "
+                "answers of rows, or the demonstrations of the run's environment; set warm_start.steps=0"
+            )
+        if c.algorithm.overlong_buffer:
+            yield (
+                f"{key}.function={one.function} with algorithm.overlong_buffer={c.algorithm.overlong_buffer}: sources "
+                "have other greatest lengths, and the buffer is below one; leave it out"
+            )
 
 
 def _single_turns(c: RunConfig) -> Iterator[str]:
@@ -100,19 +124,25 @@ def _rendered(c: RunConfig) -> Iterator[str]:
                 )
 
 
-def _combined(c: RunConfig) -> Iterator[tuple[str, str]]:
-    """What cannot be combined with an environment, by its key, and why."""
+def _wrapped(c: RunConfig, led: str) -> Iterator[tuple[str, str]]:
+    """Sources played in the environment ``led`` whose texts a chat template rendered, as it renders them itself."""
+    for key, source in data_sources(c.data).items():
+        its = f"{key}.environment" if f"{key}.environment" in c.environments else "environment"
+        if its == led and isinstance(source, FileKeys) and source.chat_template:
+            yield (
+                f"{key}.chat_template=true",
+                f"{RENDERED} {key}.chat_template=false",
+            )
+
+
+def _combined(c: RunConfig, led: str) -> Iterator[tuple[str, str]]:
+    """What cannot be combined with the environment of the section ``led``, by its key, and why."""
     if c.algorithm.preference_beta is not None:
         yield (
             f"algorithm.preference_beta={c.algorithm.preference_beta:g}",
             "pairs are of single completions; leave one of them out",
         )
-    for key, source in data_sources(c.data).items():
-        if isinstance(source, FileKeys) and source.chat_template:
-            yield (
-                f"{key}.chat_template=true",
-                f"{RENDERED} {key}.chat_template=false",
-            )
+    yield from _wrapped(c, led)
     if c.algorithm.advantage_mean == "greedy":
         yield (
             "algorithm.advantage_mean=greedy",
@@ -130,7 +160,7 @@ def _combined(c: RunConfig) -> Iterator[tuple[str, str]]:
             f"rollout.max_seconds={c.rollout.max_seconds:g}",
             "environment.seconds bounds a trajectory, sampling included; leave it out",
         )
-    if c.reward != RewardSection() or c.own_rewards:
+    if led == "environment" and (c.reward != RewardSection() or c.own_rewards):
         yield (
             "reward",
             "the environment gives the reward; leave the keys of reward out, or have its score call what they name",

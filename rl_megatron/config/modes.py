@@ -233,7 +233,7 @@ def _of_interruptions(c: RunConfig) -> Iterator[str]:
             f"after {first} to {last} sampled tokens; make the first at most the second, and both less than that"
         )
     others = {
-        "environment.function": c.environment.function,
+        **{f"{key}.function": one.function for key, one in c.training_environments.items()},
         "algorithm.preference_beta": c.algorithm.preference_beta,
         "rollout.max_seconds": c.rollout.max_seconds,
     }

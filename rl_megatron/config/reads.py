@@ -215,8 +215,10 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
             if not does:
                 reason = f"no reward reads it that {above}.function={its.function} or {above}.parts name"
                 out |= dict.fromkeys(_set(reward, f"{above}.{section}"), reason)
-    if isinstance(config.data, MixtureData) and len(config.source_rewards) == len(config.data.sources):
-        reason = "every source of data.sources has a reward of its own"
+    if isinstance(config.data, MixtureData) and all(
+        one.reward or one.environment for one in config.data.sources.values()
+    ):
+        reason = "every source of data.sources has a reward or an environment of its own"
         out |= dict.fromkeys(_set(reward, "reward"), reason)
     variables = "model.template_variables"
     model = {leaf: value for leaf, value in _leaves("model", config.model) if leaf == variables}

@@ -22,6 +22,10 @@ FREE: Mapping[str, bool] = {
     "data.sources.<name>.weight": True,
     "data.sources.<name>.reward.timeout_seconds": True,
     "data.sources.<name>.reward.http": True,
+    **{
+        f"data.sources.<name>.environment.{key}": True
+        for key in ("concurrency", "seconds", "step_seconds", "close_seconds")
+    },
     "reward": False,
     "reward.timeout_seconds": True,
     "reward.http": True,

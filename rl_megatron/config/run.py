@@ -14,7 +14,13 @@ from pydantic import Field, model_validator
 
 from rl_megatron.config.checks import problems_of
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.config.sections.data import ArithmeticRunData, FileRunData, HubRunData, MixtureData
+from rl_megatron.config.sections.data import (
+    ArithmeticRunData,
+    FileRunData,
+    HubRunData,
+    MixtureData,
+    environments_of,
+)
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.eval import EvalSection
 from rl_megatron.config.sections.jobs import (
@@ -28,7 +34,7 @@ from rl_megatron.config.sections.jobs import (
     WrittenSection,
 )
 from rl_megatron.config.sections.learner import LearnerSection, RolesSection
-from rl_megatron.config.sections.log import LogSection, ProfileSection
+from rl_megatron.config.sections.log import CheckpointSection, LogSection, ProfileSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.sandbox import SandboxSection
@@ -143,28 +149,6 @@ class TrainSection(Section):
     def most_skipped(self) -> int:
         """Most optimizer steps in a row that the run may skip."""
         return int(self.on_nonfinite.removeprefix("skip:").replace("fail", "0"))
-
-
-class CheckpointSection(Section):
-    """Checkpoints of everything that a resume needs. ``every=0``: only after a warm start and after the last step."""
-
-    every: NonNegative = 25
-    """Steps between checkpoints."""
-    keep: Positive = 2
-    """Number of newest checkpoints to keep."""
-    keep_every: Positive | None = None
-    """Steps between checkpoints that are kept besides, for good: a multiple of ``every``. null: none is."""
-    keep_best: NonNegative = 0
-    """Number of checkpoints to keep besides whose ``eval/accuracy`` is the highest, of equal ones the later; ``every``
-    is then a multiple of eval.every."""
-    async_save: bool = True
-    """Whether training goes on while a checkpoint is written: it waits until the state is copied in the host's memory,
-    which a rank keeps for the next one. A kill leaves the checkpoint before; a stop, the run's end and the next
-    checkpoint wait for the one in hand. false: training waits until it is written, and no copy is held."""
-    in_flight: Literal["tokens", "prompts"] = "tokens"
-    """What a checkpoint holds of completions that servers are sampling, with train.max_staleness above 0. tokens:
-    servers are interrupted and go on, and a resume continues each completion from its tokens; prompts: servers are left
-    alone, and a resume samples these completions again from their prompts."""
 
 
 class RunConfig(Section):
@@ -290,8 +274,13 @@ class RunConfig(Section):
     def environments(self) -> Mapping[str, EnvironmentSection]:
         """The environments that completions are part of, by the key of the section: training's, and those of sets."""
         of_sets = {f"eval.sets.{name}.environment": one.environment for name, one in self.eval.sets.items()}
-        every = {"environment": self.environment, **of_sets}
-        return {key: one for key, one in every.items() if one is not None and one.function is not None}
+        led = {key: one for key, one in of_sets.items() if one is not None and one.function is not None}
+        return self.training_environments | led
+
+    @property
+    def training_environments(self) -> dict[str, EnvironmentSection]:
+        """Those of what is trained on: the run's, and those of sources of a mixture."""
+        return environments_of(self.data) | ({"environment": self.environment} if self.environment.function else {})
 
     @property
     def longest_completion(self) -> int:
@@ -302,9 +291,15 @@ class RunConfig(Section):
     @property
     def most_sampled(self) -> int:
         """Most tokens that the policy samples of a trajectory, and most that follow its first prompt."""
-        if not self.kind.samples:
-            return 0
-        return self.rollout.max_new_tokens if self.environment.function is None else self.environment.max_tokens
+        return max(self._most_behind_a_prompt.values()) if self.kind.samples else 0
+
+    @property
+    def _most_behind_a_prompt(self) -> dict[str, int]:
+        """Most tokens that follow a prompt, by the key that says so: of trajectories, and of single completions."""
+        led = {f"{key}.max_tokens": one.max_tokens for key, one in self.training_environments.items()}
+        return (
+            led if "environment.max_tokens" in led else {"rollout.max_new_tokens": self.rollout.max_new_tokens, **led}
+        )
 
     @property
     def longest_sequence(self) -> int:
@@ -335,7 +330,8 @@ class RunConfig(Section):
         """The keys that give ``longest_sequence``, for messages."""
         if not self.kind.samples:
             return f"{self.job}.max_tokens={self.written.max_tokens}"
-        after = "rollout.max_new_tokens" if self.environment.function is None else "environment.max_tokens"
+        lengths = self._most_behind_a_prompt
+        after = max(lengths, key=lambda key: lengths[key])
         return f"rollout.max_prompt_tokens={self.rollout.max_prompt_tokens} + {after}={self.most_sampled}"
 
     @property

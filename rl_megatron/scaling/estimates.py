@@ -182,8 +182,9 @@ def _unpredicted(config: RunConfig) -> str:
         return "set slurm.speeds.gpu to the kind of your GPUs, as h100"
     if not config.kind.samples:
         return f"they are of steps that sample, and job={config.job} samples nothing"
-    if (function := config.environment.function) is not None:
-        return f"they are of single completions, and environment.function={function} has several turns"
+    if led := config.training_environments:
+        key, one = next(iter(led.items()))
+        return f"they are of single completions, and {key}.function={one.function} has several turns"
     if not config.rollout.served:
         return f"they are of servers that sample, and rollout.engine={config.rollout.engine}"
     if server.addresses is not None:

@@ -104,6 +104,34 @@ def test_an_environment_is_one_file_of_the_user(place: Place) -> None:
     assert row["grad_norm"] > 0, row
 
 
+def test_a_source_of_a_mixture_has_an_environment_of_its_own(place: Place) -> None:
+    """Half of its trajectories get 1; a random model's sums are all wrong."""
+    (place.folder / "my_env.py").write_text(ENVIRONMENT)
+    own = ("function=my_env:Odd", "options.question=?", "template=plain", "max_turns=2", "max_tokens=20")
+    keys = (
+        *(
+            "data=mixture",
+            "data.sources.odd.operation=product",
+            "rollout.prompts_per_step=4",
+            "rollout.group_size=4",
+            "rollout.max_new_tokens=4",
+        ),
+        *(f"data.sources.{name}.{key}" for name in ("sums", "odd") for key in ("type=arithmetic", "num_eval=16")),
+        *(f"data.sources.odd.environment.{key}" for key in (*own, "min_turn_tokens=2")),
+        *("learner.ep=1", "learner.threads=1", "log.tensorboard=false", f"model.cache_dir={place.cache}"),
+        *("warm_start.steps=0", "train.steps=1", "eval.every=1", "run.name=mixed"),
+    )
+    run = place.call_in_fork("train", *keys)
+    run.folder = place.folder / "runs" / "mixed"
+    run.finish()
+    before, after = run.rows()
+    assert 0 < before["eval/accuracy"] < 1  # of both sources
+    assert after["source/sums/reward"] == 0 < after["source/odd/reward"] < 1, after
+    assert after["environment/turns_mean"] >= 1, after
+    assert after["mismatch/logprob_abs_max"] < 1e-5, after
+    assert after["grad_norm"] > 0, after
+
+
 def test_trajectories_that_fail_are_replaced(place: Place) -> None:
     """A third of them fail, so that 24 in 25 groups of eight would be dropped."""
     fails = "seed):\n        if seed % 3 == 0:\n            raise KeyError(seed)\n"

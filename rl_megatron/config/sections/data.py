@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.section import NUMBER, Fraction, Positive, PositiveFloat, PositiveFraction, Section
 
@@ -113,6 +114,8 @@ class SourceKeys(Section):
     """Its share of the prompts is this over the sum of all sources' weights; may change on a resume."""
     reward: RewardSection | None = None
     """Reward of its completions, with the keys of reward; null: the run's reward."""
+    environment: EnvironmentSection | None = None
+    """Environment or agent that its completions are part of, with the keys of environment; null: what the run has."""
 
 
 class ArithmeticSource(SourceKeys, ArithmeticData):
@@ -229,6 +232,13 @@ def data_sources(data: DataSection) -> Mapping[str, OneSource]:
     if not isinstance(data, MixtureData):
         return {"data": data}
     return {f"data.sources.{name}": source for name, source in data.sources.items()}
+
+
+def environments_of(data: DataSection) -> dict[str, EnvironmentSection]:
+    """Each source's own environment, by the key of its section; of those that name a function."""
+    sources = data.sources if isinstance(data, MixtureData) else {}
+    own = {f"data.sources.{name}.environment": source.environment for name, source in sources.items()}
+    return {key: one for key, one in own.items() if one is not None and one.function is not None}
 
 
 def name_of(key: str) -> str:

@@ -41,6 +41,7 @@ def of(name: str, count: int) -> list[Prompt]:
     return [Prompt(id=f"{name}/{i}", text="", token_ids=(i,), answer="", source=name) for i in range(count)]
 
 
+LED = ("data.sources.sums.environment.function=calculator", "warm_start.steps=0")
 MIXED = [*of("a", 5), *of("b", 3)]
 WEIGHTS = {"a": 3.0, "b": 1.0}
 
@@ -176,7 +177,15 @@ def test_a_mixture_is_saved_checked_rehearsed_and_its_weights_may_change(yaml: P
         ),
         (
             ["data.sources.sums.reward.function=length", "reward.timeout_seconds=5"],
-            "reward.timeout_seconds=5.0 does nothing: every source of data.sources has a reward of its own",
+            "reward.timeout_seconds=5.0 does nothing: every source of data.sources has a reward or an environment of",
+        ),
+        (["data.sources.sums.environment.spare=1"], "data.sources.sums.environment without a function: name one, or"),
+        ([*LED, "warm_start.steps=2"], "data.sources.sums.environment.function=calculator with warm_start.steps=2: a"),
+        ([*LED, "data.sources.sums.reward.function=length"], "data.sources.sums.reward with data.sources.sums.env"),
+        ([*LED, "algorithm.overlong_buffer=2", "algorithm.overlong_factor=1"], "have other greatest lengths, and the"),
+        (
+            [*LED, "data.sources.math.environment.function=guess", "data.sources.math.chat_template=true"],
+            "data.sources.math.environment.function=guess with data.sources.math.chat_template=true: an environment's",
         ),
     ],
 )

@@ -13,15 +13,16 @@ import openai
 import pytest
 
 from launcher.build.environment import environment_sampler
+from launcher.build.sampler import sampler_of
 from rl_megatron.config.io import load_config
 from rl_megatron.environments.protocol import Model
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.models.tiny import CHAT_TEMPLATE, byte_tokenizer
 from rl_megatron.rollout.environments.source import EnvironmentSampler
-from rl_megatron.types import Prompt
+from rl_megatron.types import Prompt, Scored
 from tests.completions import drawn
 from tests.scripted_engine import EOS, Scripted, trajectories
-from tests.unit.rollout.test_environment_source import PROMPTS, Talks
+from tests.unit.rollout.test_environment_source import PROMPTS, Talks, calculates
 
 KEYS = (
     "environment.template=chat",
@@ -93,6 +94,44 @@ async def asks(task: Prompt, model: Model) -> float:
     async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key, max_retries=0) as client:
         said = await client.chat.completions.create(model="policy", messages=messages)
     return float(said.choices[0].message.content == "ab")
+
+
+class Rewards:
+    """Judges what no environment leads."""
+
+    async def __call__(self, prompt: Prompt, completions: Any, texts: Sequence[str]) -> list[Scored]:
+        return [Scored(total=-1.0) for _ in texts]
+
+
+def test_prompts_of_a_source_with_an_environment_are_led_by_it_and_others_are_judged() -> None:
+    products = "data.sources.products"
+    of_products = [f"{products}.type=arithmetic", f"{products}.operation=product"]
+    led = {"function": "calculator", "template": "plain", "max_tokens": 30, "min_turn_tokens": 4}
+    keys = ["data.type=mixture", "data.sources.sums.type=arithmetic", *of_products, "warm_start.steps=0"]
+    keys += [f"{products}.environment.{key}={value}" for key, value in led.items()]
+    config = load_config("tiny_cpu", [*keys, "rollout.max_new_tokens=12"])
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"group_size": 1})})
+    assert config.most_sampled == 30
+    engine: Any = Scripted(calculates)
+    data: Any = SimpleNamespace(tokenizer=byte_tokenizer(), stop_token_ids=(EOS,))
+    ours: Any = sampler_of(config, None, engine, Rewards(), data, vocab_size=259)
+    prompts = [
+        Prompt(id=f"{source}/{text}", text=text, token_ids=tuple(text.encode()), answer=answer, source=source)
+        for source, text, answer in (
+            ("products", "3*4=", "12"),
+            ("sums", "3+4=", "7"),
+            ("products", "5*5=", "25"),
+            ("sums", "5+5=", "10"),
+        )
+    ]
+    params = ours.params(temperature=1.0)
+    for found in (
+        trajectories(asyncio.run(ours.groups(drawn(prompts)))),
+        trajectories(asyncio.run(ours.held_out(prompts, params))),
+    ):
+        assert [(one.reward, len(one.turns)) for one in found] == [(1.0, 2), (-1.0, 1)] * 2
+        assert [bytes(one.chains[0].token_ids[:4].tolist()).decode() for one in found] == [p.text for p in prompts]
+    assert ours.so_far(drawn(prompts)[0]) == ()
 
 
 @pytest.mark.parametrize("given", ["", "intern", "*"])

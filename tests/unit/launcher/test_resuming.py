@@ -15,6 +15,7 @@ from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.resume import FREE, fixed, is_free, table
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileRunData, FileSource
+from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.services import TeacherSection
 from rl_megatron.digests import digests
@@ -55,7 +56,9 @@ def keys(section: BaseModel, above: str = "") -> Iterator[str]:
 
 def test_every_section_is_marked_and_every_mark_is_of_a_key() -> None:
     assert set(RunConfig.model_fields) <= FREE.keys()
-    of_source = {*FileSource.model_fields, *(f"reward.{key}" for key in RewardSection.model_fields)}
+    inner = {"reward": RewardSection, "environment": EnvironmentSection}
+    of_inner = {f"{name}.{key}" for name, section in inner.items() for key in section.model_fields}
+    of_source = {*FileSource.model_fields, *of_inner}
     of_teacher = (f"algorithm.kl.teachers.<name>.{key}" for key in TeacherSection.model_fields)
     of_entries = {*(f"data.sources.<name>.{key}" for key in of_source), *of_teacher}
     assert FREE.keys() <= {*keys(RunConfig()), *of_entries}

@@ -1,0 +1,69 @@
+"""Samples the prompts of a mixture, each as its source says: in an environment of its own, or as the run does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from rl_megatron.rollout.batch import Answered, Drawn
+from rl_megatron.rollout.policy_sampler import PolicySampler, Tell
+from rl_megatron.types import Completion, Prompt, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerBySource(PolicySampler):
+    """Has each source's own sampler, or the ``usual`` one, sample its prompts. Of several prompts at once it asks one
+    source behind the other, as an engine in the learner's processes samples one batch at a time; for a run with servers
+    each prompt is asked by itself."""
+
+    usual: PolicySampler
+    own: Mapping[str, PolicySampler]  # by source
+
+    @override
+    async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
+        found = dict[int, Answered]()
+        for sampler, places in self._parts([one.prompt for one in drawn]):
+            part = await sampler.groups([drawn[place] for place in places])
+            found |= dict(zip(places, part, strict=True))
+        return [found[place] for place in range(len(drawn))]
+
+    @override
+    async def interrupt(self) -> None:
+        for sampler in (self.usual, *self.own.values()):
+            await sampler.interrupt()
+
+    @override
+    def so_far(self, drawn: Drawn) -> tuple[Completion | None, ...]:
+        return self._of(drawn.prompt).so_far(drawn)
+
+    @override
+    async def held_out(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        purpose: str = "evaluation",
+        samples: int = 1,
+        tell: Tell | None = None,
+    ) -> list[Answered]:
+        """As `PolicySampler.held_out`; the share that may be poison is that of each source's prompts."""
+        found = dict[int, Answered]()
+        for sampler, places in self._parts(prompts):
+            part = await sampler.held_out(
+                [prompts[place] for place in places], params, purpose=purpose, samples=samples, tell=tell
+            )
+            found |= dict(zip(places, part, strict=True))
+        return [found[place] for place in range(len(prompts))]
+
+    def _of(self, prompt: Prompt) -> PolicySampler:
+        return self.own.get(prompt.source, self.usual)
+
+    def _parts(self, prompts: Sequence[Prompt]) -> list[tuple[PolicySampler, list[int]]]:
+        """Each sampler with the places of its prompts, the first prompt's first."""
+        places = dict[int, tuple[PolicySampler, list[int]]]()
+        for place, prompt in enumerate(prompts):
+            sampler = self._of(prompt)
+            places.setdefault(id(sampler), (sampler, []))[1].append(place)
+        return list(places.values())
