@@ -29,7 +29,7 @@ ENVIRONMENTS = (
         "environment/stop/<name>",
         "",
         "share of trajectories that ended so: `done` (by themselves), `length` (a cut turn), `turns`, `tokens` or "
-        "`seconds` (its limits), `bad_call` (environment.on_bad_call=end), "
+        "`seconds` (its limits), `bad_call` (environment.on_bad_call=end, or a turn that the template refuses), "
         "`environment_error` (with the reward of environment.on_error), or `abandoned`",
     ),
     ("environment/own/<name>", "", "mean over trajectories of a metric that the environment's steps gave, added up"),

@@ -94,6 +94,23 @@ class Conversation:
             new=given[len(path) :],
         )
 
+    def cannot_show_turn(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> bool:
+        """Whether the template refuses the last assistant message, which was sampled, and not those before it."""
+        given = tidied(messages)
+        last = max((place for place, message in enumerate(given) if message["role"] == "assistant"), default=-1)
+        path = self._path(given, last)
+        if len(path) <= last or path[last].sampled is None:
+            return False
+        try:
+            self._template.begin(given[:last], tools)
+        except MessagesRefused:
+            return False
+        try:
+            self._template.begin(given[: last + 1], tools)
+        except MessagesRefused:
+            return True
+        return False
+
     def add(self, asked: TurnPrompt, completion: Completion, message: ChatMessage) -> Turn | None:
         """Take what an engine sampled for a prompt, and the assistant ``message`` that the client gets and sends back.
 

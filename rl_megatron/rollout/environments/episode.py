@@ -17,6 +17,7 @@ from rl_megatron.environments.protocol import LimitReached, OpenAIMessage, Reply
 from rl_megatron.errors import EngineError
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rollout.conversation.conversation import Conversation
+from rl_megatron.rollout.conversation.messages import MessagesRefused
 from rl_megatron.rollout.conversation.templates import Template
 from rl_megatron.rollout.endpoint.served import RequestRefused, Served, ServedTurn
 from rl_megatron.rollout.endpoint.tokens import TokenRows
@@ -91,7 +92,7 @@ class Episode(Served):
         """Sample the turn that follows ``messages``.
 
         Raises LimitReached, LongPrompt for the first, and what the engine raises. A turn that was cut is answered, and
-        is the last.
+        is the last; so is one that the template cannot show.
         """
         async with self._turn:
             reply, _, _ = await self._reply(messages, tools, None)
@@ -131,7 +132,12 @@ class Episode(Served):
         self, messages: Sequence[OpenAIMessage], tools: Sequence[Mapping[str, Any]], max_tokens: int | None
     ) -> tuple[Reply, int, int]:
         """The reply, and the tokens of its prompt and its own."""
-        asked = self.conversation.prompt_for(messages, tools)
+        try:
+            asked = self.conversation.prompt_for(messages, tools)
+        except MessagesRefused as error:
+            if self.conversation.cannot_show_turn(messages, tools):  # the model's doing, and not who asks
+                raise self._ended("bad_call") from error
+            raise
         completion = await self._sample(asked.token_ids, max_tokens)
         text = self._setting.template.decode(completion.token_ids)
         read = self._read(completion, text, tools)

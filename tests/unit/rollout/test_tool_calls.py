@@ -26,7 +26,7 @@ from rl_megatron.rollout.parsers.table import PARSERS
 from rl_megatron.types import Prompt
 from tests.completions import drawn
 from tests.scripted_engine import sampler, trajectories
-from tests.unit.rollout.conversation.families import FAMILIES, TOOLS
+from tests.unit.rollout.conversation.families import FAMILIES, TOOLS, tokenizer_of
 from tests.unit.rollout.endpoint.serving import CALLS, STOP, TOKENIZER, Saying
 from tests.unit.rollout.test_environment_source import Talks
 
@@ -54,6 +54,12 @@ async def leaves_to_the_client(task: Prompt, model: Model) -> float:
         asked: dict[str, Any] = {"model": "policy", "tools": TOOLS}
         answer = await client.chat.completions.create(messages=[{"role": "user", "content": task.text}], **asked)
     return float(len(answer.choices[0].message.tool_calls or ()))
+
+
+async def goes_on(task: Prompt, model: Model) -> float:
+    said = await model.reply([{"role": "user", "content": task.text}])
+    await model.reply([{"role": "user", "content": task.text}, said.message, {"role": "user", "content": "?"}])
+    return 1.0
 
 
 def played(made: Any, *texts: str, parser: str | None = "hermes", **section: Any) -> tuple[Saying, list[Answered]]:
@@ -93,6 +99,26 @@ def test_what_is_wrong_with_a_call_is_observed_without_a_step() -> None:
     assert "<|im_start|>user\nerror: a call is no JSON (" in shown(found)
     assert environment_row([one])["environment/bad_calls"] == 1
     assert [turn.reward for turn in one.turns] == [None, 1.0]
+
+
+@pytest.mark.parametrize("name", [None, f"{__name__}:goes_on"])
+def test_a_turn_that_the_template_cannot_show_ends_the_trajectory_and_is_no_fault_of_the_environment(
+    name: str | None,
+) -> None:
+    """gpt-oss's template raises for a content with marks of channels, which a call without JSON leaves there."""
+    tokenizer = tokenizer_of("gptoss")
+    thought = "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant"
+    engine = Saying(f"{thought}<|channel|>commentary to=functions.add json<|message|>{{<|call|>")
+    ours: EnvironmentSampler = replace(
+        sampler(engine, None if name else EnvironmentMaker(Adds), **({"function": name} if name else {})),
+        template=ChatTemplate(tokenizer),
+        parser=PARSERS["harmony"],
+        rollout=RolloutSection(group_size=1, max_new_tokens=200, max_prompt_tokens=2000),
+        stop_token_ids=(STOP,),
+        vocab_size=len(tokenizer),
+    )
+    (one,) = trajectories(asyncio.run(ours.groups(drawn([TASK]))))
+    assert (one.stop, one.reward, len(one.turns)) == ("bad_call", 0.0 if name else 1.0, 1)
 
 
 def test_a_bad_call_may_end_the_trajectory() -> None:
