@@ -24,8 +24,10 @@ WORDS = ["[pad]", "[unk]", "a", "b", "c", "d", "e", "U"]
 TEXTS = ["c", "a b c d e", "", "d d d d d d d d d d d d d d", "e a"]
 
 
-def make(folder: Path, kind: type = LlamaForSequenceClassification, chat: bool = False, **options: Any) -> Path:
-    torch.manual_seed(0)
+def make(
+    folder: Path, kind: type = LlamaForSequenceClassification, chat: bool = False, seed: int = 0, **options: Any
+) -> Path:
+    torch.manual_seed(seed)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     kind(LlamaConfig(vocab_size=8, max_position_embeddings=12, **sizes, **options)).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, "[unk]"))
@@ -69,6 +71,21 @@ def test_without_padding_in_its_config_a_text_is_read_at_its_last_token(tmp_path
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "c"}))
     wanted = expected(folder, [ids_of(PROMPT.text + text) for text in TEXTS])[:, 0]
     torch.testing.assert_close(torch.tensor(score(folder)), wanted)
+
+
+def test_several_models_are_weighed_and_each_ones_score_is_kept(tmp_path: Path) -> None:
+    folders = {name: make(tmp_path / name, num_labels=1, pad_token_id=0, seed=at) for at, name in enumerate("xy")}
+    weights = {"x": 2.0, "y": -0.5}
+    parts = {name: {"function": f"hf:{folder}", "weight": weights[name]} for name, folder in folders.items()}
+    reward = resolve_reward(RewardSection.model_validate({"parts": parts}))
+    found = asyncio.run(reward(PROMPT, [DONE] * len(TEXTS), TEXTS))
+    ids = [ids_of(PROMPT.text + text) for text in TEXTS]
+    x, y = (expected(folder, ids)[:, 0] for folder in folders.values())
+    assert (x - y).abs().min() > 1e-3
+    torch.testing.assert_close(torch.tensor([one.total for one in found]), 2 * x - 0.5 * y)
+    torch.testing.assert_close(
+        torch.tensor([[one.parts["x"], one.parts["y"]] for one in found]), torch.stack([x, y], 1)
+    )
 
 
 def test_a_label_is_read_as_its_probability_and_the_end_of_a_long_text_counts(tmp_path: Path) -> None:
