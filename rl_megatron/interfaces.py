@@ -252,7 +252,8 @@ class Roles:
     learners: Mapping[str, Learner]
     """``policy``, and ``critic`` where the algorithm has one."""
     frozen: Mapping[str, FrozenModel]
-    """``reference`` where there is one."""
+    """``reference`` where there is one, and ``teacher_<name>`` of each of ``algorithm.kl.teachers``, on ranks or behind
+    servers."""
     engine: RolloutEngine
     weights: WeightSync
     together: Sequence[Together] = ()

@@ -1,8 +1,9 @@
-"""Jobs on written text, and a distillation, on two nodes of a real Slurm, with Ray and without: as on one machine, to
-the bit."""
+"""Jobs on written text, and distillations, on two nodes of a real Slurm, with Ray and without: as on one machine, to
+the bit. Two teachers are on nodes of their own, or one of them is a service on one."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,25 +16,43 @@ KEYS = (
     *("checkpoint.every=2", "eval.every=2"),
 )
 LAST = f"hf_step_{STEPS:06d}"
+SAMPLED = ("rollout.prompts_per_step=4", "rollout.group_size=4", "warm_start.steps=0")
+TEACHERS = "algorithm.kl.teachers"
+TAUGHT = (
+    *(*SAMPLED, "algorithm=distill", "algorithm.kl.reference=null", "train.learning_rate=5e-4"),
+    *(f"{TEACHERS}.late.path=runs/local-sft/{LAST}", f"{TEACHERS}.late.weight=3"),
+    *(f"{TEACHERS}.other.path=runs/local-dpo/{LAST}", "roles.layouts.teacher_other.pp=1"),
+)
 OWN = {
     "sft": ("sft.batch_size=16",),
     "dpo": ("dpo.batch_size=16",),
     "reward": ("reward_model.batch_size=16",),
-    "distill": (
-        *("rollout.prompts_per_step=4", "rollout.group_size=4", "warm_start.steps=0"),
-        f"algorithm.kl.reference=runs/local-sft/{LAST}",
+    "distill": (*SAMPLED, f"algorithm.kl.reference=runs/local-sft/{LAST}"),
+    "teachers": (*TAUGHT, "roles.layouts.teacher_late.tp=1"),
+    "served": (
+        *(*TAUGHT, f"{TEACHERS}.late.server=service:late"),
+        f"{TEACHERS}.late.engine=tests.e2e.served_teacher:Transformers",
+        f"services.late.command={sys.executable} -m tests.e2e.served_teacher runs/local-sft/{LAST}",
     ),
 }
+CONFIGS = {recipe: f"{recipe}_tiny" for recipe in OWN} | dict.fromkeys(("teachers", "served"), "distill_tiny")
+TAUGHT_BY = {"distill": ("sft",), "teachers": ("sft", "dpo"), "served": ("sft", "dpo")}
+ON_SLURM = {"served": ("slurm.services.nodes=1",)}
+OTHERS = {
+    "teachers": tuple(f"teacher_{name}: 1 ranks on 1 nodes" for name in ("late", "other")),
+    "served": ("teacher_other: 1 ranks on 1 nodes", "service late: node 3"),
+}
+"""What placement.txt says of those beside the learner."""
 
 
 def local(cluster: Cluster, recipe: str) -> Path:
     """The recipe's run on this machine, without Slurm; made once. What was fine-tuned is the teacher."""
-    if recipe == "distill":
-        local(cluster, "sft")
+    for teacher in TAUGHT_BY.get(recipe, ()):
+        local(cluster, teacher)
     with cluster.alone(f"local {recipe}"):
         run = cluster.work / "runs" / f"local-{recipe}"
         if not run.exists():
-            cluster.program("train", "--config", f"{recipe}_tiny", *KEYS, *OWN[recipe], f"run.name={run.name}")
+            cluster.program("train", "--config", CONFIGS[recipe], *KEYS, *OWN[recipe], f"run.name={run.name}")
         return run
 
 
@@ -42,7 +61,13 @@ def local(cluster: Cluster, recipe: str) -> Path:
 def test_a_job_on_two_nodes_is_that_of_one_machine(cluster: Cluster, recipe: str, launcher: str) -> None:
     alone = local(cluster, recipe)
     job = cluster.submit_config(
-        f"{recipe}_tiny", f"{recipe}-{launcher}", *KEYS, *OWN[recipe], "slurm.nodes=2", f"run.launcher={launcher}"
+        CONFIGS[recipe],
+        f"{recipe}-{launcher}",
+        *KEYS,
+        *OWN[recipe],
+        "slurm.nodes=2",
+        f"run.launcher={launcher}",
+        *ON_SLURM.get(recipe, ()),
     )
     assert job.end() == "COMPLETED", job.said()
     assert [row["step"] for row in job.record()] == list(range(STEPS + 1))
@@ -50,3 +75,5 @@ def test_a_job_on_two_nodes_is_that_of_one_machine(cluster: Cluster, recipe: str
     weights = f"{LAST}/model.safetensors"
     assert (job.run / weights).read_bytes() == (alone / weights).read_bytes()
     assert "2 ranks on 2 nodes" in (job.run / "log.txt").read_text()
+    placed = (job.run / "placement.txt").read_text()
+    assert all(line in placed for line in OTHERS.get(recipe, ()))

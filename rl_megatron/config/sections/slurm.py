@@ -133,7 +133,7 @@ class SlurmSection(Section):
     reference: ReferenceNodesSection = ReferenceNodesSection()
     heterogeneous: bool = False
     """Whether each role with nodes of its own is a component of a heterogeneous job; if not, all nodes are alike, and
-    the learner, the critic, the reference, the services and the engine servers take theirs in this order."""
+    the learner, the critic, the reference, teachers, the services and the engine servers take theirs in this order."""
     cpus_per_task: Positive | None = None
     """CPU cores of each rank."""
     memory_per_node: Word | None = None
