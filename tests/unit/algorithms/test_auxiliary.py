@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.auxiliary import PreferenceLoss, ValueLoss
+from rl_megatron.algorithms.losses import loss_of
+from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.types import LossInputs
 
 
@@ -116,3 +118,25 @@ def test_dpo_is_torchs_logsigmoid_of_the_margin(per_token: bool) -> None:
     assert ours.grad is not None
     assert plain.grad is not None
     assert (ours.grad - plain.grad).abs().max() < 1e-9
+
+
+def test_a_policy_that_is_its_own_critic_adds_its_value_loss_by_the_coefficient() -> None:
+    """Of two tokens, one has -2 log pi of 2, and the value loss is that of the first test here; a quarter counts."""
+    choices = {"objective": "reinforce", "credit": "gae", "advantage_mean": "none", "advantage_std": "none"}
+    critic = {"backbone": "policy", "coefficient": 0.25, "clip": 0.2}
+    row = AlgorithmSection.model_validate({**choices, "critic": critic})
+    loss = loss_of(row, kl_coefficient=0.0, max_new_tokens=1)
+    logprobs, values = (torch.tensor(x, requires_grad=True) for x in ([-1.0, -3.0], [1.0, 1.0]))
+    columns = {"values": values, "old_values": torch.tensor([0.5, 0.5]), "returns": torch.tensor([0.0, 2.0])}
+    batch = inputs([True, True], [2], logprobs=logprobs, **columns)
+    output = loss(replace(batch, advantages=torch.tensor([2.0, 0.0])))
+    output.loss.backward()
+    of_values = (1 + 1.69) / 2 / 2
+    assert output.loss.item() == pytest.approx(2 / 2 + 0.25 * of_values)
+    assert output.metrics["critic/loss"].value.item() == pytest.approx(of_values)
+    assert not output.metrics["critic/loss"].value.requires_grad
+    assert {"clip_fraction", "critic/value_mean", "critic/clip_fraction"} <= output.metrics.keys()
+    assert logprobs.grad is not None
+    assert values.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-1.0, 0.0])
+    assert values.grad.tolist() == pytest.approx([0.25 * 0.5, 0.0])
