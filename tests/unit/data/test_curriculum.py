@@ -68,6 +68,15 @@ def test_rates_and_what_retires_are_those_of_a_reference_of_ten_lines() -> None:
     assert table.row()["curriculum/skipped"] == pytest.approx(200 / len(drawn) * len(retired), abs=len(retired))
 
 
+def test_draws_that_are_skipped_are_counted_from_none() -> None:
+    table = stream(3, retire_above=0.9, min_left=0.01).table
+    assert table is not None
+    assert table.row() == {"curriculum/retired": 0, "curriculum/skipped": 0}
+    table.update([("1", 1.0)], 1, set())
+    assert [table.draws(row, epoch=0) for row in (0, 1, 2, 1)] == [True, False, True, False]
+    assert table.row() == {"curriculum/retired": 1, "curriculum/skipped": 2, "curriculum/mean_pass_rate": 1.0}
+
+
 def test_what_is_outside_of_the_window_is_drawn_that_often() -> None:
     ours = stream(10, lowest=0.2, highest=0.8, outside=0.25)
     update(ours, [("0", 0.1), ("1", 0.9), ("2", 0.2), ("3", 0.8), ("4", 1.0)])
