@@ -1,4 +1,4 @@
-"""Draft layers for the tiny models of `tests.family_models`, under the names of DeepSeek-V3 and GLM-4.5."""
+"""Draft layers for the tiny models of `tests.family_models`, under the names of DeepSeek-V3 and GLM-4.5, and Qwen's."""
 
 from __future__ import annotations
 
@@ -13,6 +13,46 @@ from torch import Tensor
 from tests.family_models import save_model
 
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+ALONE = "mtp."
+QWENS = {
+    "mtp.pre_fc_norm_embedding.weight": "enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "hnorm.weight",
+    "mtp.fc.weight": "eh_proj.weight",
+    "mtp.norm.weight": "shared_head.norm.weight",
+}
+"""Qwen's names of a draft layer's own parts, and those of others behind the layer's."""
+
+
+def one_by_one(name: str, shape: torch.Size) -> dict[str, torch.Size]:
+    """The tensors of single experts that ``name``, of all experts, holds."""
+    count, rows, columns = shape
+    if name.endswith(".down_proj"):
+        return {
+            name.replace("experts.", f"experts.{e}.") + ".weight": torch.Size((rows, columns)) for e in range(count)
+        }
+    half = torch.Size((rows // 2, columns))
+    stem = name.removesuffix("gate_up_proj")
+    return {f"{stem}{e}.{x}_proj.weight": half for e in range(count) for x in ("gate", "up")}
+
+
+def save_with_qwens_draft(name: str, folder: Path, *, stacked: bool = False, **changed: Any) -> dict[str, Tensor]:
+    """Save the model with Qwen's one draft layer of random weights, whose experts are ``stacked`` in one tensor or one
+    by one; returns all of the folder's tensors. Its last layer must attend."""
+    save_model(name, folder, **changed)
+    tensors, draw = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(7)
+    layers = [key.partition("layers.") for key in tensors if ".layers." in key and "visual" not in key]
+    last = max(int(rest.split(".")[0]) for _, _, rest in layers)
+    first = f"{layers[0][0]}layers.{last}."
+    alike = {key.removeprefix(first): tensor.shape for key, tensor in tensors.items() if key.startswith(first)}
+    if not stacked:
+        for key in [key for key in alike if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            alike |= one_by_one(key, alike.pop(key))
+    size = alike["input_layernorm.weight"][0]
+    wanted = {f"mtp.layers.0.{key}": shape for key, shape in alike.items()}
+    wanted |= {key: torch.Size([size, 2 * size] if key == "mtp.fc.weight" else [size]) for key in QWENS}
+    tensors |= {key: torch.randn(shape, generator=draw) * 0.25 for key, shape in wanted.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors
 
 
 def save_with_drafts(name: str, folder: Path, count: int = 1, **changed: Any) -> dict[str, Tensor]:
@@ -44,8 +84,8 @@ def save_with_drafts(name: str, folder: Path, count: int = 1, **changed: Any) ->
 class WrittenDraft(torch.nn.Module):
     """The forward of one draft layer, of transformers' own layer and norms, by the formula of arXiv:2412.19437, 2.2.
 
-    Its parameters have the names of files behind ``model.layers.N.``. vLLM's ``masks_first``: its layer reads zeros for
-    the embedding at a sequence's first position.
+    Its parameters have the names of files behind ``model.layers.N.``, or behind ``mtp.layers.0.``, as `file_name`
+    tells. vLLM's ``masks_first``: its layer reads zeros for the embedding at a sequence's first position.
     """
 
     def __init__(self, folder: Path, *, masks_first: bool = False) -> None:
@@ -61,10 +101,17 @@ class WrittenDraft(torch.nn.Module):
         norm = type(self.model.model.norm)
         self.enorm, self.hnorm, self.norm = (norm(size, eps=config.rms_norm_eps) for _ in range(3))
         self.eh_proj = torch.nn.Linear(2 * size, size, bias=False)
-        self.prefix = f"model.layers.{config.num_hidden_layers}."
-        held = {n.removeprefix(self.prefix): t for n, t in load_file(folder / "model.safetensors").items()}
+        found = load_file(folder / "model.safetensors")
+        alone = any(n.startswith(ALONE) for n in found)
+        self._own = {own: n for n, own in QWENS.items()} if alone else {}
+        self._prefix = "mtp.layers.0." if alone else f"model.layers.{config.num_hidden_layers}."
+        held = {QWENS.get(n, n).removeprefix(self._prefix): t for n, t in found.items()}
         self.held = {n: held[n].requires_grad_() for n in held if not n.startswith("model.") and n != "lm_head.weight"}
         self.held = {n: t for n, t in self.held.items() if not n.endswith(COPIES)}
+
+    def file_name(self, name: str) -> str:
+        """The file's name of a parameter."""
+        return self._own.get(name, self._prefix + name)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Of one text [L] -> [L - 2, V]: position i says token i + 2."""
@@ -95,7 +142,7 @@ class WrittenDraft(torch.nn.Module):
         """Under transformers' names, which has the experts of a layer in one tensor."""
         held, found = self.held, dict[str, Tensor]()
         known = {name for name, _ in [*self.layer.named_parameters(), *self.layer.named_buffers()]}
-        experts = range(self.model.config.n_routed_experts)
+        experts = range(self.model.config.num_experts if self._own else self.model.config.n_routed_experts)
         for name in known:
             if name == "mlp.experts.gate_up_proj":
                 parts = [[held[f"mlp.experts.{e}.{x}_proj.weight"] for x in ("gate", "up")] for e in experts]

@@ -196,18 +196,25 @@ _TOWERS: Mapping[str, Mapping[str, Any]] = {
 _OF_TEXT: Mapping[str, Mapping[str, Any]] = {"qwen3_5_moe": {}, "kimi_k25": {"model_type": "kimi_k2"}}
 
 
+def config_of(name: str, **more: Any) -> Any:
+    """Transformers' configuration of the model, with ``more`` settings of its text model."""
+    from transformers import AutoConfig
+
+    kind, differing = MODELS[name]
+    text = {**BASE, **differing, **more}
+    given = {"text_config": {**text, **_OF_TEXT[kind]}, **_TOWERS[kind]} if kind in _TOWERS else text
+    return AutoConfig.for_model(kind, **given)
+
+
 def save_model(name: str, folder: Path, **more: Any) -> Any:
     """Save the model in ``folder``, with ``more`` settings; its weights are so large that a wrong rope, bias or route
     shows."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind, differing = MODELS[name]
     torch.manual_seed(zlib.crc32(name.encode()))
-    text = {**BASE, **differing, **more}
-    sees = kind in _TOWERS
-    given = {"text_config": {**text, **_OF_TEXT[kind]}, **_TOWERS[kind]} if sees else text
-    config = AutoConfig.for_model(kind, **given)
-    loader = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    config = config_of(name, **more)
+    loader = AutoModelForImageTextToText if kind in _TOWERS else AutoModelForCausalLM
     model = loader.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, value in [*model.named_parameters(), *model.named_buffers()]:
@@ -217,7 +224,7 @@ def save_model(name: str, folder: Path, **more: Any) -> Any:
     model.save_pretrained(folder)
     if name == "qwen3_5_moe_stacked":
         held = {key: value.contiguous() for key, value in model.state_dict().items()}  # as transformers computes
-        save_file({**held, "mtp.fc.weight": torch.zeros(32, 64)}, folder / "model.safetensors", {"format": "pt"})
+        save_file(held, folder / "model.safetensors", {"format": "pt"})
     if name == "kimi_k25":  # as published: transformers calls the text model's layers as it does the tower's
         held = load_file(folder / "model.safetensors")
         names = {key: key.replace("language_model.model.blocks", "language_model.model.layers") for key in held}

@@ -12,9 +12,14 @@ from rl_megatron.weights.layouts.layout import Slice
 
 
 def degree_problems(config: RunConfig, shape: ModelShape) -> list[str]:
-    """A line for each degree of the servers that does not fit the model."""
+    """A line for each degree of the servers that does not fit the model, and for proposals that none was tried with."""
     server = config.rollout.server
     out = block_problems(config, shape) if config.rollout.served else []
+    if server.draft_tokens and shape.delta is not None:
+        out.append(
+            f"rollout.server.draft_tokens={server.draft_tokens}: model_type={shape.family!r} has delta nets, whose "
+            "states a server takes back where a proposal is replaced; no engine was tried so here, so leave it out"
+        )
     if not config.rollout.served or shape.num_experts:
         return out
     if server.dp > 1:

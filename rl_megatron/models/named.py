@@ -72,7 +72,7 @@ NAMED: Mapping[str, ModelShape] = {
         output_gate=True,
         shared_gate=True,
         zero_centered=True,
-        beside=("mtp.",),
+        draft_layers=1,
     ),
     "deepseek-v3": _DEEPSEEK_V3,
     "deepseek-v3.2": replace(

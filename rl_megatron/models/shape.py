@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+STACKED = ("stacked_experts", "stacked_drafts")
+"""Fields of `ModelShape` that this package writes into the config.json of a megatron checkpoint."""
 _MOST_EXPERTS = 1_000_000  # in all layers; those of a trillion parameters are 23,000
 
 
@@ -159,7 +161,8 @@ class ModelShape:
     a gate with ``output_gate``, and that of shared experts with ``shared_gate``. ``zero_centered`` norms multiply by
     their weight plus 1, but for that of a delta net.
     Latent attention with an ``indexer`` is computed for sequences of at most ``longest`` positions.
-    With ``stacked_experts`` files and learner have one tensor for all experts of a layer; others, one for each.
+    With ``stacked_experts`` files and learner have one tensor for all experts of a layer; others, one for each; draft
+    layers of such a model have them so with ``stacked_drafts``.
     ``expert_bias`` and ``clamped_swiglu`` (the limit, 0 for plain SwiGLU) are gpt-oss's. Some checkpoints have
     ``draft_layers`` behind the decoder, for multi-token prediction (DeepSeek-V3, arXiv:2412.19437); with ``drafts`` the
     model has them too, each like the decoder's last layer, else they are left aside. Tensors whose names begin with one
@@ -199,6 +202,7 @@ class ModelShape:
     sinks: bool = False
     windows: tuple[int, ...] = ()
     stacked_experts: bool = False
+    stacked_drafts: bool = False
     expert_bias: bool = False
     clamped_swiglu: float = 0.0
     delta: DeltaNet | None = None

@@ -7,6 +7,7 @@ Embedding and output matrix are the policy's. Names are megatron-core's (``weigh
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class DraftModel(MegatronModule):
     pre_process = post_process = share_embeddings_and_output_weights = False
 
     def __init__(self, shape: ModelShape, learner: LearnerSection) -> None:
+        shape = replace(shape, stacked_experts=shape.stacked_drafts)
         config = _config(shape, learner)
         super().__init__(config=config)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)

@@ -110,6 +110,7 @@ class ConfigFields(JsonFields):
     topk_group: _Count = None
     num_nextn_predict_layers: _Some = None
     num_mtp_modules: _Some = None
+    mtp_num_hidden_layers: _Some = None
     q_lora_rank: _Width = None
     kv_lora_rank: _Width = None
     qk_nope_head_dim: _Width = None
@@ -142,7 +143,8 @@ class ConfigFields(JsonFields):
     topk_method: _Text = None
     quantization_config: QuantizationFields | None = None
     text_config: ConfigFields | None = None
-    stacked_experts: _Flag = None  # this package's own: of megatron checkpoints
+    stacked_experts: _Flag = None  # this package's own, as the next: of megatron checkpoints
+    stacked_drafts: _Flag = None
 
 
 class GenerationFields(JsonFields):

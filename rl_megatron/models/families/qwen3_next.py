@@ -19,7 +19,10 @@ _DELTA, _FULL = "linear_attention", "full_attention"
 
 
 def read(raw: dict[str, Any], path: Path) -> ModelShape:
-    """Delta nets in three of four layers or as ``layer_types`` says, gated attention in the others, experts in all."""
+    """Delta nets in three of four layers or as ``layer_types`` says, gated attention in the others, experts in all.
+
+    Qwen3-Next's config.json does not say that its files have a draft layer.
+    """
     refuse_others(raw, path, {**SILU, "attention_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1})
     kinds = _kinds(raw, path)
     return ModelShape(
@@ -40,13 +43,13 @@ def read(raw: dict[str, Any], path: Path) -> ModelShape:
         output_gate=True,
         shared_gate=True,
         zero_centered=True,
-        beside=("mtp.",),
+        draft_layers=given(raw, "mtp_num_hidden_layers", 1),
     )
 
 
 def read_text_model(raw: dict[str, Any], path: Path) -> ModelShape:
     """The text model of Qwen3.5-MoE for images and text."""
-    return replace(read(text_model(raw, path), path), beside=("mtp.", "model.visual."))
+    return replace(read(text_model(raw, path), path), beside=("model.visual.",))
 
 
 def _kinds(raw: Mapping[str, Any], path: Path) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from rl_megatron.digests import digest_of
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.shape import STACKED, ModelShape
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies, write_safetensors
@@ -95,7 +95,9 @@ def hf_to_megatron(
     def finish(folder: Path, notes: Mapping[str, list[dict[str, object]]]) -> None:
         index_files(folder, sinks, notes, shape)
         written = {str(dtype)} if dtype else set()
-        config = config_text(source, written, drafts=shape.drafts, stacked=shape.stacked_experts)
+        config = config_text(
+            source, written, drafts=shape.drafts, stacked=[key for key in STACKED if getattr(shape, key)]
+        )
         _copy_companions(source, folder, config)
 
     options = options_of(source, family, dtype, shard_bytes)
@@ -190,7 +192,7 @@ def converted_shape(source: Path, config: Path | None = None, family: str | None
     shape = held_shape(source, shape) if is_megatron(source) else shape
     if not shape.draft_layers or not has_draft_rows(family_of(shape).tables["megatron"]):
         return shape
-    held = has_draft(read_index(source)[0]) if is_megatron(source) else bool(_drafts(source, shape))
+    held = has_draft(read_index(source)[0]) if is_megatron(source) else bool(_not_the_decoders(source, shape)[1])
     return replace(shape, drafts=held)
 
 
@@ -210,28 +212,29 @@ def _values_left_out(source: Path) -> str | None:
 
 
 def _drafts_left_out(source: Path, shape: ModelShape) -> str | None:
-    if shape.drafts:
-        return None
     told = "draft layers of this family are neither trained nor converted; the new config.json has none"
     if is_megatron(source):
-        return f"mtp: {told}" if has_draft(read_index(source)[0]) else None
-    found = _drafts(source, shape)
+        return f"mtp: {told}" if not shape.drafts and has_draft(read_index(source)[0]) else None
+    beside, drafts = _not_the_decoders(source, shape)
+    found = [*beside, *(() if shape.drafts else drafts)]
     if not found:
         return None
-    if any(not name.startswith(("mtp", "model.layers.")) for name in found):
-        told = "only the text model is trained and converted; the new folder has neither draft layers nor towers"
+    if beside:
+        told = "only the text model is trained and converted; the new folder has no tower"
     return f"{', '.join(found)}: {told}"
 
 
-def _drafts(source: Path, shape: ModelShape) -> list[str]:
-    """The draft layers, and the prefixes beside the model, of which a Hugging Face folder holds a tensor."""
+def _not_the_decoders(source: Path, shape: ModelShape) -> tuple[list[str], list[str]]:
+    """The prefixes beside the model, and the draft layers, of which a Hugging Face folder holds a tensor."""
     if not shape.draft_layers and not shape.beside:
-        return []
+        return [], []
     files, placed = weight_files(source)
     names = placed or read_header(MappedFile(source / files[0]))
-    held = [prefix.rstrip(".") for prefix in shape.beside if any(name.startswith(prefix) for name in names)]
-    drafts = {name.split(".")[2] for name in names if is_draft(name, shape) and not name.startswith(shape.beside)}
-    return [*held, *(f"model.layers.{layer}" for layer in sorted(drafts, key=int))]
+    beside = [prefix.rstrip(".") for prefix in shape.beside if any(name.startswith(prefix) for name in names)]
+    drafts = [name for name in names if is_draft(name, shape) and not name.startswith(shape.beside)]
+    numbers = {name.split(".")[2] for name in drafts if not name.startswith("mtp.")}
+    alone = ["mtp"] if any(name.startswith("mtp.") for name in drafts) else []
+    return beside, [*alone, *(f"model.layers.{layer}" for layer in sorted(numbers, key=int))]
 
 
 def hf_tensors(folder: Path, config: Path | None = None, family: str | None = None) -> tuple[list[Copy], Files]:

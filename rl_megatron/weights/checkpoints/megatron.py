@@ -24,7 +24,7 @@ from rl_megatron.weights.checkpoints.torch_dist import (
 )
 from rl_megatron.weights.formats.hf_folder import raise_uncounted
 from rl_megatron.weights.layouts.families import family_of, hf_layout, megatron_layout
-from rl_megatron.weights.layouts.family import STACK
+from rl_megatron.weights.layouts.family import as_held
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.plans.plan import plan
 
@@ -34,7 +34,7 @@ def held_shape(source: Path, shape: ModelShape) -> ModelShape:
     it is torn."""
     if family_of(shape).stacked is None:
         return shape
-    return replace(shape, stacked_experts=any(STACK in name for name in read_index(source)[0]))
+    return as_held(replace(shape, stacked_experts=False, stacked_drafts=False), read_index(source)[0])
 
 
 def megatron_copies(source: Path, shape: ModelShape) -> tuple[list[Copy], Files]:

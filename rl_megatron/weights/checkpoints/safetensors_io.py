@@ -35,7 +35,7 @@ from rl_megatron.weights.formats.hf_folder import (
 from rl_megatron.weights.formats.quantize import read_quantised
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.tables.drafts import JOIN
+from rl_megatron.weights.layouts.tables.drafts import holds_draft
 from rl_megatron.weights.layouts.tables.rows import SCORE
 from rl_megatron.weights.plans.plan import plan
 
@@ -172,7 +172,7 @@ def write_folder(
     partial.mkdir(parents=True)
     try:
         dtypes = _write_tensors(tensors, partial, max_shard_bytes)
-        drafts = any(name.endswith(JOIN) for name in tensors)
+        drafts = holds_draft(tensors)
         (partial / "config.json").write_text(config_text(source_folder, dtypes, drafts=drafts, scores=SCORE in tensors))
         for path in companions(source_folder):
             shutil.copyfile(path, partial / path.name)

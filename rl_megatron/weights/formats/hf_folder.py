@@ -14,7 +14,7 @@ from rl_megatron.config.errors import shorten
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.models.families.fields import CLASSIFIER, ConfigFields
 from rl_megatron.models.json_files import JsonFields, read_json
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.shape import STACKED, ModelShape
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.mapped import Entry, MappedFile, read_header
 from rl_megatron.weights.formats.quantised import Quantised, find_quantised, scheme_of
@@ -34,7 +34,7 @@ _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "spiece.model", "tekken.json"),
     "sentencepiece.bpe.model",
 )
-_DRAFT_KEYS = {"num_nextn_predict_layers", "num_mtp_modules"}  # of DeepSeek and GLM, of MiniMax
+_DRAFT_KEYS = {"num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers"}  # DeepSeek's, MiniMax's, Qwen's
 _COPIES = (".embed_tokens.weight", ".shared_head.head.weight")  # in a draft layer: of the embedding, the output matrix
 _NAME_BYTES = 255  # the longest file name
 _MAX_LINES = 20  # of one error message; a wrong folder lacks thousands of tensors
@@ -140,23 +140,23 @@ def config_text(
     *,
     drafts: bool = False,
     scores: bool = False,
-    stacked: bool = False,
+    stacked: Sequence[str] = (),
 ) -> str:
     """The source's config.json, changed only so that it describes the written weights.
 
     ``dtypes`` are torch's names; ``quantization`` is the ``quantization_config`` of what is written: None for plain
     weights. Without ``drafts`` it has no draft layers. With ``scores`` it is that of a sequence classifier with one
     label, which reads a text's last token: its ``pad_token_id``, which it would pass over, is null where that ends
-    texts. ``stacked`` is for a megatron checkpoint whose experts are one tensor a layer, which its config.json says.
+    texts. ``stacked`` are of `STACKED`: a megatron checkpoint's config.json says which experts are one tensor a layer.
     """
     old = (source_folder / "config.json").read_text()
     read_json(source_folder / "config.json", ConfigFields)  # raises if it is torn
     config: dict[str, object] = json.loads(old)
-    new = {key: value for key, value in config.items() if key not in ("quantization_config", "stacked_experts")}
+    new = {key: value for key, value in config.items() if key not in ("quantization_config", *STACKED)}
     if isinstance(text := config.get("text_config"), dict):
-        new["text_config"] = {key: value for key, value in text.items() if key != "quantization_config"}
-    if stacked:
-        new["stacked_experts"] = True
+        inner = {key: value for key, value in text.items() if key != "quantization_config"}
+        new["text_config"] = inner if drafts else inner | dict.fromkeys(_DRAFT_KEYS & inner.keys(), 0)
+    new.update(dict.fromkeys(stacked, True))
     if not drafts:
         new.update(dict.fromkeys(_DRAFT_KEYS & config.keys(), 0))
     key = next((key for key in ("dtype", "torch_dtype") if key in config), None)
@@ -178,7 +178,8 @@ def config_text(
 def is_draft(name: str, shape: ModelShape) -> bool:
     """Whether a tensor of a folder is of its draft layers, which the model of ``shape`` may have, or of a tower."""
     layers = range(shape.num_layers, shape.num_layers + shape.draft_layers)
-    return name.startswith((*shape.beside, *(f"model.layers.{layer}." for layer in layers)))
+    numbered = (f"model.layers.{layer}." for layer in layers)
+    return name.startswith((*shape.beside, "mtp.", *numbered))
 
 
 def is_left_aside(name: str, shape: ModelShape) -> bool:

@@ -11,10 +11,10 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.families.fields import CLASSIFIER, ConfigFields
 from rl_megatron.models.families.refused import REFUSED
 from rl_megatron.models.json_files import Fields, read_json, tensor_names
-from rl_megatron.models.shape import ModelShape, shape_problems
+from rl_megatron.models.shape import STACKED, ModelShape, shape_problems
 from rl_megatron.types import ParallelDims
 from rl_megatron.user_code import load_named
-from rl_megatron.weights.layouts.family import STACK, Family
+from rl_megatron.weights.layouts.family import Family, as_held
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec
 from rl_megatron.weights.layouts.tables.deepseek_v3 import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, INDEXED, KIMI_K25
 from rl_megatron.weights.layouts.tables.glm4_moe import GLM4_MOE
@@ -71,8 +71,8 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
     if scores:
         shape = replace(shape, scores=True, tie_embeddings=False)
     if known[model_type].stacked is not None:
-        stacked = bool(raw.get("stacked_experts")) or any(STACK in name for name in tensor_names(folder))
-        shape = replace(shape, stacked_experts=stacked)
+        experts, drafts = (bool(raw.get(key)) for key in STACKED)
+        shape = as_held(replace(shape, stacked_experts=experts, stacked_drafts=drafts), tensor_names(folder))
     if found := list(shape_problems(shape)):
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in found))
     return shape

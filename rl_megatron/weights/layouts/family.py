@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,17 @@ Reader = Callable[[dict[str, Any], Path], ModelShape]
 its value and what is allowed, for each setting that the family's rows do not cover."""
 
 
-STACK = ".experts.gate_up_proj"
-"""Is in the name of a tensor of all experts."""
+_STACK = ".experts.gate_up_proj"  # is in the name of a tensor of all experts
+
+
+def as_held(shape: ModelShape, names: Collection[str]) -> ModelShape:
+    """``shape`` with experts of one tensor a layer or one by one, as tensors of these names are; of either layout."""
+    stacks = [name.startswith("mtp.") for name in names if _STACK in name]  # whether it is a draft layer's
+    return replace(
+        shape,
+        stacked_experts=shape.stacked_experts or not all(stacks),
+        stacked_drafts=shape.stacked_drafts or any(stacks),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +35,7 @@ class Family:
 
     ``model_types`` are the ``model_type``s of config.json that ``read`` takes. ``tables`` has rows for ``hf``,
     ``megatron`` and, if plans support engines with it, ``engine``; ``stacked`` has them for files with one tensor
-    for all experts of a layer, `STACK` in its name, if there are any. ``serves``: the in-process engine
+    for all experts of a layer, as `as_held` finds them, if there are any. ``serves``: the in-process engine
     ``rollout.local`` can sample from it, because the parts of its layers are among those of `ReferenceModel`, under the
     same names but for experts', which are ``names``, and what ``decoder`` says. Raises ConfigError if a table is
     missing.

@@ -55,7 +55,8 @@ class ParamSpec:
     multiple of ``Layout.vocab_multiple`` times the axis' degree. ``bands`` gets the axis' degree too (engines repeat
     heads when there are more ranks than heads); ``unit`` rows of a band (a head's) stay on one rank. ``others`` are
     the sizes of the uncut dims, ``layers`` the layers that have the parameter. ``frozen`` marks what is held and never
-    trained, ``keeps_dtype`` buffers that stay float32 when the weights are cast.
+    trained, ``keeps_dtype`` buffers that stay float32 when the weights are cast. The only layer of a row that is
+    ``alone`` has no number in its name.
     """
 
     name: str
@@ -70,6 +71,7 @@ class ParamSpec:
     exists: Callable[[ModelShape, ParallelDims], bool] = _always
     frozen: bool = False
     keeps_dtype: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +156,7 @@ class Layout:
 
     def layer_stages(self, spec: ParamSpec) -> dict[int, tuple[int, ...]]:
         """The stages that hold each layer of the row; layer 0 stands for a row without layers."""
-        if "{layer}" not in spec.name:
+        if "{layer}" not in spec.name and not spec.alone:
             return {0: {None: tuple(range(self.dims.pp)), "first": (0,), "last": (self.dims.pp - 1,)}[spec.stage]}
         layers = spec.layers(self.shape)
         return {layer: (stage,) for stage in range(self.dims.pp) for layer in self._layers(stage) if layer in layers}

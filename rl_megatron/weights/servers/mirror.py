@@ -31,7 +31,7 @@ from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.checks.whole import largest_change
 from rl_megatron.weights.formats.hf_folder import config_text
 from rl_megatron.weights.formats.served import Format, Stored, stored
-from rl_megatron.weights.layouts.tables.drafts import JOIN
+from rl_megatron.weights.layouts.tables.drafts import holds_draft
 from rl_megatron.weights.layouts.tables.rows import SCORE
 
 
@@ -87,7 +87,7 @@ class Mirror:
         for left in path.parent.glob(f"{path.name}*.json"):  # of a run that was killed
             left.unlink()
         quantization = None if kind is None else kind.config(shapes)
-        drafts = any(name.endswith(JOIN) for name in shapes)
+        drafts = holds_draft(shapes)
         text = config_text(config.parent, set(), quantization, drafts=drafts, scores=SCORE in shapes)
         path.with_name("config.json").write_text(text)
         _empty_file(path, _entries(shapes, dtype, kind))

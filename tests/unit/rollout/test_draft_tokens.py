@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from launcher.servers.checks import ServerChecks
+from launcher.servers.degrees import degree_problems
 from launcher.servers.engines import SERVERS
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
@@ -217,6 +218,13 @@ def test_sglang_is_refused_where_its_layer_or_its_verification_would_be_wrong(ke
     load_config("tiny_cpu", on_gpus)
     with pytest.raises(ConfigError, match=said):
         load_config("tiny_cpu", [*on_gpus, *keys])
+
+
+def test_delta_nets_are_refused_before_servers_are_made() -> None:
+    config = load_config("tiny_cpu", TRAINED)
+    (said,) = degree_problems(config, NAMED["qwen3-next-80b-a3b"])
+    assert said.startswith("rollout.server.draft_tokens=1: model_type='qwen3_next' has delta nets, whose states")
+    assert degree_problems(config, DEEPSEEK) == []
 
 
 def test_an_adapter_without_a_draft_layer_says_so() -> None:

@@ -18,11 +18,12 @@ from rl_megatron.errors import WeightError
 from rl_megatron.models.named import NAMED
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.checkpoints import convert
+from rl_megatron.weights.checkpoints.contents import contents
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, WithDrafts, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.servers.mirror import Mirror
-from tests.draft_models import save_with_drafts
+from tests.draft_models import save_with_drafts, save_with_qwens_draft
 from tests.family_models import save_model
 
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
@@ -48,6 +49,47 @@ def test_a_conversion_carries_them_to_the_bit_but_for_copies(
     assert json.loads((tmp_path / "back/config.json").read_text())["num_nextn_predict_layers"] == 2
     assert convert.left_out(folder) is None
     assert convert.left_out(tmp_path / "megatron") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "stacked", "left"),
+    [
+        ("qwen3_next", False, None),
+        ("qwen3_5_moe_text", False, None),
+        ("qwen3_5_moe_stacked", False, "model.visual: only the text model"),
+        ("qwen3_5_moe_stacked", True, "model.visual: only the text model"),
+    ],
+)
+def test_qwens_one_is_carried_to_the_bit_whatever_experts_the_decoder_has(
+    name: str, stacked: bool, left: str | None, tmp_path: Path
+) -> None:
+    """Qwen3.5 is published with the decoder's experts in one tensor and the draft layer's one by one, Qwen3.6 with both
+    in one; each comes back as it was."""
+    folder = tmp_path / "hf"
+    tensors = save_with_qwens_draft(name, folder, stacked=stacked)
+    convert.hf_to_megatron(folder, tmp_path / "megatron")
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert back.keys() == {key for key in tensors if not key.startswith("model.visual.")}
+    assert all(torch.equal(back[key], tensors[key]) for key in back)
+    assert read_shape(tmp_path / "megatron") == read_shape(folder)
+    told = convert.left_out(folder)
+    assert told is None if left is None else (told or "").startswith(left)
+    assert [dict(contents(tmp_path / kind).facts)["draft layers"] for kind in ("hf", "megatron")] == [
+        "mtp.layers.0"
+    ] * 2
+
+
+def test_a_folder_of_qwens_without_one_has_none_after_a_conversion(tmp_path: Path) -> None:
+    """Its config.json says so where it says it at all."""
+    save_model("qwen3_5_moe", tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    told = json.loads(path.read_text())
+    told["text_config"]["mtp_num_hidden_layers"] = 1
+    path.write_text(json.dumps(told))
+    convert.hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    assert json.loads((tmp_path / "megatron/config.json").read_text())["text_config"]["mtp_num_hidden_layers"] == 0
+    assert not convert.converted_shape(tmp_path / "megatron").drafts
 
 
 def test_megatron_finds_each_where_its_own_layers_save_it(

@@ -1,67 +1,135 @@
 """Draft layers, for multi-token prediction (DeepSeek-V3, arXiv:2412.19437): rows of the last layer, and four more.
 
-In published files each has copies of the model's embedding and output matrix, too. They have no rows: whoever reads
-such a folder takes the model's own. Sources: the published index of DeepSeek-V3 and GLM-4.5; megatron-core 0.16
-``transformer/multi_token_prediction.py`` (``eh_proj`` is cut by rows; its input is the embedding's norm, then the
-hidden state's).
+In published files some have copies of the model's embedding and output matrix, too. They have no rows: whoever reads
+such a folder takes the model's own. Sources: the published index of DeepSeek-V3, GLM-4.5 and Qwen3-Next; megatron-core
+0.16 ``transformer/multi_token_prediction.py`` (``eh_proj`` is cut by rows; its input is the embedding's norm, then the
+hidden state's, as that of ``mtp.fc`` in vLLM 0.32.0 ``models/qwen3_next_mtp.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import ParamSpec
 from rl_megatron.weights.layouts.tables.blocks import dense_layers
-from rl_megatron.weights.layouts.tables.rows import DECODER, LAYER, hidden, matrix, vector, whole
+from rl_megatron.weights.layouts.tables.rows import DECODER, LAYER, hidden, matrix, under, vector, whole
 
 DRAFT = "mtp.layers.{layer}."
 """Megatron's name of a draft layer, but that its number follows those of the decoder's layers."""
-JOIN = "eh_proj.weight"
-"""What every draft layer has, and no other."""
-_FINAL = LAYER + "shared_head.norm.weight"
+_JOIN = "eh_proj.weight"
 
 
-def with_drafts(tables: Mapping[str, Sequence[ParamSpec]]) -> dict[str, tuple[ParamSpec, ...]]:
-    """The tables of a family whose files may hold draft layers, with rows for shapes that have them; it has experts."""
-    return {
-        layout: (*rows, *(_drafted(row) for row in rows if _in_last(row)), *_own(layout == "megatron"))
-        for layout, rows in tables.items()
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftNames:
+    """Hugging Face's names of a draft layer: the ``prefix`` of its decoder layer, and whole names of its own parts."""
+
+    prefix: str
+    embedding_norm: str
+    hidden_norm: str
+    join: str
+    final_norm: str
+
+
+NUMBERED = DraftNames(
+    prefix=LAYER,
+    embedding_norm=LAYER + "enorm.weight",
+    hidden_norm=LAYER + "hnorm.weight",
+    join=LAYER + _JOIN,
+    final_norm=LAYER + "shared_head.norm.weight",
+)
+"""Of DeepSeek and GLM, which number draft layers on behind those of the decoder."""
+ALONE = DraftNames(
+    prefix="mtp.layers.0.",
+    embedding_norm="mtp.pre_fc_norm_embedding.weight",
+    hidden_norm="mtp.pre_fc_norm_hidden.weight",
+    join="mtp.fc.weight",
+    final_norm="mtp.norm.weight",
+)
+"""Of Qwen, which has one."""
+
+
+def with_drafts(
+    tables: Mapping[str, Sequence[ParamSpec]],
+    names: DraftNames = NUMBERED,
+    *,
+    without: Sequence[Callable[[ModelShape], Sequence[int]]] = (),
+    apart: Mapping[str, Sequence[ParamSpec]] | None = None,
+) -> dict[str, tuple[ParamSpec, ...]]:
+    """The tables of a family whose files may hold draft layers, with rows for shapes that have them; it has experts.
+
+    Rows of the layers ``without`` are none of a draft layer's. ``apart`` are the same family's tables with experts one
+    by one, where those of ``tables`` are one tensor a layer: a draft layer then has either, whatever the decoder has.
+    """
+    out = {}
+    for layout, rows in tables.items():
+        drafted = _drafted(rows, names, without)
+        if apart is not None:
+            drafted = _either(drafted, _drafted(apart[layout], names, without))
+        out[layout] = (*rows, *drafted, *_own(names, megatron=layout == "megatron"))
+    return out
 
 
 def has_draft_rows(table: Sequence[ParamSpec]) -> bool:
     """Whether a family's table has rows of draft layers."""
-    return any(row.name.endswith(JOIN) for row in table)
+    return holds_draft(row.name for row in table)
 
 
-def _in_last(row: ParamSpec) -> bool:
-    """Whether the last layer of the decoder, which has experts, has the row."""
-    return "{layer}" in row.name and row.layers is not dense_layers
+def holds_draft(names: Iterable[str]) -> bool:
+    """Whether one of the names, of any layout, is a draft layer's."""
+    return any(name.endswith((_JOIN, ALONE.join)) for name in names)
 
 
-def _drafted(row: ParamSpec) -> ParamSpec:
-    """The row of the decoder's layers as one of draft layers."""
+def _drafted(
+    rows: Sequence[ParamSpec], names: DraftNames, without: Sequence[Callable[[ModelShape], Sequence[int]]]
+) -> list[ParamSpec]:
+    """The rows of the decoder's last layer, which has experts and attends, as those of draft layers."""
+    last = [row for row in rows if "{layer}" in row.name and row.layers not in (dense_layers, *without)]
+    return [_moved(under(names.prefix, row, named_so=True, instead=LAYER)) for row in last]
+
+
+def _moved(row: ParamSpec) -> ParamSpec:
+    name = row.name.replace(DECODER, DRAFT + "transformer_layer.")
     return replace(
         row,
-        name=row.name.replace(DECODER, DRAFT + "transformer_layer."),
+        name=name,
         layers=_layers,
+        alone="{layer}" not in name,
         exists=lambda m, dims: m.drafts and row.exists(m, dims),
     )
 
 
-def _own(megatron: bool) -> tuple[ParamSpec, ...]:
+def _either(stacked: Sequence[ParamSpec], apart: Sequence[ParamSpec]) -> list[ParamSpec]:
+    """Rows of both kinds; those that one kind alone has are for shapes of that kind."""
+    in_stacked, in_apart = ({row.name for row in rows} for rows in (stacked, apart))
+    return [
+        *(row if row.name in in_apart else _where(row, stacked=True) for row in stacked),
+        *(_where(row, stacked=False) for row in apart if row.name not in in_stacked),
+    ]
+
+
+def _where(row: ParamSpec, *, stacked: bool) -> ParamSpec:
+    return replace(row, exists=lambda m, dims: row.exists(m, dims) and m.stacked_drafts == stacked)
+
+
+def _own(names: DraftNames, *, megatron: bool) -> tuple[ParamSpec, ...]:
     """What a draft layer has beside a decoder layer's parts."""
-    prefix, final = (DRAFT, DRAFT + "final_layernorm.weight") if megatron else (LAYER, _FINAL)
+    called = {
+        names.embedding_norm: DRAFT + "enorm.weight",
+        names.hidden_norm: DRAFT + "hnorm.weight",
+        names.join: DRAFT + _JOIN,
+        names.final_norm: DRAFT + "final_layernorm.weight",
+    }
+    first, second, join, final = called.values() if megatron else called
     rows = (
-        vector(prefix + "enorm.weight", LAYER + "enorm.weight", hidden),
-        vector(prefix + "hnorm.weight", LAYER + "hnorm.weight", hidden),
-        matrix(prefix + JOIN, whole(LAYER + JOIN, hidden), columns=_both, axis="tp" if megatron else None),
-        vector(final, _FINAL, hidden),
+        vector(first, names.embedding_norm, hidden),
+        vector(second, names.hidden_norm, hidden),
+        matrix(join, whole(names.join, hidden), columns=_both, axis="tp" if megatron else None),
+        vector(final, names.final_norm, hidden),
     )
-    return tuple(replace(row, layers=_layers, exists=_exist) for row in rows)
+    return tuple(replace(row, layers=_layers, alone="{layer}" not in row.name, exists=_exist) for row in rows)
 
 
 def _both(m: ModelShape) -> int:

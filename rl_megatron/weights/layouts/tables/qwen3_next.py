@@ -5,7 +5,8 @@ rows in ``q_proj`` are its query, then its gate) and ``models/qwen3_5_moe`` (fou
 megatron-core 0.16 ``transformer/attention.py`` (``attention_output_gate``: ``linear_qkv`` is, per query group, its q
 heads, then their gates, then k, v). The learner's delta nets are grouped by key head, so that tp cuts them between key
 heads, whatever it is: ``in_proj`` is each one's query, key, values, gates, and then two rows a value head; ``conv1d``
-the first three. megatron-core's own has another order. There is no table for engines.
+the first three. megatron-core's own has another order. There is no table for engines. A draft layer attends, and has
+its experts one by one (Qwen3.5) or in one tensor (Qwen3.6), whatever the decoder has.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from dataclasses import replace
 
 from rl_megatron.models.families import qwen3_next
 from rl_megatron.models.shape import DecoderNames, DeltaNet, ExpertNames, ModelShape
-from rl_megatron.weights.layouts.family import STACK, Family
+from rl_megatron.weights.layouts.family import Family
 from rl_megatron.weights.layouts.layout import Axis, Band, ParamSpec, Piece
 from rl_megatron.weights.layouts.tables.blocks import Block, Tables, attention, decoder, experts, moe_layers
+from rl_megatron.weights.layouts.tables.drafts import ALONE, with_drafts
 from rl_megatron.weights.layouts.tables.rows import (
     DECODER,
     LAYER,
@@ -194,17 +196,21 @@ _EXPERTS = experts(names=_NAMES, shared=True, shared_gate="shared_expert_gate.we
 QWEN3_NEXT = Family(
     model_types=("qwen3_next",),
     read=qwen3_next.read,
-    tables=decoder(
-        _gated_attention(),
-        _delta_net(
-            {
-                _QKVZ: lambda m: _delta(m).mixed + _delta(m).outputs,
-                _BA: lambda m: 2 * _delta(m).value_heads,
-            },
-            _fused,
+    tables=with_drafts(
+        decoder(
+            _gated_attention(),
+            _delta_net(
+                {
+                    _QKVZ: lambda m: _delta(m).mixed + _delta(m).outputs,
+                    _BA: lambda m: 2 * _delta(m).value_heads,
+                },
+                _fused,
+            ),
+            _EXPERTS,
+            planned=False,
         ),
-        _EXPERTS,
-        planned=False,
+        ALONE,
+        without=(_delta_layers,),
     ),
     serves=True,
     names=_NAMES,
@@ -212,7 +218,7 @@ QWEN3_NEXT = Family(
 )
 _MLP, _FFN = LAYER + "mlp.", DECODER + "mlp."
 _STACKS: tuple[tuple[str, Others], ...] = (
-    (STACK, lambda m: (2 * m.expert_width, m.hidden_size)),
+    (".experts.gate_up_proj", lambda m: (2 * m.expert_width, m.hidden_size)),
     (".experts.down_proj", lambda m: (m.hidden_size, m.expert_width)),
 )
 
@@ -256,7 +262,9 @@ def _inside(tables: Tables) -> Tables:
     }
 
 
-_APART_EXPERTS, _STACKED_EXPERTS = _text(_EXPERTS), _text(_stacked(_EXPERTS))
+_PLAIN = _text(_EXPERTS)
+_APART_EXPERTS = with_drafts(_PLAIN, ALONE, without=(_delta_layers,))
+_STACKED_EXPERTS = with_drafts(_text(_stacked(_EXPERTS)), ALONE, without=(_delta_layers,), apart=_PLAIN)
 QWEN3_5_MOE_TEXT = Family(
     model_types=("qwen3_5_moe_text",),
     read=qwen3_next.read,
