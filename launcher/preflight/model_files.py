@@ -16,12 +16,14 @@ from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.families.fields import CLASSIFIER
+from rl_megatron.models.json_files import tensor_names
 from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import role_layout, role_shape
+from rl_megatron.weights.layouts.tables.drafts import holds_draft
 
 
 def check(subject: Subject) -> Iterator[Found]:
@@ -75,6 +77,11 @@ def _policy(subject: Subject) -> Iterator[Found]:
         yield unchecked("the weights, a megatron checkpoint: rl-megatron verify reads them all")
         return
     yield from _weights(folder, "model.path")
+    if subject.config.learner.draft.train and not holds_draft(tensor_names(folder)):
+        yield problem(
+            f"learner.draft.train=true, but no tensor in model.path={folder} is of a draft layer; give a folder that "
+            "has one, as the model is published, or leave it out"
+        )
 
 
 def _shown_by_template(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -130,7 +137,7 @@ def _frozen(subject: Subject, role: str, folder: Path, key: str) -> Iterator[Fou
     yield from _same_tokens(subject.model_folder, folder, key)
 
 
-_BESIDE_SIZES = {"family_at", "max_positions", "draft_layers", "beside"}
+_BESIDE_SIZES = {"family_at", "max_positions", "draft_layers", "stacked_drafts", "beside"}
 
 
 def _sizes(shape: ModelShape) -> dict[str, object]:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launcher.preflight import model_files
+from launcher.preflight.subject import Subject
+from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.named import NAMED
 from rl_megatron.options.table import problems
 from rl_megatron.scaling.parameters import elements
 from rl_megatron.weights.layouts.families import megatron_layout
+from tests.draft_models import save_with_qwens_draft
+from tests.family_models import save_model
 
 DEEPSEEK = NAMED["deepseek-v3"]
 
@@ -56,3 +62,14 @@ def test_the_plan_counts_the_parameters_of_the_published_layer() -> None:
     copies = 2 * DEEPSEEK.vocab_size * DEEPSEEK.hidden_size
     assert own == pytest.approx(11.5e9, rel=0.01)
     assert with_layer + copies == pytest.approx(685e9, rel=1e-3)
+
+
+def test_a_draft_layer_that_the_files_lack_is_told_before_a_run(tmp_path: Path) -> None:
+    """config.json may say nothing of it, as Qwen3-Next's does not."""
+    save_model("qwen3_next", tmp_path / "without")
+    save_with_qwens_draft("qwen3_next", tmp_path / "with")
+    for name, lacks in (("without", True), ("with", False)):
+        config = load_config("tiny_cpu", ["learner.draft.train=true", f"model.path={tmp_path / name}"])
+        said = [one.text for one in model_files.check(Subject(config, for_job=False))]
+        told = f"learner.draft.train=true, but no tensor in model.path={tmp_path / name} is of a draft layer"
+        assert any(text.startswith(told) for text in said) == lacks
