@@ -262,8 +262,6 @@ def _quantization_problems(c: RunConfig) -> list[str]:
     if server.quantization == "none":
         return []
     out, given = [], f"rollout.server.quantization={server.quantization}"
-    if not c.rollout.served:
-        out.append(f"{given}, but rollout.engine={c.rollout.engine} samples in the learner's processes; set it to none")
     if c.learner.device == "cpu":
         out.append(
             f"{given}: the engines' kernels for quantised weights need GPUs, but learner.device=cpu; set "

@@ -203,9 +203,8 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
             if leaf not in read:
                 out[leaf] = f"algorithm.preference_beta={config.algorithm.preference_beta} trains on pairs without it"
     rollout, reward = dict(_leaves("rollout", config.rollout)), dict[str, tuple[object, object]]()
-    if config.rollout.dynamic_sampling == OFF:
-        reason = "rollout.dynamic_sampling=off samples one batch per step"
-        out |= dict.fromkeys(_set(rollout, "rollout.max_refills"), reason)
+    for key, reason in _unread_rollout(config):
+        out |= dict.fromkeys(_set(rollout, f"rollout.{key}"), reason)
     for above, its in _rewards(config):
         reward |= _leaves(above, its)
         if config.algorithm.credit != "turn":
@@ -287,6 +286,19 @@ def _applies_a_template(config: RunConfig) -> bool:
     sources = (*data_sources(config.data).values(), *config.eval.data_of_sets.values())
     shown = any(isinstance(one, FileKeys) and (one.chat_template or one.messages_field) for one in sources)
     return shown or any(one.template == "chat" for one in config.environments.values())
+
+
+def _unread_rollout(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Keys and sections of ``rollout`` that nothing reads, and why."""
+    rollout = config.rollout
+    if rollout.dynamic_sampling == OFF:
+        yield "max_refills", "rollout.dynamic_sampling=off samples one batch per step"
+    if not rollout.served:
+        for key in ("python", "server"):
+            yield key, f"rollout.engine={rollout.engine} samples in the learner's processes, and only servers read it"
+    elif rollout.embedded:
+        for key in ("python", "server.memory_fraction"):
+            yield key, f"servers of rollout.engine={rollout.engine} run in the trainer's interpreter, on CPUs"
 
 
 def _unread_weights(config: RunConfig) -> Iterator[tuple[str, str]]:

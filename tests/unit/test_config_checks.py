@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from rl_megatron.config import yaml_text
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError
+
+REPO = Path(__file__).resolve().parents[2]
 
 ONE = "rollout.group_size=1"
 SINGLE = [ONE, "rollout.prompts_per_step=1", "train.minibatches=1"]
@@ -170,6 +176,40 @@ def test_servers_of_the_in_process_engine_are_one_process_each(key: str) -> None
     assert problem("rollout=local", "rollout.server.replicas=2", "rollout.router_noise=0.1") is None
     said = problem("rollout=local", "rollout.server.replicas=2", key) or ""
     assert f"{key} with rollout.engine=local and rollout.server.replicas=2: these servers are one process each" in said
+
+
+def another(key: str) -> str:
+    """A value of a key of servers that is not its default."""
+    default = ServerSection.model_fields[key].get_default()
+    texts = {"running_requests": "abort", "quantization": "int8", "probes": "always", "options": "--x"}
+    texts |= {"addresses": "http://a:1", "token_file": "token.txt"}
+    if isinstance(default, bool):
+        return "true"
+    if key in texts:
+        return texts[key]
+    return "2" if default is None or float(default).is_integer() else "0.25"
+
+
+@pytest.mark.parametrize("key", sorted(ServerSection.model_fields.keys() - {"replicas", "memory_fraction"}))
+def test_keys_of_servers_are_refused_where_none_sample(key: str) -> None:
+    said = problem(f"rollout.server.{key}={another(key)}") or ""
+    reason = "rollout.engine=local samples in the learner's processes"
+    assert f"rollout.server.{key}=" in said
+    assert reason in said or said.startswith("rollout.server.least_replicas=2 is more than the 1"), said
+
+
+def test_an_interpreter_or_a_share_of_gpus_is_for_engines_that_have_one() -> None:
+    for given in ("rollout.python=/opt/python", "rollout.server.memory_fraction=0.25"):
+        assert "samples in the learner's processes, and only servers read it" in (problem(given) or "")
+        said = problem("rollout.server.replicas=2", given) or ""
+        reason = "servers of rollout.engine=local run in the trainer's interpreter"
+        assert said.startswith(f"{given} does nothing: {reason}")
+
+
+def test_the_in_process_engine_takes_every_key_of_servers_back() -> None:
+    group = yaml_text.read(REPO / "conf" / "rollout" / "local.yaml")
+    assert isinstance(group, dict)
+    assert group["server"] == ServerSection().model_dump(mode="json")
 
 
 def test_a_run_starts_with_its_least_servers() -> None:
