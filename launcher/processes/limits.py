@@ -8,6 +8,7 @@ _MOST_FILES = 1 << 20  # a hard limit may be infinite, and some programs visit e
 _FILES_OF_A_RANK, _FILES_OF_A_PEER = 85, 11  # on CPUs, measured with worlds of 2 and 4 whose ranks share all groups
 _FILES_OF_CONTROLLER = 256  # without the streams of ranks
 _FILES_OF_A_TRAJECTORY = 3  # of its event loop
+_LOOP = "Symlink loop from "  # as pathlib says it, with RuntimeError, before Python 3.13
 _THREADS = "no thread could be started: raise the limit of processes (ulimit -u) or of memory (ulimit -v)"
 _SIGNS = {
     "Too many open files": "the limit of open files is reached; raise the hard one (ulimit -Hn), or have fewer ranks a "
@@ -76,6 +77,8 @@ def refusal(error: OSError | RuntimeError) -> str | None:
             return None
         paths = [str(p) for p in (error.filename, error.filename2) if p is not None]
         return explained(": ".join([*paths, str(error.strerror)]))
+    if str(error).startswith(_LOOP):
+        return f"{str(error).removeprefix(_LOOP)}: a symbolic link that leads to itself; give a path without one"
     text = explained(str(error))
     return text if text != str(error) else None
 

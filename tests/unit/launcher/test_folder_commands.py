@@ -215,3 +215,13 @@ def test_version_short_help_and_completion_are_there() -> None:
         assert said.exit_code == 0
         assert "Usage: " in said.output
     assert "--install-completion" in CliRunner().invoke(app, ["-h"]).output
+
+
+def test_a_link_that_leads_to_itself_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    for command in ("report", "inspect", "status"):
+        assert main_of(command, loop) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert str(loop) in said
