@@ -18,6 +18,7 @@ from typing import Protocol
 from launcher.wire.greetings import this_node
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
+from rl_megatron.json_text import parse
 
 LONGEST_LINE = 1 << 16
 """Bytes of a request or an answer, newline included."""
@@ -59,7 +60,7 @@ def address_of(run: Path) -> Address:
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run}: it holds no run; give a run's folder")
     try:
-        data = json.loads((run / _FILE).read_bytes())
+        data = parse((run / _FILE).read_bytes())
         return Address(node=str(data["node"]), path=str(data["path"]))
     except FileNotFoundError:
         raise ConfigError(not_running(run)) from None

@@ -18,6 +18,7 @@ from typing import Any
 from launcher.control.address import LONGEST_LINE, findable, peer_is_own
 from launcher.processes.scratch import scratch
 from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.json_text import parse
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class Control:
 
     async def _obeyed(self, line: bytes) -> object:
         try:
-            request = json.loads(line)
+            request = parse(line)
             name, arguments = str(request["command"]), dict(request["arguments"])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"a request is an object with command and arguments: {error!r}") from error

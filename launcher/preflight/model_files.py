@@ -3,7 +3,6 @@ reference of one's own scores the policy's tokens."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ from rl_megatron.config.beside import frozen_folders, in_words_of, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.json_text import parse
 from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.families.fields import CLASSIFIER
 from rl_megatron.models.json_files import tensor_names
@@ -165,7 +165,7 @@ def _token_ids(folder: Path | None) -> dict[str, int] | None:
     if folder is None or not (folder / "tokenizer.json").is_file():
         return None
     try:
-        read = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        read = parse((folder / "tokenizer.json").read_text(encoding="utf-8"))
         vocab = read["model"]["vocab"]
         pairs = vocab.items() if isinstance(vocab, dict) else ((token, at) for at, (token, _) in enumerate(vocab))
         return dict(pairs) | {one["content"]: one["id"] for one in read.get("added_tokens", [])}
@@ -193,6 +193,6 @@ def _has_chat_template(folder: Path) -> bool:
         return True
     path = folder / "tokenizer_config.json"
     try:
-        return path.is_file() and bool(json.loads(path.read_text()).get("chat_template"))
+        return path.is_file() and bool(parse(path.read_text()).get("chat_template"))
     except (ValueError, AttributeError, OSError):
         return False

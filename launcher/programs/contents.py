@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from rl_megatron.errors import CheckpointError
+from rl_megatron.json_text import parse
 from rl_megatron.weights.checkpoints.contents import Contents, contents
 
 
@@ -34,7 +34,7 @@ def _checkpoint(folder: Path) -> tuple[Path, str]:
     if not state.is_file():
         return place, ""
     try:
-        told = json.loads(state.read_text())
+        told = parse(state.read_text())
         warm, step = told.get("warm_start_step"), told["step"]
     except (ValueError, KeyError, AttributeError, OSError) as error:
         raise CheckpointError(f"{state}: not readable ({error})") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from rl_megatron.config.checks import problems_of
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import TRANSPORT_KINDS, TransportKind
 from rl_megatron.errors import EngineError
+from rl_megatron.json_text import parse
 from rl_megatron.weights.checks import libraries
 from rl_megatron.weights.checks.libraries import DEFAULTS, Libraries, compare_facts, facts, library_table
 
@@ -97,7 +97,7 @@ def libraries_of(python: Path, environment: Mapping[str, str], seconds: float = 
         done = subprocess.run(
             [python, libraries.__file__], capture_output=True, text=True, timeout=seconds, env=dict(environment)
         )
-        return Libraries(**json.loads(done.stdout))
+        return Libraries(**parse(done.stdout))
     except OSError as error:
         why = str(error.strerror)
     except subprocess.TimeoutExpired:

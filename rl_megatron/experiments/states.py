@@ -19,6 +19,7 @@ from rl_megatron.errors import DataError
 from rl_megatron.experiments.cells import Cell, numbers_of
 from rl_megatron.experiments.queued import Queued, Task, read_task
 from rl_megatron.experiments.study import Study
+from rl_megatron.json_text import parse
 from rl_megatron.observability.files import JsonRow, from_the_end
 from rl_megatron.observability.history import number
 from rl_megatron.observability.metrics.table import STEPS
@@ -108,7 +109,7 @@ def read_record(cell: Cell) -> CellRecord | None:
     """Its record, if it was ever started by a study. Raises DataError for a file that is none."""
     path = record_path(cell)
     try:
-        return CellRecord(**json.loads(path.read_bytes()))
+        return CellRecord(**parse(path.read_bytes()))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rl_megatron.config.errors import shorten
 from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError
+from rl_megatron.json_text import parse
 
 MAX_BYTES = 256 << 20  # the index of a trillion parameters in 200,000 tensors has 20 MB
 _MAX_LINES = 10
@@ -51,7 +51,7 @@ def tensor_names(folder: Path) -> Collection[str]:
     with single.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         try:
-            names = json.loads(file.read(min(size, MAX_BYTES)))
+            names = parse(file.read(min(size, MAX_BYTES)))
         except ValueError as error:
             raise CheckpointError(f"{single}: its header is torn; fetch it again") from error
     return names if isinstance(names, dict) else ()

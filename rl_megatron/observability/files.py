@@ -14,6 +14,7 @@ from typing import IO
 
 from rl_megatron.durable import naming, write_atomically
 from rl_megatron.errors import DataError
+from rl_megatron.json_text import parse
 
 JsonValue = str | int | float | None
 JsonRow = Mapping[str, JsonValue]
@@ -128,7 +129,7 @@ def _whole_lines(path: Path) -> list[bytes]:
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, JsonValue]:
     try:
-        row = json.loads(line)
+        row = parse(line)
     except ValueError as error:
         raise DataError(f"{path}:{number}: not JSON ({error}); remove the line or restore the file") from error
     if not isinstance(row, dict) or type(row.get("step")) is not int:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from rl_megatron.errors import DataError
+from rl_megatron.json_text import parse
 from rl_megatron.observability.charts import number_text
 from rl_megatron.observability.files import JsonRow, read_jsonl
 from rl_megatron.observability.log import last_warnings
@@ -145,7 +146,7 @@ def _with_evaluations(rows: Sequence[JsonRow]) -> list[JsonRow]:
 def _plan(path: Path) -> dict[str, float]:
     """A plan of a run on GPUs; of others nothing is planned."""
     try:
-        found = json.loads(path.read_bytes()) if path.is_file() else {}
+        found = parse(path.read_bytes()) if path.is_file() else {}
         return {str(name): float(value) for name, value in found.items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: not a plan ({error}); remove it") from error
@@ -165,11 +166,12 @@ def _config(path: Path, changed: int) -> Mapping[str, str]:
     """``changed``: when the file was."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not YAML: {error}") from error
+        flat = _flat(raw, "")
+    except (yaml.YAMLError, ValueError, KeyError, RecursionError) as error:  # as !!int a, !!bool a, and [[[...
+        raise DataError(f"{path}: not YAML: {error!s:.500}") from error
     if not isinstance(raw, dict):
         raise DataError(f"{path}: not a configuration: the top is {type(raw).__name__}, not a mapping")
-    return dict(_flat(raw, ""))
+    return dict(flat)
 
 
 def _flat(value: Any, name: str) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from rl_megatron.config.sections.reward import TestsSection
 from rl_megatron.errors import RewardError
+from rl_megatron.json_text import parse
 from rl_megatron.sandbox.table import Sandbox
 from rl_megatron.types import Completion, Prompt, Scored
 
@@ -109,7 +110,7 @@ def _tests(prompt: Prompt, field: str) -> list[_Test]:
     where = f"prompt {prompt.id!r}: its field {field!r} (reward.tests.field)"
     given = prompt.meta.get(field)
     try:
-        value = json.loads(given) if isinstance(given, str) else given
+        value = parse(given) if isinstance(given, str) else given
     except ValueError as error:
         raise RewardError(f"{where} is not JSON: {error}") from error
     if isinstance(value, Mapping) and isinstance(value.get("tests"), Sequence):
@@ -136,6 +137,6 @@ def _test(given: Any, wanted: Any, function: str | None) -> _Test:
         if not isinstance(given, str) or not isinstance(wanted, str):
             raise ValueError("input and output of a program are texts")
         return _Test(given, wanted, False)
-    arguments = [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
-    answer = json.loads(wanted) if isinstance(wanted, str) else wanted
+    arguments = [parse(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
+    answer = parse(wanted) if isinstance(wanted, str) else wanted
     return _Test(json.dumps([function, arguments]), json.loads(json.dumps(answer)), True)

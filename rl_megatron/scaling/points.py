@@ -7,7 +7,6 @@ is added to the plan's bytes here, for the sake of the comparison alone.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from pydantic import ValidationError
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
+from rl_megatron.json_text import parse
 from rl_megatron.models.shape import LatentAttention, ModelShape
 from rl_megatron.options.device import GPU
 from rl_megatron.scaling.constants import FITTED, LEFT_OUT, Constants
@@ -78,7 +78,7 @@ class Prediction:
 def read_points(path: Path) -> Sequence[Mapping[str, Any]]:
     """The points of a file. Raises ConfigError where it is not a list of objects with the keys that are read."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--points {path}: cannot be read as JSON: {error}") from error
     if not isinstance(tree, list) or not all(isinstance(point, dict) for point in tree):

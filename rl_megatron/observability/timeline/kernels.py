@@ -15,6 +15,7 @@ from typing import Any
 
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import DataError
+from rl_megatron.json_text import parse
 
 FOLDER = "profile"
 _RANKS = "ranks.json"
@@ -69,7 +70,7 @@ def read_kernels(run: Path) -> Iterator[KernelEvent]:
         try:
             ranks = [
                 RankKernels(file=known.parent / str(one["file"]), process=str(one["process"]), shift=int(one["shift"]))
-                for one in json.loads(known.read_bytes())
+                for one in parse(known.read_bytes())
             ]
             for rank in ranks:
                 yield from _events(rank)
@@ -81,7 +82,7 @@ def read_kernels(run: Path) -> Iterator[KernelEvent]:
 
 def _events(rank: RankKernels) -> Iterator[KernelEvent]:
     with gzip.open(rank.file) as file:
-        found: dict[str, Any] = json.load(file)
+        found: dict[str, Any] = parse(file.read())
     base = int(found["baseTimeNanoseconds"]) + rank.shift
     for event in found["traceEvents"]:
         kind = event.get("cat")

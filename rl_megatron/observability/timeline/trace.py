@@ -22,6 +22,7 @@ from typing import IO
 
 from rl_megatron.durable import naming, write_atomically
 from rl_megatron.errors import DataError
+from rl_megatron.json_text import parse
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.clock import Clock
 from rl_megatron.observability.timeline.kernels import read_kernels
@@ -218,7 +219,7 @@ def _events(path: Path, *, skipped: int) -> Iterator[TraceEvent]:
     processes, threads = dict[int, str](), dict[tuple[int, int], str]()
     for number, line in _whole_lines(path, skipped):
         try:
-            found = json.loads(line.rstrip(b",]\n"))
+            found = parse(line.rstrip(b",]\n"))
             if found["ph"] == "M":
                 if found["name"] == "process_name":
                     processes[found["pid"]] = found["args"]["name"]

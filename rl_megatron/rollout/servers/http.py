@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import httpx2
 
 from rl_megatron.errors import EngineError
+from rl_megatron.json_text import parse
 from rl_megatron.rollout.servers.engine_token import authorization
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ class Server:
 
     def _json(self, path: str, text: bytes | str) -> Any:
         try:
-            return json.loads(text) if text else None
+            return parse(text) if text else None
         except ValueError as error:
             raise EngineError(f"{self.url}{path}: the answer is not JSON: {text[:80]!r}") from error
 

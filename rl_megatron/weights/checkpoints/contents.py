@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from math import prod
 from pathlib import Path
 
 from rl_megatron.errors import CheckpointError
+from rl_megatron.json_text import parse
 from rl_megatron.models.json_files import JsonFields, read_json
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.kind import is_megatron, total_bytes
@@ -173,7 +173,7 @@ def _model(folder: Path) -> Mapping[str, str]:
     if not path.is_file():
         return {"model": "unknown: there is no config.json"}
     try:
-        raw = json.loads(path.read_text())
+        raw = parse(path.read_text())
         raw = {**raw.get("text_config", {}), **raw}
         layers, hidden = raw.get("num_hidden_layers", "?"), raw.get("hidden_size", "?")
         experts = next((raw[k] for k in ("num_experts", "n_routed_experts", "num_local_experts") if raw.get(k)), 0)
@@ -181,7 +181,7 @@ def _model(folder: Path) -> Mapping[str, str]:
             "model": f"{raw.get('model_type')}: {layers} layers, hidden size {hidden}, "
             + (f"{experts} experts" if experts else "no experts")
         }
-    except (ValueError, AttributeError, OSError) as error:
+    except (ValueError, AttributeError, TypeError, OSError) as error:
         raise CheckpointError(f"{path}: not readable ({error}); fetch it again") from error
 
 

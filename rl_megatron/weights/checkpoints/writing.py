@@ -24,6 +24,7 @@ from typing import Any
 from rl_megatron.digests import Digest, digest_file
 from rl_megatron.durable import sync, write_atomically
 from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.json_text import parse
 from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Files, OnBytes, Sink
 
 Notes = Mapping[str, list[dict[str, object]]]
@@ -131,7 +132,7 @@ def _begin(partial: Path, out: Path, book: Mapping[str, Any]) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found: dict[str, Any] = parse(path.read_text())
         return found
     except FileNotFoundError:
         return {}
