@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -9,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from rl_megatron.config.sections.services import is_plain_address
 from rl_megatron.section import (
     NUMBER,
     NonNegative,
@@ -22,6 +24,8 @@ from rl_megatron.section import (
 
 RunningRequests = Literal["recompute", "keep_cache", "abort"]
 """What a push does to running requests."""
+_OF_THE_RUN = ("--host", "--port", "--api-key", "--admin-api-key")
+_ABBREVIATED = 5  # characters with which engines may know an option: --hos
 _NOT_OFFERED = {"nvfp4", "mxfp4", "mxfp8", "int4", "awq", "gptq", "fp4"}
 
 
@@ -115,6 +119,38 @@ class ServerSection(Section):
                 {"least": self.least_replicas, "there": there},
             )
         return self
+
+    @field_validator("options")
+    @classmethod
+    def _leave_who_gets_in(cls, options: str | None) -> str | None:
+        """A key among them would be on a command line and in the run's folder; an address would be open to others."""
+        try:
+            words = shlex.split(options or "")
+        except ValueError as error:
+            raise PydanticCustomError(
+                "words", "Input should be options as in a shell: {why}", {"why": str(error).lower()}
+            ) from error
+        for word in words:
+            name = word.partition("=")[0].replace("_", "-")
+            if len(name) >= _ABBREVIATED and any(option.startswith(name) for option in _OF_THE_RUN):
+                raise PydanticCustomError(
+                    "of_the_run",
+                    "Input should be without {name}: the run gives each server its address, its port and a token that "
+                    "is on no command line; leave it out",
+                    {"name": name},
+                )
+        return options
+
+    @field_validator("addresses")
+    @classmethod
+    def _of_servers(cls, addresses: str | None) -> str | None:
+        if addresses is not None and not all(is_plain_address(one.strip()) for one in addresses.split(",")):
+            raise PydanticCustomError(
+                "servers",
+                "Input should be http://host:port of each server, separated by commas, without user or path; "
+                "rollout.server.token_file is for their token",
+            )
+        return addresses
 
     @field_validator("running_requests", mode="before")
     @classmethod

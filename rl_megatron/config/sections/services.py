@@ -50,16 +50,18 @@ class ServiceSection(Section):
 TeacherName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
-def _of_server(text: str) -> str:
-    if re.fullmatch(re.escape(SERVICE) + r"[a-z][a-z0-9_]*", text):
-        return text
+def is_plain_address(text: str) -> bool:
+    """Whether it is http(s)://host:port, without user, path or query."""
     try:
         url = urlsplit(text)
         fits = url.scheme in {"http", "https"} and url.hostname and url.port is not None and url.path in {"", "/"}
-        fits = fits and not (url.query or url.fragment or url.username or re.search(r"[^!-~]", text))
+        return bool(fits) and not (url.query or url.fragment or "@" in url.netloc or re.search(r"[^!-~]", text))
     except ValueError:
-        fits = False
-    if not fits:
+        return False
+
+
+def _of_server(text: str) -> str:
+    if not re.fullmatch(re.escape(SERVICE) + r"[a-z][a-z0-9_]*", text) and not is_plain_address(text):
         raise PydanticCustomError("server", "Input should be service:<name> or http://host:port, without user or path")
     return text
 

@@ -194,3 +194,34 @@ def test_a_model_without_experts_has_replicas_instead() -> None:
     dp, ep = degree_problems(config, dense)
     assert "nothing is shared between replicas of its attention; raise rollout.server.replicas instead" in dp
     assert "rollout.server.ep=2: model_type='qwen3' has no experts" in ep
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--host 0.0.0.0",
+        "--host=0.0.0.0",
+        "--hos 0.0.0.0",
+        "--port 80",
+        "--api-key k",
+        "--api_key=k",
+        "--admin-api-key k",
+    ],
+)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_options_decide_neither_who_reaches_a_server_nor_by_which_key(engine: str, option: str) -> None:
+    said = r"without --(hos|host|port|api-key|admin-api-key): the run gives each server its address"
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_config("tiny_cpu", [f"rollout={engine}", f"rollout.server.options=--dtype auto {option}"])
+    load_config("tiny_cpu", [f"rollout={engine}", "rollout.server.options=--api-server-count 1 --h"])
+    assert "rollout.server.options=" in str(refused.value)
+
+
+def test_options_are_words_and_addresses_are_addresses() -> None:
+    with pytest.raises(ConfigError, match=r"options as in a shell: no closing quotation"):
+        load_config("tiny_cpu", ["rollout=vllm", "rollout.server.options=--x 'y"])
+    for given in ("nonsense", "http://u:p@a:1", "http://a", "ftp://a:1", "http://a:1/v1", "http://a:1,,http://b:2"):
+        with pytest.raises(ConfigError, match=r"http://host:port of each server") as refused:
+            load_config("tiny_cpu", ["rollout=vllm", f"rollout.server.addresses={given}"])
+        assert "token_file is for their token" in str(refused.value)
+    load_config("tiny_cpu", ["rollout=vllm", "rollout.server.addresses=http://a:1, https://[::1]:2/"])
