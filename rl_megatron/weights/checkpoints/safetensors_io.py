@@ -160,8 +160,8 @@ def write_folder(
     """Write ``tensors`` by HF name as the checkpoint ``out``, atomically and durably.
 
     config.json, generation config, tokenizer files and chat template come from ``source_folder``; the config's dtype
-    is set to that of ``tensors`` if they share one. A file holds at most ``max_shard_bytes``, or one tensor. Raises
-    CheckpointError if ``out`` exists or the source has no config.json.
+    is set to that of ``tensors`` if they share one. A file holds at most ``max_shard_bytes``, or one tensor. Others can
+    read the files as the umask says. Raises CheckpointError if ``out`` exists or the source has no config.json.
     """
     if out.exists():
         raise CheckpointError(f"{out} exists; remove it or give another name")
@@ -176,6 +176,8 @@ def write_folder(
         (partial / "config.json").write_text(config_text(source_folder, dtypes, drafts=drafts, scores=SCORE in tensors))
         for path in companions(source_folder):
             shutil.copyfile(path, partial / path.name)
+        for file in partial.glob("*.safetensors"):  # which safetensors 0.8 makes readable by this user alone
+            file.chmod((partial / "config.json").stat().st_mode)
         publish_folder(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -221,6 +221,15 @@ def test_transformers_reads_what_is_written(folder: Path, tmp_path: Path, max_sh
     assert os.listdir(out.parent) == ["export"]
 
 
+def test_others_can_read_a_model_as_the_umask_says(folder: Path, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_folder(file_tensors(folder), folder, tmp_path / "export", max_shard_bytes=4000)
+    finally:
+        os.umask(before)
+    assert {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "export").iterdir()} == {"0o640"}
+
+
 def test_the_configs_dtype_follows_the_weights(folder: Path, tmp_path: Path) -> None:
     write_folder({name: t.bfloat16() for name, t in file_tensors(folder).items()}, folder, tmp_path / "export")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "export").dtype == torch.bfloat16
