@@ -27,11 +27,12 @@ NAMED = {
     r"launcher\.worker\.(nursery|process|node|remote)\b|ray::RankActor": "A learner rank",
     r"multiprocessing\.forkserver .*'tests\.imports'": "A learner rank",  # of a test's own, by tests/forks.py
     r"sglang::scheduler|VLLM::": "A rank of an engine server",
+    r"tests/judge\.py": "A service of the run",
     r"/ray/core/|/ray/_private/|/ray/dashboard/|/ray/autoscaler/|ray::|ray\.scripts|ray[./]util[./]client": "Ray",
 }
 """Who may listen without a token of ours, as docs/security.md calls them, by patterns of command lines."""
 _SERVER = "An engine server"
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY")
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY|SERVICE_KEY")
 _TOKEN = re.compile(r"\b(?:[0-9a-f]{48}|[0-9a-f]{64})\b")  # as this package makes them
 _PATHS = (
     *("/", "/health", "/metrics", "/openapi.json", "/server_info", "/v1/models", "/freeze_gc", "/collective_rpc"),

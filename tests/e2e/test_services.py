@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.e2e.processes import Place
+from tests.exposure import check_secrets, check_sockets, family, ports_of
 
 REPO = Path(__file__).resolve().parents[2]
 KEYS = (
@@ -45,5 +46,9 @@ def test_a_killed_trainer_leaves_no_service(place: Place, starts: Path) -> None:
     run = place.fork_alone("killed", *KEYS, "train.steps=1000")
     run.until(lambda: starts.exists() and "\n" in starts.read_text(), "the judge")
     judge = psutil.Process(pid_of_judge(starts))
+    run.until(lambda: bool(ports_of(judge)), "its port")
+    processes, key = family(run.process.pid), judge.environ()["SERVICE_KEY"]
+    assert check_sockets(processes)["A service of the run"] == 1
+    assert key in check_secrets(processes, run.folder)
     run.kill()
     judge.wait(60)
