@@ -90,6 +90,9 @@ def _structural(error: ErrorDetails, place: _Place) -> str | None:
             return f"{place.shown}: required, but not given; add {place.shown}=<value>"
         case "model_type" | "model_attributes_type":
             return not_a_section(place.key, error["input"])
+        case "dict_type":
+            to_set = f"set {place.shown}.<name>=<value>, or {place.shown}.<name>.<key>=<value>"
+            return f"{place.shown}={shorten(error['input'])}: a section of names, not one value; {to_set}"
         case "union_tag_not_found":
             tag = error["ctx"]["discriminator"].strip("'")
             return f"{place.shown}.{tag}: required, but not given; one of: {', '.join(place.variants)}"

@@ -214,6 +214,9 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
             if not does:
                 reason = f"no reward reads it that {above}.function={its.function} or {above}.parts name"
                 out |= dict.fromkeys(_set(reward, f"{above}.{section}"), reason)
+        if not its.http.retries:
+            reason = f"with {above}.http.retries=0 there is no retry to wait for"
+            out |= dict.fromkeys(_set(reward, f"{above}.http.backoff_seconds"), reason)
     if isinstance(config.data, MixtureData) and all(
         one.reward or one.environment for one in config.data.sources.values()
     ):

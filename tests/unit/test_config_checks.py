@@ -257,3 +257,10 @@ def test_servers_record_kernels_where_the_run_starts_them_and_they_can(engine: s
     said = r"profile\.engines=true(, but servers of rollout\.server\.addresses| with rollout\.engine=local)"
     with pytest.raises(ValueError, match=said):
         RunConfig.model_validate({"profile": {"engines": True}, "rollout": given})
+
+
+def test_a_wait_before_retries_is_for_retries() -> None:
+    served = ["reward.function=http://a:1/", "reward.http.backoff_seconds=2.0"]
+    assert problem(*served) is None
+    said = problem(*served, "reward.http.retries=0") or ""
+    assert said.startswith("reward.http.backoff_seconds=2.0 does nothing: with reward.http.retries=0 there is no retry")
