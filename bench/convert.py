@@ -1,10 +1,13 @@
 """Time the conversion of a random Qwen3-MoE between Hugging Face and megatron files, and its memory, beside ``cp -r``.
 
     python -m bench.convert [--gb 2 4 8] [--dir FOLDER] [--repeats 3] [--mbridge-gb 4]
+    python -m bench.convert --gb 2 --families deepseek_v32 glm_moe_dsa kimi_k25
 
 Each conversion runs in its own process on files in the page cache (*warm*), or after the page cache was dropped
 (*cold*, as root). ``cp -r`` of the same bytes runs before each, and both times include the sync that makes the result
-durable. Peak memory is the most resident memory of the process, including the mapped pages of its input.
+durable. Peak memory is the most resident memory of the process, including the mapped pages of its input. Families are
+measured warm, in turns with a Qwen3-MoE of as many layers with experts: what one takes for a gigabyte over what that
+takes.
 """
 
 from __future__ import annotations
@@ -27,24 +30,41 @@ import numpy as np
 
 from bench.results import parse, write
 from rl_megatron.config.run import TinyModelSection
+from rl_megatron.models.json_files import tensor_names
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import header_bytes
 from rl_megatron.weights.checkpoints.kind import total_bytes
-from rl_megatron.weights.layouts.families import read_shape
-from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE
+from rl_megatron.weights.layouts.families import hf_layout, read_shape
+from tests.family_models import config_of
 
+BASELINE = "qwen3_moe"
 LAYER_GB = 0.62
+BAR = 1.25
 SHARD_BYTES = 2 * 10**9
 
 
-def make_model(folder: Path, gigabytes: float) -> None:
+LATENTS = {
+    "num_key_value_heads": 16,
+    "n_routed_experts": 64,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "intermediate_size": 6144,
+    "first_k_dense_replace": 1,
+}
+"""Beside Qwen3-MoE's sizes, those of families with latent attention, as published but for what is narrower here."""
+
+
+def make_model(folder: Path, gigabytes: float, family: str = BASELINE) -> None:
     """Write a Hugging Face folder of random bfloat16 bytes: config and tokenizer of a tiny model, other sizes."""
     tiny = make_tiny_model(TinyModelSection(), folder.parent / "tiny", seed=0)
     shutil.copytree(tiny, folder)
     (folder / "model.safetensors").unlink()
-    config = json.loads((folder / "config.json").read_text())
     changed = {
         "hidden_size": 2048,
         "num_attention_heads": 16,
@@ -55,9 +75,21 @@ def make_model(folder: Path, gigabytes: float) -> None:
         "vocab_size": 32000,
         "dtype": "bfloat16",
     }
-    experts = {key: 64 for key in ("num_experts", "num_local_experts") if key in config}
-    (folder / "config.json").write_text(json.dumps({**config, **changed, **experts}))
-    shapes = list(Layout(table=HF_QWEN3_MOE, shape=read_shape(folder)).local_shapes(0).items())
+    if family == BASELINE:
+        config = json.loads((folder / "config.json").read_text())
+        experts = {key: 64 for key in ("num_experts", "num_local_experts") if key in config}
+        (folder / "config.json").write_text(json.dumps({**config, **changed, **experts}))
+    else:
+        layers = max(2, round(gigabytes / LAYER_GB) + 1)  # the first has no experts
+        own = {"indexer_types": (["full", "shared"] * layers)[:layers]} if family == "glm_moe_dsa" else {}
+        settings = {**changed, **LATENTS, **own, "num_hidden_layers": layers}
+        config_of(family, **settings).save_pretrained(folder)
+    write_weights(folder)
+
+
+def write_weights(folder: Path) -> None:
+    """Write the tensors of the folder's config.json."""
+    shapes = list(hf_layout(read_shape(folder)).local_shapes(0).items())
     files: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     free = SHARD_BYTES
     for name, shape in shapes:
@@ -127,6 +159,37 @@ def mbridge(direction: str, source: Path, out: Path) -> tuple[float, float]:
     return seconds, peaks[0]
 
 
+def families(options: argparse.Namespace) -> list[dict[str, object]]:
+    """Print a Markdown table of families beside the baseline."""
+    rows: list[dict[str, object]] = []
+    print("| family | GB | tensors | direction | Qwen3-MoE, s/GB | s/GB | ratio | wanted | MiB |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for family in options.families:
+        with tempfile.TemporaryDirectory(dir=options.dir) as scratch:
+            folders = {name: Path(scratch) / name for name in (BASELINE, family)}
+            for name, folder in folders.items():
+                folder.mkdir()
+                make_model(folder / "hf", options.gb[0], name)
+            sizes = {name: total_bytes(folder / "hf") / 1e9 for name, folder in folders.items()}
+            count = len(tensor_names(folders[family] / "hf"))
+            for direction, source, out in (("to_megatron", "hf", "megatron"), ("to_hf", "megatron", "back")):
+                peak, seconds = 0.0, {name: list[float]() for name in folders}
+                for _ in range(options.repeats):
+                    for name, folder in folders.items():
+                        shutil.rmtree(folder / out, ignore_errors=True)
+                        work = partial(peak_of, TOOLS[direction], folder / source, folder / out)
+                        peaks: list[float] = []
+                        seconds[name].append(timed(lambda work=work, peaks=peaks: peaks.append(work()), cold=False))
+                        peak = max(peak, *peaks) if name == family else peak
+                usual, own = (statistics.median(seconds[name]) / sizes[name] for name in (BASELINE, family))
+                ratio = own / usual
+                told = f"{usual:.2f} | {own:.2f} | {ratio:.2f} | {BAR} | {peak:.0f}"
+                print(f"| {family} | {sizes[family]:.1f} | {count} | {direction} | {told} |", flush=True)
+                rows.append({"family": family, "gb": sizes[family], "direction": direction, "usual": usual})
+                rows[-1] |= {"own": own, "ratio": ratio, "bar": BAR, "mib": peak, "all": seconds}
+    return rows
+
+
 def main() -> None:
     """Print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -134,7 +197,11 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=None)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--mbridge-gb", type=float, default=4, help="largest model that mbridge converts as well")
+    parser.add_argument("--families", nargs="+", default=[], help="of tests.family_models; beside Qwen3-MoE alone")
     options = parse(parser)
+    if options.families:
+        write(options, families(options))
+        return
     rows: list[dict[str, object]] = []
     print("| GB | direction | cache | cp -r and sync, s | ours, s | ratio | wanted | MiB | mbridge, s | its MiB |")
     print("|---|---|---|---|---|---|---|---|---|---|")
