@@ -217,9 +217,8 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
         if not its.http.retries:
             reason = f"with {above}.http.retries=0 there is no retry to wait for"
             out |= dict.fromkeys(_set(reward, f"{above}.http.backoff_seconds"), reason)
-    if isinstance(config.data, MixtureData) and all(
-        one.reward or one.environment for one in config.data.sources.values()
-    ):
+    sources = config.data.sources.values() if isinstance(config.data, MixtureData) else ()
+    if sources and all(one.reward or one.environment for one in sources):
         reason = "every source of data.sources has a reward or an environment of its own"
         out |= dict.fromkeys(_set(reward, "reward"), reason)
     variables = "model.template_variables"
