@@ -1,4 +1,4 @@
-"""The interval of pass@k and all@k, over problems. docs/evaluation.md has how it holds. Pure.
+"""The interval of pass@k and all@k, over problems, and a part of mean@n's. docs/evaluation.md has how it holds. Pure.
 
 Their values are no shares of samples: the chance that one of 8 is right is 0.9 and more for most problems that are ever
 solved, so that their spread is small, and a few others make the mean. `share_interval` trusts that spread, and is too

@@ -1,6 +1,6 @@
 """The interval of mean@n, over problems: how often each is solved is drawn from a population that is to be found too.
 
-Where many problems say something, their spread tells how alike samples are, and `share_interval` holds whatever the
+Where many problems say something, their spread tells how alike samples are, and `chance_interval` holds whatever the
 population is. Where few do, it does not: then the population is taken for a beta's. Each has the other's fault, so that
 ends are means of both. A beta's alone would hold the truth of no other population: of 2,000 problems of which 30 % are
 solved in 90 % of samples and the others never, in no set at all. docs/evaluation.md has how both hold. Pure.
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_megatron.evaluation.bounds import share_interval
+from rl_megatron.evaluation.chances import chance_interval
 from rl_megatron.observability.intervals import LEVEL, Interval
 
 FEW = 4
@@ -29,9 +30,10 @@ _NEGLIGIBLE = 16.0  # below the largest log-density
 def rate_interval(right: Sequence[int], *, samples: int) -> Interval:
     """Of the mean over P problems of ``right`` / ``samples``; a problem has ``right`` of so many samples right.
 
-    With one sample a problem, or of one problem, it is that of `share_interval`. Else each end is the mean of its end,
-    of weight h, and of `beta_quantiles`, of weight `FEW`, where h problems say something: have any right sample, or any
-    wrong one if these are fewer. Raises ValueError for no problems, and for more right samples than there are.
+    With one sample a problem, or of one problem, it is that of `share_interval`. Else each end is the mean of that of
+    `chance_interval`, of weight h, and of `beta_quantiles`, of weight `FEW`, where h problems say something: have any
+    right sample, or any wrong one if these are fewer. Raises ValueError for no problems, and for more right samples
+    than there are.
     """
     if not all(0 <= one <= samples for one in right):
         raise ValueError(f"right samples from {min(right)} to {max(right)} of {samples}: each is from 0 to samples")
@@ -43,7 +45,7 @@ def rate_interval(right: Sequence[int], *, samples: int) -> Interval:
         assert other.low is not None
         assert other.high is not None
         return Interval(value=value, low=1 - other.high, high=1 - other.low, count=len(right))
-    whole = share_interval([one / samples for one in right], samples=samples)
+    whole = chance_interval([one / samples for one in right], samples=samples)
     assert whole.low is not None
     assert whole.high is not None
     low, high = beta_quantiles(right, samples=samples)

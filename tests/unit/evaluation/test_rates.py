@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from rl_megatron.evaluation.bounds import share_interval
+from rl_megatron.evaluation.chances import chance_interval
 from rl_megatron.evaluation.rates import FEW, beta_quantiles, rate_interval
 
 SETS = 2000
@@ -90,7 +91,7 @@ def test_right_and_wrong_are_treated_alike_and_so_is_every_order_of_problems() -
 def test_ends_are_means_of_two_rules_by_how_many_problems_say_something() -> None:
     right = [0, 0, 0, 0, 0, 1, 4, 4]  # three have a right sample
     found, low = rate_interval(right, samples=4), beta_quantiles(right, samples=4)[0]
-    whole = share_interval([one / 4 for one in right], samples=4).low
+    whole = chance_interval([one / 4 for one in right], samples=4).low
     assert whole is not None
     assert found.low == pytest.approx((3 * whole + FEW * low) / (3 + FEW), rel=1e-12)
     assert (found.value, found.count) == (9 / 32, 8)
