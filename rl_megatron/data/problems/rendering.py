@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from jinja2 import TemplateError
+
 from rl_megatron.config.sections.data import FileKeys
 from rl_megatron.data.problems.records import Record, missing_field
 from rl_megatron.errors import DataError
@@ -53,13 +55,20 @@ def fields_of(data: FileKeys) -> tuple[str, ...]:
 
 
 def rendered(record: Record, path: Path, line: int, data: FileKeys, tokenizer: PreTrainedTokenizerBase) -> Problem:
-    """The problem in a row of a file, with its templates. Raises DataError as `check_pair` does."""
+    """The problem in a row of a file, with its templates. Raises DataError as `check_pair` does, and where the
+    tokenizer's template fails."""
     check_pair(record, f"{path}:{line}", data)
     question, answer, *rejected = record.texts
     text = data.prompt_template.replace("{prompt}", question)
     if data.chat_template:
         chat = [{"role": "user", "content": text}]
-        text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        try:
+            text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise DataError(
+                f"{path}:{line}: the tokenizer's chat template fails at it: {type(error).__name__}: {error!s:.500}; "
+                "fix the model's chat_template.jinja, or set chat_template=false"
+            ) from error
     return Problem(
         id=f"{path.stem}:{line}",
         place=f"{path}:{line}",

@@ -97,6 +97,17 @@ def test_the_chat_template_is_applied(jsonl: Path) -> None:
     assert train[0].text == f"user: {ROWS[0]['question']}\nassistant: "
 
 
+@pytest.mark.parametrize(
+    "template",
+    ["{% for m in messages %}", "{{ raise_exception('no user') }}", "{{ ''.__class__.__mro__ }}", "{{ 1 / 0 }}"],
+)
+def test_a_chat_template_that_fails_is_named_with_its_row(template: str, jsonl: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=r"train\.jsonl:1: the tokenizer's chat template fails at it: \w+Error: "):
+        load_prompts(files(jsonl, chat_template=True), tokenizer, max_prompt_tokens=100, on_long_prompt="fail", seed=0)
+
+
 def test_parquet_and_jsonl_give_the_same_prompts(jsonl: Path, tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
     pq.write_table(pa.Table.from_pylist(ROWS), path)
