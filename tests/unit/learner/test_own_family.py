@@ -81,7 +81,8 @@ def test_every_model_of_a_run_reads_by_the_family_and_has_its_layers(
 ) -> None:
     kept, threads = [*model.model.layers], torch.get_num_threads()
     for own in (False, True):
-        config = config_of(place / "hf", "algorithm=ppo", f"learner.layers={LAYERS if own else 'auto'}")
+        roles = ("algorithm=ppo", "algorithm.kl.coefficient=0.1")
+        config = config_of(place / "hf", *roles, f"learner.layers={LAYERS if own else 'auto'}")
         model.model.layers = torch.nn.ModuleList([x for i, x in enumerate(kept) if not own or i != SKIPPED])
         setup = Setup(
             config=config,
