@@ -72,6 +72,7 @@ class Update:
     state: AlgorithmState = field(init=False)
     _selection: Selection = field(init=False)
     packers: Packers = field(init=False)
+    """Those of the policy and of all roles with a layout of their own."""
     policy_steps: OptimizerSteps = field(init=False)
     critic_steps: OptimizerSteps = field(init=False)
 

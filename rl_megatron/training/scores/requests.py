@@ -100,7 +100,7 @@ async def measured(
     judged = judged_by(config, samples)
     requests = _requests(config, roles, samples, judged)
     with_room = any(one.last_tokens for request in requests for one in request.passes)
-    longer, is_last = await to_thread(with_last_tokens, samples)
+    longer, is_last = await to_thread(with_last_tokens, samples) if with_room else (samples, None)
     packed: dict[str, Batch] = {}
     found: dict[tuple[str, Want], Tensor] = {}
     next_values = None
@@ -121,9 +121,10 @@ async def measured(
             for one, said in zip(request.passes, answers, strict=True):
                 for what, scores in said.scores.items():
                     column = await to_thread(unpack, request.batch, scores, longer if one.last_tokens else samples)
-                    if one.last_tokens and what == "values":
-                        next_values = column[is_last]
-                    found[one.role, what] = column[~is_last] if one.last_tokens else column
+                    if one.last_tokens and is_last is not None:
+                        next_values = column[is_last] if what == "values" else next_values
+                        column = column[~is_last]
+                    found[one.role, what] = column
     return _with_columns(config, samples, found, next_values, judged)
 
 
