@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from launcher.preflight.checks import Preflight
 from launcher.preflight.nodes import beside_nodes
 from launcher.programs.exact import refuse_hidden, show_dry_runs
 from rl_megatron.config.io import load_config
@@ -172,7 +173,8 @@ def show_config(config_name: str, overrides: Sequence[str], *, exact: bool = Fal
     config = load_config(config_name, [*overrides, *named, *job])
     if config.model.name is None and named:
         raise ConfigError(f"{config_name}: the model's sizes are not known; set model.path or model.name")
-    notes = _notes_of_nodes(config)
+    of_nodes = Preflight(found=tuple(beside_nodes(config)), seconds=0.0)
+    of_nodes.raise_problems()
     model = str(config.model.name if named else config.model.path)
     shape = shape_with_drafts(config, model_shape(model, config.learner.model))
     expect(config.model.name, shape)
@@ -184,16 +186,8 @@ def show_config(config_name: str, overrides: Sequence[str], *, exact: bool = Fal
     if check_memory(config, shape) is not None:
         print(f"It fits in slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g}.")
     found = estimate(config, shape)
-    for line in (*found.lines(), *(f"note: {warning}" for warning in (*notes, *found.warnings()))):
+    for line in (*found.lines(), *of_nodes.notes(), *(f"note: {warning}" for warning in found.warnings())):
         print(line)
-
-
-def _notes_of_nodes(config: RunConfig) -> list[str]:
-    """Notes on GPUs that a job would leave idle. Raises ConfigError if its ranks or servers do not fit its nodes."""
-    found = list(beside_nodes(config))
-    if problems := [one.text for one in found if one.kind == "problem"]:
-        raise ConfigError("\n".join(problems))
-    return [one.text for one in found]
 
 
 def _counted_layers(config: RunConfig, shape: ModelShape) -> str:
