@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.sections.learner import RoleLayoutSection
-from rl_megatron.config.sections.services import SERVICE, TeacherSection, teacher_role
+from rl_megatron.config.sections.services import SERVICE, TEACHER, TeacherSection, teacher_role
 from rl_megatron.options.table import problems as option_problems
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def frozen_folders(c: RunConfig) -> dict[str, tuple[Path | None, str]]:
     """By the role of each frozen model that ranks hold: its Hugging Face folder, None for the model that training
     starts from, and the folder's key."""
     of_teachers = {
-        role: (one.path, f"algorithm.kl.teachers.{role.removeprefix(teacher_role(''))}.path")
+        role: (one.path, f"algorithm.kl.teachers.{role.removeprefix(TEACHER)}.path")
         for role, one in taught_on_ranks(c).items()
     }
     return ({"reference": (c.reference, c.reference_key)} if c.needs_reference else {}) | of_teachers

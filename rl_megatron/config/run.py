@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from rl_megatron.config.checks import problems_of
 from rl_megatron.config.sections.algorithm import AlgorithmSection
+from rl_megatron.config.sections.checkpoint import CheckpointSection
 from rl_megatron.config.sections.data import (
     ArithmeticRunData,
     FileRunData,
@@ -34,7 +35,7 @@ from rl_megatron.config.sections.jobs import (
     WrittenSection,
 )
 from rl_megatron.config.sections.learner import LearnerSection, RolesSection
-from rl_megatron.config.sections.log import CheckpointSection, LogSection, ProfileSection
+from rl_megatron.config.sections.log import LogSection, ProfileSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.sandbox import SandboxSection

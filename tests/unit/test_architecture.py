@@ -22,9 +22,10 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_MODULES = 400, 60, 14
 DOCUMENTS = [
     path.relative_to(REPO) for folder in (".", "docs", "docs/adr", "slurm") for path in (REPO / folder).glob("*.md")
 ]
-SHELVES = {  # listed in one table: options do not import each other, by contract; commands are those of __main__.py
+SHELVES = {  # listed in one table: options do not import each other, by contract; commands are those of __main__.py;
+    # sections are fields of RunConfig
     *("rl_megatron/options", "launcher/commands", "launcher/programs"),
-    *("rl_megatron/models/families", "rl_megatron/weights/layouts/tables"),
+    *("rl_megatron/models/families", "rl_megatron/weights/layouts/tables", "rl_megatron/config/sections"),
 }
 ONE_EACH = {  # functions that may have one name, by where they are: a table takes them, or a program
     "check": "launcher/preflight",

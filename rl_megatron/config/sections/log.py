@@ -1,4 +1,4 @@
-"""The ``log``, ``profile`` and ``checkpoint`` sections: what a run shows, records beside metrics, and saves."""
+"""The ``log`` and ``profile`` sections: what a run shows, and what it records beside metrics."""
 
 from __future__ import annotations
 
@@ -40,25 +40,3 @@ class ProfileSection(Section):
     """Mark every call of a rank and its parts as an NVTX range, for Nsight Systems; on GPUs."""
     memory: bool = False
     """Record where a rank's GPU memory was allocated, and write that as a snapshot where it runs out."""
-
-
-class CheckpointSection(Section):
-    """Checkpoints of everything that a resume needs. ``every=0``: only after a warm start and after the last step."""
-
-    every: NonNegative = 25
-    """Steps between checkpoints."""
-    keep: Positive = 2
-    """Number of newest checkpoints to keep."""
-    keep_every: Positive | None = None
-    """Steps between checkpoints that are kept besides, for good: a multiple of ``every``. null: none is."""
-    keep_best: NonNegative = 0
-    """Number of checkpoints to keep besides whose ``eval/accuracy`` is the highest, of equal ones the later; ``every``
-    is then a multiple of eval.every."""
-    async_save: bool = True
-    """Whether training goes on while a checkpoint is written: it waits until the state is copied in the host's memory,
-    which a rank keeps for the next one. A kill leaves the checkpoint before; a stop, the run's end and the next
-    checkpoint wait for the one in hand. false: training waits until it is written, and no copy is held."""
-    in_flight: Literal["tokens", "prompts"] = "tokens"
-    """What a checkpoint holds of completions that servers are sampling, with train.max_staleness above 0. tokens:
-    servers are interrupted and go on, and a resume continues each completion from its tokens; prompts: servers are left
-    alone, and a resume samples these completions again from their prompts."""

@@ -66,9 +66,13 @@ def _of_server(text: str) -> str:
     return text
 
 
+TEACHER = "teacher_"
+"""How roles of teachers begin."""
+
+
 def teacher_role(name: str) -> str:
     """The role of a teacher among a run's models, and of its ranks."""
-    return f"teacher_{name}"
+    return f"{TEACHER}{name}"
 
 
 class TeacherSection(Section):

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from rl_megatron.config.sections.services import TEACHER
 from rl_megatron.section import NonNegative, Positive, PositiveFloat, Section
 
 Line = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\n\r]*$")]
@@ -198,7 +199,7 @@ class SlurmSection(Section):
 
     def alone(self, role: str) -> RoleNodesSection:
         """The section of the role's own nodes; those of teachers are as the learner's."""
-        section: RoleNodesSection = getattr(self, role, _LIKE_THE_LEARNERS)
+        section: RoleNodesSection = _LIKE_THE_LEARNERS if role.startswith(TEACHER) else getattr(self, role)
         return section
 
     def gpus_of(self, role: str) -> int:
