@@ -70,8 +70,9 @@ def environment_sampler(
         ):
             logger.warning(
                 "algorithm.credit=%s goes from token to token, so a trajectory of several rows ends the run; set "
-                "environment.thinking=keep, another model's template, or credit=completion or turn",
+                "%s.thinking=keep, another model's template, or credit=completion or turn",
                 config.algorithm.credit,
+                key,
             )
     return EnvironmentSampler(
         engine=engine if config.rollout.served else Waves(engine),

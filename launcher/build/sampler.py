@@ -33,7 +33,11 @@ def sampler_of(
 ) -> PolicySampler:
     """The sampler over ``engine`` of a model of ``vocab_size`` tokens; of ``made`` where there is one, which
     gives rewards itself, and for prompts of sources with an environment of their own in that."""
-    usual = _usual(config, made, engine, reward, data, vocab_size=vocab_size)
+    usual: PolicySampler
+    if made is not None:
+        usual = environment_sampler(config, made, engine, data, vocab_size=vocab_size)
+    else:
+        usual = _single_turns(config, engine, reward, data)
     keys = {name: f"data.sources.{name}.environment" for name in config.source_names}
     own = _led(config, keys, engine, data, vocab_size, services)
     if not own:
@@ -48,17 +52,7 @@ def sampler_of(
     )
 
 
-def _usual(
-    config: RunConfig,
-    made: EnvironmentMaker | Agent | None,
-    engine: RolloutEngine,
-    reward: RewardFunction,
-    data: Data,
-    *,
-    vocab_size: int,
-) -> PolicySampler:
-    if made is not None:
-        return environment_sampler(config, made, engine, data, vocab_size=vocab_size)
+def _single_turns(config: RunConfig, engine: RolloutEngine, reward: RewardFunction, data: Data) -> RolloutSampler:
     decode = partial(data.tokenizer.decode, skip_special_tokens=True)
     return RolloutSampler(
         engine=engine,

@@ -69,7 +69,8 @@ class Teacher(FrozenModel):
 
     def _server(self) -> Server:
         """The server whose turn it is. Raises ServiceError if none serves now."""
-        given = self.section.server or ""
+        given = self.section.server
+        assert given is not None, "a teacher that ranks hold is none of these"
         if given.startswith(SERVICE):
             address = self.services.address(given.removeprefix(SERVICE))
         else:

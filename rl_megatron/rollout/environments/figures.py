@@ -53,8 +53,10 @@ def _inflation(led: Sequence[Trajectory]) -> float:
     """Tokens of all rows over those that differ: what rows of a trajectory begin with in common counts once."""
     tokens = shared = 0
     for one in led:
-        rows = sorted((row.token_ids for row in one.chains), key=lambda row: row.tobytes())
+        rows = [row.token_ids for row in one.chains]
         tokens += sum(map(len, rows))
+        if len(rows) > 1:
+            rows.sort(key=lambda row: row.tobytes())
         shared += sum(_common(*pair) for pair in pairwise(rows))
     return tokens / (tokens - shared)
 

@@ -26,9 +26,9 @@ class Adopted:
         self._others: set[int] = set()  # children and threads that have been seen to have no mark
 
     def of(self, mark: int, threads: Iterable[int]) -> list[int]:
-        """Running children with the mark of this process's first thread, and of those of ``threads`` that have it.
+        """The running processes with the ``mark`` that this process adopted, and the children of marked ``threads``.
 
-        Such as have ended are collected, and those of what trajectories share.
+        Waits for those that have ended, also for those that trajectories share, so that none stays a zombie.
         """
         first = _children(os.getpid(), "self")
         others = list(threads)
