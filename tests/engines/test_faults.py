@@ -191,7 +191,9 @@ def test_the_main_job_runs_and_leaves_nothing_behind(tmp_path: Path, name: str, 
         assert min(e.begin for e in its) < max(e.end for e in ranks)
         assert max(e.end for e in its) < max(e.end for e in ranks) + 60_000_000
     assert not list(tmp_path.glob("rl_megatron-*"))
-    assert "on CPUs servers do not release their memory" in (tmp_path / "runs/it/log.txt").read_text()
+    log = (tmp_path / "runs/it/log.txt").read_text()
+    assert "on CPUs servers do not release their memory" in log
+    assert "DEAD" not in log, log
     for replica in range(replicas):
         said = (tmp_path / f"runs/it/{name}_{replica}.log").read_text()
         turns = re.findall("|".join(map(re.escape, TURNS[name])), said)

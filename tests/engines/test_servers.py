@@ -269,6 +269,27 @@ def test_a_cancelled_request_is_aborted_on_the_server(server: ServedBench, model
     assert replica.in_flight == 0
 
 
+def test_memory_is_released_when_a_cancelled_request_has_ended(server: ServedBench, models: tuple[Path, Path]) -> None:
+    """A server hears of the cancelling later than the run does. SGLang's would end if it were not idle."""
+    server.push(models[0], 1)
+    (replica,) = server.engine.servers
+
+    async def release() -> bool:
+        asked = asyncio.create_task(server.engine.generate(request(n=24, new=NEW[-1])))
+        await server.sampling(asked)
+        asked.cancel()
+        await asyncio.wait([asked])
+        await server.engine.weights.release()
+        return asked.cancelled()
+
+    assert server.run(release())
+    server.push(models[1], 2)
+    assert server.engine.servers == [replica]  # no other has taken its place
+    (completion,) = server.generate(request())[0]
+    expected = logprobs_of(models[1], request().token_ids, completion, 1.0)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+
+
 def test_no_cached_prefix_outlives_its_weights(server: ServedBench, models: tuple[Path, Path]) -> None:
     """Of prompts and completions longer than two blocks of any cache, sampled by each version in turn."""
     asked = request([(11 * j) % 256 for j in range(300)], n=2)

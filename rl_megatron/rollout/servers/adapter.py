@@ -221,7 +221,7 @@ class Running(Protocol):
         ...
 
     async def release(self, server: Server) -> None:
-        """Release the memory of weights and cache, and so lose both. No request may run."""
+        """Release the memory of weights and cache, and so lose both. No request may run but cancelled ones."""
         ...
 
     async def reclaim(self, server: Server, what: Literal["weights", "cache"]) -> None:

@@ -52,6 +52,7 @@ _LOADER = "rl_megatron.rollout.servers.sglang.worker.load"
 _OTHERS = 8  # behind the ports of the ranks' store and of dp attention
 _BLACKWELL = 10.0  # compute capability
 _MARGIN = 8  # tokens of its context that a request may not use
+_IDLE_SECONDS = 60.0  # until a scheduler is idle without requests; SGLang looks for cancelled ones every 4 s
 
 
 class SGLangAdapter(Adapter):
@@ -340,6 +341,9 @@ class SGLangAdapter(Adapter):
 
     @override
     async def release(self, server: Server) -> None:
+        """A scheduler that is not idle would end its server: it is, some milliseconds after the last token was told,
+        or once it has seen that a request was cancelled."""
+        await server.told(f"/flush_cache?timeout={_IDLE_SECONDS:g}", None)
         await server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
     @override
