@@ -14,7 +14,8 @@ from torch import Tensor
 
 from rl_megatron.algorithms.corrections import second_moment_mask
 from rl_megatron.algorithms.segments import sequence_ids
-from rl_megatron.config.sections.algorithm import AlgorithmSection, TokensSection
+from rl_megatron.config.sections.algorithm import AlgorithmSection
+from rl_megatron.config.sections.tokens import TokensSection
 from rl_megatron.observability.recorder import Row
 from rl_megatron.training.credit import Rewards
 from rl_megatron.training.measures import Measured

@@ -1,112 +1,26 @@
-"""The ``algorithm`` section: a row of choices (docs/algorithms.md), and the KL, critic and correction beside it."""
+"""The ``algorithm`` section: a row of choices (docs/algorithms.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from rl_megatron.config.sections.correction import CorrectionSection
-from rl_megatron.config.sections.services import TeacherName, TeacherSection
-from rl_megatron.options.optimizer import OptimizerSection
+from rl_megatron.config.sections.critic import CriticSection
+from rl_megatron.config.sections.kl import KLSection
+from rl_megatron.config.sections.tokens import TokensSection
 from rl_megatron.section import (
     NUMBER,
     Finite,
     Fraction,
-    NonNegative,
     NonNegativeFloat,
     OwnCode,
     Positive,
     PositiveFloat,
-    PositiveFraction,
     Section,
 )
-
-
-class TokensSection(Section):
-    """Chooses tokens of a minibatch, by the policy at the start of the step; denominators count all its tokens."""
-
-    choose: Literal["all", "top_entropy", "clip_cov", "kl_cov", "second_moment"] = "all"
-    """Train on all tokens, or only on those of most entropy; leave out some of great covariance of log-prob and
-    advantage (Clip-Cov), or hold those of the greatest to the old policy by a KL (KL-Cov); leave out those
-    furthest from the engine's policy until the second moment of the rest is small (M2PO)."""
-    share: PositiveFraction = 0.2
-    """Share of the minibatch's tokens that top_entropy trains on, clip_cov leaves out or kl_cov holds; one at least."""
-    low: Finite = 1.0
-    """choose=clip_cov: least covariance, in nats times advantage, of a token that may be left out."""
-    high: Finite = 5.0
-    """choose=clip_cov: greatest covariance of such a token."""
-    limit: PositiveFloat = 0.04
-    """choose=second_moment: greatest mean square of log pi - log pi_rollout of the tokens that are trained on."""
-    kl_coefficient: PositiveFloat = 1.0
-    """choose=kl_cov: weight of the KL of the old policy to the current one."""
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "abs"
-    """choose=kl_cov: its estimator at a token; abs is that of the paper's code."""
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if self.low > self.high:
-            raise ValueError(f"algorithm.tokens.low={self.low} is above algorithm.tokens.high={self.high}; swap them")
-        return self
-
-
-class KLSection(Section):
-    """KL of the policy to a frozen reference; ``coefficient=0`` is off and loads no reference."""
-
-    coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL; with ``target``, the initial weight."""
-    placement: Literal["loss", "token_reward", "completion_reward"] = "loss"
-    """Add the KL to the loss, or subtract it from each token's reward, or from the completion's."""
-    estimator: Literal["k1", "k2", "k3", "abs", "top_k"] = "k3"
-    """Estimator of the KL at a sampled token (docs/algorithms.md); top_k: no estimate but a divergence over the
-    reference's most probable tokens and one bucket of all others (docs/distillation.md)."""
-    top_k: Positive = 64
-    """estimator=top_k: how many tokens the reference names at each position; all, where it has no more."""
-    beta: Fraction = 0.5
-    """estimator=top_k: 0 is KL(reference‖policy), 1 is KL(policy‖reference); between them, the generalised
-    Jensen-Shannon divergence."""
-    importance_weighted: bool = True
-    """placement=loss: weight each token by pi / pi_rollout, so that the expected gradient of k1, k2 and k3 is that of
-    the KL (docs/algorithms.md); false: all tokens weigh the same, as in DeepSeekMath's k3."""
-    target: PositiveFloat | None = None
-    """KL in nats (each completion's mean over tokens, averaged) that an adaptive coefficient aims at; null: the
-    coefficient is fixed."""
-    horizon: Positive = 10_000
-    """Number of completions over which the adaptive coefficient corrects the error."""
-    reference: Path | None = None
-    """Hugging Face folder of the reference; null: the policy at the start of reinforcement learning."""
-    teachers: Mapping[TeacherName, TeacherSection] = Field(default_factory=dict)
-
-    @field_validator("estimator", mode="before")
-    @classmethod
-    def _one_name(cls, given: object) -> object:
-        if given == "mse":
-            raise ValueError("algorithm.kl.estimator=mse has gone: it was k2 under a second name; set k2")
-        return given
-
-
-class CriticSection(Section):
-    """The values of ``credit=gae``: a second model that is trained, or a layer of the policy."""
-
-    backbone: Literal["own", "policy"] = "own"
-    """own: a second model, trained by itself; policy: a value layer on the policy's hidden states, trained with it."""
-    coefficient: PositiveFloat = 0.5
-    """backbone=policy: weight of the value loss in the policy's loss."""
-    path: Path | None = None
-    """Initial weights: a Hugging Face folder, of a policy or, with its scores for values, of a reward model; or the
-    critic/ folder of a checkpoint; null: those of the policy."""
-    learning_rate: PositiveFloat | None = None
-    """Learning rate after the warm-up, on the policy's schedule; null: train.learning_rate."""
-    lam: Fraction | None = None
-    """Lambda of the returns that the critic learns; null: algorithm.lam, the advantages' own."""
-    clip: PositiveFloat | None = 0.2
-    """The value loss clips values to within this of the old values; null does not clip."""
-    only_steps: NonNegative = 0
-    """Number of first steps that train only the critic (VAPO's value pretraining)."""
-    optimizer: OptimizerSection = OptimizerSection()
-    """The critic's optimizer."""
 
 
 class AlgorithmSection(Section):

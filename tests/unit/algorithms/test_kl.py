@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_megatron.algorithms.kl import adaptive_beta, kl_in_sequence_rewards, kl_in_token_rewards, kl_per_token
-from rl_megatron.config.sections.algorithm import KLSection
+from rl_megatron.config.sections.kl import KLSection
 from rl_megatron.types import LossInputs
 from tests.rows import policy_loss
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.algorithm import TokensSection
+from rl_megatron.config.sections.tokens import TokensSection
 from rl_megatron.data.packing import Packer
 from rl_megatron.errors import ConfigError
 from rl_megatron.training.measures import Measured

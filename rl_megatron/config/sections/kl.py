@@ -1,0 +1,47 @@
+"""The ``algorithm.kl`` section: the KL of the policy to its reference, or to its teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from rl_megatron.config.sections.services import TeacherName, TeacherSection
+from rl_megatron.section import Fraction, NonNegativeFloat, Positive, PositiveFloat, Section
+
+
+class KLSection(Section):
+    """KL of the policy to a frozen reference; ``coefficient=0`` is off and loads no reference."""
+
+    coefficient: NonNegativeFloat = 0.0
+    """Weight of the KL; with ``target``, the initial weight."""
+    placement: Literal["loss", "token_reward", "completion_reward"] = "loss"
+    """Add the KL to the loss, or subtract it from each token's reward, or from the completion's."""
+    estimator: Literal["k1", "k2", "k3", "abs", "top_k"] = "k3"
+    """Estimator of the KL at a sampled token (docs/algorithms.md); top_k: no estimate but a divergence over the
+    reference's most probable tokens and one bucket of all others (docs/distillation.md)."""
+    top_k: Positive = 64
+    """estimator=top_k: how many tokens the reference names at each position; all, where it has no more."""
+    beta: Fraction = 0.5
+    """estimator=top_k: 0 is KL(reference‖policy), 1 is KL(policy‖reference); between them, the generalised
+    Jensen-Shannon divergence."""
+    importance_weighted: bool = True
+    """placement=loss: weight each token by pi / pi_rollout, so that the expected gradient of k1, k2 and k3 is that of
+    the KL (docs/algorithms.md); false: all tokens weigh the same, as in DeepSeekMath's k3."""
+    target: PositiveFloat | None = None
+    """KL in nats (each completion's mean over tokens, averaged) that an adaptive coefficient aims at; null: the
+    coefficient is fixed."""
+    horizon: Positive = 10_000
+    """Number of completions over which the adaptive coefficient corrects the error."""
+    reference: Path | None = None
+    """Hugging Face folder of the reference; null: the policy at the start of reinforcement learning."""
+    teachers: Mapping[TeacherName, TeacherSection] = Field(default_factory=dict)
+
+    @field_validator("estimator", mode="before")
+    @classmethod
+    def _one_name(cls, given: object) -> object:
+        if given == "mse":
+            raise ValueError("algorithm.kl.estimator=mse has gone: it was k2 under a second name; set k2")
+        return given
