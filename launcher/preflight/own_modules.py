@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Collection, Iterator
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
-from rl_megatron.config.reads import READS
+from rl_megatron.config.reads.choices import READS
 
 
 def check(subject: Subject) -> Iterator[Found]:

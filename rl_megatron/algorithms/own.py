@@ -18,7 +18,7 @@ from rl_megatron.algorithms.auxiliary import pair_loss_of, with_slopes
 from rl_megatron.algorithms.objectives import OBJECTIVES, Objective, objective_of
 from rl_megatron.algorithms.ratios import RATIO_LEVELS, masked
 from rl_megatron.algorithms.segments import segment_sum
-from rl_megatron.config.reads import problems_of_own_objective
+from rl_megatron.config.reads.algorithm import problems_of_own_objective
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.jobs import DpoSection
 from rl_megatron.errors import ConfigError

@@ -1,0 +1,90 @@
+"""Finds set keys of the ``algorithm`` section that no choice of the configuration reads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+from rl_megatron.config.reads.choices import OF_OBJECTIVES, OFF, ON, OWN, PREFERENCE_READS, READS
+from rl_megatron.config.reads.leaves import as_given, does_nothing, is_in, leaves_of
+
+if TYPE_CHECKING:
+    from rl_megatron.config.run import RunConfig
+    from rl_megatron.config.sections.algorithm import AlgorithmSection
+
+
+def unread_of_algorithm(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Keys and sections of ``algorithm`` that nothing reads, and why; the first reason of a key is the one to give."""
+    yield from _unread_by_preference(config.algorithm)
+    yield from _unread_by_choices(config.algorithm)
+    yield from _without_effect(config)
+
+
+def problems_of_own_objective(row: AlgorithmSection, read: Collection[str]) -> list[str]:
+    """A line for each set key that ``objective=package.module:name`` could have read, but is not among ``read``."""
+    leaves, reason = dict(leaves_of("algorithm", row)), f"algorithm.objective={row.objective} does not read it"
+    unread = [f"algorithm.{key}" for key in OF_OBJECTIVES if key not in read]
+    return [does_nothing(name, leaves[name], reason) for name in unread if leaves[name].is_set]
+
+
+def _unread_by_preference(a: AlgorithmSection) -> Iterator[tuple[str, str]]:
+    if a.preference_beta is None:
+        return
+    for name, _ in leaves_of("algorithm", a):
+        if not any(is_in(name, f"algorithm.{key}") for key in PREFERENCE_READS):
+            yield name, f"algorithm.preference_beta={a.preference_beta} trains on pairs without it"
+
+
+def _unread_by_choices(a: AlgorithmSection) -> Iterator[tuple[str, str]]:
+    leaves = dict(leaves_of("algorithm", a))
+    for choice, reads in READS.items():
+        value = leaves[f"algorithm.{choice}"].value
+        chosen = str(value) if value in reads else OWN if OWN in reads else (ON if value else OFF)
+        for key in {key for keys in reads.values() for key in keys} - set(reads[chosen]):
+            readers = _named(choice, [name for name, keys in reads.items() if key in keys], value)
+            yield f"algorithm.{key}", f"algorithm.{choice}={as_given(value)} does not read it, {readers} does"
+
+
+def _named(choice: str, values: list[str], instead_of: object) -> str:
+    """``algorithm.objective=cispo or topr``."""
+    if values == [ON]:
+        return f"algorithm.{choice}=true" if instead_of is False else f"algorithm.{choice} above 0"
+    return f"algorithm.{choice}={' or '.join(values)}"
+
+
+def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Keys of the algorithm that several choices together make useless, and why."""
+    a, train = config.algorithm, config.train
+    if train.epochs * train.minibatches == 1 and a.old_logprobs == "learner":
+        reason = "with train.epochs=1 and train.minibatches=1 the only optimizer step begins at the old policy"
+        yield "algorithm.old_kl_limit", reason
+    if a.preference_beta is None:
+        yield "algorithm.preference_per_token", "without algorithm.preference_beta no pairs are trained on"
+    if not a.needs_reference:
+        yield "algorithm.kl.reference", "without algorithm.kl.coefficient or preference_beta no reference is loaded"
+    if a.advantage_mean == a.advantage_std == "none":
+        yield "algorithm.turn_baseline", "without a mean and a std of advantages turns are not compared"
+    if a.lam_length_factor is not None and a.critic.lam is not None:
+        yield "algorithm.lam", "algorithm.lam_length_factor and algorithm.critic.lam replace it for policy and critic"
+    pairs = a.preference_beta is not None
+    alone = a.reward_clip is None and (pairs or a.credit != "gae")
+    alone = alone and not (a.kl.coefficient > 0 and a.kl.placement != "loss")
+    divided, centred = a.advantage_std != "none" or _whitens(a, a.whiten_std), a.advantage_mean in {"group", "batch"}
+    if a.whiten_rewards or a.normalise_rewards != "none" or (alone and (pairs or divided)):
+        yield "algorithm.reward_scale", "a later comparison of rewards, or division by their std or range, undoes it"
+    baseline = a.advantage_mean != "none" and ":" not in a.advantage_mean  # of all but a function of one's own
+    for_all = a.credit == "completion" or (a.credit == "discounted" and a.gamma == 1)  # tokens, the same bias
+    compared = pairs or baseline or (for_all and _whitens(a, a.whiten_mean))
+    if a.whiten_rewards or a.normalise_rewards != "none" or (a.reward_clip is None and compared):
+        yield "algorithm.reward_bias", "rewards are compared with one another, and it is in all of them"
+    if a.whiten and a.whiten_mean == a.whiten_std == "none":
+        yield "algorithm.whiten", "algorithm.whiten_mean and whiten_std are none"
+    if alone and (pairs or (divided and centred)):
+        yield "algorithm.whiten_rewards", "a later comparison of rewards, or centring and division, undoes it"
+    of_group = a.advantage_mean == "group" and a.advantage_std == "group"
+    if alone and (pairs or of_group or (a.normalise_rewards == "batch" and divided and centred)):
+        yield "algorithm.normalise_rewards", "a later comparison of rewards, or centring and division, undoes it"
+
+
+def _whitens(a: AlgorithmSection, level: str) -> bool:
+    return a.whiten and level != "none"

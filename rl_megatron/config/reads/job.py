@@ -1,0 +1,55 @@
+"""Refuses set keys that the job does not read, and data of another form than it trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
+
+from rl_megatron.config.reads.leaves import Leaf, as_given, is_in, leaves_of
+from rl_megatron.config.sections.data import FileKeys, data_sources
+from rl_megatron.config.sections.jobs import JOBS, JobKind
+
+if TYPE_CHECKING:
+    from rl_megatron.config.run import RunConfig
+
+
+def problems_of_job(config: RunConfig) -> list[str]:
+    """A line for each set key that the job does not read, and for data of another form than it trains on."""
+    every = dict[str, Leaf]()
+    for name, section in type(config).model_fields.items():
+        value = getattr(config, name)
+        if isinstance(value, BaseModel):
+            every |= leaves_of(name, value)
+        else:
+            every[name] = Leaf(value, section.get_default(call_default_factory=True))
+    for key, source in data_sources(config.data).items():
+        every |= {leaf: value for leaf, value in leaves_of(key, source) if key != "data"}
+    unread = sorted(name for name, leaf in every.items() if leaf.is_set and not _read(config.kind, name))
+    return [*(_not_read(name, every[name], config.job) for name in unread), *_without_pairs(config)]
+
+
+def _not_read(name: str, leaf: Leaf, job: str) -> str:
+    readers = " or ".join(f"job={other}" for other, kind in JOBS.items() if _read(kind, name))
+    return (
+        f"{name}={as_given(leaf.value)}: job={job} does not read it, {readers} may; leave it out, or set it to its "
+        f"default, {as_given(leaf.default)}"
+    )
+
+
+def _without_pairs(config: RunConfig) -> Iterator[str]:
+    """The sources of a job on pairs that have none."""
+    for key, source in data_sources(config.data).items() if config.kind.pairs else ():
+        if isinstance(source, FileKeys) and source.rejected_field is None:
+            yield (
+                f"job={config.job} trains on pairs of answers, and {key}.rejected_field is not given; set it to the "
+                f"field of the worse one (of the better one: {key}.answer_field={source.answer_field})"
+            )
+
+
+def _read(kind: JobKind, leaf: str) -> bool:
+    """Whether jobs of the kind read a key; a source of a mixture has the keys of ``data``."""
+    names = [leaf, f"data.{leaf.split('.')[-1]}"] if leaf.startswith("data.sources.") else [leaf]
+    unread = any(is_in(one, key) for key in kind.unread for one in names)
+    return not unread and (kind.reads is None or any(is_in(one, key) for key in kind.reads for one in names))

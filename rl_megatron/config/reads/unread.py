@@ -1,0 +1,120 @@
+"""Refuses a set key that no choice of the configuration reads: it would change nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rl_megatron.config.reads.algorithm import unread_of_algorithm
+from rl_megatron.config.reads.leaves import does_nothing, is_in, leaves_of
+from rl_megatron.config.sections.data import FileKeys, MixtureData, data_sources
+from rl_megatron.config.sections.reward import reward_key
+from rl_megatron.config.sections.services import SERVICE
+from rl_megatron.config.sections.weights import TRANSPORT_KINDS
+from rl_megatron.section import Section
+
+if TYPE_CHECKING:
+    from rl_megatron.config.run import RunConfig
+    from rl_megatron.config.sections.reward import RewardSection
+
+
+def problems_of_unread_keys(config: RunConfig) -> list[str]:
+    """A line for each set key that nothing reads: what would read it, and its default."""
+    sections: list[tuple[str, Section]] = [("model", config.model), ("algorithm", config.algorithm)]
+    sections += [("rollout", config.rollout), *_rewards(config), ("train", config.train), ("weights", config.weights)]
+    sections += [("sandbox", config.sandbox), ("environment", config.environment)]
+    given = {name: leaf for key, section in sections for name, leaf in leaves_of(key, section) if leaf.is_set}
+    unread = (_of_model, unread_of_algorithm, _of_rollout, _of_rewards, _of_train, _of_weights, _of_programs)
+    reasons: dict[str, str] = {}
+    for key, reason in itertools.chain.from_iterable(of_section(config) for of_section in unread):
+        for name in given:
+            if is_in(name, key):
+                reasons.setdefault(name, reason)
+    return [does_nothing(name, leaf, reasons[name]) for name, leaf in given.items() if name in reasons]
+
+
+def _of_model(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Keys that nothing reads, each with the reason; so do the functions below, of their sections."""
+    sources = (*data_sources(config.data).values(), *config.eval.data_of_sets.values())
+    shown = any(isinstance(one, FileKeys) and (one.chat_template or one.messages_field) for one in sources)
+    if not shown and all(one.template != "chat" for one in config.environments.values()):
+        reason = "no data has chat_template=true or messages_field, and no environment has template=chat"
+        yield "model.template_variables", reason
+
+
+def _of_rollout(config: RunConfig) -> Iterator[tuple[str, str]]:
+    rollout = config.rollout
+    if rollout.dynamic_sampling == "off":
+        yield "rollout.max_refills", "rollout.dynamic_sampling=off samples one batch per step"
+    if not rollout.served:
+        reason = f"rollout.engine={rollout.engine} samples in the learner's processes, and only servers read it"
+        yield from (("rollout.python", reason), ("rollout.server", reason))
+    elif rollout.embedded:
+        reason = f"servers of rollout.engine={rollout.engine} run in the trainer's interpreter, on CPUs"
+        yield from (("rollout.python", reason), ("rollout.server.memory_fraction", reason))
+
+
+def _of_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
+    sources = config.data.sources.values() if isinstance(config.data, MixtureData) else ()
+    if sources and all(one.reward or one.environment for one in sources):
+        yield "reward", "every source of data.sources has a reward or an environment of its own"
+    for above, its in _rewards(config):
+        if not its.http.retries:
+            yield f"{above}.http.backoff_seconds", f"with {above}.http.retries=0 there is no retry to wait for"
+        for section, does in _reward_options(its).items():
+            if not does:
+                reason = f"no reward reads it that {above}.function={its.function} or {above}.parts name"
+                yield f"{above}.{section}", reason
+        if config.algorithm.credit != "turn":
+            reason = f"algorithm.credit={config.algorithm.credit} compares whole completions, credit=turn their steps"
+            yield f"{above}.steps", reason
+
+
+def _of_train(config: RunConfig) -> Iterator[tuple[str, str]]:
+    key, beta = "train.whole_groups", config.algorithm.preference_beta
+    if config.train.minibatches == 1:
+        yield key, "with train.minibatches=1 a minibatch is the whole batch"
+    elif beta is not None:
+        yield key, f"algorithm.preference_beta={beta} keeps each group's pair together"
+    elif config.rollout.group_size == 1:
+        yield key, "with rollout.group_size=1 a group is one completion"
+
+
+def _of_weights(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """What the transport does not read: the transports to the same engine that do are the reason."""
+    served, engine = config.rollout.served, f"rollout.engine={config.rollout.engine}"
+    read = {"transport", "push", *config.transport.reads(served=served)}
+    for key in (key for key in type(config.weights).model_fields if key not in read):
+        kinds = (kind for kind in TRANSPORT_KINDS.values() if kind.reaches(served=served))
+        readers = " or ".join(kind.name for kind in kinds if key in kind.reads(served=served))
+        if readers:
+            reason = f"weights.transport={config.transport.name} does not read it, {readers} does"
+        else:
+            reason = f"{engine} samples in the learner's processes, and only servers use it"
+        yield f"weights.{key}", reason
+
+
+def _of_programs(config: RunConfig) -> Iterator[tuple[str, str]]:
+    tested = any("tests" in its.functions.values() for _, its in _rewards(config))
+    if not tested and not config.environments:
+        yield "sandbox", "only reward.function=tests and environments run programs"
+    if config.environment.function is None:
+        yield "environment", "without environment.function there is no environment"
+
+
+def _rewards(config: RunConfig) -> list[tuple[str, RewardSection]]:
+    """The run's reward and those of sources and sets, each with the key of its section."""
+    return [("reward", config.reward), *((reward_key(name), reward) for name, reward in config.own_rewards.items())]
+
+
+def _reward_options(reward: RewardSection) -> dict[str, bool]:
+    """For each inner section of a reward: whether a function of it reads that."""
+    names = reward.functions.values()
+    return {
+        "format": "format" in names,
+        "length": "length" in names,
+        "tests": "tests" in names,
+        "http": any(name.startswith(("http://", "https://", SERVICE)) for name in names),
+        "model": any(name.startswith("hf:") for name in names),
+    }
