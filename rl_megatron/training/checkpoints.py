@@ -30,7 +30,7 @@ from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner, Saving
 from rl_megatron.observability.timeline import spans
 from rl_megatron.rollout.stream import StreamState
-from rl_megatron.training.credit import AlgorithmState
+from rl_megatron.training.credit.state import AlgorithmState
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from rl_megatron.rollout.environments.figures import environment_row
 from rl_megatron.rollout.stream import Stream
 from rl_megatron.training.beside import EvaluationBeside
 from rl_megatron.training.checkpoints import TrainerState, files_of
-from rl_megatron.training.credit import groups_that_differ
+from rl_megatron.training.credit.shaping import groups_that_differ
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.update import Update
 from rl_megatron.training.waves import WaveUpdate

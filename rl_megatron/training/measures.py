@@ -66,6 +66,15 @@ def advantage_row(samples: Samples) -> Row:
     }
 
 
+def explained_variance(samples: Samples) -> float:
+    """1 - Var(returns - values)/Var(returns) over trained tokens: 1 is a perfect critic; 0 if all returns are equal."""
+    assert samples.returns is not None
+    assert samples.old_values is not None
+    returns, values = (x[samples.mask].double() for x in (samples.returns, samples.old_values))
+    spread = float(returns.var(correction=0))
+    return 1 - float((returns - values).var(correction=0)) / spread if spread > 0 else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Made:
     """An optimizer step that was made: ``loss``, its metrics, and the step's result."""

@@ -17,7 +17,7 @@ from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.tokens import TokensSection
 from rl_megatron.observability.recorder import Row
-from rl_megatron.training.credit import Rewards
+from rl_megatron.training.credit.shaping import Rewards
 from rl_megatron.training.measures import Measured
 from rl_megatron.types import RolloutGroup, Samples
 

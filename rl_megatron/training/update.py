@@ -28,20 +28,16 @@ from rl_megatron.data.samples import to_samples
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
-from rl_megatron.training.credit import (
-    AlgorithmState,
-    Rewards,
-    assign_credit,
-    controlled,
-    explained_variance,
-    shape_rewards,
-)
+from rl_megatron.training.credit.assign import assign_credit
+from rl_megatron.training.credit.shaping import Rewards, shape_rewards
+from rl_megatron.training.credit.state import AlgorithmState, controlled
 from rl_megatron.training.measures import (
     LOGPROBS,
     Made,
     Measured,
     advantage_row,
     critic_row,
+    explained_variance,
     gaps_of,
     mismatch_row,
     policy_row,

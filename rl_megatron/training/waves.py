@@ -23,7 +23,8 @@ from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.config.waves import micro_batches_filled
 from rl_megatron.data.packing import padded_lengths
 from rl_megatron.observability.recorder import Row, Stopwatch
-from rl_megatron.training.credit import controlled, shape_rewards
+from rl_megatron.training.credit.shaping import shape_rewards
+from rl_megatron.training.credit.state import controlled
 from rl_megatron.training.measures import Measured, advantage_row, policy_row
 from rl_megatron.training.schedule import learning_rate
 from rl_megatron.training.update import Update, positions_of

@@ -55,7 +55,7 @@ TESTS = {
     "rl_megatron/algorithms/segments.py": (ADVANTAGES, [*LOSSES[:1], *UPDATE]),
     "rl_megatron/algorithms/shaping.py": (["tests/unit/algorithms/test_shaping.py"], [*LOSSES[:1], *UPDATE]),
     "rl_megatron/training/": (UPDATE, [*LOSSES[:1], *KEYS]),
-    "rl_megatron/training/credit.py": (CREDIT, [*LOSSES[:1], *UPDATE, *KEYS]),
+    "rl_megatron/training/credit/": (CREDIT, [*LOSSES[:1], *UPDATE, *KEYS]),
     "rl_megatron/data/packing.py": (PACKING, ["tests/unit/data/test_samples.py", *UPDATE]),
 }
 
@@ -161,9 +161,10 @@ def main() -> int:
     options = parser.parse_args()
     for name in PRELOADED:
         importlib.import_module(name)
-    paths = [f"rl_megatron/training/{n}.py" for n in ("update", "measures", "schedule", "credit", "selection")]
+    paths = [f"rl_megatron/training/{n}.py" for n in ("update", "measures", "schedule", "selection")]
     paths += ["rl_megatron/data/packing.py"]
-    paths += sorted(str(p.relative_to(REPO)) for p in (REPO / "rl_megatron/algorithms").glob("*.py"))
+    folders = ("rl_megatron/training/credit", "rl_megatron/algorithms")
+    paths += sorted(str(p.relative_to(REPO)) for folder in folders for p in (REPO / folder).glob("*.py"))
     equivalents = named_equivalents()
     mutants = list(itertools.islice(drawn(REPO, paths, options.seed), options.sample))
     with tempfile.TemporaryDirectory() as folder:

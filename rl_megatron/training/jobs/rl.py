@@ -14,7 +14,7 @@ from rl_megatron.errors import DataError
 from rl_megatron.rollout.batch import GroupSource, RolloutBatch
 from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.rollout.stream import Stream
-from rl_megatron.training.credit import groups_that_differ
+from rl_megatron.training.credit.shaping import groups_that_differ
 from rl_megatron.training.group_job import GroupJob
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,9 @@ from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.config.io import load_config
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns
-from rl_megatron.training.credit import AlgorithmState, assign_credit, shape_rewards
+from rl_megatron.training.credit.assign import assign_credit
+from rl_megatron.training.credit.shaping import shape_rewards
+from rl_megatron.training.credit.state import AlgorithmState
 from rl_megatron.types import Loss, LossInputs, Prompt, Samples
 from tests.completions import completion
 

@@ -12,7 +12,7 @@ import pytest
 
 from rl_megatron import algorithms, types
 from rl_megatron.data import packing
-from rl_megatron.training import credit
+from rl_megatron.training.credit import shaping, state
 
 MODULES = [
     importlib.import_module(f"{algorithms.__name__}.{m.name}") for m in pkgutil.iter_modules(algorithms.__path__)
@@ -24,7 +24,7 @@ def values_of(module: ModuleType) -> Iterator[type]:
     return (kind for kind in own if isinstance(kind, type) and dataclasses.is_dataclass(kind))
 
 
-VALUES = [kind for module in (*MODULES, credit, types, packing) for kind in values_of(module)]
+VALUES = [kind for module in (*MODULES, shaping, state, types, packing) for kind in values_of(module)]
 
 
 @pytest.mark.parametrize("kind", VALUES, ids=lambda kind: kind.__name__)

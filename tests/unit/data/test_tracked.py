@@ -18,7 +18,9 @@ from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.problems.prompt_table import PromptTable
 from rl_megatron.data.samples import to_samples
 from rl_megatron.training.checkpoints import TrainerState
-from rl_megatron.training.credit import AlgorithmState, assign_credit, shape_rewards
+from rl_megatron.training.credit.assign import assign_credit
+from rl_megatron.training.credit.shaping import shape_rewards
+from rl_megatron.training.credit.state import AlgorithmState
 from rl_megatron.types import Prompt, RolloutGroup
 from tests.turns import trajectory
 

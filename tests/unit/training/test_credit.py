@@ -18,16 +18,10 @@ from rl_megatron.data.packing import Packer
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
-from rl_megatron.training.credit import (
-    AlgorithmState,
-    Rewards,
-    assign_credit,
-    explained_variance,
-    groups_that_differ,
-    mean_over_completions,
-    reference_kl,
-    shape_rewards,
-)
+from rl_megatron.training.credit.assign import assign_credit
+from rl_megatron.training.credit.shaping import Rewards, groups_that_differ, shape_rewards
+from rl_megatron.training.credit.state import AlgorithmState, mean_over_completions, reference_kl
+from rl_megatron.training.measures import explained_variance
 from rl_megatron.training.selection import selection_of
 from rl_megatron.types import FinishReason, ParallelDims, Prompt, RolloutGroup, Samples
 from tests.completions import completion

@@ -14,7 +14,9 @@ import torch
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.data.samples import to_samples
 from rl_megatron.errors import DataError
-from rl_megatron.training.credit import AlgorithmState, assign_credit, groups_that_differ, shape_rewards
+from rl_megatron.training.credit.assign import assign_credit
+from rl_megatron.training.credit.shaping import groups_that_differ, shape_rewards
+from rl_megatron.training.credit.state import AlgorithmState
 from rl_megatron.types import Chain, RolloutGroup, Samples, Trajectory
 from tests.turns import branched, group, groups, trajectory
 from tests.unit.training.test_credit import GROUPS, advantages, credit

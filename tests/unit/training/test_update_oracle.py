@@ -16,7 +16,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Stopwatch
-from rl_megatron.training.credit import AlgorithmState
+from rl_megatron.training.credit.state import AlgorithmState
 from rl_megatron.training.update import Update
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Routes
 from tests.completions import completion

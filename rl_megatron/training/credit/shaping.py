@@ -1,0 +1,149 @@
+"""Shapes the rewards of a batch, finds the groups whose shaped rewards differ, and splits rewards between turns.
+
+Letters: K trajectories (a completion is one), n turns of all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rl_megatron.algorithms.segments import dense, differ, segment_sum
+from rl_megatron.algorithms.shaping import overlong_penalty, score_finished, to_unit_range
+from rl_megatron.config.sections.algorithm import AlgorithmSection
+from rl_megatron.training.credit.state import AlgorithmState
+from rl_megatron.types import RolloutGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewards:
+    """Shaped rewards [K] float32 in the order of trajectories, and the algorithm's state after shaping them."""
+
+    values: Tensor
+    state: AlgorithmState
+    greedy: Tensor | None = None  # [groups], of greedy completions, if they were sampled
+    tracked: Tensor | None = None  # [groups], what each prompt's earlier completions have shown, where it is tracked
+
+
+def shape_rewards(
+    groups: Sequence[RolloutGroup], section: AlgorithmSection, state: AlgorithmState, *, max_new_tokens: int
+) -> Rewards:
+    """Apply unfinished and overlong rewards, bias, scale, range, running whitening and clip, in this order, where set.
+
+    Greedy completions are shaped likewise, but do not enter the ranges and the running moments.
+    """
+    judged = _judged(groups, section, max_new_tokens)
+    greedy = [g.greedy for g in groups if g.greedy is not None]
+    baseline = _judged(greedy, section, max_new_tokens) if greedy else None
+    if section.normalise_rewards != "none":
+        raw, ids = judged, _ids_of_range(groups, section)
+        judged = to_unit_range(raw, ids, raw, ids)
+        if baseline is not None:
+            baseline = to_unit_range(baseline, _ids_of_range(greedy, section), raw, ids)
+    if section.whiten_rewards:
+        state = replace(state, reward_moments=state.reward_moments.update(judged))
+        judged = state.reward_moments.whiten(judged)
+        baseline = None if baseline is None else state.reward_moments.whiten(baseline)
+    return Rewards(
+        values=_clipped(judged, section),
+        state=state,
+        greedy=None if baseline is None else _clipped(baseline, section),
+    )
+
+
+def _judged(groups: Sequence[RolloutGroup], section: AlgorithmSection, max_new_tokens: int) -> Tensor:
+    """Rewards [K] after the rules that look at one completion alone."""
+    rewards = torch.tensor([r for g in groups for r in g.rewards])
+    if section.unfinished_reward is not None:
+        rewards = score_finished(rewards, ~truncated(groups), unfinished_reward=section.unfinished_reward)
+    if section.overlong_buffer:
+        lengths = torch.tensor([one.num_sampled for g in groups for one in g.trajectories])
+        rewards = rewards + overlong_penalty(
+            lengths, max_length=max_new_tokens, buffer=section.overlong_buffer, factor=section.overlong_factor
+        )
+    return (rewards + section.reward_bias) * section.reward_scale
+
+
+def _ids_of_range(groups: Sequence[RolloutGroup], section: AlgorithmSection) -> Tensor:
+    """[K] of each group, or one of the batch."""
+    ids = group_ids(groups)
+    return ids if section.normalise_rewards == "group" else torch.zeros_like(ids)
+
+
+def _clipped(rewards: Tensor, section: AlgorithmSection) -> Tensor:
+    bound = section.reward_clip
+    return rewards if bound is None else rewards.clamp(-bound, bound)
+
+
+def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int) -> list[bool]:
+    """Whether each group has two different shaped rewards; dynamic sampling keeps these groups (DAPO).
+
+    With credit=turn, whether two of its turns that have one baseline differ. Ignores running moments and the range of
+    the batch, which shift all rewards alike and would make the choice depend on when it is made.
+    """
+    if not groups:
+        return []
+    judged = _judged(groups, section, max_new_tokens)
+    if section.credit == "turn":
+        turns = turns_of(groups, judged, section)
+        some = differ(turns.rewards, dense(turns.baseline_of))[dense(turns.baseline_of)]
+        return (segment_sum(some.int(), turns.group_of, len(groups)) > 0).tolist()
+    ids = group_ids(groups)
+    if section.normalise_rewards == "group":
+        judged = to_unit_range(judged, ids, judged, ids)
+    if not section.whiten_rewards and section.normalise_rewards != "batch":
+        judged = _clipped(judged, section)
+    return differ(judged, ids).tolist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardedTurns:
+    """The turns of all trajectories, in order, and what each was rewarded."""
+
+    rewards: Tensor  # [n]
+    lengths: Tensor  # [n] tokens
+    group_of: Tensor  # [n]
+    baseline_of: Tensor  # [n] those with an equal number are compared
+    each: Tensor  # [K] turns of each trajectory
+
+
+def turns_of(groups: Sequence[RolloutGroup], judged: Tensor, section: AlgorithmSection) -> RewardedTurns:
+    """The last turn of a trajectory has what earlier turns leave of its reward, and of what shaping made of that.
+
+    Sums are Python's floats, so that equal rewards stay equal in float32; ``judged`` [K] is taken where shaping acted.
+    """
+    trajectories = [one for group in groups for one in group.trajectories]
+    each = torch.tensor([len(one.turns) for one in trajectories])
+    own = []
+    for one in trajectories:
+        earlier = [turn.reward or 0.0 for turn in one.turns[:-1]]
+        own += [*earlier, one.reward - math.fsum(earlier)]
+    rewards, last = torch.tensor(own) * section.reward_scale, each.cumsum(0) - 1
+    trajectory_of = torch.repeat_interleave(torch.arange(len(each)), each)
+    left = judged - segment_sum(rewards.index_fill(0, last, 0.0), trajectory_of, len(each))
+    as_given = judged == torch.tensor([one.reward for one in trajectories]) * section.reward_scale
+    rewards[last] = torch.where(as_given, rewards[last], left)
+    group_of = group_ids(groups)[trajectory_of]
+    index = torch.arange(len(own)) - (each.cumsum(0) - each)[trajectory_of]
+    by_index = section.turn_baseline == "index"
+    return RewardedTurns(
+        rewards=rewards,
+        lengths=torch.tensor([len(turn.logprobs) for one in trajectories for turn in one.turns]),
+        group_of=group_of,
+        baseline_of=group_of * int(each.max()) + index if by_index else group_of,
+        each=each,
+    )
+
+
+def group_ids(groups: Sequence[RolloutGroup]) -> Tensor:
+    """The group of each trajectory, [K]."""
+    return torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g.rewards) for g in groups]))
+
+
+def truncated(groups: Sequence[RolloutGroup]) -> Tensor:
+    """Which trajectories did not end by themselves, [K] bool."""
+    return torch.tensor([one.stop != "done" for g in groups for one in g.trajectories])
