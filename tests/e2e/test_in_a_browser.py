@@ -12,7 +12,7 @@ import pytest
 from rl_megatron.observability.samples import SampleRow, SamplesWriter, SampleTurn
 from tests.chromium import PROGRAM, Browser
 from tests.unit.launcher.test_watch import TOKEN, Client, served
-from tests.unit.observability.test_html_report import EVIL, a_run
+from tests.unit.observability.report_pages import EVIL, a_run
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no chromium here: apt-get install chromium")
 WIDTHS = [pytest.param(1440, 900, id="desk"), pytest.param(390, 844, id="phone")]

@@ -27,7 +27,7 @@ from rl_megatron.observability.metrics.table import deterministic
 from rl_megatron.rewards.classifier import ClassifierReward
 from tests.e2e.processes import Place, Run
 from tests.e2e.trl_values import assert_as_trl
-from tests.unit.observability.test_html_report import Page
+from tests.unit.observability.report_pages import Page
 
 SIZE, ROWS, STEPS, RATE = 6, 18, 3, 1e-3
 BETA, CENTRING = 0.3, 0.05

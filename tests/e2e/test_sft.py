@@ -24,7 +24,7 @@ from rl_megatron.observability.metrics.table import deterministic
 from tests.e2e.processes import Place, Run
 from tests.e2e.trl_values import assert_as_trl
 from tests.family_models import save_model
-from tests.unit.observability.test_html_report import Page
+from tests.unit.observability.report_pages import Page
 
 SIZE, ROWS, STEPS, RATE = 6, 20, 5, 3e-3
 TEMPLATE = (

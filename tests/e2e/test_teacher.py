@@ -20,7 +20,7 @@ from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model
 from tests.e2e.processes import Place, Run
 from tests.e2e.trl_values import STEPS, assert_as_trl, stored
-from tests.unit.observability.test_html_report import Page
+from tests.unit.observability.report_pages import Page
 
 KEEPS = '''
 import json

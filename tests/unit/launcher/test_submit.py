@@ -5,115 +5,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from launcher.hosts.ray.node import engine_node_command, node_command
-from launcher.hosts.slurm.allocation import Allocation
-from launcher.hosts.slurm.steps import step_command
 from launcher.preflight.checks import preflight
 from launcher.programs import submit
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from tests.unit.launcher.sites import site
+from tests.unit.launcher.slurm_jobs import BIG, CASES, config_of
 from tests.unit.launcher.test_memory import QWEN3
 from tests.unit.launcher.test_memory import RECIPES as LARGE
 
 REPO = Path(__file__).resolve().parents[3]
 GOLDEN = Path(__file__).parent / "golden"
-BIG = ("learner.device=cuda", "learner.tp=4", "learner.ep=8", "slurm.gpus_per_node=8")
 OWN_CRITIC = ("algorithm=ppo", "roles.critic=separate")
-CASES = {
-    "cpu_two_nodes": ("slurm.nodes=2", "slurm.time=30"),
-    "every_option": (
-        *BIG,
-        "slurm.nodes=2",
-        "learner.dp=4",
-        "slurm.cpus_per_task=12",
-        "slurm.memory_per_node=0",
-        "slurm.time=2-00",
-        "slurm.account=lab",
-        "slurm.partition=gpu",
-        "slurm.qos=high",
-        "slurm.constraint=h100",
-        "slurm.exclude=bad[1-3]",
-        "slurm.reservation=weekend",
-        "slurm.dependency=afterok:12",
-        "slurm.signal_seconds=600",
-        "slurm.requeues=5",
-        "slurm.restarts=1",
-        "slurm.modules=cuda/12.8 nccl",
-        "slurm.setup=source /opt/site/env.sh",
-        "slurm.environment.NCCL_DEBUG=INFO",
-        "slurm.environment.GREETING=it's a $HOME",
-        "slurm.python=/opt/venv/bin/python",
-    ),
-    "array": ("slurm.array=0-3", "seed=10"),
-    "ray_and_engine_nodes": (
-        *BIG,
-        "run.launcher=ray",
-        "rollout=vllm",
-        "rollout.server.replicas=4",
-        "rollout.server.tp=4",
-        "slurm.nodes=2",
-        "slurm.engines.nodes=2",
-        "slurm.engines.no_kill=true",
-        "learner.dp=4",
-    ),
-    "heterogeneous": (
-        *BIG,
-        "rollout=vllm",
-        "rollout.server.replicas=4",
-        "rollout.server.tp=4",
-        "slurm.nodes=2",
-        "learner.dp=4",
-        "slurm.account=lab",
-        "slurm.partition=big",
-        "slurm.constraint=h100",
-        "slurm.cpus_per_task=12",
-        "slurm.heterogeneous=true",
-        "slurm.engines.nodes=4",
-        "slurm.engines.gpus_per_node=4",
-        "slurm.engines.cpus_per_server=24",
-        "slurm.engines.no_kill=true",
-        "slurm.engines.memory_per_node=200G",
-        "slurm.engines.partition=small",
-    ),
-    "separate_roles": (
-        *("learner.ep=4", "slurm.nodes=2", "slurm.time=30", "algorithm=ppo", "algorithm.kl.coefficient=0.1"),
-        *("roles.critic=separate", "roles.reference=separate"),
-    ),
-    "every_role_a_component": (
-        *(*BIG, "slurm.nodes=2", "learner.dp=4", "slurm.partition=big", "slurm.cpus_per_task=12"),
-        "slurm.heterogeneous=true",
-        *("algorithm=ppo", "algorithm.kl.coefficient=0.1", "roles.critic=separate", "roles.reference=separate"),
-        *("slurm.reference.nodes=4", "slurm.reference.gpus_per_node=4", "slurm.reference.partition=small"),
-        *("slurm.reference.memory_per_node=200G", "slurm.critic.constraint=h100"),
-        *("rollout=vllm", "slurm.engines.nodes=1"),
-    ),
-    "services_and_servers_of_evaluations": (
-        *(*BIG, "slurm.nodes=1", "learner.dp=2", "slurm.cpus_per_task=12", "slurm.heterogeneous=true"),
-        *("reward.function=service:judge/score", "services.judge.command=judge", "services.judge.replicas=3"),
-        *(
-            "slurm.services.nodes=2",
-            "slurm.services.partition=plain",
-            "slurm.services.gpus_per_node=0",
-            "slurm.services.memory_per_node=64G",
-        ),
-        *("rollout=vllm", "rollout.server.replicas=2", "rollout.server.tp=4", "slurm.engines.nodes=2"),
-        *("eval.mode=pinned", "eval.replicas=2"),
-    ),
-}
 CLUSTER = ("slurm.account=lab", "slurm.partition=gpu", "slurm.container=/images/rl.sqsh")
 RECIPES = dict.fromkeys(LARGE, CLUSTER)  # what is the user's to give
-
-
-def config_of(*keys: str) -> RunConfig:
-    return load_config("tiny_cpu", ["run.name=golden", *keys])
 
 
 @pytest.mark.parametrize("case", [*CASES, *RECIPES])
@@ -248,30 +159,6 @@ def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
     assert "most of it: engine" in (run / "placement.txt").read_text()
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ((), "/bin/python -m launcher.worker.node"),
-        (("slurm.cpus_per_task=3",), "/bin/python -m launcher.worker.node"),
-        (
-            ("slurm.container=/images/rl.sqsh", "slurm.container_mounts=/data:/data"),
-            "--container-image=/images/rl.sqsh --container-mounts=/data:/data python -m launcher.worker.node",
-        ),
-        (
-            ("slurm.container=/images/rl.sif", "slurm.container_runtime=apptainer", "slurm.gpus_per_node=2"),
-            "apptainer exec --nv /images/rl.sif python -m launcher.worker.node",
-        ),
-    ],
-)
-def test_the_step_has_a_task_a_node_in_its_container(keys: tuple[str, ...], expected: str) -> None:
-    config = config_of(*keys)
-    command = step_command(config.slurm, submit.checked(config).placement, python="/bin/python")
-    cores = "--cpus-per-task=6 " if config.slurm.cpus_per_task else ""  # of both ranks
-    assert " ".join(command) == (
-        f"srun --nodes=1 --ntasks=1 --ntasks-per-node=1 {cores}--kill-on-bad-exit=1 --label {expected}"
-    )
-
-
 def test_engine_nodes_take_after_the_learners_where_nothing_else_is_said() -> None:
     keys = (
         "rollout=vllm",
@@ -286,81 +173,6 @@ def test_engine_nodes_take_after_the_learners_where_nothing_else_is_said() -> No
         assert line in learner
         assert line in engines
     assert "#SBATCH --cpus-per-task" not in engines
-
-
-def test_every_role_is_placed_before_the_job_is_sent() -> None:
-    text = submit.checked(config_of(*CASES["heterogeneous"], "algorithm=ppo")).describe()
-    assert text.splitlines() == [
-        "16 ranks on 2 nodes, 8 on each",
-        "  node 0: ranks 0-7",
-        "  node 1: ranks 8-15",
-        "  tp=4: inside a node",
-        "  dp=4: across 2 nodes",
-        "  ep=8: inside a node",
-        "  edp=2: across 2 nodes",
-        "in every rank beside the policy: critic",
-        *(f"engine {i}: node {2 + i}, GPUs 0-3" for i in range(4)),
-    ]
-
-
-def test_separate_roles_are_placed_on_nodes_of_their_own() -> None:
-    lines = submit.checked(config_of(*CASES["every_role_a_component"])).describe().splitlines()
-    learner = [
-        *("  tp=4: inside a node", "  dp=4: across 2 nodes", "  ep=8: inside a node", "  edp=2: across 2 nodes"),
-    ]
-    assert lines == [
-        *("16 ranks on 2 nodes, 8 on each", "  node 0: ranks 0-7", "  node 1: ranks 8-15", *learner),
-        *("critic: 16 ranks on 2 nodes, 8 on each", "  node 2: ranks 0-7", "  node 3: ranks 8-15", *learner),
-        "reference: 16 ranks on 4 nodes, 4 on each",
-        *(f"  node {4 + i}: ranks {4 * i}-{4 * i + 3}" for i in range(4)),
-        *("  tp=4: inside a node", "  dp=4: across 4 nodes", "  ep=8: across 2 nodes", "  edp=2: across 2 nodes"),
-        "engine 0: node 8, GPUs 0-0",
-    ]
-
-
-@pytest.mark.parametrize(("heterogeneous", "where"), [(False, "--nodelist=c1,c2"), (True, "--het-group=1")])
-def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path, heterogeneous: bool, where: str) -> None:
-    allocation = Allocation(
-        id="7",
-        restart=0,
-        here="a1",
-        nodes=("a1", "a2"),
-        engine_nodes=("e1",),
-        heterogeneous=heterogeneous,
-        folder=tmp_path,
-        separate={"critic": ("c1", "c2"), "reference": ("r1", "r2")},
-    )
-    config = config_of(*CASES["separate_roles"])
-    critic = submit.checked(config).separate[0]
-    command = allocation.separate_command(step_command(config.slurm, critic, python="p"), "critic")
-    assert " ".join(command) == (
-        "env --unset=SLURM_GPUS_PER_NODE --unset=SLURM_NTASKS_PER_NODE --unset=SLURM_CPUS_PER_TASK "
-        f"srun {where} --mem=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --label "
-        "p -m launcher.worker.node"
-    )
-    assert allocation.learner_options() == ["--het-group=0" if heterogeneous else "--nodelist=a1,a2"]
-    server = " ".join(allocation.server_command(["e1"], 1))
-    assert ("--het-group=3" in server) == heterogeneous
-    assert "--nodelist=e1" in server
-
-
-def test_a_step_with_engine_nodes_beside_it_keeps_to_the_learners(tmp_path: Path) -> None:
-    common = {"id": "7", "restart": 0, "here": "a1", "nodes": ("a1", "a2"), "engine_nodes": ("b1",), "folder": tmp_path}
-    cut, het = (Allocation(heterogeneous=heterogeneous, **common) for heterogeneous in (False, True))  # type: ignore[arg-type]
-    placement = submit.checked(config_of("slurm.nodes=2")).placement
-    slurm = config_of().slurm
-    for where, expected in ((cut.learner_options(), "--nodelist=a1,a2"), (het.learner_options(), "--het-group=0")):
-        assert step_command(slurm, placement, python="p", where=where)[1] == expected
-        assert node_command(slurm, placement, tmp_path, python="p", where=where)[1] == expected
-    server = " ".join(het.server_command(["b1"], 24))
-    assert "srun --het-group=1 --overlap --nodes=1 --ntasks=1 --nodelist=b1 --cpus-per-task=24 --mem=0" in server
-    assert "--het-group" not in " ".join(cut.server_command(["b1"], 24))
-    assert "--nodelist=a2" in cut.server_command(["a2"], 1)
-    two = replace(het, engine_nodes=("b1", "b2"))
-    assert "--no-kill --output" in " ".join(engine_node_command(two, 48, python="p", no_kill=True))
-    ray = " ".join(engine_node_command(two, 48, python="p", no_kill=False))
-    assert "--het-group=1 --overlap --nodes=2 --ntasks=2 --nodelist=b1,b2 --cpus-per-task=48 --mem=0 " in ray
-    assert ray.endswith(f"--output={tmp_path}/ray-engines-%t.txt p -m launcher.hosts.ray.node")
 
 
 HOSTILE = ("a\n>PWNED\n#", "a;>PWNED;", "$(>PWNED)", "`>PWNED`", "a' >PWNED '", 'a" >PWNED "', "a|>PWNED", "a >PWNED")

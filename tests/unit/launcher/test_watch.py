@@ -29,7 +29,7 @@ from launcher.watch.app import MOST_CHARACTERS, SAMPLES_AT_ONCE, WatchApplicatio
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.samples import SampleRow, SamplesWriter
 from rl_megatron.rollout.endpoint.server import HttpServer
-from tests.unit.observability.test_html_report import EVIL, a_run
+from tests.unit.observability.report_pages import EVIL, a_run
 
 TOKEN = "a-token-of-this-test"
 ENDED = 20.0  # seconds a process may take to end

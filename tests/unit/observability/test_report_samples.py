@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rl_megatron.observability.report import write_report
 from rl_megatron.observability.samples import SampleRow, SamplesWriter, SampleTurn
-from tests.unit.observability.test_html_report import Page, a_run
+from tests.unit.observability.report_pages import Page, a_run
 
 
 def test_samples_are_of_the_first_middle_and_last_step_and_marked(tmp_path: Path) -> None:

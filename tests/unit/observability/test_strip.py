@@ -15,7 +15,7 @@ from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.spans import Lane
 from rl_megatron.observability.timeline.strip import WIDTH, FromTo, at_once, merged, most_at_once, strip, strip_of_run
 from rl_megatron.observability.timeline.trace import TraceEvent, TraceFile
-from tests.unit.observability.test_html_report import Page, a_run
+from tests.unit.observability.report_pages import Page, a_run
 
 MS = 1_000_000
 

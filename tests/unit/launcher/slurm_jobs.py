@@ -1,0 +1,95 @@
+"""Jobs of Slurm of every kind, as keys of a configuration."""
+
+from __future__ import annotations
+
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import RunConfig
+
+BIG = ("learner.device=cuda", "learner.tp=4", "learner.ep=8", "slurm.gpus_per_node=8")
+
+
+CASES = {
+    "cpu_two_nodes": ("slurm.nodes=2", "slurm.time=30"),
+    "every_option": (
+        *BIG,
+        "slurm.nodes=2",
+        "learner.dp=4",
+        "slurm.cpus_per_task=12",
+        "slurm.memory_per_node=0",
+        "slurm.time=2-00",
+        "slurm.account=lab",
+        "slurm.partition=gpu",
+        "slurm.qos=high",
+        "slurm.constraint=h100",
+        "slurm.exclude=bad[1-3]",
+        "slurm.reservation=weekend",
+        "slurm.dependency=afterok:12",
+        "slurm.signal_seconds=600",
+        "slurm.requeues=5",
+        "slurm.restarts=1",
+        "slurm.modules=cuda/12.8 nccl",
+        "slurm.setup=source /opt/site/env.sh",
+        "slurm.environment.NCCL_DEBUG=INFO",
+        "slurm.environment.GREETING=it's a $HOME",
+        "slurm.python=/opt/venv/bin/python",
+    ),
+    "array": ("slurm.array=0-3", "seed=10"),
+    "ray_and_engine_nodes": (
+        *BIG,
+        "run.launcher=ray",
+        "rollout=vllm",
+        "rollout.server.replicas=4",
+        "rollout.server.tp=4",
+        "slurm.nodes=2",
+        "slurm.engines.nodes=2",
+        "slurm.engines.no_kill=true",
+        "learner.dp=4",
+    ),
+    "heterogeneous": (
+        *BIG,
+        "rollout=vllm",
+        "rollout.server.replicas=4",
+        "rollout.server.tp=4",
+        "slurm.nodes=2",
+        "learner.dp=4",
+        "slurm.account=lab",
+        "slurm.partition=big",
+        "slurm.constraint=h100",
+        "slurm.cpus_per_task=12",
+        "slurm.heterogeneous=true",
+        "slurm.engines.nodes=4",
+        "slurm.engines.gpus_per_node=4",
+        "slurm.engines.cpus_per_server=24",
+        "slurm.engines.no_kill=true",
+        "slurm.engines.memory_per_node=200G",
+        "slurm.engines.partition=small",
+    ),
+    "separate_roles": (
+        *("learner.ep=4", "slurm.nodes=2", "slurm.time=30", "algorithm=ppo", "algorithm.kl.coefficient=0.1"),
+        *("roles.critic=separate", "roles.reference=separate"),
+    ),
+    "every_role_a_component": (
+        *(*BIG, "slurm.nodes=2", "learner.dp=4", "slurm.partition=big", "slurm.cpus_per_task=12"),
+        "slurm.heterogeneous=true",
+        *("algorithm=ppo", "algorithm.kl.coefficient=0.1", "roles.critic=separate", "roles.reference=separate"),
+        *("slurm.reference.nodes=4", "slurm.reference.gpus_per_node=4", "slurm.reference.partition=small"),
+        *("slurm.reference.memory_per_node=200G", "slurm.critic.constraint=h100"),
+        *("rollout=vllm", "slurm.engines.nodes=1"),
+    ),
+    "services_and_servers_of_evaluations": (
+        *(*BIG, "slurm.nodes=1", "learner.dp=2", "slurm.cpus_per_task=12", "slurm.heterogeneous=true"),
+        *("reward.function=service:judge/score", "services.judge.command=judge", "services.judge.replicas=3"),
+        *(
+            "slurm.services.nodes=2",
+            "slurm.services.partition=plain",
+            "slurm.services.gpus_per_node=0",
+            "slurm.services.memory_per_node=64G",
+        ),
+        *("rollout=vllm", "rollout.server.replicas=2", "rollout.server.tp=4", "slurm.engines.nodes=2"),
+        *("eval.mode=pinned", "eval.replicas=2"),
+    ),
+}
+
+
+def config_of(*keys: str) -> RunConfig:
+    return load_config("tiny_cpu", ["run.name=golden", *keys])

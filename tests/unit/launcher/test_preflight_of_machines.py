@@ -1,0 +1,95 @@
+"""What a preflight sees of this machine: its GPUs and memory, and the packages of an interpreter."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.preflight import devices
+from launcher.preflight.checks import preflight
+from launcher.preflight.engine import has_module
+from launcher.preflight.subject import Subject
+from rl_megatron.config.io import load_config
+from tests.unit.launcher.sites import environment
+
+
+@pytest.mark.parametrize(
+    ("listed", "visible", "count"),
+    [(8, None, 8), (8, "0,1", 2), (8, "", 0), (8, "-1", 0), (2, "1,5,0", 1), (0, None, 0), (None, None, 0)],
+)
+def test_gpus_are_counted_as_cuda_counts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: int | None, visible: str | None, count: int
+) -> None:
+    if listed is not None:
+        driver = tmp_path / "nvidia-smi"
+        driver.write_text(
+            "#!/bin/sh\n" + "".join(f"echo 'GPU {i}: NVIDIA H100 (UUID: GPU-x)'\n" for i in range(listed))
+        )
+        driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert devices.count_visible_gpus(visible) == count
+
+
+@pytest.mark.parametrize(
+    ("engine", "capability", "option", "told"),
+    [
+        ("sglang", "10.0", "", True),
+        ("sglang", "12.0", "", True),
+        ("sglang", "9.0", "", False),
+        ("sglang", "10.0", "--fp8-gemm-backend triton", False),
+        ("vllm", "10.0", "", False),
+    ],
+)
+def test_float8_on_gpus_of_which_an_engine_packs_the_scales_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, capability: str, option: str, told: bool
+) -> None:
+    driver = tmp_path / "nvidia-smi"
+    answers = f"case $1 in -L) echo 'GPU 0: B200 (UUID: GPU-x)';; *) echo {capability};; esac"
+    driver.write_text(f"#!/bin/sh\n{answers}\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "torch_is_for_cpus", lambda: False)
+    keys = ["learner.ep=1", "learner.device=cuda", "learner.dtype=bfloat16", "rollout.server.quantization=fp8"]
+    config = load_config("tiny_cpu", [f"rollout={engine}", *keys, f"rollout.server.options={option!r}"])
+    found = [one.text for one in devices.check(Subject(config, for_job=False)) if one.kind == "problem"]
+    assert [text.endswith("or rollout=vllm") and "sglang#9855" in text for text in found] == [True] * told
+
+
+def test_more_ranks_than_a_machine_has_memory_for_are_told_before_one_starts() -> None:
+    said = preflight(load_config("tiny_cpu", ["learner.dp=1000000000"]), for_job=False).texts("problem")
+    assert "1000000000 learner ranks (tp*cp*dp*pp) are 1000000000 processes on this machine of " in said[0]
+    assert not preflight(load_config("tiny_cpu", ["learner.dp=8"]), for_job=False).texts("problem")
+
+
+def test_a_learner_on_gpus_where_none_can_be_used_is_told_so() -> None:
+    problems = preflight(load_config("tiny_cpu", ["learner.device=cuda"])).texts("problem")
+    assert len(problems) == 1
+    assert problems[0].startswith("learner.device=cuda, but ")
+    assert "learner.device=cpu" in problems[0]
+
+
+def test_an_engine_is_found_by_its_files(tmp_path: Path) -> None:
+    python = environment(tmp_path / "a", "vllm")
+    assert has_module("vllm", python) is True
+    assert has_module("sglang", python) is False
+    (tmp_path / "a" / "pyvenv.cfg").write_text("include-system-site-packages = true\n")
+    assert has_module("sglang", python) is None
+    (tmp_path / "a/lib/python3.11/site-packages/sglang-0.5.dist-info").mkdir()
+    assert has_module("sglang", python) is True
+    assert has_module("vllm", Path("/nowhere/bin/python")) is None
+
+
+def test_an_interpreter_whose_packages_are_elsewhere_is_asked(tmp_path: Path) -> None:
+    """As a system's. One that does not answer is not waited for."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    assert has_module("json", python) is True
+    assert has_module("no_such_engine", python) is False
+    python.unlink()
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    assert has_module("json", python, seconds=0.2) is None
