@@ -31,7 +31,5 @@ def _own(name: str, known: Collection[str]) -> str | None:
 
 
 def _is_there(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ValueError:  # __main__, which is another module in ranks
-        return False
+    """Whether ranks would find it; ``__main__`` is another module in ranks."""
+    return package != "__main__" and importlib.util.find_spec(package) is not None
