@@ -2,8 +2,8 @@
 
 A multiplication and an addition are two. Counted are the matrix products of a model's parameters and of attention, with
 the keys that a position attends to, and of experts those that a token chose: the model's work whatever computes it.
-Left out are norms, activations, rotary angles, softmax and the optimizer, padding, and what is computed again, which is
-counted apart. PaLM (arXiv:2204.02311, appendix B) defines MFU so, but counts every key as attended to.
+Left out are norms, activations, rotary angles, softmax and the optimizer, padding, and what is computed again. PaLM
+(arXiv:2204.02311, appendix B) defines MFU so, but counts every key as attended to.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.shape import LatentAttention, ModelShape
-from rl_megatron.options.implementation import wants_transformer_engine
 
 PASSES = 3
 """Forward passes that a training step costs: the backward pass has two products for each of the forward's."""
@@ -77,21 +75,7 @@ def training_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
 def forward_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
     """Of one forward pass, the output layer at every position included."""
     batch = _Batch.of(shape, lengths)
-    return _head(shape, batch) + sum(sum(_layer(shape, layer, batch).values()) for layer in range(shape.num_layers))
-
-
-def recomputed_flops(learner: LearnerSection, shape: ModelShape, lengths: Iterable[int]) -> float:
-    """What the backward pass computes again, by ``learner.recompute`` and ``learner.head_dtype``.
-
-    With `training_flops` it is what the hardware computes, but for padding.
-    """
-    batch = _Batch.of(shape, lengths)
-    again = 0.0 if learner.head_dtype is None else _head(shape, batch)
-    whole = _whole_layers(learner, shape)
-    for layer in range(shape.num_layers):
-        parts = _layer(shape, layer, batch)
-        again += sum(parts.values()) if layer in whole else _parts_again(learner, shape, parts)
-    return again
+    return _head(shape, batch) + sum(_layer(shape, layer, batch) for layer in range(shape.num_layers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,82 +97,57 @@ def _pairs(length: int, window: int) -> float:
     return full * (full + 1) / 2 + (length - full) * full
 
 
-def _layer(shape: ModelShape, layer: int, batch: _Batch) -> dict[str, float]:
-    """Forward FLOPs of a layer by part, in megatron-core's words for what it can recompute."""
+def _layer(shape: ModelShape, layer: int, batch: _Batch) -> float:
+    """Forward FLOPs of a layer."""
     delta = shape.delta is not None and layer in shape.delta_layers
-    parts = dict(_per_token(shape, sparse=layer in shape.moe_layers, delta=delta))
+    of_tokens = batch.tokens * _per_token(shape, sparse=layer in shape.moe_layers, delta=delta)
     if delta:
-        return {name: batch.tokens * flops for name, flops in parts.items()}
+        return of_tokens
     pairs = batch.pairs[shape.windows[layer] if shape.windows else 0]
     key_dim = shape.head_dim
     value_dim = shape.latent.value_dim if shape.latent else shape.head_dim
-    scores = 2 * pairs * shape.num_heads * (key_dim + value_dim)
-    return {"core_attn": scores, **{name: batch.tokens * flops for name, flops in parts.items()}}
+    return of_tokens + 2 * pairs * shape.num_heads * (key_dim + value_dim)
 
 
 @cache
-def _per_token(shape: ModelShape, *, sparse: bool, delta: bool) -> Mapping[str, float]:
+def _per_token(shape: ModelShape, *, sparse: bool, delta: bool) -> float:
     """Forward FLOPs of a layer's parameters for one position, and of a ``delta`` net's state."""
     hidden, m = shape.hidden_size, shape.latent
     queries = 3 * shape.num_heads if shape.output_gate else 2 * shape.num_heads
-    parts = {"attention": 2.0 * hidden * (queries + 2 * shape.num_kv_heads) * shape.head_dim}
+    attention = 2.0 * hidden * (queries + 2 * shape.num_kv_heads) * shape.head_dim
     if m is not None:
-        parts = _latent(shape, m)
+        attention = _latent(shape, m)
     if delta:
-        parts = _delta_net(shape)
+        attention = _delta_net(shape)
     if not sparse:
-        return {**parts, "mlp": 6.0 * hidden * shape.dense_width}
-    return {
-        **parts,
-        "router": 2.0 * hidden * shape.num_experts,
-        "experts": 6.0 * hidden * shape.experts_per_token * shape.expert_width,
-        "shared_experts": 6.0 * hidden * shape.shared_width + (2.0 * hidden if shape.shared_gate else 0.0),
-    }
+        return attention + 6.0 * hidden * shape.dense_width
+    router = 2.0 * hidden * shape.num_experts
+    experts = 6.0 * hidden * shape.experts_per_token * shape.expert_width
+    shared = 6.0 * hidden * shape.shared_width + (2.0 * hidden if shape.shared_gate else 0.0)
+    return attention + router + experts + shared
 
 
-def _delta_net(shape: ModelShape) -> dict[str, float]:
+def _delta_net(shape: ModelShape) -> float:
     """Its linears; the convolution, and of each value head's state, a position at a time, what it knows of a key, what
     is written there, and what a query reads. Chunks compute more, which is no more of use than recomputation."""
     m = shape.delta
     assert m is not None
     states = 6.0 * m.value_heads * m.key_dim * m.value_dim
     linears = 2.0 * shape.hidden_size * (m.inputs + m.outputs)
-    return {"attention": linears + 2.0 * m.kernel * m.mixed + states}
+    return linears + 2.0 * m.kernel * m.mixed + states
 
 
-def _latent(shape: ModelShape, m: LatentAttention) -> dict[str, float]:
-    """Down into latents and out of the heads; and up from the latents, which can be recomputed."""
+def _latent(shape: ModelShape, m: LatentAttention) -> float:
+    """Down into latents and out of the heads; and up from the latents."""
     hidden, heads = shape.hidden_size, shape.num_heads
     queries = heads * (m.nope_dim + m.rope_dim)
     down = hidden * (m.query_rank or queries) + hidden * (m.kv_rank + m.rope_dim) + heads * m.value_dim * hidden
     up = (m.query_rank or 0) * queries + m.kv_rank * heads * (m.nope_dim + m.value_dim)
-    return {"attention": 2.0 * down, "mla_up_proj": 2.0 * up}
+    return 2.0 * (down + up)
 
 
 def _head(shape: ModelShape, batch: _Batch) -> float:
     return 2.0 * batch.tokens * shape.hidden_size * shape.vocab_size
-
-
-def _whole_layers(learner: LearnerSection, shape: ModelShape) -> range | set[int]:
-    """The layers of which only inputs are kept."""
-    section, chunks = learner.recompute, learner.pp * learner.vpp
-    if section.uniform is not None:
-        return range(shape.num_layers)
-    out, first = set[int](), 0
-    for size in learner.stages or [shape.num_layers // chunks] * chunks:
-        out |= set(range(first, first + min(size, section.block or 0)))
-        first += size
-    return out
-
-
-def _parts_again(learner: LearnerSection, shape: ModelShape, parts: Mapping[str, float]) -> float:
-    """Of a layer that keeps more than its input. Torch's experts compute gate and up again for their activation."""
-    of = {name: [name] for name in ("core_attn", "mla_up_proj", "mlp", "shared_experts")}
-    of["moe"] = ["router", "experts", "shared_experts"]
-    again = sum(parts.get(part, 0.0) for module in learner.recompute.modules for part in of.get(module, ()))
-    if learner.recompute.moe_act and not wants_transformer_engine(learner, shape):
-        again += parts.get("experts", 0.0) * 2 / 3
-    return again
 
 
 def _has(words: Sequence[str], part: Sequence[str]) -> bool:

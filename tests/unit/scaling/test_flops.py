@@ -11,10 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
-from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import DeltaNet, ModelShape
-from rl_megatron.scaling.flops import PEAKS, forward_flops, peak_of, recomputed_flops, seconds_at_peak, training_flops
+from rl_megatron.scaling.flops import PEAKS, forward_flops, peak_of, seconds_at_peak, training_flops
 from rl_megatron.weights.layouts.families import read_shape
 from tests.family_models import save_model
 
@@ -105,10 +104,8 @@ def test_it_is_megatrons_published_form_of_a_gpt() -> None:
     shape, lengths = gpt(h, layers, vocab), [s] * batch
     visible = (s + 1) / 2
     published = 96 * batch * s * layers * h**2 * (1 + visible / (6 * h) + vocab / (16 * layers * h))
-    again = recomputed_flops(LearnerSection.model_validate({"recompute": {"uniform": 1}}), shape, lengths)
+    again = forward_flops(shape, lengths) - 2 * batch * s * h * vocab
     assert training_flops(shape, lengths) + again == pytest.approx(published, rel=1e-12)
-    head = 6 * batch * s * h * vocab
-    assert 3 * again + head == pytest.approx(training_flops(shape, lengths), rel=1e-12)
 
 
 LLAMA_405B = {"num_layers": 126, "hidden_size": 16384, "num_heads": 128, "num_kv_heads": 8, "head_dim": 128}
@@ -124,42 +121,6 @@ LLAMA_405B = {"num_layers": 126, "hidden_size": 16384, "num_heads": 128, "num_kv
 def test_a_token_costs_what_deepseek_published(shape: ModelShape, gigaflops: float) -> None:
     """arXiv:2505.09343, table 2: training of a token in sequences of 4,096, without draft layers."""
     assert training_flops(shape, [4096]) / 4096 / 1e9 == pytest.approx(gigaflops, rel=0.0105)
-
-
-def again_of(learner: dict[str, Any], shape: ModelShape) -> float:
-    return recomputed_flops(LearnerSection.model_validate(learner), shape, LENGTHS)
-
-
-def test_what_is_computed_again_is_counted_apart_and_by_hand() -> None:
-    shape, tokens = NAMED["deepseek-v3"], sum(LENGTHS)
-    pairs = sum(n * (n + 1) / 2 for n in LENGTHS)
-    scores = 2 * pairs * 128 * (192 + 128)
-    experts, shared, router = 6 * 7168 * 8 * 2048, 6 * 7168 * 2048, 2 * 7168 * 256
-    up = 2 * (1536 * 128 * 192 + 512 * 128 * 256)
-    torch_layers = {"device": "cuda", "layers": "torch"}
-    by_hand = {
-        "core_attn": 61 * scores,
-        "mla_up_proj": 61 * tokens * up,
-        "mlp": 3 * tokens * 6 * 7168 * 18432,
-        "moe": 58 * tokens * (experts + shared + router),
-        "shared_experts": 58 * tokens * shared,
-        "moe_act": 58 * tokens * experts * 2 / 3,
-    }
-    for module, wanted in by_hand.items():
-        assert again_of({**torch_layers, "recompute": {module: True}}, shape) == pytest.approx(wanted, rel=1e-12)
-    assert again_of({"device": "cuda", "recompute": {"moe_act": True}}, shape) == 0  # TransformerEngine's activation
-    assert again_of({"head_dtype": "float32"}, shape) == 2 * tokens * 7168 * 129280
-    assert again_of({}, shape) == 0
-    whole = forward_flops(shape, LENGTHS) - 2 * tokens * 7168 * 129280
-    assert again_of({"recompute": {"uniform": 1}}, shape) == pytest.approx(whole, rel=1e-12)
-    staged = {"pp": 2, "stage_layers": "31+30", "recompute": {"block": 3}}  # three dense layers, and three of experts
-    dense = scores + tokens * (6 * 7168 * 18432 + up + 2 * _down())
-    sparse = scores + tokens * (experts + shared + router + up + 2 * _down())
-    assert again_of(staged, shape) == pytest.approx(3 * dense + 3 * sparse, rel=1e-12)
-
-
-def _down() -> int:
-    return 7168 * 1536 + 7168 * (512 + 64) + 128 * 128 * 7168
 
 
 @pytest.mark.parametrize(
