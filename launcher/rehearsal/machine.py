@@ -10,7 +10,6 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -30,8 +29,6 @@ _GPU = {
     "throttled": "clocks_throttle_reasons.active",
 }
 """What nvidia-smi is asked of each GPU, by our names."""
-
-Answer = Mapping[str, float | int | str]
 
 
 def describe() -> dict[str, float | int | str]:
