@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from typing_extensions import override
 
 from rl_megatron.columns import TokenIds
 from rl_megatron.errors import ConfigError
+from rl_megatron.rollout.conversation.compiled import compiled
 from rl_megatron.rollout.conversation.messages import REASONING, ChatMessage, MessagesRefused, written_arguments
 from rl_megatron.rollout.conversation.templates import Rendered, Rewritten, Template, Tools, text_of, tokens_of_text
 
@@ -40,7 +41,8 @@ class ChatTemplate(Template):
     ) -> None:
         """With ``thinking="keep"`` rows go on where the template drops the thinking of turns and does nothing else.
 
-        Raises ConfigError for a tokenizer without a chat template, and for one that alters texts.
+        Raises ConfigError for a tokenizer without a chat template or with one that is no Jinja, and for one that alters
+        texts.
         """
         if not isinstance(tokenizer.chat_template, str):
             raise ConfigError(
@@ -52,8 +54,15 @@ class ChatTemplate(Template):
                 f"the model's tokenizer makes {back!r} of {sample!r}, so that what its template writes behind a turn "
                 "cannot be encoded alone; use a tokenizer that gives every text back as it was"
             )
-        self._tokenizer, self._thinking, self._options = tokenizer, thinking, dict(options or {})
-        source = tokenizer.chat_template
+        self._tokenizer, self._thinking, source = tokenizer, thinking, tokenizer.chat_template
+        try:
+            self._compiled = compiled(source)
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"line {error.lineno} of the model's chat template is no Jinja: {error.message}; mend it, or set "
+                "environment.template=plain"
+            ) from error
+        self._variables = {"documents": None, **tokenizer.special_tokens_map, **(options or {})}
         self._reasoning = [name for name in REASONING if name in source]
         self._asks_for_none = "content'] is none" in source or "content is none" in source
         self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
@@ -98,10 +107,9 @@ class ChatTemplate(Template):
             forms.append([written_arguments(message) for message in shown])
         for form in forms:
             try:
-                text = self._tokenizer.apply_chat_template(
-                    form, tools=list(tools) or None, tokenize=False, add_generation_prompt=opened, **self._options
+                return self._compiled.render(
+                    self._variables, messages=form, tools=list(tools) or None, add_generation_prompt=opened
                 )
-                return str(text)
             except _RAISED as error:
                 reason = f"{type(error).__name__}: {error}"
         raise MessagesRefused(f"the model's chat template refuses these messages: {reason}")
