@@ -253,7 +253,7 @@ class Roles:
     """``policy``, and ``critic`` where the algorithm has one."""
     frozen: Mapping[str, FrozenModel]
     """``reference`` where there is one, and ``teacher_<name>`` of each of ``algorithm.kl.teachers``, on ranks or behind
-    servers."""
+    servers; ``reward_<name>`` of each of ``reward_models``, which rewards ask while engines sample."""
     engine: RolloutEngine
     weights: WeightSync
     together: Sequence[Together] = ()

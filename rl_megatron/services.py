@@ -1,12 +1,19 @@
-"""Where the services of a run are: filled in as they start, asked by rewards and environments."""
+"""Where the services of a run are, and its reward models on ranks: filled in as they start, asked by rewards and
+environments."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
 
+from rl_megatron.config.sections.reward import RankedModelSection
 from rl_megatron.config.sections.services import ServiceSection
 from rl_megatron.errors import ServiceError
+
+TextScores: TypeAlias = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[float]]]
+"""A reward model's scores of texts, given the tokens of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +27,16 @@ class ServiceAddress:
 class Services:
     """The services of one run by their names. Replicas take turns."""
 
-    def __init__(self, sections: Mapping[str, ServiceSection] | None = None) -> None:
+    def __init__(
+        self,
+        sections: Mapping[str, ServiceSection] | None = None,
+        reward_models: Mapping[str, RankedModelSection] | None = None,
+    ) -> None:
         self._serving: dict[str, dict[int, ServiceAddress]] = {name: {} for name in sections or {}}
         self._turns = dict.fromkeys(self._serving, 0)
+        self._scores: dict[str, TextScores] = {}
+        self.reward_models: Mapping[str, Path] = {name: one.path for name, one in (reward_models or {}).items()}
+        """The folders of the reward models that ranks will hold, by their names."""
 
     @property
     def names(self) -> Iterable[str]:
@@ -50,3 +64,13 @@ class Services:
     def stopped(self, name: str, replica: int) -> None:
         """A replica has ended."""
         self._serving[name].pop(replica, None)
+
+    def scores(self, name: str) -> TextScores:
+        """How to ask the reward model on ranks of that name. Raises ServiceError if they have not loaded it."""
+        if name not in self._scores:
+            raise ServiceError(f"no ranks have loaded the reward model {name!r:.80} yet")
+        return self._scores[name]
+
+    def holds(self, name: str, scores: TextScores) -> None:
+        """Ranks have loaded a reward model."""
+        self._scores[name] = scores

@@ -8,13 +8,14 @@ from functools import partial
 
 from launcher.build.data import Data
 from launcher.build.environment import demonstrations, made_environment
+from launcher.build.model import attention_cost
 from launcher.build.profiling import Profiling
 from launcher.build.roles import Parts
 from launcher.build.sampler import sampler_of, samplers_of_sets
 from launcher.build.written import written_job
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.sections.data import weights_of
-from rl_megatron.data.packing import causal_attention_cost, packer_of
+from rl_megatron.data.packing import packer_of
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
@@ -58,7 +59,7 @@ def loops_of(
     every = Pace(steps=config.train.steps, rows=1, evaluations=config.eval.every, checkpoints=saves.every)
     if not config.kind.samples:
         return None, looped(
-            job=written_job(parts, shape, roles, data, attention_cost=_attention_cost(shape)),
+            job=written_job(parts, shape, roles, data, attention_cost=attention_cost(shape)),
             pace=every,
             profiled=profiling.step,
         )
@@ -84,7 +85,7 @@ def _sampling(
         section=config.eval,
         last_step=config.train.steps,
     )
-    attention_cost = _attention_cost(shape)
+    cost = attention_cost(shape)
     at_peak = seconds_at_peak(shape, roles.gpus)
     prompts = PromptStream(
         data.train,
@@ -96,7 +97,7 @@ def _sampling(
     update = (WaveUpdate if config.train.stream_micro_batches else Update)(
         config=config,
         roles=roles,
-        attention_cost=attention_cost,
+        attention_cost=cost,
         seconds_at_peak=at_peak,
         training_flops=partial(training_flops, shape),
         tracked=None if prompts.table is None else prompts.table.value_of,
@@ -110,7 +111,7 @@ def _sampling(
         evaluation=evaluation,
         supervised=SupervisedSteps(
             learner=roles.policy,
-            packer=packer_of(config.learner, attention_cost=attention_cost),
+            packer=packer_of(config.learner, attention_cost=cost),
             optimizer_steps=update.policy_steps,
         ),
     )
@@ -128,11 +129,4 @@ def _sampling(
         recorder=recorder,
         route=route_of(config).name,
         beside=beside if config.eval.mode != "blocking" else None,
-    )
-
-
-def _attention_cost(shape: ModelShape) -> float:
-    return causal_attention_cost(
-        linear_parameters=shape.active_parameters,
-        attention_width=shape.num_layers * shape.num_heads * shape.head_dim,
     )

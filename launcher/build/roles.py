@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.build.data import Data, load_data
-from launcher.build.model import starting_folder
+from launcher.build.model import attention_cost, starting_folder
 from launcher.control.listener import Control
 from launcher.hosts.local import LocalLauncher
 from launcher.hosts.more_sites import MoreHere, MoreOnNodes
@@ -22,18 +22,21 @@ from launcher.runs.stop import Stop
 from launcher.servers.engines import adapter_of
 from launcher.servers.launcher import ServedLauncher
 from launcher.servers.site import HERE, MoreSites
+from rl_megatron.config.beside import ranked_rewards
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.services import teacher_role
+from rl_megatron.data.packing import packer_of
 from rl_megatron.errors import ConfigError
-from rl_megatron.interfaces import Launcher, RewardFunction, Roles
+from rl_megatron.interfaces import Launcher, RewardFunction, Roles, unheard
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.progress import Progress
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.rollout.teachers import Teacher
 from rl_megatron.services import Services
+from rl_megatron.training.scores.reward_models import RankedScores
 from rl_megatron.training.tasks import unless_stopped
 from rl_megatron.weights.layouts.families import read_shape
-from rl_megatron.weights.layouts.learner import job_shape
+from rl_megatron.weights.layouts.learner import job_shape, role_shape
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +86,20 @@ async def _start(
     roles = await starting
     if served := await _served_teachers(stack, parts, shape, progress):
         roles = replace(roles, frozen={**roles.frozen, **served})
+    await load_reward_models(config, shape, roles, parts.services, progress.note)
     return roles, data, shape
+
+
+async def load_reward_models(
+    config: RunConfig, shape: ModelShape, roles: Roles, services: Services, tell: Callable[[str], None] = unheard
+) -> None:
+    """Have ranks load the reward models, before any job asks for a reward. The policy has ``shape``."""
+    for role, name in ranked_rewards(config).items():
+        tell(f"loading the reward model {name}")
+        model, sizes = roles.frozen[role], role_shape(config, shape, role)
+        await model.start_from(config.reward_models[name].path)
+        packer = packer_of(config.learner_of(role), attention_cost=attention_cost(sizes))
+        services.holds(name, RankedScores(model=model, packer=packer))
 
 
 async def _served_teachers(

@@ -37,7 +37,7 @@ def train(
     if check:
         print(findings.describe())
         return
-    services = Services(named.services)
+    services = Services(named.services, named.reward_models)
     reward = resolve_rewards(named.reward, named.own_rewards, named.sandbox, services)
     for line in findings.notes():
         print(line, flush=True)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
-from rl_megatron.config.beside import frozen_folders, in_words_of, separate
+from rl_megatron.config.beside import frozen_folders, in_words_of, ranked_rewards, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.errors import ConfigError, RLMegatronError
@@ -33,7 +33,10 @@ def check(subject: Subject) -> Iterator[Found]:
     if subject.config.kind.scores:
         yield from _classifier(subject)
     for role, (folder, key) in frozen_folders(subject.config).items():
-        if folder is not None:
+        if role in ranked_rewards(subject.config):
+            assert folder is not None
+            yield from _scoring(subject, role, folder, key)
+        elif folder is not None:
             yield from _frozen(subject, role, folder, key)
     for name, one in subject.config.algorithm.kl.teachers.items():
         if one.server is not None:
@@ -127,14 +130,34 @@ def _frozen(subject: Subject, role: str, folder: Path, key: str) -> Iterator[Fou
     elif too_long := length_problem(shape, config.named_longest, config.longest_sequence):
         yield problem(f"{given}: {too_long}")
     else:
-        try:
-            role_layout(config, own, role)
-            refuse(shape, config.learner_of(role))
-        except ConfigError as error:
-            said = in_words_of(config, role, str(error))
-            yield problem("\n".join(f"{given}: {line}" for line in said.splitlines()))
+        yield from _laid_out(config, own, shape, role, given)
     yield from _weights(folder, key)
     yield from _same_tokens(subject.model_folder, folder, key)
+
+
+def _scoring(subject: Subject, role: str, folder: Path, key: str) -> Iterator[Found]:
+    """Yields why ranks cannot score texts with a reward model: its sizes, its files, its own tokenizer."""
+    config, own, given = subject.config, subject.shape, f"{key}={folder}"
+    shape = role_shape(config, own, role)
+    if not has_tokenizer(folder):
+        yield problem(f"{given}: it has no tokenizer, which its texts are read by; copy it from its base model")
+    elif (ids := _token_ids(folder)) and (most := max(ids.values())) >= shape.vocab_size:
+        yield problem(
+            f"{given}: its tokenizer has a token {most}, and its embedding {shape.vocab_size} rows; give the tokenizer "
+            "that it was trained with"
+        )
+    yield from _laid_out(config, own, shape, role, given)
+    yield from _weights(folder, key)
+
+
+def _laid_out(config: RunConfig, own: ModelShape, shape: ModelShape, role: str, given: str) -> Iterator[Found]:
+    """Yields why the ranks of a role cannot hold its model, whose key and folder are ``given``."""
+    try:
+        role_layout(config, own, role)
+        refuse(shape, config.learner_of(role))
+    except ConfigError as error:
+        said = in_words_of(config, role, str(error))
+        yield problem("\n".join(f"{given}: {line}" for line in said.splitlines()))
 
 
 _BESIDE_SIZES = {"family_at", "max_positions", "draft_layers", "stacked_drafts", "beside"}

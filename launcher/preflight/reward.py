@@ -14,7 +14,7 @@ from launcher.processes import limits
 from rl_megatron.config.sections.data import data_sources, name_of
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.eval import RunData
-from rl_megatron.config.sections.reward import RewardSection, reward_key
+from rl_megatron.config.sections.reward import RANKS, RewardSection, reward_key
 from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.data.problems.prompts import first_problem
 from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_environment
@@ -99,6 +99,7 @@ def _of(subject: Subject, section: RewardSection, source: str) -> Iterator[Found
     if other is not None and any(":" in name for name in functions):
         yield unchecked(f"the reward, in {other}")
         return
+    models += [name for name in functions if name.startswith(RANKS)]
     if models:
         yield unchecked(f"the reward model {', '.join(models)}")
         return

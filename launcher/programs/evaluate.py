@@ -30,6 +30,7 @@ from rl_megatron.evaluation.sets import ProblemSet, measure
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.observability.intervals import Interval
 from rl_megatron.observability.log import run_log
+from rl_megatron.rewards.classifiers.on_ranks import scored_here
 from rl_megatron.rewards.registry import resolve_rewards
 from rl_megatron.services import Services
 from rl_megatron.weights.boxes import Shape
@@ -73,7 +74,8 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
 async def _measured(
     config: RunConfig, engine: RolloutEngine, data: Data, services: Services, *, vocab_size: int
 ) -> dict[str, SetResult]:
-    judge = resolve_rewards(config.reward, config.own_rewards, config.sandbox, services)
+    rewards = {name: scored_here(one, config.reward_models) for name, one in config.own_rewards.items()}
+    judge = resolve_rewards(scored_here(config.reward, config.reward_models), rewards, config.sandbox, services)
     made = made_environment(config, services)
     sampler = sampler_of(config, made, engine, judge, data, vocab_size=vocab_size, services=services)
     own = samplers_of_sets(config, engine, data, vocab_size=vocab_size, services=services)

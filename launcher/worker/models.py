@@ -1,8 +1,8 @@
 """The models that one rank holds, by role. All calls but ``written`` and ``verify`` are collective: every rank of the
 world makes them.
 
-The roles are "policy" and "critic", which are trained, "reference" and those of teachers. The learner's ranks hold all
-roles that do not have their own ranks.
+The roles are "policy" and "critic", which are trained, "reference", and those of teachers and reward models. The
+learner's ranks hold all roles that do not have their own ranks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Rules of what runs beside the learner's ranks: services, who asks one and where it is; teachers, who may be services;
-and roles with ranks of their own."""
+reward models; and roles with ranks of their own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.sections.learner import RoleLayoutSection
+from rl_megatron.config.sections.reward import RANKS, REWARD, reward_key
 from rl_megatron.config.sections.services import SERVICE, TEACHER, TeacherSection, teacher_role
 from rl_megatron.options.table import problems as option_problems
 
@@ -22,9 +23,14 @@ def taught_on_ranks(c: RunConfig) -> dict[str, TeacherSection]:
     return {teacher_role(name): one for name, one in teachers.items() if one.server is None}
 
 
+def ranked_rewards(c: RunConfig) -> dict[str, str]:
+    """The names of the reward models on ranks, by their roles."""
+    return {f"{REWARD}{name}": name for name in c.reward_models} if c.kind.samples else {}
+
+
 def separate(c: RunConfig) -> tuple[str, ...]:
     """The roles with ranks of their own, in the order of a job's nodes."""
-    return (*c.roles.separate, *taught_on_ranks(c))
+    return (*c.roles.separate, *taught_on_ranks(c), *ranked_rewards(c))
 
 
 def frozen_folders(c: RunConfig) -> dict[str, tuple[Path | None, str]]:
@@ -34,7 +40,10 @@ def frozen_folders(c: RunConfig) -> dict[str, tuple[Path | None, str]]:
         role: (one.path, f"algorithm.kl.teachers.{role.removeprefix(TEACHER)}.path")
         for role, one in taught_on_ranks(c).items()
     }
-    return ({"reference": (c.reference, c.reference_key)} if c.needs_reference else {}) | of_teachers
+    of_rewards = {
+        role: (c.reward_models[name].path, f"reward_models.{name}.path") for role, name in ranked_rewards(c).items()
+    }
+    return ({"reference": (c.reference, c.reference_key)} if c.needs_reference else {}) | of_teachers | of_rewards
 
 
 def problems_of_services(c: RunConfig) -> Iterator[str]:
@@ -63,6 +72,26 @@ def problems_of_services(c: RunConfig) -> Iterator[str]:
             f"services.{unasked[0]}: nothing asks it; set reward.function={SERVICE}{unasked[0]}/path, or an "
             f"environment.function that takes services, or algorithm.kl.teachers.<name>.server={SERVICE}{unasked[0]}, "
             "or leave it out"
+        )
+
+
+def problems_of_ranked_rewards(c: RunConfig) -> Iterator[str]:
+    """A line for each reward model on ranks that nobody asks, or that is asked and not there or too small."""
+    if not c.kind.samples:
+        return
+    rewards = {"reward": c.reward} | {reward_key(name): one for name, one in c.own_rewards.items()}
+    named = [(key, name) for key, one in rewards.items() for name in one.functions.values() if name.startswith(RANKS)]
+    asked = {name.removeprefix(RANKS): key for key, name in named}
+    for name in sorted(asked.keys() - set(c.reward_models)):
+        known = ", ".join(c.reward_models) or "none"
+        yield f"{asked[name]}.function={RANKS}{name:.80}: reward_models has {known}; give reward_models.{name:.80}.path"
+    for name in sorted(set(c.reward_models) - asked.keys()):
+        yield f"reward_models.{name}: no reward asks it; set reward.function={RANKS}{name}, or leave it out"
+    longest, most = c.rollout.max_prompt_tokens + c.longest_completion, c.learner.max_tokens_per_micro_batch
+    if asked and longest > most:
+        yield (
+            f"learner.max_tokens_per_micro_batch={most} is less than the {longest} tokens of the longest prompt and "
+            "completion, those of eval.sets included, which reward_models score; raise it"
         )
 
 
@@ -127,8 +156,8 @@ def _of_layout(c: RunConfig, role: str) -> Iterator[str]:
     """What the layout of a role's own ranks breaks, and the learner's does not."""
     if role not in separate(c) and role not in ("critic", "reference"):
         yield (
-            f"roles.layouts.{role}: no teacher of algorithm.kl.teachers that ranks hold has this role; allowed: "
-            f"{', '.join(taught_on_ranks(c)) or 'none'}"
+            f"roles.layouts.{role}: no teacher of algorithm.kl.teachers, and none of reward_models, that ranks hold "
+            f"has this role; allowed: {', '.join((*taught_on_ranks(c), *ranked_rewards(c))) or 'none'}"
         )
     elif role not in separate(c):
         yield (

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rl_megatron.config.beside import problems_of_separate, problems_of_services, problems_of_teachers, separate
+from rl_megatron.config.beside import (
+    problems_of_ranked_rewards,
+    problems_of_separate,
+    problems_of_services,
+    problems_of_teachers,
+    separate,
+)
 from rl_megatron.config.environments import problems_of_environments
 from rl_megatron.config.evaluating import problems_of_evaluating
 from rl_megatron.config.keeping import problems_of_keeping
@@ -42,6 +48,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *problems_of_environments(config),
         *problems_of_services(config),
         *problems_of_teachers(config),
+        *problems_of_ranked_rewards(config),
         *problems_of_keeping(config),
         *problems_of_evaluating(config),
         *problems_of_job(config),

@@ -36,6 +36,7 @@ FREE: Mapping[str, bool] = {
     "environment.close_seconds": True,
     "sandbox": True,
     "services": True,
+    "reward_models": False,
     "algorithm": False,
     **{
         f"algorithm.kl.teachers.<name>.{key}": True

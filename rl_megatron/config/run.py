@@ -36,7 +36,7 @@ from rl_megatron.config.sections.jobs import (
 )
 from rl_megatron.config.sections.learner import LearnerSection, RolesSection
 from rl_megatron.config.sections.log import LogSection, ProfileSection
-from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.reward import RankedModelSection, RewardModelName, RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.config.sections.services import ServiceSection
@@ -169,6 +169,7 @@ class RunConfig(Section):
     environment: EnvironmentSection = EnvironmentSection()
     sandbox: SandboxSection = SandboxSection()
     services: Mapping[ServiceName, ServiceSection] = Field(default_factory=dict)
+    reward_models: Mapping[RewardModelName, RankedModelSection] = Field(default_factory=dict)
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
     learner: LearnerSection = LearnerSection()

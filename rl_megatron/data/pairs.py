@@ -42,13 +42,16 @@ def scored_pairs(
     encoded = iter(tokenizer(flat, add_special_tokens=add_special_tokens)["input_ids"] if flat else [])
     made = []
     for prompt, margin in zip(prompts, margins, strict=True):
-        better, worse = (_scored(prompt.id, next(encoded)) for _ in range(2))
+        better, worse = (scored_row(prompt.id, next(encoded)) for _ in range(2))
         made.append((replace(better, margin=margin), worse))
     return made
 
 
-def _scored(name: str, ids: Sequence[int]) -> WrittenRow:
-    """A position has its token as input and the next as target, so one more token puts the last among the inputs."""
+def scored_row(name: str, ids: Sequence[int]) -> WrittenRow:
+    """The text of the tokens ``ids``, masked in at the last one.
+
+    A position has its token as input and the next as target, so one more token puts the last among the inputs.
+    """
     if not ids:
         raise DataError(f"prompt {name!r}: a text of its pair has no token to score")
     return WrittenRow(id=name, token_ids=np.array([*ids, ids[-1]], np.int32), turns=((len(ids), len(ids) + 1),))

@@ -77,11 +77,15 @@ def make_frozen(
     top_k: int = 0,
     top_below: int = EXACT,
 ) -> MegatronScorer:
-    """As `make_policy`, without gradients, optimizer or CUDA graphs."""
+    """As `make_policy`, without gradients, optimizer or CUDA graphs; of a ``shape`` that scores a reward model."""
     shape, learner = replace(shape, drafts=False), learner.model_copy(update={"cuda_graphs": False})
     config = make_config(shape, learner)
     models = build_chunks(shape, learner, config)
-    head = _vocab_head(shape, learner, models, temperature, top_k=top_k, top_below=top_below)
+    if shape.scores:
+        put_layer(ScoreLayer, models, config)
+        head: Head = ValueHead()
+    else:
+        head = _vocab_head(shape, learner, models, temperature, top_k=top_k, top_below=top_below)
     chunks = [module.to(device).requires_grad_(False) for module in modules(config, models)]
     return MegatronScorer(shape, learner, device, models, head, chunks)
 

@@ -7,13 +7,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from rl_megatron.config.sections.reward import RewardSection, reward_key
+from rl_megatron.config.sections.reward import RANKS, RewardSection, reward_key
 from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.by_source import BySource
-from rl_megatron.rewards.classifier import ClassifierReward
+from rl_megatron.rewards.classifiers.in_process import ClassifierReward
+from rl_megatron.rewards.classifiers.on_ranks import RankedReward
 from rl_megatron.rewards.exact_match import exact_match
 from rl_megatron.rewards.final_number import final_number
 from rl_megatron.rewards.format import format_reward
@@ -60,8 +61,9 @@ def resolve_reward(
     """The reward function of a section, or of a ``reward.function`` with default options.
 
     A function is a registered name, an http:// or https:// URL, ``hf:<folder>`` of a sequence classifier (loaded here),
-    or ``package.module:function``. Your own takes (prompt, completions, texts) and returns one float per completion;
-    it may be ``async``, else it runs in a thread and may block. A section with parts becomes their weighted sum.
+    ``ranks:<name>`` of one on the run's ranks, or ``package.module:function``. Your own takes (prompt, completions,
+    texts) and returns one float per completion; it may be ``async``, else it runs in a thread and may block. A section
+    with parts becomes their weighted sum.
     Raises ConfigError that names the unknown function, after the section's ``key``, and the nearest known one.
     """
     section = RewardSection(function=reward) if isinstance(reward, str) else reward
@@ -84,6 +86,8 @@ def _function(name: str, section: RewardSection, key: str, sandbox: Sandbox, ser
         return PassedTests(section.tests, sandbox)
     if name.startswith(("http://", "https://", SERVICE)):
         return HttpReward(name, section.http, key=key, services=services)
+    if name.startswith(RANKS):
+        return RankedReward(name.removeprefix(RANKS), section.model, services, key=key)
     if name.startswith("hf:"):
         return ClassifierReward(Path(name.removeprefix("hf:")).expanduser(), section.model, key=key)
     if ":" in name:
@@ -96,7 +100,8 @@ def _function(name: str, section: RewardSection, key: str, sandbox: Sandbox, ser
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
             f"{key}={name!r:.200} is unknown; {hint}allowed: {', '.join(known)}, your own package.module:function, "
-            "an http:// or https:// URL, service:<name>/<path>, or hf:<folder of a sequence classifier>"
+            "an http:// or https:// URL, service:<name>/<path>, hf:<folder of a sequence classifier>, or "
+            "ranks:<name of reward_models>"
         )
     return REWARDS[name]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf
 
-from rl_megatron.config.beside import frozen_folders, separate
+from rl_megatron.config.beside import frozen_folders, ranked_rewards, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.config.sections.rollout import ServerSection
@@ -195,10 +195,8 @@ def rl_step(
     parts = {"training": sum(training.values())}
     if config.algorithm.old_logprobs == "learner":
         parts["log-probs"] = forward_seconds(work, batches, constants)
-    others = {
-        role: learner_work(config.of_role(role), role_shape(config, shape, role), gpu, mean)
-        for role in ("critic", *frozen_folders(config))
-    }
+    at_steps = [role for role in ("critic", *frozen_folders(config)) if role not in ranked_rewards(config)]
+    others = {role: learner_work(config.of_role(role), role_shape(config, shape, role), gpu, mean) for role in at_steps}
     parts |= _others(config, others, parts, constants)
     section = config.rollout.server
     server = server_shape(config, section, weights_served(config, shape), shape, gpu)
@@ -239,10 +237,11 @@ def _others(
     config: RunConfig, works: Mapping[str, LearnerWork], parts: Mapping[str, float], constants: Constants | None
 ) -> dict[str, float]:
     """Seconds of frozen models and a critic, by their ``works``: on ranks of their own they compute beside the policy,
-    and the step waits for what is longer; each teacher is counted as if it judged all that is sampled."""
+    and the step waits for what is longer; each teacher is counted as if it judged all that is sampled. Reward
+    models score while servers sample."""
     out, beside, batches = dict[str, float](), parts.get("log-probs", 0.0), config.train.minibatches
     forward = {role: forward_seconds(one, batches, constants) for role, one in works.items()}
-    for role in frozen_folders(config):
+    for role in (role for role in works if role != "critic"):
         out[role] = max(0.0, forward[role] - beside) if role in separate(config) else forward[role]
         beside += out[role]
     if config.algorithm.needs_critic:

@@ -24,7 +24,7 @@ from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.reward import RewardModelSection
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.observability.metrics.table import deterministic
-from rl_megatron.rewards.classifier import ClassifierReward
+from rl_megatron.rewards.classifiers.in_process import ClassifierReward
 from tests.e2e.processes import Place, Run
 from tests.e2e.trl_values import assert_as_trl
 from tests.unit.observability.report_pages import Page

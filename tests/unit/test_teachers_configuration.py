@@ -55,8 +55,8 @@ def test_ranks_hold_no_reference_beside_them() -> None:
         ([f"{KEY}.a.server={URL}", f"{KEY}.a.path=tests"], f"server={URL} without engine; give engine=vllm or sglang"),
         (
             [*held("a"), "roles.layouts.teacher_b.tp=2"],
-            "roles.layouts.teacher_b: no teacher of algorithm.kl.teachers that ranks hold has this role; allowed: "
-            "teacher_a",
+            "roles.layouts.teacher_b: no teacher of algorithm.kl.teachers, and none of reward_models, that ranks hold "
+            "has this role; allowed: teacher_a",
         ),
         ([*teacher("a"), "roles.layouts.teacher_a.tp=2"], "that ranks hold has this role; allowed: none"),
         ([*held("a"), "roles.layouts.teacher_a.vpp=2"], "roles.layouts.teacher_a.vpp=2 needs a pipeline"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rl_megatron.config.reads.algorithm import unread_of_algorithm
 from rl_megatron.config.reads.leaves import does_nothing, is_in, leaves_of
 from rl_megatron.config.sections.data import FileKeys, MixtureData, data_sources
-from rl_megatron.config.sections.reward import reward_key
+from rl_megatron.config.sections.reward import RANKS, reward_key
 from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.config.sections.weights import TRANSPORT_KINDS
 from rl_megatron.section import Section
@@ -116,5 +116,9 @@ def _reward_options(reward: RewardSection) -> dict[str, bool]:
         "length": "length" in names,
         "tests": "tests" in names,
         "http": any(name.startswith(("http://", "https://", SERVICE)) for name in names),
-        "model": any(name.startswith("hf:") for name in names),
+        "model": any(name.startswith(("hf:", RANKS)) for name in names),
+        **{
+            f"model.{key}": any(name.startswith("hf:") for name in names)
+            for key in ("label", "batch_size", "device", "dtype")
+        },
     }

@@ -107,12 +107,12 @@ class LearnerSection(  # pydantic takes the keys of the last base first
 
 
 class RoleLayoutSection(ReplicaKeys, ExpertKeys, PipelineKeys, TensorKeys):
-    """The layout of the ranks of a separate ``critic`` or ``reference``, or of a teacher that ranks hold
-    (``teacher_<name>``), in place of the learner's. A key that is not given has the default of ``learner``, not its
-    value."""
+    """The layout of the ranks of a separate ``critic`` or ``reference``, or of a teacher or a reward model that ranks
+    hold (``teacher_<name>``, ``reward_<name>``), in place of the learner's. A key that is not given has the default of
+    ``learner``, not its value."""
 
 
-SeparateRole = Annotated[str, Field(pattern=r"^(critic|reference|teacher_[a-z][a-z0-9_]*)$")]
+SeparateRole = Annotated[str, Field(pattern=r"^(critic|reference|(teacher|reward)_[a-z][a-z0-9_]*)$")]
 
 
 class RolesSection(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -79,7 +80,10 @@ class HttpSection(Section):
 
 
 class RewardModelSection(Section):
-    """Options of a Hugging Face sequence classifier (``hf:<folder>``) as a reward (docs/rewards.md)."""
+    """Options of a Hugging Face sequence classifier (``hf:<folder>``, ``ranks:<name>``) as a reward (docs/rewards.md).
+
+    On ranks ``learner`` says the rest: only ``chat_template`` and ``max_tokens`` are read.
+    """
 
     label: str | None = None
     """Label whose probability is the reward; null: the logit of the only label."""
@@ -93,6 +97,21 @@ class RewardModelSection(Section):
     """Device of the model, as torch names it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the model's parameters."""
+
+
+RANKS = "ranks:"
+"""Begins the name of a reward model on ranks, as in ranks:judge."""
+REWARD = "reward_"
+"""How roles of reward models begin."""
+RewardModelName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+
+
+class RankedModelSection(Section):
+    """A reward model on ranks of its own, in the learner's layout or that of ``roles.layouts.reward_<name>``, which
+    ``reward.function=ranks:<name>`` asks (docs/rewards.md)."""
+
+    path: Path
+    """Hugging Face folder of a sequence classifier with one label and its tokenizer, as job=reward_model exports it."""
 
 
 class TestsSection(Section):
@@ -114,7 +133,7 @@ class RewardSection(Section):
 
     function: str = _DEFAULT
     """exact_match, final_number, math_verify, format, length, tests, an http(s) URL, service:<name>/<path>,
-    hf:<folder> or module:function."""
+    hf:<folder>, ranks:<name> of reward_models, or module:function."""
     parts: Mapping[PartName, RewardPart] = Field(default_factory=dict)
     steps: bool = False
     """Whether ``function``, of your own, may return rewards of a completion's steps with their ends, which

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from rl_megatron.config.sections.reward import REWARD
 from rl_megatron.config.sections.services import TEACHER
 from rl_megatron.section import NonNegative, Positive, PositiveFloat, Section
 
@@ -134,7 +135,8 @@ class SlurmSection(Section):
     reference: ReferenceNodesSection = ReferenceNodesSection()
     heterogeneous: bool = False
     """Whether each role with nodes of its own is a component of a heterogeneous job; if not, all nodes are alike, and
-    the learner, the critic, the reference, teachers, the services and the engine servers take theirs in this order."""
+    the learner, the critic, the reference, teachers, reward models, the services and the engine servers take theirs in
+    this order."""
     cpus_per_task: Positive | None = None
     """CPU cores of each rank."""
     memory_per_node: Word | None = None
@@ -198,8 +200,9 @@ class SlurmSection(Section):
         return self.gpus_of("engines")
 
     def alone(self, role: str) -> RoleNodesSection:
-        """The section of the role's own nodes; those of teachers are as the learner's."""
-        section: RoleNodesSection = _LIKE_THE_LEARNERS if role.startswith(TEACHER) else getattr(self, role)
+        """The section of the role's own nodes; those of teachers and of reward models are as the learner's."""
+        like = role.startswith((TEACHER, REWARD))
+        section: RoleNodesSection = _LIKE_THE_LEARNERS if like else getattr(self, role)
         return section
 
     def gpus_of(self, role: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from rl_megatron.config.beside import frozen_folders, in_words_of
+from rl_megatron.config.beside import frozen_folders, in_words_of, ranked_rewards
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
@@ -58,9 +58,9 @@ def shape_with_drafts(config: RunConfig, shape: ModelShape) -> ModelShape:
 
 
 def role_shape(config: RunConfig, shape: ModelShape, role: str, base: Path | None = None) -> ModelShape:
-    """The sizes of the model on the ranks of ``role``: a separate reference and teachers have those of their folders,
-    paths from ``base`` (the working directory), all others the policy's ``shape``, which alone has draft layers. Raises
-    ConfigError as readers do."""
+    """The sizes of the model on the ranks of ``role``: a separate reference, teachers and reward models have those of
+    their folders, paths from ``base`` (the working directory), all others the policy's ``shape``, which alone has draft
+    layers. Raises ConfigError as readers do."""
     folder, key = frozen_folders(config).get(role, (None, ""))
     if folder is None:
         return replace(shape, drafts=False) if role in ("reference", "critic") else shape
@@ -68,6 +68,13 @@ def role_shape(config: RunConfig, shape: ModelShape, role: str, base: Path | Non
         found = read_shape((base or Path()) / folder, config.learner.model)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{key}=")) from error
+    if role in ranked_rewards(config):
+        if found.scores:
+            return found
+        raise ConfigError(
+            f"{key}={folder} is no sequence classifier, so it has no score; give the folder that job=reward_model "
+            "exported, or another ...ForSequenceClassification"
+        )
     if found.scores:
         raise ConfigError(
             f"{key}={folder} is a sequence classifier, which has no log-probs to compare with; give a "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_megatron.config.sections.reward import RewardModelSection
 from rl_megatron.errors import ConfigError
+from rl_megatron.rewards.classifiers.texts import classifier_texts
 from rl_megatron.rewards.threads import in_daemon_thread
 from rl_megatron.types import Completion, Prompt, Scored
 
@@ -29,14 +30,10 @@ class ClassifierReward:
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{where}: it has no config.json; give the folder of a Hugging Face sequence classifier")
         self._section = section
-        self._model, self._tokenizer = _load(folder, section, where)
+        self._model = _load(folder, section, where)
         self._pad: int | None = self._model.config.pad_token_id  # None: a text's last token is read, whichever it is
         self._label = _label(self._model.config, section.label, where)
-        if section.chat_template and not self._tokenizer.chat_template:
-            raise ConfigError(
-                f"reward.model.chat_template=true, but the tokenizer of {folder} has no chat template; set it to false"
-            )
-        self._max_tokens = _max_tokens(self._model.config, self._tokenizer, section.max_tokens, where)
+        self._texts = classifier_texts(folder, section, self._model.config, where)
         self._turn = asyncio.Semaphore(1)
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
@@ -56,12 +53,7 @@ class ClassifierReward:
         """Rewards [len(texts)] float32."""
         import torch
 
-        rows: list[list[int]] = self._tokenizer(
-            [self._whole(prompt, text) for text in texts],
-            add_special_tokens=not self._section.chat_template,  # the template writes its own
-            truncation=True,
-            max_length=self._max_tokens,
-        )["input_ids"]
+        rows = self._texts.rows(prompt, texts)
         longest = max(map(len, rows))
         pad = self._model.config.pad_token_id = _padding(rows) if self._pad is None else self._pad
         ids = [[*row, *[pad] * (longest - len(row))] for row in rows]
@@ -70,23 +62,16 @@ class ClassifierReward:
         logits: Tensor = self._model(input_ids=placed[0], attention_mask=placed[1]).logits.float()
         return (logits[:, 0] if self._section.label is None else logits.softmax(-1)[:, self._label]).cpu()
 
-    def _whole(self, prompt: str, text: str) -> str:
-        if not self._section.chat_template:
-            return prompt + text
-        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
-        return str(self._tokenizer.apply_chat_template(turns, tokenize=False))
 
-
-def _load(folder: Path, section: RewardModelSection, where: str) -> tuple[Any, Any]:
-    """The classifier in evaluation mode on its device, and its tokenizer."""
+def _load(folder: Path, section: RewardModelSection, where: str) -> Any:
+    """The classifier in evaluation mode on its device."""
     import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
 
     try:
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=getattr(torch, section.dtype), output_loading_info=True, local_files_only=True
         )
-        tokenizer = AutoTokenizer.from_pretrained(folder, truncation_side="left", local_files_only=True)
         model = model.to(section.device).eval()
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # RuntimeError: a missing device
         raise ConfigError(f"{where} on reward.model.device={section.device}: {error}") from error
@@ -95,7 +80,7 @@ def _load(folder: Path, section: RewardModelSection, where: str) -> tuple[Any, A
             f"{where}: its files lack {', '.join(sorted(loading['missing_keys']))}, so these weights would be random; "
             "give a folder that was saved as a sequence classifier"
         )
-    return model, tokenizer
+    return model
 
 
 def _padding(rows: Sequence[Sequence[int]]) -> int:
@@ -116,11 +101,3 @@ def _label(config: Any, wanted: str | None, where: str) -> int:
     if wanted not in labels:
         raise ConfigError(f"reward.model.label={wanted!r}: {where} has the labels {', '.join(labels)}")
     return labels[wanted]
-
-
-def _max_tokens(config: Any, tokenizer: Any, wanted: int | None, where: str) -> int:
-    known = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]  # either may be smaller
-    most = min(int(limit) for limit in known if limit is not None)
-    if wanted is not None and wanted > most:
-        raise ConfigError(f"reward.model.max_tokens={wanted}: {where} reads at most {most}; set that, or null")
-    return wanted or most

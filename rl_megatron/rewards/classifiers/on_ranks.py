@@ -1,0 +1,71 @@
+"""A reward model on ranks of the run: the score that ``hf:`` of its folder has, computed by the learner's code."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_megatron.config.sections.reward import RANKS, RankedModelSection, RewardModelSection, RewardSection
+from rl_megatron.errors import ConfigError
+from rl_megatron.rewards.classifiers.texts import classifier_texts
+from rl_megatron.services import Services
+from rl_megatron.types import Completion, Prompt, Scored
+
+
+class RankedReward:
+    """Scores prompt and completion as one text, a group at a time, so that rewards do not depend on other groups.
+
+    Raises ConfigError for a name that is not among the reward models of ``services``, and for a folder without a
+    classifier of one label or without its tokenizer.
+    """
+
+    def __init__(self, name: str, section: RewardModelSection, services: Services, *, key: str) -> None:
+        where = f"{key}={RANKS}{name:.80}"
+        if name not in services.reward_models:
+            known = ", ".join(services.reward_models) or "none"
+            raise ConfigError(f"{where}: reward_models has {known}; give one of these, or reward_models.<name>.path")
+        folder = services.reward_models[name]
+        config = _config(folder, f"{where}: reward_models.{name}.path={folder}")
+        if config.num_labels != 1:
+            raise ConfigError(
+                f"{where}: the classifier in {folder} has {config.num_labels} labels, and ranks score by one alone; "
+                "give one with one label, or hf:<path> with reward.model.label"
+            )
+        self._name, self._services = name, services
+        self._texts = classifier_texts(folder, section, config, where)
+        self._pad: int | None = config.pad_token_id
+
+    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
+        """Waiting for other groups counts towards ``reward.timeout_seconds``. Raises ServiceError before the ranks have
+        started."""
+        rows = await asyncio.to_thread(self._texts.rows, prompt.text, texts)
+        scores = await self._services.scores(self._name)([self._read(row) for row in rows])
+        return [Scored(total=score) for score in scores]
+
+    def _read(self, row: list[int]) -> list[int]:
+        """Up to the last token that is not the padding's, where transformers reads the score."""
+        last = next((at for at in reversed(range(len(row))) if row[at] != self._pad), 0)
+        return row[: last + 1]
+
+
+def scored_here(section: RewardSection, models: Mapping[str, RankedModelSection]) -> RewardSection:
+    """The reward of a command without ranks: its reward models are in this process, as ``hf:`` of their folders."""
+
+    def here(name: str | None) -> str | None:
+        if name is None or not name.startswith(RANKS):
+            return name
+        return f"hf:{models[name.removeprefix(RANKS)].path}"
+
+    parts = {name: one.model_copy(update={"function": here(one.function)}) for name, one in section.parts.items()}
+    return section.model_copy(update={"function": here(section.function), "parts": parts})
+
+
+def _config(folder: Path, where: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{where}: {error}") from error

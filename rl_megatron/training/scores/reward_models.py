@@ -1,0 +1,33 @@
+"""What a reward model on ranks of its own says of texts: the value of each one's last token."""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import to_thread
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rl_megatron.data.packing import Packer, unpack
+from rl_megatron.data.pairs import scored_row
+from rl_megatron.data.samples import written_samples
+from rl_megatron.interfaces import Scorer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedScores:
+    """Asks ``model``, whose ranks ``packer`` packs for, one call after the other: texts of one call alone share
+    micro-batches, so their scores do not depend on what else is scored."""
+
+    model: Scorer
+    packer: Packer
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def __call__(self, texts: Sequence[Sequence[int]]) -> list[float]:
+        """Raises DataError for a text that no micro-batch holds, and as `Scorer.score`."""
+        samples = await to_thread(written_samples, [scored_row("to score", ids) for ids in texts])
+        async with self.turn:
+            batch = await to_thread(self.packer.pack, samples)
+            said = await self.model.score(batch, frozenset({"values"}))
+            await self.model.forget()
+        values = await to_thread(unpack, batch, said["values"], samples)
+        return [float(value) for value in values[samples.mask]]
