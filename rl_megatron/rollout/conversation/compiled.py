@@ -28,7 +28,7 @@ def compiled(source: str) -> Template:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Gives and refuses what its base does, which asks anew at each lookup whether the attribute of a type is safe."""
+    """Gives and refuses what its base does, which asks at each lookup whether the attribute of a type is safe."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
