@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any
 
 from launcher.processes import stacks
 from launcher.processes.environment import of_one_order
@@ -140,7 +139,7 @@ def _serve(connection: Connection, worker: RankModels, calls: Calls) -> None:
 
 
 def say(
-    connection: Connection, status: str, value: Any, spent: Spent | None = None, timed: RankTimed | None = None
+    connection: Connection, status: str, value: object, spent: Spent | None = None, timed: RankTimed | None = None
 ) -> None:
     """Send one message to the controller, from any thread; ``spent`` and ``timed`` go with an answer."""
     message = messages.pack((status, value, spent, timed))

@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import signal
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from rl_megatron.sandbox import kernel
@@ -172,7 +173,7 @@ def _program(order: dict[str, Any], box: str, given: int, inputs: tuple[int, ...
         os._exit(127)
 
 
-def in_child(work: Any, tell: int) -> NoReturn:
+def in_child(work: Callable[[], object], tell: int) -> NoReturn:
     """Do ``work`` in a forked process, which never returns; what it raises is reported."""
     try:
         work()
