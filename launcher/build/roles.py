@@ -24,7 +24,7 @@ from launcher.servers.launcher import ServedLauncher
 from launcher.servers.site import HERE, MoreSites
 from rl_megatron.config.beside import ranked_rewards
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.services import teacher_role
+from rl_megatron.config.sections.teachers import teacher_role
 from rl_megatron.data.packing import packer_of
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import Launcher, RewardFunction, Roles, unheard

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from rl_megatron.config.sections.learner import RoleLayoutSection
 from rl_megatron.config.sections.reward import RANKS, REWARD, reward_key
-from rl_megatron.config.sections.services import SERVICE, TEACHER, TeacherSection, teacher_role
+from rl_megatron.config.sections.services import SERVICE
+from rl_megatron.config.sections.teachers import TEACHER, TeacherSection, teacher_role
 from rl_megatron.options.table import problems as option_problems
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from rl_megatron.config.sections.services import SERVICE, TeacherSection
+from rl_megatron.config.sections.services import SERVICE
+from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.errors import ConfigError, EngineError, ServiceError
 from rl_megatron.interfaces import FrozenModel
 from rl_megatron.rollout.servers.adapter import Sampling

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from rl_megatron.config.sections.services import TeacherName, TeacherSection
+from rl_megatron.config.sections.teachers import TeacherName, TeacherSection
 from rl_megatron.section import Fraction, NonNegativeFloat, Positive, PositiveFloat, Section
 
 

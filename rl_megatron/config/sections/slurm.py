@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from rl_megatron.config.sections.reward import REWARD
-from rl_megatron.config.sections.services import TEACHER
+from rl_megatron.config.sections.teachers import TEACHER
 from rl_megatron.section import NonNegative, Positive, PositiveFloat, Section
 
 Line = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\n\r]*$")]

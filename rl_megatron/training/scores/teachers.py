@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.services import TeacherSection, teacher_role
+from rl_megatron.config.sections.teachers import TeacherSection, teacher_role
 from rl_megatron.types import Samples, Want
 
 

@@ -17,7 +17,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileRunData, FileSource
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.config.sections.services import TeacherSection
+from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.digests import digests
 from rl_megatron.errors import CheckpointError
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState

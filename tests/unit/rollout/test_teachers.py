@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl_megatron.config.sections.services import ServiceSection, TeacherSection
+from rl_megatron.config.sections.services import ServiceSection
+from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.packing import Packer, unpack
 from rl_megatron.data.samples import to_samples
 from rl_megatron.errors import EngineError

@@ -1,0 +1,73 @@
+"""The entries of ``algorithm.kl.teachers``: models that judge what the policy samples, on ranks or behind servers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from rl_megatron.config.sections.services import SERVICE, is_plain_address
+from rl_megatron.section import LISTED, NonNegative, OwnCode, Positive, PositiveFloat, Section
+
+TeacherName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+
+
+def _of_server(text: str) -> str:
+    if not re.fullmatch(re.escape(SERVICE) + r"[a-z][a-z0-9_]*", text) and not is_plain_address(text):
+        raise PydanticCustomError("server", "Input should be service:<name> or http://host:port, without user or path")
+    return text
+
+
+TEACHER = "teacher_"
+"""How roles of teachers begin."""
+
+
+def teacher_role(name: str) -> str:
+    """The role of a teacher among a run's models, and of its ranks."""
+    return f"{TEACHER}{name}"
+
+
+class TeacherSection(Section):
+    """A model that judges what the policy samples (docs/distillation.md), on ranks of its own or behind a server of an
+    engine."""
+
+    server: Annotated[str, AfterValidator(_of_server)] | None = None
+    """service:<name> of ``services``, or http(s)://host:port of a server that runs already; null: ranks of the run's
+    own hold it, in the learner's layout or that of ``roles.layouts.teacher_<name>``."""
+    engine: Literal["vllm", "sglang"] | OwnCode | None = None
+    """What the server is: vllm, sglang, or ``package.module:Class``, an engine of your own; null without a server."""
+    path: Path
+    """Hugging Face folder of the teacher; of one behind a server, config.json and tokenizer.json are read here."""
+    weight: PositiveFloat = 1.0
+    """Weight of its log-probs among those of all teachers of a prompt, which add up to 1."""
+    sources: Annotated[tuple[str, ...], LISTED] = ()
+    """The sources of ``data.sources`` whose prompts it judges; none: all."""
+    token_file: Path | None = None
+    """File with the bearer token of a server that runs already; a service has a key of its own."""
+    concurrency: Positive = 64
+    """Most sequences in flight."""
+    timeout_seconds: PositiveFloat = 600.0
+    """Time limit of one attempt at a sequence."""
+    retries: NonNegative = 5
+    """Most retries of a sequence, after 1, 2, 4, ... seconds; after that the run ends."""
+
+    @model_validator(mode="after")
+    def _of_one_place(self) -> Self:
+        of_server = ("engine", "token_file", "concurrency", "timeout_seconds", "retries")
+        fields = type(self).model_fields
+        given = [key for key in of_server if getattr(self, key) != fields[key].default] if self.server is None else []
+        if given:
+            raise ValueError(
+                f"{given[0]}={getattr(self, given[0])} without a server: the run's own ranks hold this teacher; give "
+                f"server, or leave {given[0]} out"
+            )
+        if self.server is None:
+            return self
+        if self.engine is None:
+            raise ValueError(f"server={self.server} without engine; give engine=vllm or sglang, which serves there")
+        if self.token_file is not None and self.server.startswith(SERVICE):
+            raise ValueError(f"token_file={self.token_file}: {self.server} has a key of its own; leave token_file out")
+        return self
