@@ -3,7 +3,6 @@ ranks need."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shlex
@@ -17,6 +16,7 @@ from launcher.preflight.subject import Found, Subject, problem, unchecked
 from launcher.processes import limits
 from rl_megatron.config.run import RunConfig
 from rl_megatron.placement.ranks import ranks_by_role
+from rl_megatron.weights.checks.libraries import torch_folder
 
 _SECONDS = 4.0  # the limit for the driver's answer
 _RANK_BYTES = 2**26  # the least that any rank needs: with tiny_cpu's model 117 MiB were measured
@@ -95,9 +95,8 @@ def _servers_on(subject: Subject) -> str:
 
 def torch_is_for_cpus() -> bool:
     """Whether torch's record of its build names no CUDA; False if it cannot be read."""
-    spec = importlib.util.find_spec("torch")
-    folders = spec.submodule_search_locations if spec is not None else None
-    record = Path(folders[0]) / "version.py" if folders else None
+    folder = torch_folder()
+    record = folder / "version.py" if folder else None
     return record is not None and record.is_file() and bool(re.search(r"^cuda\b.*= None$", record.read_text(), re.M))
 
 

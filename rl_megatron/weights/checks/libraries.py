@@ -123,7 +123,7 @@ def loaded_libraries() -> Libraries:
 
 def _libraries(nccl_of: Callable[[Path], Path | None]) -> Libraries:
     """``nccl_of`` gives the file to ask for NCCL's version, from torch's library of CUDA."""
-    own, folder = os.environ.get(_OWN), _torch_folder()
+    own, folder = os.environ.get(_OWN), torch_folder()
     version = _text(folder / "version.py") if folder else ""
     library = folder / "lib" / "libtorch_cuda.so" if folder else None
     nccl = nccl_of(library) if library and library.is_file() else None
@@ -167,7 +167,8 @@ def _nccl_to_load(library: Path) -> Path | None:
     return Path(line[1]) if line else None
 
 
-def _torch_folder() -> Path | None:
+def torch_folder() -> Path | None:
+    """Where this interpreter would import torch from, without importing it; None if it is not installed."""
     spec = importlib.util.find_spec("torch")
     folders = spec.submodule_search_locations if spec is not None else None
     return Path(folders[0]) if folders else None
