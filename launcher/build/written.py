@@ -43,7 +43,7 @@ class _Rows:
         return WrittenConversations(self.data.tokenizer, self.data.stop_token_ids)
 
     def learnt(self, prompts: Sequence[Prompt]) -> list[Unit]:
-        """What each says."""
+        """The rows to train on, one a unit: the answer of a problem, or the turns of a conversation."""
         made = list[Unit]()
         for is_problem, some in _runs(prompts):
             if is_problem:

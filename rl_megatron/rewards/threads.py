@@ -119,7 +119,7 @@ class _Use:
         self._at, self._used = time.monotonic_ns(), 0
 
     def look(self) -> None:
-        """Look again."""
+        """Count one more look in ``idle`` if the thread has not computed since the last, else set it to 0."""
         now = time.monotonic_ns()
         try:
             with open(self._file) as file:

@@ -82,7 +82,7 @@ class StepTime:
     why: str = ""
 
     def lines(self) -> Iterator[str]:
-        """Lines to show."""
+        """The estimate as lines of text, with units."""
         found = self.predicted
         if self.stated:
             yield f"a step: {self.seconds:,.0f} s (slurm.speeds.step_seconds)"
@@ -116,7 +116,7 @@ class Estimate:
     pushes: bool = True  # whether steps push weights, and not the run's end alone, for its export
 
     def lines(self) -> Iterator[str]:
-        """Lines to show."""
+        """The estimate as lines of text, with units."""
         route = self.push.route
         what = "a push" if self.pushes else "the export"
         if self.push.before:

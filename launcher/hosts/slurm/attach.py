@@ -20,7 +20,7 @@ class Tail:
         self.path, self._at = path, 0
 
     def new(self) -> list[str]:
-        """The new lines."""
+        """The lines added since the last call; one without its newline comes later, whole."""
         if not self.path.is_file():
             return []
         with self.path.open("rb") as file:

@@ -87,7 +87,7 @@ class ParquetRows:
         return group.start - group.first + line - 1
 
     def place(self, row: int) -> str:
-        """For errors."""
+        """``path:line`` of a row, for messages."""
         path, line = self.line(row)
         return f"{path}:{line}"
 

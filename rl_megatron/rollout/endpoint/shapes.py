@@ -16,7 +16,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class StreamOptions(msgspec.Struct):
-    """``stream_options``."""
+    """``stream_options`` of a request: whether usage follows the last part of a stream."""
 
     include_usage: bool = False
 

@@ -24,7 +24,7 @@ class Parsed:
 
 
 class Parser(Protocol):
-    """One format."""
+    """Reads the tool calls and the reasoning of one format out of what a model wrote."""
 
     def __call__(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
         """The message of a turn's ``text``, which has its special tokens, but not the stop token.

@@ -52,7 +52,7 @@ class TimeLimit:
         self.over, self._began = False, asyncio.get_running_loop().time()
 
     def stop(self) -> None:
-        """It was answered."""
+        """An attempt ends: its seconds count."""
         self.spent += asyncio.get_running_loop().time() - self._began
 
     def extend(self) -> None:

@@ -86,7 +86,7 @@ class _Request:
     batch: Batch | None = None
 
     def seconds(self, said: Sequence[PassScores]) -> dict[str, float]:
-        """Of each phase."""
+        """Seconds that the answered passes took, added up by phase."""
         found = dict.fromkeys(self.phases, 0.0)
         for phase, one in zip(self.phases, said, strict=True):
             found[phase] += one.seconds

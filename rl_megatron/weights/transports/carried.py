@@ -34,7 +34,7 @@ _Turn = tuple[int, int, int]  # the turn of a bucket, its number there, and how 
 
 
 def own_place(tensors: Iterable[Tensor]) -> Place:
-    """Of this process."""
+    """Where this process is: its node, and the GPU of its first tensor on one, empty if there is none."""
     gpu = next((uuid_of(t.device.index) for t in tensors if t.device.type == "cuda"), "")
     return Place(node=Path("/proc/sys/kernel/random/boot_id").read_text(), name=socket.gethostname(), gpu=gpu)
 

@@ -46,7 +46,7 @@ class Dtypes:
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Dtypes:
-        """Of destination tensors."""
+        """Those of ``tensors``, by their names; the first of a kind gives its dtype."""
         kinds: dict[str, torch.dtype] = {}
         for name, tensor in tensors.items():
             kinds.setdefault(kind_of(name), tensor.dtype)

@@ -182,7 +182,7 @@ class Sender:
         return box.to(self._transport.ends.dtype_received(one.hf)) if numbers is None else numbers
 
     def close(self) -> None:
-        """Leave."""
+        """Close the transport, then leave the group: ranks that wait for this one see its connection close."""
         self._transport.close()
         self._member.close()
 
@@ -221,7 +221,7 @@ class Receiver:
             raise
 
     def close(self) -> None:
-        """Leave."""
+        """Close the transport, then leave the group: ranks that wait for this one see its connection close."""
         self._transport.close()
         self._member.close()
 
