@@ -26,8 +26,9 @@ from rl_megatron.weights.transports.delta import DeltaTransport
 from rl_megatron.weights.transports.ends import Parcel
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
-from tests.distributed.test_transport import SHAPE, hf_tensors, megatron_tensors
+from tests.distributed.test_transport import hf_tensors, megatron_tensors
 from tests.forks import FORKS
+from tests.small_models import SMALL_MOE
 
 LEARNERS, ENGINES = 4, 2
 WORLD = LEARNERS + ENGINES
@@ -58,17 +59,17 @@ def engine_tensors(hf: Mapping[str, Tensor], dims: ParallelDims, rank: int) -> d
     out = {name: tensor for name, tensor in hf.items() if "norm" in name or name.endswith("mlp.gate.weight")}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         out[name] = half(torch.nn.functional.pad(hf[name], (0, 0, 0, -len(hf[name]) % 16)))
-    for layer in range(SHAPE.num_layers):
+    for layer in range(SMALL_MOE.num_layers):
         p = f"model.layers.{layer}."
         q, k, v, o = (hf[f"{p}self_attn.{x}_proj.weight"] for x in "qkvo")
         out[p + "self_attn.qkv_proj.weight"] = torch.cat([half(q), half(k), half(v)])
         out[p + "self_attn.o_proj.weight"] = half(o, 1)
-        for e in range(SHAPE.num_experts):
+        for e in range(SMALL_MOE.num_experts):
             gate, up, down = (hf[f"{p}mlp.experts.{e}.{x}_proj.weight"] for x in ("gate", "up", "down"))
             if dims.ep == 1:
                 out[f"{p}mlp.experts.w13_weight.{e}"] = torch.cat([half(gate), half(up)])
                 out[f"{p}mlp.experts.w2_weight.{e}"] = half(down, 1)
-            elif e // (SHAPE.num_experts // 2) == rank:
+            elif e // (SMALL_MOE.num_experts // 2) == rank:
                 out[f"{p}mlp.experts.w13_weight.{e}"] = torch.cat([gate, up])
                 out[f"{p}mlp.experts.w2_weight.{e}"] = down
     return out
@@ -119,8 +120,8 @@ class Process:
         address = f"file://{rendezvous}"
         dist.init_process_group("gloo", init_method=address, rank=self.rank, world_size=WORLD, timeout=limit)
         self.dims, self.to = LAYOUTS[learner], REPLICAS[engine]
-        src = Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=self.dims)
-        dst = Layout(table=ENGINE_QWEN3_MOE, shape=SHAPE, dims=self.to)
+        src = Layout(table=MEGATRON_QWEN3_MOE, shape=SMALL_MOE, dims=self.dims)
+        dst = Layout(table=ENGINE_QWEN3_MOE, shape=SMALL_MOE, dims=self.to)
         moves = plan(src, dst, placement={r: LEARNERS + r for r in range(ENGINES)})
         if self.rank < LEARNERS:
             self.src = megatron_tensors(hf_tensors(0), self.dims, self.rank)
@@ -169,7 +170,7 @@ class Process:
         if self.rank < LEARNERS:
             return ""
         wanted = engine_tensors(weights(seed, changes), self.to, self.rank - LEARNERS)
-        rows = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), SHAPE.vocab_size)
+        rows = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), SMALL_MOE.vocab_size)
         if wanted.keys() != self.dst.keys():
             return f"{wanted.keys() ^ self.dst.keys()}"
         for name, tensor in wanted.items():

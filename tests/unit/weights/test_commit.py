@@ -13,7 +13,8 @@ from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_
 from rl_megatron.weights.plans.plan import plan
 from rl_megatron.weights.transports.commit import Staging
 from rl_megatron.weights.transports.memory import MemoryTransport
-from tests.distributed.test_transport import SHAPE, hf_tensors, megatron_tensors, push_plan
+from tests.distributed.test_transport import hf_tensors, megatron_tensors, push_plan
+from tests.small_models import SMALL_MOE
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Engine:
 
 
 def one_process() -> tuple[Staging, Engine]:
-    moves = plan(Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE), Layout(table=HF_QWEN3_MOE, shape=SHAPE))
+    moves = plan(Layout(table=MEGATRON_QWEN3_MOE, shape=SMALL_MOE), Layout(table=HF_QWEN3_MOE, shape=SMALL_MOE))
     src = megatron_tensors(hf_tensors(0), ParallelDims(), 0)
     transport, engine = MemoryTransport(moves, src=src, dst=hf_tensors(1)), Engine()
     return Staging(transport, engine), engine

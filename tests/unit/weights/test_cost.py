@@ -4,30 +4,14 @@ from math import prod
 
 import pytest
 
-from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.cost import Cost, Links, broadcast_cost, plan_cost
 from rl_megatron.weights.plans.plan import plan
+from tests.small_models import SMALL_MOE
 
-SHAPE = ModelShape(
-    num_layers=2,
-    hidden_size=8,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    num_experts=4,
-    experts_per_token=2,
-    expert_width=6,
-    vocab_size=21,
-    rope_theta=1e4,
-    norm_eps=1e-6,
-    normalize_top_k=True,
-    tie_embeddings=False,
-    max_positions=64,
-)
-HF = Layout(table=HF_QWEN3_MOE, shape=SHAPE).local_shapes(0)
+HF = Layout(table=HF_QWEN3_MOE, shape=SMALL_MOE).local_shapes(0)
 MODEL = sum(prod(shape) for shape in HF.values())
 EXPERTS = sum(prod(shape) for name, shape in HF.items() if ".experts." in name)
 BYTES, LINKS = 2, Links(nic=100.0, nvlink=1000.0, per_node=2)
@@ -35,8 +19,8 @@ BYTES, LINKS = 2, Links(nic=100.0, nvlink=1000.0, per_node=2)
 
 def costs(dims: ParallelDims, engines: int) -> tuple[Cost, Cost]:
     """Ours and the usual way, into full copies in processes of their own behind the learner's."""
-    learner = Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=dims)
-    target = Layout(table=HF_QWEN3_MOE, shape=SHAPE, dims=ParallelDims(dp=engines))
+    learner = Layout(table=MEGATRON_QWEN3_MOE, shape=SMALL_MOE, dims=dims)
+    target = Layout(table=HF_QWEN3_MOE, shape=SMALL_MOE, dims=ParallelDims(dp=engines))
     placement = {rank: dims.world_size + rank for rank in range(engines)}
     moves = plan(learner, target, placement=placement)
     return (
@@ -78,8 +62,8 @@ def test_the_expected_time_counts_waiting_in_rounds() -> None:
 
 
 def test_engines_inside_the_node_use_its_links() -> None:
-    learner = Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=ParallelDims(ep=2, dp=2))
-    moves = plan(learner, Layout(table=HF_QWEN3_MOE, shape=SHAPE, dims=ParallelDims(dp=2)))
+    learner = Layout(table=MEGATRON_QWEN3_MOE, shape=SMALL_MOE, dims=ParallelDims(ep=2, dp=2))
+    moves = plan(learner, Layout(table=HF_QWEN3_MOE, shape=SMALL_MOE, dims=ParallelDims(dp=2)))
     ours = plan_cost(moves, BYTES, LINKS)
     assert (ours.within, ours.across) == (EXPERTS * BYTES, 0)
     assert ours.expected == ours.bound == pytest.approx(EXPERTS / 2 * BYTES / LINKS.nvlink)

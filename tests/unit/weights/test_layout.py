@@ -12,23 +12,9 @@ from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Piece, coordinates
 from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.plan import plan
+from tests.small_models import SMALL_MOE
 
-SHAPE = ModelShape(
-    num_layers=8,
-    hidden_size=8,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    num_experts=4,
-    experts_per_token=2,
-    expert_width=6,
-    vocab_size=21,
-    rope_theta=1e4,
-    norm_eps=1e-6,
-    normalize_top_k=True,
-    tie_embeddings=False,
-    max_positions=64,
-)
+SHAPE = replace(SMALL_MOE, num_layers=8)
 MESHES = (
     ParallelDims(tp=2, cp=2, ep=2, etp=2, dp=2, pp=2),
     ParallelDims(tp=2, ep=4, dp=2, pp=2, vpp=2),

@@ -13,46 +13,30 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_megatron.errors import CheckpointError, WeightError
-from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes, write_folder
 from rl_megatron.weights.formats.hf_folder import config_text
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from tests.small_models import SMALL_MOE
 
-SHAPE = ModelShape(
-    num_layers=2,
-    hidden_size=8,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    num_experts=4,
-    experts_per_token=2,
-    expert_width=6,
-    vocab_size=21,
-    rope_theta=1e4,
-    norm_eps=1e-6,
-    normalize_top_k=True,
-    tie_embeddings=False,
-    max_positions=64,
-)
-HF = Layout(table=HF_QWEN3_MOE, shape=SHAPE)
-MEGATRON = Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=ParallelDims(tp=2, ep=2))
+HF = Layout(table=HF_QWEN3_MOE, shape=SMALL_MOE)
+MEGATRON = Layout(table=MEGATRON_QWEN3_MOE, shape=SMALL_MOE, dims=ParallelDims(tp=2, ep=2))
 
 
 def save_with_transformers(folder: Path, tie: bool = False, max_shard_size: str = "4KB") -> Qwen3MoeForCausalLM:
-    """A random model of SHAPE, written by transformers itself, with a tokenizer and a chat template."""
+    """A random model of SMALL_MOE, written by transformers itself, with a tokenizer and a chat template."""
     config = Qwen3MoeConfig(
-        vocab_size=SHAPE.vocab_size,
-        hidden_size=SHAPE.hidden_size,
-        num_hidden_layers=SHAPE.num_layers,
-        num_attention_heads=SHAPE.num_heads,
-        num_key_value_heads=SHAPE.num_kv_heads,
-        head_dim=SHAPE.head_dim,
-        num_experts=SHAPE.num_experts,
-        num_experts_per_tok=SHAPE.experts_per_token,
-        moe_intermediate_size=SHAPE.expert_width,
-        max_position_embeddings=SHAPE.max_positions,
+        vocab_size=SMALL_MOE.vocab_size,
+        hidden_size=SMALL_MOE.hidden_size,
+        num_hidden_layers=SMALL_MOE.num_layers,
+        num_attention_heads=SMALL_MOE.num_heads,
+        num_key_value_heads=SMALL_MOE.num_kv_heads,
+        head_dim=SMALL_MOE.head_dim,
+        num_experts=SMALL_MOE.num_experts,
+        num_experts_per_tok=SMALL_MOE.experts_per_token,
+        moe_intermediate_size=SMALL_MOE.expert_width,
+        max_position_embeddings=SMALL_MOE.max_positions,
         tie_word_embeddings=tie,
     )
     torch.manual_seed(0)
@@ -97,7 +81,7 @@ def test_the_hf_table_is_what_transformers_writes(folder: Path) -> None:
 
 def test_a_tied_checkpoint_has_no_head(tmp_path: Path) -> None:
     save_with_transformers(tmp_path, tie=True)
-    tied = Layout(table=HF_QWEN3_MOE, shape=replace(SHAPE, tie_embeddings=True))
+    tied = Layout(table=HF_QWEN3_MOE, shape=replace(SMALL_MOE, tie_embeddings=True))
     assert HFFolder(tmp_path).shapes() == tied.local_shapes(0)
 
 
