@@ -1,7 +1,10 @@
-"""Sizes of a small model of experts, for tests of layouts, plans and checkpoints."""
+"""Sizes of small models of experts: SMALL_MOE for layouts, plans and checkpoints, TINY_MOE for a learner."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 
 SMALL_MOE = ModelShape(
@@ -19,4 +22,17 @@ SMALL_MOE = ModelShape(
     normalize_top_k=True,
     tie_embeddings=False,
     max_positions=64,
+)
+TINY_MOE = replace(
+    NAMED["qwen3-30b-a3b"],
+    num_layers=4,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    num_experts=8,
+    experts_per_token=2,
+    expert_width=32,
+    vocab_size=259,
+    max_positions=1024,
 )

@@ -20,7 +20,6 @@ from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner.checkpoint.loading import READS_WITHOUT_COMMON
-from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import DeltaNet, LatentAttention, ModelShape, Rope, Router
 from rl_megatron.options.gradients import Gradients
 from rl_megatron.options.kept import freed, halves
@@ -29,22 +28,11 @@ from rl_megatron.options.recompute import Recompute, RecomputeSection
 from rl_megatron.scaling.memory import footprints
 from rl_megatron.types import LossInputs, LossOutput, Samples
 from tests.distributed.ranks import run_ranks
+from tests.small_models import TINY_MOE
 
 LENGTHS = torch.tensor([60, 61] * 4)  # in one class, so that little is padding, which is not counted
 TOKENS = int(LENGTHS.sum())
-MOE = replace(
-    NAMED["qwen3-30b-a3b"],
-    num_layers=2,
-    hidden_size=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    num_experts=8,
-    experts_per_token=2,
-    expert_width=32,
-    vocab_size=259,
-    max_positions=1024,
-)
+MOE = replace(TINY_MOE, num_layers=2)
 SIGMOID = Router(score="sigmoid", selection_bias=True, scaling=2.5)
 SHAPES: Mapping[str, ModelShape] = {
     "experts": MOE,

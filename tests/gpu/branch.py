@@ -13,28 +13,16 @@ from torch import Tensor
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
-from rl_megatron.models.named import NAMED
 from rl_megatron.types import Samples
 from tests.distributed.ragged import ragged_samples
 from tests.optimizer_step import train_step
 from tests.rows import policy_loss
+from tests.small_models import TINY_MOE
 
 if TYPE_CHECKING:
     from rl_megatron.learner.scorer import MegatronScorer
 
-SHAPE = replace(
-    NAMED["qwen3-30b-a3b"],
-    num_layers=4,
-    hidden_size=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    num_experts=8,
-    experts_per_token=2,
-    expert_width=48,
-    vocab_size=259,
-    max_positions=256,
-)
+SHAPE = replace(TINY_MOE, expert_width=48, max_positions=256)
 STEPS, RATE = 5, 1e-3
 TRAINED = ("deepseek_v3",)
 """Families of which a step is made: selection biases and latent attention, which megatron compiles on GPUs."""

@@ -17,7 +17,7 @@ from rl_megatron.learner.logprobs import head_logprobs, token_logprobs
 from rl_megatron.options import head
 from rl_megatron.options.head import OutputHead
 from rl_megatron.options.option import Elements, Rank
-from tests.unit.options.given import TINY
+from tests.small_models import TINY_MOE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -147,6 +147,6 @@ def test_a_float32_head_holds_the_bytes_of_its_term(dtype: str, gradient: str, m
     )
     keys = {"head_dtype": "float32", "dtype": dtype, "gradient_dtype": gradient, "logprob_chunk_tokens": chunk}
     learner = LearnerSection.model_validate(keys)
-    shape = replace(TINY, hidden_size=hidden, vocab_size=rows)
+    shape = replace(TINY_MOE, hidden_size=hidden, vocab_size=rows)
     term = OutputHead().memory(learner, shape, rank, {})["logits"]
     assert held.most + states.nbytes == pytest.approx(term, rel=0.03)

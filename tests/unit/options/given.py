@@ -29,6 +29,7 @@ from rl_megatron.learner.model import build
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape, Rope, Router
 from rl_megatron.scaling.memory import footprints
+from tests.small_models import TINY_MOE
 from tests.unit.launcher.test_memory import RECIPES as LARGE
 
 STORED = Path(__file__).with_name("given.json")
@@ -45,26 +46,13 @@ RECIPES: Mapping[str, list[str]] = {  # what is the user's to give
     "sft_tiny": [],
     "tiny_cpu": [],
 }
-TINY = replace(
-    NAMED["qwen3-30b-a3b"],
-    num_layers=4,
-    hidden_size=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    num_experts=8,
-    experts_per_token=2,
-    expert_width=32,
-    vocab_size=259,
-    max_positions=1024,
-)
 LATENT = replace(NAMED["deepseek-v3"], num_layers=4, dense_layers=1)
 SHAPES: Mapping[str, ModelShape] = {
     **NAMED,
-    "tiny": TINY,
-    "dense": replace(TINY, family="qwen3", num_experts=0, experts_per_token=0, expert_width=0, dense_width=96),
+    "tiny": TINY_MOE,
+    "dense": replace(TINY_MOE, family="qwen3", num_experts=0, experts_per_token=0, expert_width=0, dense_width=96),
     "biases, windows, sinks": replace(
-        TINY,
+        TINY_MOE,
         family="gpt_oss",
         qk_norm=None,
         sinks=True,
@@ -77,7 +65,7 @@ SHAPES: Mapping[str, ModelShape] = {
         rope=Rope(kind="yarn", factor=32.0, original_positions=4096, truncate=False, attention_factor=1.35),
     ),
     "shared expert, half of a head turns": replace(
-        TINY,
+        TINY_MOE,
         family="glm4_moe",
         dense_layers=1,
         dense_width=96,
@@ -85,9 +73,9 @@ SHAPES: Mapping[str, ModelShape] = {
         rope=Rope(dim=8),
         router=Router(score="sigmoid", selection_bias=True, scaling=2.5),
     ),
-    "norm over all heads": replace(TINY, family="minimax_m2", qk_norm="all"),
-    "softmax of all experts": replace(TINY, family="mixtral", normalize_top_k=False, tie_embeddings=True),
-    "sigmoid of one expert": replace(TINY, experts_per_token=1, router=Router(score="sigmoid")),
+    "norm over all heads": replace(TINY_MOE, family="minimax_m2", qk_norm="all"),
+    "softmax of all experts": replace(TINY_MOE, family="mixtral", normalize_top_k=False, tie_embeddings=True),
+    "sigmoid of one expert": replace(TINY_MOE, experts_per_token=1, router=Router(score="sigmoid")),
     "best experts of groups": replace(LATENT, router=replace(LATENT.router, group_score="max")),
     "latent, other norms": replace(LATENT, norm_eps=1e-5),
     "latent, no stretch": replace(LATENT, rope=Rope(), latent=replace(LATENT.latent, query_rank=None)),  # type: ignore[type-var]

@@ -15,7 +15,8 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.options import table
 from rl_megatron.options.option import Keywords, Option
-from tests.unit.options.given import TINY, keywords
+from tests.small_models import TINY_MOE
+from tests.unit.options.given import keywords
 
 REPO = Path(__file__).parents[3]
 FILE = '''
@@ -137,16 +138,16 @@ def residual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Option:
 
 def test_megatron_is_given_its_keyword_beside_the_others(residual: Option, monkeypatch: pytest.MonkeyPatch) -> None:
     learner = table.with_installed_keys(LearnerSection).model_validate({"residual_copies": 1})
-    given = keywords(TINY, learner, installed=False)["DecoderConfig"]
+    given = keywords(TINY_MOE, learner, installed=False)["DecoderConfig"]
     assert given.pop("fp32_residual_connection") is True
     monkeypatch.setattr(table, "installed", dict)
-    assert given == keywords(TINY, LearnerSection(), installed=False)["DecoderConfig"]
+    assert given == keywords(TINY_MOE, LearnerSection(), installed=False)["DecoderConfig"]
 
 
 def test_a_keyword_of_another_option_is_refused(residual: Option, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residual, "megatron", lambda *_: Keywords(model={"bf16": True}), raising=False)
     with pytest.raises(ConfigError, match="the options 'dtype' and 'residual' both give megatron-core bf16; drop one"):
-        table.keywords(LearnerSection(), TINY)
+        table.keywords(LearnerSection(), TINY_MOE)
 
 
 def test_a_key_that_is_there_already_is_refused(residual: Option) -> None:
@@ -160,7 +161,7 @@ def test_bytes_without_advice_are_refused(residual: Option, monkeypatch: pytest.
     rank: Any = None
     monkeypatch.setattr(table, "OPTIONS", {})
     with pytest.raises(ConfigError, match="the option 'residual' holds bytes for 'more', which its `changes` does not"):
-        table.memory(LearnerSection(), TINY, rank)
+        table.memory(LearnerSection(), TINY_MOE, rank)
 
 
 def test_the_keys_of_every_option_here_are_the_learners_by_inheritance() -> None:
