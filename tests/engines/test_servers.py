@@ -270,7 +270,7 @@ def test_a_cancelled_request_is_aborted_on_the_server(server: ServedBench, model
 
 
 def test_memory_is_released_when_a_cancelled_request_has_ended(server: ServedBench, models: tuple[Path, Path]) -> None:
-    """A server hears of the cancelling later than the run does. SGLang's would end if it were not idle."""
+    """A server is notified of the cancelling later than the run is. SGLang's would end if it were not idle."""
     server.push(models[0], 1)
     (replica,) = server.engine.servers
 

@@ -59,7 +59,7 @@ class ChatTemplate(Template):
             self._compiled = compiled(source)
         except TemplateSyntaxError as error:
             raise ConfigError(
-                f"line {error.lineno} of the model's chat template is no Jinja: {error.message}; mend it, or set "
+                f"line {error.lineno} of the model's chat template is no Jinja: {error.message}; repair it, or set "
                 "environment.template=plain"
             ) from error
         self._variables = {"documents": None, **tokenizer.special_tokens_map, **(options or {})}

@@ -341,7 +341,7 @@ class SGLangAdapter(Adapter):
 
     @override
     async def release(self, server: Server) -> None:
-        """A scheduler that is not idle would end its server: it is, some milliseconds after the last token was told,
+        """A scheduler that is not idle would end its server: it is, milliseconds after the last token was reported,
         or once it has seen that a request was cancelled."""
         await server.told(f"/flush_cache?timeout={_IDLE_SECONDS:g}", None)
         await server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
