@@ -190,6 +190,7 @@ class Scored:
     parts: Mapping[str, float] = field(default_factory=dict)  # of a weighted sum, by name, before their weights
     steps: tuple[tuple[int, float], ...] = ()  # the end of each in the text, in characters, and its part of the total
     error: str | None = None  # why there is no finite reward
+    late: bool = False  # it was not there within its time limit, which is the error
     answer: str | None = None  # read out of the completion, alike for equal answers; "": none there; None: none read
 
 

@@ -67,6 +67,11 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Turns of a trajectory", metric="environment/turns_mean", peak="environment/turns_max"),
             Curve(title="Rows of a trajectory", metric="environment/rows_mean", hide_constant=True),
             Curve(title="Tokens of rows over different ones", metric="environment/row_inflation", hide_constant=True),
+            Curve(
+                title="Turns that go on from an earlier one's row",
+                metric="environment/kept_prefix_fraction",
+                hide_constant=True,
+            ),
             Curve(title="Rows begun: <name>", metric="environment/branches/<name>"),
             Curve(title="Tokens that a trajectory read", metric="environment/observation_tokens"),
             Curve(title="Share of tokens that were read", metric="environment/untrained_fraction"),
@@ -80,6 +85,11 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Requests of a trajectory that were repeated", metric="endpoint/retried", hide_constant=True),
             Curve(title="Requests of a trajectory that were refused", metric="endpoint/refused", hide_constant=True),
             Curve(title="Turns asked for otherwise than sampled", metric="endpoint/overridden", hide_constant=True),
+            Curve(
+                title="Milliseconds of a turn in the endpoint",
+                metric="endpoint/overhead_ms_p50",
+                peak="endpoint/overhead_ms_p99",
+            ),
             Curve(title="Prompts that have retired", metric="curriculum/retired", hide_constant=True),
             Curve(title="Pass rate of the prompts", metric="curriculum/mean_pass_rate"),
             Curve(title="Draws that were skipped", metric="curriculum/skipped", hide_constant=True),
@@ -127,6 +137,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Groups dropped", metric="groups/dropped", hide_constant=True),
             Curve(title="Groups of equal rewards left out", metric="groups/filtered", hide_constant=True),
             Curve(title="Rewards that failed", metric="reward/errors", hide_constant=True),
+            Curve(title="Rewards that were late", metric="reward/late", hide_constant=True),
         ),
     ),
     (

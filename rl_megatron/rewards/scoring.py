@@ -25,7 +25,7 @@ async def score(
     """Call ``function``, and wait at most ``limit`` seconds (reward.timeout_seconds).
 
     A completion without a finite reward gets the total NaN and an ``error`` that says why. If ``function`` raises or is
-    late, all completions get the same error.
+    ``late``, all completions get the same error.
     """
     try:
         async with asyncio.timeout(limit) as time:
@@ -34,7 +34,7 @@ async def score(
     except Exception as error:  # noqa: BLE001  any exception is named and counted
         late = isinstance(error, TimeoutError) and time.expired()
         problem = f"no answer within reward.timeout_seconds={limit:g}" if late else describe_error(error)
-        return (Scored(total=math.nan, error=problem),) * len(completions)
+        return (Scored(total=math.nan, error=problem, late=late),) * len(completions)
 
 
 def errors_of(scored: Sequence[Scored]) -> list[str]:

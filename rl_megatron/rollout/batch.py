@@ -72,6 +72,7 @@ class RolloutBatch:
     num_completions: int = 0  # scored, including those of groups that are left out
     reward_sum: float = 0.0  # of these
     reward_errors: int = 0  # completions whose reward raised, timed out or was not finite
+    late_rewards: int = 0  # those that timed out
     dropped_groups: int = 0  # groups left out for another reason than the next
     filtered_groups: int = 0  # groups left out because their rewards are equal
     part_sums: Mapping[str, float] = field(default_factory=dict)  # of each part of a weighted reward, unweighted
@@ -82,6 +83,7 @@ class RolloutBatch:
     def of(cls, answered: Sequence[Answered]) -> RolloutBatch:
         """The batch of these answers; its groups are in their order."""
         rewards = [reward for one in answered for reward in one.rewards]
+        scored = [scored for one in answered for scored in (*one.scored, *one.greedy)]
         parts = [s.parts for one in answered if one.rewards for s in one.scored if s.error is None and s.parts]
         names = dict.fromkeys(name for one in parts for name in one)  # sources have their own rewards
         filtered = sum(one.reason == "equal_rewards" for one in answered)
@@ -89,7 +91,8 @@ class RolloutBatch:
             groups=(groups := tuple(one.group for one in answered if one.group is not None)),
             num_completions=len(rewards),
             reward_sum=math.fsum(rewards),
-            reward_errors=sum(s.error is not None for one in answered for s in (*one.scored, *one.greedy)),
+            reward_errors=sum(one.error is not None for one in scored),
+            late_rewards=sum(one.late for one in scored),
             dropped_groups=len(answered) - len(groups) - filtered,
             filtered_groups=filtered,
             part_sums={name: math.fsum(one[name] for one in parts if name in one) for name in names},

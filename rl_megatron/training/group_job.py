@@ -149,6 +149,7 @@ class GroupJob(ABC):
             "step": self.number,
             "phase": "rl",
             "reward/errors": rollouts.reward_errors,
+            "reward/late": rollouts.late_rewards,
             "reward/sampled_mean": rollouts.reward_sum / max(1, rollouts.num_completions),
             **rollouts.part_means(),
             "groups/trained": len(rollouts.groups),

@@ -18,6 +18,11 @@ ENVIRONMENTS = (
         "rows of a trajectory, mean, that began for this reason: the template drops `thinking`, shows the `context` or "
         "a turn's `closing` token otherwise, or `refused` the turn; the history was `edited`, or asked `again`",
     ),
+    (
+        "environment/kept_prefix_fraction",
+        "",
+        "of turns after a trajectory's first, those whose prompt begins with an earlier turn's row, token by token",
+    ),
     ("environment/observation_tokens", "tokens", "tokens of a trajectory that it read after its first prompt, mean"),
     ("environment/untrained_fraction", "", "these over all tokens after first prompts; they are never trained on"),
     ("environment/seconds_mean", "s", "mean duration of a trajectory, sampling included"),
@@ -41,4 +46,11 @@ ENVIRONMENTS = (
     ("endpoint/retried", "requests", "of a trajectory that got a turn which was sampled for an earlier one, mean"),
     ("endpoint/refused", "requests", "of a trajectory that were refused, mean"),
     ("endpoint/overridden", "turns", "of a trajectory whose client asked for another temperature or top_p, mean"),
+    (
+        "endpoint/overhead_ms_p50",
+        "ms",
+        "of a turn over HTTP, median: from its request's last byte to its answer, less what it waited for the turn "
+        "before it and for the engine; what other work of the controller held it up is in it",
+    ),
+    ("endpoint/overhead_ms_p99", "ms", "its 99th percentile"),
 )

@@ -36,7 +36,16 @@ LEARNING = (
         "",
         "unweighted mean of that part of reward.parts, over the completions of reward/sampled_mean whose reward has it",
     ),
-    ("reward/errors", "completions", "completions whose reward raised, timed out or was not finite"),
+    (
+        "reward/errors",
+        "completions",
+        "completions whose reward raised, timed out or was not finite, and trajectories whose environment failed",
+    ),
+    (
+        "reward/late",
+        "completions",
+        "those of them that were not there within reward.timeout_seconds, or an environment's limits",
+    ),
     ("source/<name>/reward", "", "reward/mean of that source of data.sources; this and the rest only with a mixture"),
     ("source/<name>/sampled_reward", "", "reward/sampled_mean of that source"),
     ("source/<name>/zero_advantage", "", "groups/zero_advantage_fraction of that source"),

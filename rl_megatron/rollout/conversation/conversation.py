@@ -136,6 +136,11 @@ class Conversation:
         self._sampled.append(sampled)
         return sampled.turn
 
+    @property
+    def gone_on(self) -> int:
+        """How many turns go on from an earlier one's row."""
+        return sum(one.prompt.after is not None for one in self._sampled)
+
     def branches(self) -> Mapping[Branch, int]:
         """How many turns began a row behind the first, by the reason."""
         return Counter(one.prompt.branch for one in self._sampled if one.prompt.branch is not None)

@@ -6,8 +6,9 @@ import asyncio
 import hashlib
 import itertools
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -41,6 +42,11 @@ class _Asked:
     headers: Mapping[bytes, bytes]
     body: bytes
     line: OpenConversation
+    read: float = field(default_factory=time.perf_counter)  # when the body was there
+
+    def took(self, waited: float) -> None:
+        """Count the time until now, but for what its turn ``waited``."""
+        self.line.requests.own_ms.append((time.perf_counter() - self.read - waited) * 1000)
 
 
 class Application:
@@ -85,23 +91,36 @@ class Application:
         request.check()
         tools = () if request.tool_choice == "none" else request.tools or ()
         served = asked.line.served
-        answer, name = await self._once(asked, request, lambda: served.answer(request.messages, tools, request.most))
-        if not request.stream:
-            return b"application/json", [msgspec.json.encode(chat_answer(answer, name, request.model))]
-        usage = request.stream_options is not None and request.stream_options.include_usage
-        return b"text/event-stream", chat_stream(answer, name, request.model, usage=usage)
+        answer, name, first = await self._once(
+            asked, request, lambda: served.answer(request.messages, tools, request.most)
+        )
+        kind, usage = b"application/json", request.stream_options is not None and request.stream_options.include_usage
+        if request.stream:
+            kind, parts = b"text/event-stream", list(chat_stream(answer, name, request.model, usage=usage))
+        else:
+            parts = [msgspec.json.encode(chat_answer(answer, name, request.model))]
+        if first:
+            asked.took(answer.waited)
+        return kind, parts
 
     async def _tokens(self, asked: _Asked) -> tuple[bytes, Iterable[bytes]]:
         request = read_request(asked.body, TokenRequest)
         served, params = asked.line.served, request.sampling_params
         request.check(served.params.stop_token_ids)
-        completion, name = await self._once(
+        answer, name, first = await self._once(
             asked, params, lambda: served.complete(request.token_ids, params.max_tokens)
         )
-        return b"application/json", [msgspec.json.encode(token_answer(completion, name))]
+        parts = [msgspec.json.encode(token_answer(answer.completion, name))]
+        if first:
+            asked.took(answer.waited)
+        return b"application/json", parts
 
-    async def _once(self, asked: _Asked, params: Any, sample: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, str]:
-        """The turn and its id. A request that comes again gets the turn that was sampled for it, or is being sampled.
+    async def _once(
+        self, asked: _Asked, params: Any, sample: Callable[[], Coroutine[Any, Any, T]]
+    ) -> tuple[T, str, bool]:
+        """The turn, its id, and whether the request is the first for it.
+
+        One that comes again gets the turn that was sampled for it, or is being sampled.
 
         It says so itself (`_RETRY`), or says nothing while the first is under way.
         A client that goes away ends nothing.
@@ -126,7 +145,7 @@ class Application:
             if asked.line.answers.get(digest) is task:
                 del asked.line.answers[digest]
             raise
-        return turn, task.get_name()
+        return turn, task.get_name(), not again
 
     def _is_overridden(self, params: Any, used: SamplingParams) -> bool:
         """Whether the client asks for another distribution than the run samples. The first time it is logged."""

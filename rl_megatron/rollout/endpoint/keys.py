@@ -23,6 +23,7 @@ class RequestCounts:
     retried: int = 0  # requests that got a turn that was sampled for an earlier one
     refused: int = 0
     overridden: int = 0  # turns whose client asked for another temperature or top_p than the run's
+    own_ms: list[float] = field(default_factory=list)  # of each turn answered: what the endpoint itself took
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -17,6 +17,15 @@ class ServedTurn:
     finish_reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
+    waited: float  # seconds for the turn before it, and for the engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedTokens:
+    """One turn, for a client that asks by tokens."""
+
+    completion: Completion
+    waited: float  # as of a `ServedTurn`
 
 
 class Served(Protocol):
@@ -41,7 +50,7 @@ class Served(Protocol):
         """
         ...
 
-    async def complete(self, token_ids: Sequence[int], max_tokens: int | None) -> Completion:
+    async def complete(self, token_ids: Sequence[int], max_tokens: int | None) -> ServedTokens:
         """Sample what follows the tokens. Raises RequestRefused and EngineError."""
         ...
 

@@ -21,6 +21,7 @@ class TokenRows:
 
     def __init__(self) -> None:
         self._rows: list[_Row] = []
+        self.gone_on = 0  # turns that go on from an earlier one's row
 
     def add(self, prompt: TokenIds, completion: Completion, text: str) -> Turn | None:
         """Take what was sampled after the ``prompt``, [L] int32. The turn at its place; None if nothing was sampled."""
@@ -38,6 +39,8 @@ class TokenRows:
         if row is None:
             row = _Row(tokens=prompt, turns=())
             self._rows.append(row)
+        else:
+            self.gone_on += 1
         row.tokens, row.turns = np.concatenate((prompt, completion.token_ids)), (*row.turns, turn)
         return turn
 

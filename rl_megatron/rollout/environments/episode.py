@@ -19,7 +19,7 @@ from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rollout.conversation.conversation import Conversation
 from rl_megatron.rollout.conversation.messages import MessagesRefused
 from rl_megatron.rollout.conversation.templates import Template
-from rl_megatron.rollout.endpoint.served import RequestRefused, Served, ServedTurn
+from rl_megatron.rollout.endpoint.served import RequestRefused, Served, ServedTokens, ServedTurn
 from rl_megatron.rollout.endpoint.tokens import TokenRows
 from rl_megatron.rollout.parsers.parsed import Parsed, Parser
 from rl_megatron.seeds import text_seed
@@ -72,6 +72,7 @@ class Episode(Served):
         self._setting, self._place, self._turn = setting, place, asyncio.Lock()
         self._rows = TokenRows()
         self._longest: int | None = None  # tokens of a row; known with the first prompt
+        self._waited = 0.0  # seconds of the last client's request: for the turn before it, and for the engine
 
     @property
     def seconds_left(self) -> float:
@@ -108,15 +109,16 @@ class Episode(Served):
             )
         async with self._answering():
             reply, prompt_tokens, completion_tokens = await self._reply(messages, tools, max_tokens)
-        return ServedTurn(
-            message=reply.message,
-            finish_reason=reply.finish_reason,
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-        )
+            return ServedTurn(
+                message=reply.message,
+                finish_reason=reply.finish_reason,
+                prompt_tokens=prompt_tokens,
+                completion_tokens=completion_tokens,
+                waited=self._waited,
+            )
 
     @override
-    async def complete(self, token_ids: Sequence[int], max_tokens: int | None) -> Completion:
+    async def complete(self, token_ids: Sequence[int], max_tokens: int | None) -> ServedTokens:
         prompt = np.array(token_ids, np.int32)
         if not len(prompt) or int(prompt.max()) >= self._setting.vocab_size:
             raise RequestRefused(
@@ -126,7 +128,7 @@ class Episode(Served):
             completion = await self._sample(prompt, max_tokens)
             text = self._setting.template.decode(completion.token_ids)
             self._keep(self._rows.add(prompt, completion, text), _unparsed(text), text)
-            return completion
+            return ServedTokens(completion=completion, waited=self._waited)
 
     async def _reply(
         self, messages: Sequence[OpenAIMessage], tools: Sequence[Mapping[str, Any]], max_tokens: int | None
@@ -164,7 +166,9 @@ class Episode(Served):
     @asynccontextmanager
     async def _answering(self) -> AsyncIterator[None]:
         """A turn that a client asks for: what ends the trajectory is kept in ``failed`` and refused."""
+        asked = self._loop.time()
         async with self._turn:
+            self._waited = self._loop.time() - asked
             try:
                 yield
             except (LimitReached, LongPrompt, EngineError) as error:
@@ -192,12 +196,13 @@ class Episode(Served):
         room = min(self._setting.params.max_new_tokens, self._longest - length)
         self._check_limits(room)
         most = room if max_tokens is None else min(room, max_tokens)
-        request = self._request(tuple(token_ids.tolist()), most)
+        request, asked = self._request(tuple(token_ids.tolist()), most), self._loop.time()
         try:
             async with asyncio.timeout(self.seconds_left):
                 (completion,) = await self._setting.engine.generate(request)
         except TimeoutError as error:
             raise self._ended("seconds") from error
+        self._waited += self._loop.time() - asked
         if not len(completion.token_ids):
             raise self._ended("length")
         if completion.finish_reason == "length" and most == room:
@@ -205,6 +210,11 @@ class Episode(Served):
         elif completion.finish_reason not in ("stop", "length"):
             self.stop = "abandoned"
         return completion
+
+    @property
+    def gone_on(self) -> int:
+        """How many turns go on from an earlier one's row, whose tokens their prompts begin with."""
+        return self.conversation.gone_on + self._rows.gone_on
 
     def chains(self, rewards: Sequence[float | None] = ()) -> tuple[Chain, ...]:
         """The rows to train on; ``rewards`` are of the first turns."""

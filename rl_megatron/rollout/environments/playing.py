@@ -35,7 +35,11 @@ _MOST_METRICS, _METRIC = 32, re.compile("[a-z][a-z0-9_]{0,60}")
 
 
 class EnvironmentFault(Exception):
-    """The environment raised, was late or answered what is no answer; the text says in which call."""
+    """The environment raised, was ``late`` or answered what is no answer; the text says in which call."""
+
+    def __init__(self, said: str, *, late: bool = False) -> None:
+        super().__init__(said)
+        self.late = late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +145,9 @@ class Playing:
             reward = self._finite("the function", step.reward)
             self._count(step)
         except TooLate as error:
-            raise self._fault("the function", f"did not end within environment.seconds={seconds:g}") from error
+            raise self._fault(
+                "the function", f"did not end within environment.seconds={seconds:g}", late=True
+            ) from error
         except UserCodeFailed as error:
             cause = error.__cause__
             if not isinstance(cause, (EngineError, LongPrompt, LimitReached)):
@@ -172,7 +178,7 @@ class Playing:
         try:
             return await self.thread.call(function, seconds)
         except TooLate as error:
-            raise self._fault(name, f"did not end within {limit}") from error
+            raise self._fault(name, f"did not end within {limit}", late=True) from error
         except UserCodeFailed as error:
             raise self._fault(name, str(error)) from error
 
@@ -212,5 +218,5 @@ class Playing:
             raise self._fault(name, f"returned {given!r:.80}, which is no finite number{beyond}")
         return value
 
-    def _fault(self, name: str, problem: str) -> EnvironmentFault:
-        return EnvironmentFault(f"turn {len(self.episode.replies)}: {name} {problem}")
+    def _fault(self, name: str, problem: str, *, late: bool = False) -> EnvironmentFault:
+        return EnvironmentFault(f"turn {len(self.episode.replies)}: {name} {problem}", late=late)

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -23,7 +23,16 @@ from rl_megatron.rollout.batch import Answered, Drawn, Reason
 from rl_megatron.rollout.conversation.templates import Template
 from rl_megatron.rollout.endpoint.server import Endpoint
 from rl_megatron.rollout.environments.episode import Episode, LongPrompt, PlaySetting, TrajectoryPlace
-from rl_megatron.rollout.environments.figures import BAD_CALLS, BRANCHES, CALLS, ENDPOINT, OWN, SECONDS, SPARE
+from rl_megatron.rollout.environments.figures import (
+    BAD_CALLS,
+    BRANCHES,
+    CALLS,
+    GONE_ON,
+    OWN,
+    SECONDS,
+    SPARE,
+    of_requests,
+)
 from rl_megatron.rollout.environments.playing import EnvironmentFault, Playing, TrajectoryEnd
 from rl_megatron.rollout.environments.threads import Threads
 from rl_megatron.rollout.environments.waves import Waves
@@ -42,12 +51,13 @@ class Played:
     trajectory: Trajectory | None = None
     reason: Reason | None = None
     problem: str = ""  # also of an environment that failed in a trajectory that is kept
+    late: bool = False  # the problem is that it was
 
     @property
     def scored(self) -> Scored:
         """Its reward, or what failed."""
         if self.trajectory is None or self.problem:
-            return Scored(total=math.nan, error=self.problem)
+            return Scored(total=math.nan, error=self.problem, late=self.late)
         return Scored(total=self.trajectory.reward)
 
     def as_spare(self) -> Played:
@@ -196,17 +206,18 @@ class EnvironmentSampler(PolicySampler):
             asking.callback(self.engine.end)
 
     async def _ended(self, playing: Playing, place: TrajectoryPlace) -> Played:
-        on_error, fault = self.section.on_error, None
+        on_error, fault, late = self.section.on_error, "", False
         try:
             ended = await playing.run(self.made)
         except EnvironmentFault as error:
+            late = error.late
             fault = f"environment {self.section.function!r}: {self._said(place)}, {error}"
             if on_error == "fail":
                 advice = f"fix it, or set {self.key}.on_error to drop or to a number"
                 raise EnvironmentFailed(f"{fault}; {advice}") from error
             logger.warning("%s", fault)
             if on_error == "drop":
-                return Played(reason="environment_error", problem=fault)
+                return Played(reason="environment_error", problem=fault, late=late)
             ended = TrajectoryEnd(stop="environment_error", reward=float(on_error), metrics=playing.metrics)
         except LongPrompt as error:
             if self.rollout.on_long_prompt == "fail":
@@ -226,13 +237,14 @@ class EnvironmentSampler(PolicySampler):
             SECONDS: seconds,
             CALLS: sum(len(one.message.get("tool_calls") or ()) for one in replies),
             BAD_CALLS: sum(one.bad_call is not None for one in replies),
+            GONE_ON: playing.episode.gone_on,
             **{f"{BRANCHES}{why}": count for why, count in branches.items()},
             **{f"{OWN}{name}": value for name, value in ended.metrics.items()},
         }
         if playing.requests is not None:
-            metrics |= {f"{ENDPOINT}{name}": value for name, value in asdict(playing.requests).items()}
+            metrics |= of_requests(playing.requests)
         trajectory = Trajectory(chains=chains, reward=ended.reward, stop=ended.stop, metrics=metrics)
-        return Played(trajectory=trajectory, problem=fault or "")
+        return Played(trajectory=trajectory, problem=fault, late=late)
 
     async def _close(self, playing: Playing, place: TrajectoryPlace) -> None:
         problem: str | None = "was cancelled while it closed"

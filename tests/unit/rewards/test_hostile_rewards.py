@@ -133,7 +133,9 @@ def test_numbers_of_any_kind_are_rewards(monkeypatch: pytest.MonkeyPatch, kind: 
 def test_what_blocks_is_left_in_time_and_the_loop_turns_on(
     monkeypatch: pytest.MonkeyPatch, kind: str, given: Callable[[], object]
 ) -> None:
-    assert errors_of(run(monkeypatch, kind, given, limit=0.05)) == ["no answer within reward.timeout_seconds=0.05"]
+    scored = run(monkeypatch, kind, given, limit=0.05)
+    assert errors_of(scored) == ["no answer within reward.timeout_seconds=0.05"]
+    assert all(one.late for one in scored)
 
 
 def test_an_async_reward_that_will_not_be_cancelled_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,7 @@ def test_clients_turns_are_trained_as_those_of_reply(agent: str) -> None:
     assert [described(one) for one in found] == [described(one) for one in expected]
     assert sorted(engine.asked, key=lambda one: one.id) == sorted(direct.asked, key=lambda one: one.id)
     figures = {name: value for name, value in environment_row(found).items() if name.startswith("endpoint/")}
+    assert 0 < figures.pop("endpoint/overhead_ms_p50") <= figures.pop("endpoint/overhead_ms_p99")
     assert figures == {"endpoint/answered": 2, "endpoint/retried": 0, "endpoint/refused": 0, "endpoint/overridden": 0}
     assert not any(name.startswith("endpoint/") for name in environment_row(expected))
     for one in found:

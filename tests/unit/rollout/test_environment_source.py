@@ -292,3 +292,33 @@ def test_why_rows_begin_and_what_they_repeat_is_measured() -> None:
         "environment/branches/again": 1.0,
         "environment/branches/edited": 1.0,
     }
+
+
+async def goes_on_edits_and_splits(task: Prompt, model: Model) -> float:
+    """Five turns: the second and two after it go on, of which the last two from the same turn; the third edits."""
+    asked: list[Any] = [{"role": "user", "content": task.text}]
+    first = (await model.reply(asked)).message
+    second = (await model.reply([*asked, first, {"role": "user", "content": "x"}])).message
+    await model.reply([*asked, {**first, "content": "other"}, {"role": "user", "content": "x"}])
+    for said in "yz":
+        await model.reply([*asked, first, {"role": "user", "content": "x"}, second, {"role": "user", "content": said}])
+    return 1.0
+
+
+def test_turns_that_go_on_are_those_whose_prompts_begin_with_an_earlier_row() -> None:
+    engine = Scripted(lambda text: "ab")
+    ours = sampler(engine, function=f"{__name__}:goes_on_edits_and_splits", group_size=1)
+    row = environment_row(trajectories(asyncio.run(ours.groups(drawn(PROMPTS[:1])))))
+    rows = [(*one.token_ids, *engine.sampled[one.id]) for one in engine.asked]
+    began = [any(one.token_ids[: len(row)] == row for row in rows[:i]) for i, one in enumerate(engine.asked)]
+    assert began == [False, True, False, True, True]
+    assert row["environment/kept_prefix_fraction"] == sum(began[1:]) / len(began[1:])
+    once = sampler(Scripted(lambda text: "a"), function=f"{__name__}:once", group_size=1)
+    assert "environment/kept_prefix_fraction" not in environment_row(
+        trajectories(asyncio.run(once.groups(drawn(PROMPTS[:1]))))
+    )
+
+
+async def once(task: Prompt, model: Model) -> float:
+    await model.reply([{"role": "user", "content": task.text}])
+    return 1.0

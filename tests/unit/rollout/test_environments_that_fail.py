@@ -139,6 +139,8 @@ def test_each_is_given_up_and_named(made: type[Talks], said: str) -> None:
     keys = {"step_seconds": 0.2, "close_seconds": 0.2}
     scored = played(sampler(Scripted(lambda text: "a"), EnvironmentMaker(made), on_error=-1.0, **keys))
     assert {(one.stop, one.reward, len(one.turns)) for one in trajectories(scored)} == {("environment_error", -1.0, 1)}
+    counted = RolloutBatch.of(scored)
+    assert (counted.reward_errors, counted.late_rewards) == (3, 3 if made in (Hangs, Blocks, Refuses) else 0)
     with pytest.raises(EnvironmentFailed, match=rf"prompt '3\*4', trajectory . of step 1, turn 1: {said}.*on_error"):
         played(sampler(Scripted(lambda text: "a"), EnvironmentMaker(made), **keys))
 
