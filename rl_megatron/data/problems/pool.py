@@ -279,12 +279,12 @@ class Joined(Pool):
     @override
     def at(self, row: int, upcoming: Upcoming) -> Prompt | None:
         part, start = self._part(row)
-        return part.at(row - start, lambda first, stop: upcoming(first, stop) - np.uint32(start))
+        return part.at(row - start, _inside(upcoming, start, len(part)))
 
     @override
     def read_ahead(self, row: int, upcoming: Upcoming) -> None:
         part, start = self._part(row)
-        part.read_ahead(row - start, lambda first, stop: upcoming(first, stop) - np.uint32(start))
+        part.read_ahead(row - start, _inside(upcoming, start, len(part)))
 
     @override
     def conversations(self) -> Iterator[Prompt]:
@@ -321,3 +321,13 @@ class Joined(Pool):
     def _part(self, row: int) -> tuple[Pool, int]:
         at = int(np.searchsorted(self._starts, row, "right")) - 1
         return self._parts[at], int(self._starts[at])
+
+
+def _inside(upcoming: Upcoming, start: int, count: int) -> Upcoming:
+    """Those of the rows that are of the part with ``count`` rows from ``start`` on, by their numbers in it."""
+
+    def rows(first: int, stop: int) -> NDArray[np.integer]:
+        found = upcoming(first, stop)
+        return found[(found >= start) & (found < start + count)] - np.uint32(start)
+
+    return rows

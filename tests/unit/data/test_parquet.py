@@ -248,3 +248,19 @@ def test_columns_that_are_missing_or_no_text_are_told(tmp_path: Path) -> None:
         loaded(written(tmp_path / "t.parquet", [{"questoin": "a", "answer": "b"}]), held_out)
     with pytest.raises(DataError, match=r"column 'question' is of int64; it must be text"):
         loaded(written(tmp_path / "t.parquet", [{"question": 1, "answer": "b"}]), held_out)
+
+
+def test_any_prompt_of_a_mixture_is_read_by_its_row(tmp_path: Path) -> None:
+    """As a resume does with those that wait; also of a source's last rows, behind which are another's."""
+    held_out, parts = written(tmp_path / "e.jsonl", made(2, seed=1, values=90)), [made(13), made(11, seed=5)]
+
+    def mixed(kind: str) -> Pool:
+        files = [written(tmp_path / f"{name}.{kind}", part) for name, part in zip("ab", parts, strict=True)]
+        sources = {one.stem: {"type": "files", "train": one, "eval": held_out} for one in files}
+        keys = {"type": "mixture", "sources": sources, "on_leak": "keep"}
+        return load(RunConfig.model_validate({"data": keys}).data)
+
+    of_json, of_parquet = mixed("jsonl"), mixed("parquet")
+    assert of_parquet[:] == of_json[:]
+    for row in reversed(range(len(of_json))):
+        assert of_parquet[row] == of_json[row]
