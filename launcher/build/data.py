@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from launcher.build.tokenizer import read_tokenizer
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import OneSource
+from rl_megatron.config.sections.data import OneSource, data_sources
 from rl_megatron.config.sections.eval import EvalSetSection, RunData
 from rl_megatron.data.problems.pool import Pool
 from rl_megatron.data.problems.prompts import load_prompts
@@ -49,7 +49,14 @@ def load_data(config: RunConfig, model_folder: Path) -> Data:
         pairs=config.kind.pairs,
         limit_keys=config.prompt_limit_keys,
     )
-    train, held_out = load(config.data, on_leak=config.data.on_leak, sets=config.eval.data_of_sets)
+    led = config.training_environments
+    own = {key: led.get(f"{key}.environment", led.get("environment")) for key in data_sources(config.data)}
+    train, held_out = load(
+        config.data,
+        on_leak=config.data.on_leak,
+        sets=config.eval.data_of_sets,
+        environments={key: one for key, one in own.items() if one is not None},
+    )
     return Data(
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(model_folder, tokenizer),

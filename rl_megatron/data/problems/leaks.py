@@ -171,6 +171,28 @@ class ListedTexts(ProblemTexts):
         return digests_of(self._texts[row] for row in rows.tolist())
 
 
+class TextsFor(ProblemTexts):
+    """Texts that are equal to none for another ``purpose``."""
+
+    def __init__(self, texts: ProblemTexts, purpose: str) -> None:
+        self._texts, self._purpose = texts, purpose
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    @override
+    def place(self, row: int) -> str:
+        return self._texts.place(row)
+
+    @override
+    def hashes(self) -> NDArray[np.int64]:
+        return self._texts.hashes() ^ hashes_of([self._purpose])
+
+    @override
+    def digests(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+        return self._texts.digests(rows) ^ digests_of([self._purpose])
+
+
 class JoinedTexts(ProblemTexts):
     """Texts of several sources, one after the other."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,10 +22,11 @@ from rl_megatron.config.sections.data import (
     data_sources,
     name_of,
 )
+from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.data.problems.arithmetic import split_sums
 from rl_megatron.data.problems.file_rows import FileRows, file_rows
 from rl_megatron.data.problems.files import files_in, local_files, read_records
-from rl_megatron.data.problems.leaks import JoinedTexts, ListedTexts, OnLeak, rows_to_keep, spaced
+from rl_megatron.data.problems.leaks import JoinedTexts, ListedTexts, OnLeak, TextsFor, rows_to_keep, spaced
 from rl_megatron.data.problems.pool import Joined, Listed, Pool, RowForm, RowsOfPrompts
 from rl_megatron.data.problems.records import listed
 from rl_megatron.data.problems.rendering import (
@@ -56,6 +58,7 @@ def load_prompts(
     limit_keys: LimitKeys = SAMPLED,
     on_leak: OnLeak | None = None,
     sets: Mapping[str, OneSource] | None = None,
+    environments: Mapping[str, EnvironmentSection] | None = None,
 ) -> tuple[Pool, list[Prompt]]:
     """(train, held-out) prompts, in an order that depends on ``data`` and ``seed`` alone; of a mixture each source's
     follow each other, and their ids begin with its name.
@@ -64,7 +67,8 @@ def load_prompts(
     With ``pairs`` generated problems have a wrong answer, too, as those of files have with their ``rejected_field``.
     A prompt of more than ``max_prompt_tokens`` raises or is dropped, with a warning that counts these; both name
     ``limit_keys``. ``on_leak`` says what to do with a problem to train on that is held out here or in ``sets`` (by the
-    key of their section), and of equal ones the first alone is trained on then; None: nobody trains on them.
+    key of their section), and of equal ones the first alone is trained on then; None: nobody trains on them. Problems
+    of sources whose ``environments`` (by the source's key) have another function or other options are never equal.
     Raises DataError that names files and lines.
     """
     sources = data_sources(data)
@@ -73,7 +77,8 @@ def load_prompts(
     if on_leak is not None:
         held = {key: held_out for key, (_, held_out) in splits.items()}
         held |= {key: _problems(key, source, tokenizer, seed)[1] for key, source in (sets or {}).items()}
-        kept |= _without_leaks({key: train for key, (train, _) in splits.items()}, held, on_leak)
+        played = {key: _played_in((environments or {}).get(key)) for key in sources}
+        kept |= _without_leaks({key: train for key, (train, _) in splits.items()}, played, held, on_leak)
     pools, held_out = list[Pool](), list[Prompt]()
     form: Callable[[Sequence[Problem]], list[Prompt]]
     for key, source in sources.items():
@@ -101,12 +106,23 @@ def load_prompts(
     return pools[0] if len(pools) == 1 else Joined(pools), held_out
 
 
+def _played_in(section: EnvironmentSection | None) -> str:
+    """What makes a problem another one."""
+    return "" if section is None else json.dumps([section.function, dict(section.options)], sort_keys=True)
+
+
 def _without_leaks(
-    train: Mapping[str, Sequence[Problem] | FileRows], held_out: Mapping[str, Sequence[Problem]], on_leak: OnLeak
+    train: Mapping[str, Sequence[Problem] | FileRows],
+    played: Mapping[str, str],
+    held_out: Mapping[str, Sequence[Problem]],
+    on_leak: OnLeak,
 ) -> dict[str, NDArray[np.bool_]]:
-    """Which problems of each source to train on: each once, and without leaks where they are dropped."""
-    texts = JoinedTexts([one.texts if isinstance(one, FileRows) else _texts(one) for one in train.values()])
-    wholes = texts
+    """Which problems of each source to train on: each once as it is ``played``, and without leaks where they are
+    dropped."""
+    parts = {key: one.texts if isinstance(one, FileRows) else _texts(one) for key, one in train.items()}
+    wholes = texts = JoinedTexts(list(parts.values()))
+    if len(set(played.values())) > 1:
+        wholes = JoinedTexts([TextsFor(part, played[key]) for key, part in parts.items()])
     if any(_are_pairs(one) for one in train.values()):  # a problem may be in several pairs
         wholes = JoinedTexts([one.wholes if isinstance(one, FileRows) else _whole_texts(one) for one in train.values()])
     mask = rows_to_keep(texts, wholes, {key: _texts(problems) for key, problems in held_out.items()}, on_leak)

@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from launcher.build.data import load_data
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import ArithmeticData, FileData, FileRunData, MixtureData, OneSource
@@ -134,3 +137,33 @@ def test_rows_are_those_of_a_loop_over_texts(bits: int, monkeypatch: pytest.Monk
 
 def norm(text: str) -> str:
     return " ".join(text.split())
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_problem_in_two_environments_is_two_and_leaks_in_both(tmp_path: Path, kind: str) -> None:
+    """By `load_data`'s reading of the configuration; the run's own environment is that of a source without one."""
+
+    def file(name: str, texts: Sequence[str]) -> Path:
+        path = written(tmp_path / f"{name}.jsonl", texts)
+        if kind == "jsonl":
+            return path
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        pq.write_table(pa.Table.from_pylist(rows), path.with_suffix(".parquet"))
+        return path.with_suffix(".parquet")
+
+    def mixed(other: dict[str, object] | None, held_out: str = "y") -> list[str]:
+        one = {"type": "files", "train": file("one", ["a", "b", "a "]), "eval": file("one_e", ["x"])}
+        two = {"type": "files", "train": file("two", ["b", " a", "c", "c"]), "eval": file("two_e", [held_out])}
+        sources = {"one": one, "two": {**two, **({} if other is None else {"environment": other})}}
+        keys = {"data": {"type": "mixture", "sources": sources}, "warm_start": {"steps": 0}}
+        config = RunConfig.model_validate({**keys, "environment": {"function": "guess", "template": "plain"}})
+        return [one.id for one in load_data(config, tmp_path / "model").train[:]]
+
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    once = ["one/one:1", "one/one:2", "two/two:3"]
+    each = ["one/one:1", "one/one:2", "two/two:1", "two/two:2", "two/two:3"]
+    assert mixed(None) == mixed({"function": "guess", "max_turns": 3}) == once
+    assert mixed({"function": "calculator"}) == each
+    assert mixed({"function": "guess", "options": {"largest": 7}}) == each
+    with pytest.raises(DataError, match=r"one\.\w+:1: trained on, but held out in .*two_e\.\w+:1 \(data\.sources\.two"):
+        mixed({"function": "calculator"}, "a")
