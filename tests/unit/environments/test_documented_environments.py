@@ -7,11 +7,13 @@ import re
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.errors import ConfigError
+from rl_megatron.rollout.batch import Answered
 from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.types import Prompt
 from tests.completions import drawn
@@ -36,6 +38,30 @@ def test_the_environment() -> None:
     assert {(one.reward, one.stop, len(one.turns)) for one in played} == {(1.0, "done", 1), (0.0, "turns", 2)}
     assert {one.metrics["own/wrong"] for one in played if not one.reward} == {2.0}
     assert {one.turns[0].reward for one in played if one.reward} == {1.0}
+
+
+@pytest.mark.usefixtures("written")
+@pytest.mark.parametrize(
+    ("text", "limit", "ended"),
+    [("a+", 20.0, ("done", 1.0)), ("b", 20.0, ("done", 0.0)), ("(a+)+b", 0.5, ("environment_error", -1.0))],
+)
+def test_what_would_keep_the_lock_for_hours_is_given_up_in_a_process_of_its_own(
+    text: str, limit: float, ended: tuple[str, float]
+) -> None:
+    """(a+)+b tries all 2^39 ways to part 40 letters; its process is gone when the group is there."""
+    keys = {"step_seconds": limit, "close_seconds": 1.0, "on_error": -1.0}
+    ours = sampler(Scripted(lambda _: text), function="my_env:Matches", **keys)
+
+    async def groups() -> list[Answered]:
+        found = await ours.groups(drawn([TASK]))
+        while ours.closing:
+            await asyncio.wait(set(ours.closing))
+        return found
+
+    played = trajectories(asyncio.run(asyncio.wait_for(groups(), 30)))
+    assert {(one.stop, one.reward) for one in played} == {ended}
+    left = [" ".join(one.cmdline()) for one in psutil.Process().children(recursive=True)]
+    assert not [line for line in left if "fullmatch" in line]
 
 
 @pytest.mark.usefixtures("written")
