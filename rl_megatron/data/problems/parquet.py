@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -70,7 +71,7 @@ class ParquetRows:
                     total_bytes += group.total_byte_size
         if not self._size:
             raise DataError(f"{key}={paths[0]}: the file is empty; give at least one row")
-        self._groups, self._starts = groups, np.array([group.start for group in groups])
+        self._groups, self._starts = groups, [group.start for group in groups]
         self.row_bytes = max(1, total_bytes // self._size)
 
     def __len__(self) -> int:
@@ -78,7 +79,7 @@ class ParquetRows:
 
     def line(self, row: int) -> tuple[Path, int]:
         """The row's file, and its number there from 1."""
-        group = self._groups[int(np.searchsorted(self._starts, row, "right")) - 1]
+        group = self._groups[bisect_right(self._starts, row) - 1]
         return group.path, group.first + row - group.start + 1
 
     def row(self, stem: str, line: int) -> int:

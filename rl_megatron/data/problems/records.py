@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 _MAX_SHOWN = 500  # characters of a file's or a library's text in an error
@@ -56,8 +57,28 @@ def values_of(column: Any) -> list[Any]:
     import pyarrow as pa
 
     is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
-    values: list[Any] = (column.cast(pa.large_binary()) if is_text else column).to_pylist()
-    return values if is_text else [as_json(value) for value in values]
+    values: list[Any] = column.cast(pa.large_binary()).to_pylist() if is_text else _json_of(column)
+    return values
+
+
+def _json_of(column: Any) -> list[Any]:
+    """As `as_json` of each value of ``to_pylist``, which makes an object of pyarrow's for each part of each value."""
+    import pyarrow as pa
+
+    kind = column.type
+    if pa.types.is_struct(kind) and len(names := dict.fromkeys(field.name for field in kind)) == kind.num_fields > 0:
+        rows = zip(*map(_json_of, column.flatten()), strict=True)
+        return [
+            dict(zip(names, row, strict=True)) if there else None
+            for there, row in zip(column.is_valid().to_pylist(), rows, strict=True)
+        ]
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        values = iter(_json_of(column.flatten()))  # without those of null lists
+        counts = column.value_lengths().to_pylist()
+        return [None if count is None else list(islice(values, count)) for count in counts]
+    found: list[Any] = column.to_pylist()
+    is_json = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_integer(kind)
+    return found if is_json else [as_json(value) for value in found]
 
 
 def decoded_row(row: dict[str, Any]) -> Mapping[str, object] | str:

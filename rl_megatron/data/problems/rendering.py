@@ -23,9 +23,12 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 1000  # prompts that a tokenizer gets in one call
 _MOST_CHARACTERS = 100  # per token, on average over a prompt
+_to_json = json.JSONEncoder(ensure_ascii=False).encode
 _EQUAL = "fields {!r} and {!r} are equal, so nothing says which is better; remove the row"
 MOST_MARGIN = 10_000
 """Largest size of a pair's margin: beside it a score of float32 still has three digits behind the point."""
+
+_LIST = (list, type(None))
 
 OnLongPrompt = Literal["fail", "drop"]
 LimitKeys = tuple[str, str]
@@ -103,12 +106,20 @@ def check_pair(record: Record, place: str, data: FileKeys) -> None:
 
 
 def conversation(record: Record, path: Path, line: int, data: FileKeys) -> Problem:
-    """The conversation in a row of a file, or the pair of them: its ``text`` is that of messages and tools, in JSON.
+    """The conversation in a row of a file, or the pair of them. Raises as `conversation_text`, which it has."""
+    place = f"{path}:{line}"
+    text = conversation_text(record, place, data)
+    return Problem(id=f"{path.stem}:{line}", place=place, text=text, answer="", raw=text, meta=record.others)
 
-    Raises DataError for a row without messages of which one is the assistant's, and as `check_pair` does.
+
+def conversation_text(record: Record, place: str, data: FileKeys) -> str:
+    """Messages and tools in JSON.
+
+    Raises DataError that names the ``place`` for a row without messages of which one is the assistant's, and as
+    `check_pair` does.
     """
     assert data.messages_field is not None
-    place, found = f"{path}:{line}", dict[str, Any]()
+    found = dict[str, Any]()
     check_pair(record, place, data)
     for name in filter(None, (data.messages_field, data.rejected_field, data.tools_field)):
         if name not in record.others:
@@ -119,7 +130,7 @@ def conversation(record: Record, path: Path, line: int, data: FileKeys) -> Probl
                 found[name] = json.loads(value)
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{place}: field {name!r} is text that begins a list, and not JSON: {error}") from error
-        if not isinstance(found[name], list | None) or not all(isinstance(one, dict) for one in found[name] or ()):
+        if not isinstance(found[name], _LIST) or not all(isinstance(one, dict) for one in found[name] or ()):
             raise DataError(f"{place}: field {name!r} is {_start_of(value)}; it must be a list of objects")
     whole = {"messages": found[data.messages_field], "tools": found.get(data.tools_field or "") or []}
     if data.rejected_field is not None:
@@ -129,12 +140,12 @@ def conversation(record: Record, path: Path, line: int, data: FileKeys) -> Probl
             raise DataError(f"{place}: field {name!r} has no message of the role 'assistant' to train on")
         if name == data.rejected_field and found[name] == found[data.messages_field]:
             raise DataError(f"{place}: {_EQUAL.format(data.messages_field, data.rejected_field)}")
-    text = json.dumps(whole, ensure_ascii=False)
+    text = _to_json(whole)
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(f"{place}: its messages hold a lone surrogate, which is not valid text") from error
-    return Problem(id=f"{path.stem}:{line}", place=place, text=text, answer="", raw=text, meta=record.others)
+    return text
 
 
 def _start_of(value: object) -> str:

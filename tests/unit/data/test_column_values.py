@@ -1,0 +1,82 @@
+"""Values of parquet columns as Python objects, beside pyarrow's own of the same columns."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import random
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from rl_megatron.data.problems.records import as_json, values_of
+
+LEAVES: tuple[tuple[pa.DataType, tuple[Any, ...]], ...] = (
+    (pa.string(), ("", "a b", "\u20ac\n")),
+    (pa.large_string(), ("x",)),
+    (pa.dictionary(pa.int8(), pa.string()), ("user", "assistant")),
+    (pa.int64(), (-(2**63), 0, 7)),
+    (pa.uint64(), (2**64 - 1,)),
+    (pa.bool_(), (True, False)),
+    (pa.float64(), (1.5, float("nan"), float("inf"), -0.0)),
+    (pa.binary(), (b"\xff\x00", b"")),
+    (pa.timestamp("us"), (datetime.datetime(2026, 11, 25, 1, 2, 3, 4),)),
+    (pa.decimal128(10, 2), (decimal.Decimal("1.20"),)),
+    (pa.null(), (None,)),
+)
+
+
+def drawn(draw: random.Random, depth: int) -> tuple[pa.DataType, Any]:
+    """A type, and a function that draws a value of it."""
+    kind = draw.choice(["leaf", "list", "large", "fixed", "struct", "map"]) if depth else "leaf"
+    if kind == "leaf":
+        leaf, values = draw.choice(LEAVES)
+        return leaf, lambda: draw.choice([None, *values])
+    if kind == "struct":
+        fields = {
+            name: drawn(draw, depth - 1) for name in draw.sample(["role", "content", "a", "b"], draw.randrange(4))
+        }
+        of = pa.struct([(name, one) for name, (one, _) in fields.items()])
+        return of, lambda: draw.choice([None, *[{name: value() for name, (_, value) in fields.items()}] * 4])
+    inner, value = drawn(draw, depth - 1)
+    if kind == "map":
+        return pa.map_(pa.string(), inner), lambda: draw.choice([None, [("k", value()), ("l", value())]])
+    many = {"list": pa.list_, "large": pa.large_list, "fixed": lambda one: pa.list_(one, 2)}[kind]
+    return many(inner), lambda: draw.choice(
+        [None, *[[value() for _ in range(2 if kind == "fixed" else draw.randrange(4))]] * 4]
+    )
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_values_are_those_that_pyarrow_makes_one_by_one(seed: int) -> None:
+    draw = random.Random(seed)
+    kind, value = drawn(draw, 3)
+    column = pa.array([value() for _ in range(40)], kind)
+    for part in (column, column.slice(3, 20), column.slice(7).slice(2, 9), column.slice(40)):
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            assert repr(values_of(part)) == repr([as_json(one) for one in part.to_pylist()])
+
+
+def test_text_of_a_column_stays_bytes_and_inside_of_lists_is_text() -> None:
+    assert values_of(pa.array(["a", None])) == [b"a", None]
+    assert values_of(pa.array([["a"], None])) == [["a"], None]
+
+
+def test_values_behind_null_lists_and_structs_are_left_out() -> None:
+    """Their buffers hold values all the same, and those of other lists follow."""
+    texts = pa.array(["a", "b", "c", "d"])
+    lists = pa.ListArray.from_arrays(pa.array([0, 1, 3, 4], pa.int32()), texts, mask=pa.array([False, True, False]))
+    assert values_of(lists) == lists.to_pylist() == [["a"], None, ["d"]]
+    structs = pa.StructArray.from_arrays([texts], ["x"], mask=pa.array([True, False, True, False]))
+    assert values_of(structs) == structs.to_pylist() == [None, {"x": "b"}, None, {"x": "d"}]
+
+
+def test_fields_of_one_name_and_bad_text_are_refused_as_pyarrow_does() -> None:
+    twice = pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], ["a", "a"])
+    bad = pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), pa.array([b"\xff"]).view(pa.string()))
+    for column, said in ((twice, "duplicate field names"), (bad, "can't decode byte 0xff")):
+        for read in (pa.Array.to_pylist, values_of):
+            with pytest.raises(ValueError, match=said):
+                read(column)
+    assert values_of(pa.array([], pa.list_(pa.int64()))) == []
