@@ -61,7 +61,8 @@ def difference_interval(first: Sequence[float], second: Sequence[float], *, samp
 
     Bonett and Price's interval of paired shares (2012): the problems and two more, of which each side wins one, so that
     models that differ on no problem have a width too. With several samples these two count 1 / ``samples`` each, and
-    the quantile is Student's over problems. Raises ValueError for sets that are empty or of different sizes.
+    the quantile is Student's over problems; of other figures `results.draws_of` says what ``samples`` is. Raises
+    ValueError for sets that are empty or of different sizes.
     """
     gaps = [b - a for a, b in zip(first, second, strict=True)]
     if not gaps:

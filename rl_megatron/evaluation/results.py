@@ -111,10 +111,19 @@ def _of_set(name: str, first: SetResult, second: SetResult) -> Iterator[PairedFi
         )
 
 
+def draws_of(samples: int, k: int) -> int:
+    """Draws that a problem's pass@k is taken for: the steps from 0 to 1 that its value has.
+
+    It is 1 from ``samples`` - k + 1 right samples on; so it is a mean's value with k = 1, and a single sample's with
+    k = ``samples``. docs/evaluation.md has how such intervals hold.
+    """
+    return samples - k + 1
+
+
 def _figures(
     first: SetResult, second: SetResult, samples: int
 ) -> dict[str, tuple[Sequence[float], Sequence[float], int]]:
-    """By name: both sides' values by problem, and of how many draws each value is at least."""
+    """By name: both sides' values by problem, and the draws that `difference_interval` takes each value for."""
 
     def shares(one: MeasuredSet, k: int) -> list[float]:
         return [pass_at(right, one.samples, k) for right in one.right]
@@ -123,7 +132,7 @@ def _figures(
     out: dict[str, tuple[Sequence[float], Sequence[float], int]] = {"mean": (shares(a, 1), shares(b, 1), samples)}
     both = set(first.section["pass_at"]) & set(second.section["pass_at"]) - {1}
     for k in sorted(both):
-        out[f"pass@{k}"] = shares(a, k), shares(b, k), samples // k
+        out[f"pass@{k}"] = shares(a, k), shares(b, k), draws_of(samples, k)
     if a.votes is not None and b.votes is not None and a.samples == b.samples:
         out[f"maj@{samples}"] = a.votes, b.votes, 1
     return out

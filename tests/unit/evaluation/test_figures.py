@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rl_megatron.evaluation.bounds import difference_interval, share_interval
 from rl_megatron.evaluation.figures import all_at, majority, pass_at
+from rl_megatron.evaluation.results import draws_of
 
 SETS = 2000
 
@@ -116,6 +117,28 @@ def test_paired_intervals_hold_the_truth(problems: int, samples: int, gap: float
     found = [difference_interval(*pair, samples=samples) for pair in zip(first.tolist(), second.tolist(), strict=True)]
     inside = [one.low is not None and one.high is not None and one.low <= gap <= one.high for one in found]
     assert np.mean(inside) == pytest.approx(0.95, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("k", "samples", "problems", "a", "b"),
+    [(2, 4, 100, 1, 1), (4, 4, 100, 0.4, 1.6), (4, 16, 100, 1, 4), (8, 16, 400, 5, 5), (8, 16, 100, 0.04, 1.96)],
+)
+def test_paired_intervals_of_pass_at_k_hold_the_truth(k: int, samples: int, problems: int, a: float, b: float) -> None:
+    """The second model solves a problem as the first in two tries, so its share that k samples miss is squared."""
+    rng = np.random.default_rng([k, samples])
+    rates = rng.beta(a, b, (SETS, problems))
+    value = np.array([pass_at(right, samples, k) for right in range(samples + 1)])
+    first, second = (value[rng.binomial(samples, one)] for one in (rates, 1 - (1 - rates) ** 2))
+    once, twice = (math.prod((b + i) / (a + b + i) for i in range(tries)) for tries in (k, 2 * k))
+    draws = draws_of(samples, k)
+    found = [difference_interval(*pair, samples=draws) for pair in zip(first.tolist(), second.tolist(), strict=True)]
+    inside = [one.low is not None and one.high is not None and one.low <= once - twice <= one.high for one in found]
+    assert np.mean(inside) == pytest.approx(0.95, abs=0.02)
+
+
+def test_draws_are_the_steps_of_a_value() -> None:
+    for samples, k in ((4, 1), (4, 3), (16, 8), (16, 16)):
+        assert draws_of(samples, k) == len({pass_at(right, samples, k) for right in range(samples + 1)}) - 1
 
 
 def test_models_that_differ_nowhere_are_not_shown_equal() -> None:
