@@ -142,7 +142,7 @@ class ChatTemplate(Template):
         else:
             return "refused"
         if _follows(now, marked) and self._extends(now, before):
-            whole = None if "tool_calls" in turn else now.replace(_FRONT, "").replace(_BACK, "")
+            whole = None if "tool_calls" in turn else _unmarked(now)
             return _last_part(now), has_calls, whole
         bare = [_bare(message) for message in messages]
         marked = bare[place] = _marked(bare[place], has_calls)
@@ -192,6 +192,14 @@ def _follows(text: str, marked: ChatMessage) -> bool:
     """Whether the text has each mark of the turn once."""
     put = marked.get(REASONING[0], "") + marked["content"]
     return all(text.count(mark) == put.count(mark) == 1 or mark not in put for mark in (_FRONT, _BACK))
+
+
+def _unmarked(text: str) -> str:
+    """The text without both marks, which it has once each; they are near its end."""
+    for mark in (_FRONT, _BACK):
+        before, _, behind = text.rpartition(mark)
+        text = before + behind
+    return text
 
 
 def _last_part(text: str) -> str:

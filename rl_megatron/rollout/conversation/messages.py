@@ -36,6 +36,8 @@ def tidied(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
 def same(known: ChatMessage, given: ChatMessage) -> bool:
     """Whether two tidied messages are one to their client: ids of calls do not count, nor does reasoning that
     ``given`` lacks."""
+    if known == given:  # of most messages of a long history, in a tenth of the time
+        return True
     if known["role"] != given["role"] or known["content"] != given["content"]:
         return False
     if reasoning_of(given) not in ("", reasoning_of(known)):
@@ -64,11 +66,11 @@ def _tidied(place: int, given: ChatMessage) -> ChatMessage:
         raise MessagesRefused(f"message {place} is {given!r:.200}; it must be an object with a role")
     message = {key: value for key, value in given.items() if value is not None}
     message["content"] = _content(place, given.get("content"))
-    reasoning = [message.pop(key) for key in REASONING if key in message]
-    if not all(isinstance(text, str) for text in reasoning):
-        raise MessagesRefused(f"message {place}: its reasoning is {reasoning!r:.200}; it must be a text")
-    if any(reasoning):
-        message[REASONING[0]] = next(filter(None, reasoning))
+    if reasoning := [message.pop(key) for key in REASONING if key in message]:
+        if not all(isinstance(text, str) for text in reasoning):
+            raise MessagesRefused(f"message {place}: its reasoning is {reasoning!r:.200}; it must be a text")
+        if any(reasoning):
+            message[REASONING[0]] = next(filter(None, reasoning))
     calls = message.pop("tool_calls", None)
     if calls:
         message["tool_calls"] = [_call(place, call) for call in calls]

@@ -53,6 +53,7 @@ class HttpServer:
             lifespan="off",
             ws="none",
             http=_Protocol,
+            proxy_headers=False,
             log_config=None,
             access_log=False,
             server_header=False,

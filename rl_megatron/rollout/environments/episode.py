@@ -127,7 +127,7 @@ class Episode(Served):
         async with self._answering():
             completion = await self._sample(prompt, max_tokens)
             text = self._setting.template.decode(completion.token_ids)
-            self._keep(self._rows.add(prompt, completion, text), _unparsed(text), text)
+            self._keep(self._rows.add(prompt, completion, text), _unparsed(text))
             return ServedTokens(completion=completion, waited=self._waited)
 
     async def _reply(
@@ -141,26 +141,27 @@ class Episode(Served):
                 raise self._ended("bad_call") from error
             raise
         completion = await self._sample(asked.token_ids, max_tokens)
-        text = self._setting.template.decode(completion.token_ids)
-        read = self._read(completion, text, tools)
-        reply = self._keep(self.conversation.add(asked, completion, read.message), read, text)
+        read = self._read(completion, tools)
+        reply = self._keep(self.conversation.add(asked, completion, read.message), read)
         return reply, len(asked.token_ids), len(completion.token_ids)
 
-    def _read(self, completion: Completion, text: str, tools: Sequence[Mapping[str, Any]]) -> Parsed:
+    def _read(self, completion: Completion, tools: Sequence[Mapping[str, Any]]) -> Parsed:
         if self._setting.parser is None:
-            return _unparsed(text)
+            return _unparsed(self._setting.template.decode(completion.token_ids))
         ids = completion.token_ids
         if completion.finish_reason == "stop" and int(ids[-1]) in self._setting.params.stop_token_ids:
             ids = ids[:-1]
         return self._setting.parser(self._setting.template.decode(ids, special=True), tools)
 
-    def _keep(self, turn: Turn | None, read: Parsed, text: str) -> Reply:
+    def _keep(self, turn: Turn | None, read: Parsed) -> Reply:
         assert turn is not None  # no completion is empty
         bad_call = read.problem if turn.finish_reason == "stop" else None  # else it was cut
         if bad_call is not None and self._setting.section.on_bad_call == "end":
             self.stop = "bad_call"
         self.turns.append(turn)
-        self.replies.append(Reply(text=text, message=read.message, finish_reason=turn.finish_reason, bad_call=bad_call))
+        self.replies.append(
+            Reply(text=turn.text, message=read.message, finish_reason=turn.finish_reason, bad_call=bad_call)
+        )
         return self.replies[-1]
 
     @asynccontextmanager

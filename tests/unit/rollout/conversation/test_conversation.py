@@ -215,6 +215,17 @@ def test_a_text_that_moves_late_begins_a_row_and_one_that_is_trimmed_does_not() 
     assert played("llama3", [Reply(content=" so \n")] * 4) == ([None] * 4, 1)  # its template trims contents
 
 
+@pytest.mark.parametrize("name", ["chatml", "qwen3_without_thinking", "llama3", "deepseek"])
+def test_the_text_that_the_next_turn_must_extend_is_the_templates(name: str) -> None:
+    template = ChatTemplate(tokenizer_of(name), options=FAMILIES[name].options)
+    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    _, before = template.begin(messages[:1], ())
+    messages.append({"role": "user", "content": "sure?"})
+    found = template.proceed(before, messages, (), tokenizer_of(name).convert_tokens_to_ids(FAMILIES[name].stop))
+    assert not isinstance(found, str)
+    assert found[1].text == template.render(messages, ())
+
+
 def test_a_turn_that_was_cut_is_closed_by_the_template() -> None:
     rng, conversation, tokenizer = random.Random(4), opened("chatml"), tokenizer_of("chatml")
     messages: list[dict[str, Any]] = [{"role": "user", "content": "1+1?"}]
