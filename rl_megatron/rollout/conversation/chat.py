@@ -153,7 +153,8 @@ class ChatTemplate(Template):
 
     def _extends(self, now: str, before: Rendered) -> bool:
         """Whether the text begins with the prompt before, whose opening of a turn need not be what a history shows."""
-        if now.startswith(before.text):
+        text = self.render(before.messages, before.tools) if before.text is None else before.text
+        if now.startswith(text):
             return True
         return now.startswith(self.render(before.messages, before.tools, opened=False))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -35,14 +35,26 @@ class TurnPrompt:
         freeze(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class SampledTurn:
-    """A turn with its prompt. ``row`` is both, [L] int32; ``turn`` is None if no token was sampled."""
+    """A turn with its place. Its row goes on from that of the turn ``after``, whose tokens it does not hold again."""
 
-    prompt: TurnPrompt
+    branch: Branch | None
+    rendered: Rendered  # its prompt; without its text once a row has gone on from the turn
+    after: SampledTurn | None
     completion: Completion
-    row: TokenIds
-    turn: Turn | None
+    added: TokenIds  # [n] int32, of its prompt and its completion behind the row of ``after``
+    length: int  # tokens of its row
+    turn: Turn | None  # None if no token was sampled
+
+    @property
+    def row(self) -> TokenIds:
+        """[length] int32: the prompt and the completion."""
+        parts, one = [self.added], self.after
+        while one is not None:
+            parts.append(one.added)
+            one = one.after
+        return np.concatenate(parts[::-1])
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -77,7 +89,7 @@ class Conversation:
         branch: Branch | None = ("again" if last < 0 else "edited") if self._sampled else None
         if after is not None:
             ended = int(after.completion.token_ids[-1]) if after.completion.finish_reason == "stop" else None
-            found = self._template.proceed(after.prompt.rendered, known, tools, ended)
+            found = self._template.proceed(after.rendered, known, tools, ended)
             if isinstance(found, str):
                 after, branch = None, found
             else:
@@ -126,8 +138,18 @@ class Conversation:
             spans=completion.spans,
             text=self._template.decode(completion.token_ids),
         )
-        row = np.concatenate((asked.token_ids, completion.token_ids))
-        sampled = SampledTurn(prompt=asked, completion=completion, row=row, turn=turn if len(turn.logprobs) else None)
+        begun = 0
+        if (before := asked.after) is not None:
+            begun, before.rendered = before.length, replace(before.rendered, text=None)
+        sampled = SampledTurn(
+            branch=asked.branch,
+            rendered=asked.rendered,
+            after=asked.after,
+            completion=completion,
+            added=np.concatenate((asked.token_ids[begun:], completion.token_ids)),
+            length=len(asked.token_ids) + len(completion.token_ids),
+            turn=turn if len(turn.logprobs) else None,
+        )
         node = asked.node
         for new in asked.new:
             again = (child for child in node.children if child.sampled is None and same(child.message, new))
@@ -143,19 +165,19 @@ class Conversation:
 
     def branches(self) -> Mapping[Branch, int]:
         """How many turns began a row behind the first, by the reason."""
-        return Counter(one.prompt.branch for one in self._sampled if one.prompt.branch is not None)
+        return Counter(one.branch for one in self._sampled if one.branch is not None)
 
     def chains(self) -> tuple[Chain, ...]:
         """The rows to train on: each turn is in one of them, and is context in others that go on from it.
 
         Raises DataError for routes that do not fit.
         """
-        gone_on = {id(one.prompt.after) for one in self._sampled}
+        gone_on = {id(one.after) for one in self._sampled}
         ends = [one for one in self._sampled if id(one) not in gone_on]
         used, rows = set[int](), []
         for end in sorted(ends, key=lambda one: one.turn is None):
             row = [end]
-            while (before := row[0].prompt.after) is not None:
+            while (before := row[0].after) is not None:
                 row.insert(0, before)
             turns = tuple(one.turn for one in row if one.turn is not None and id(one) not in used)
             used |= {id(one) for one in row}
@@ -195,12 +217,12 @@ def _routes(row: Sequence[SampledTurn], length: int) -> Routes | None:
         if (routes := one.completion.routes) is None:
             return None
         shape = shape if have else routes.shape
-        if routes.shape != (len(one.row) - 1, *shape[1:]):
+        if routes.shape != (one.length - 1, *shape[1:]):
             raise DataError(
-                f"a turn's routes have shape {routes.shape}, but its prompt and completion have {len(one.row)} tokens; "
+                f"a turn's routes have shape {routes.shape}, but its prompt and completion have {one.length} tokens; "
                 "[positions, MoE layers, experts a token] must be of each of them but the last"
             )
         each = len(routes.data) // routes.shape[0]
-        parts.append(routes.data[have * each : (min(length, len(one.row)) - 1) * each])
-        have = len(one.row) - 1
+        parts.append(routes.data[have * each : (min(length, one.length) - 1) * each])
+        have = one.length - 1
     return Routes(data=b"".join(parts), shape=(length - 1, *shape[1:]))

@@ -29,7 +29,7 @@ than before; it writes another ``closing`` token than was sampled; or it ``refus
 class Rendered:
     """A prompt as its template shows it. The next one is compared with it."""
 
-    text: str  # with the generation prompt
+    text: str | None  # with the generation prompt; None: it is rendered again where it is needed
     messages: Sequence[ChatMessage]
     tools: Tools
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -213,6 +214,22 @@ def test_a_text_that_moves_late_begins_a_row_and_one_that_is_trimmed_does_not() 
         messages += [{"role": "assistant", "content": " 2 "}, {"role": "user", "content": "sure?"}]
     assert branches == [None, None, "context", None]
     assert played("llama3", [Reply(content=" so \n")] * 4) == ([None] * 4, 1)  # its template trims contents
+
+
+def test_a_turn_holds_no_history_again() -> None:
+    rng, conversation, held = random.Random(4), opened("chatml"), list[int]()
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "1+1? " * 20_000}]
+    tracemalloc.start()
+    try:
+        for _ in range(12):
+            answered(conversation, conversation.prompt_for(messages), "2", rng)
+            messages += [{"role": "assistant", "content": "2"}, {"role": "user", "content": "sure?"}]
+            held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert held[-1] - held[1] < 100_000  # characters of the first message, with which every text and row begins
+    older = conversation.prompt_for(messages[:7])  # whose turn a row has gone on from
+    assert (older.branch, older.token_ids[-1]) == (None, conversation.prompt_for(messages).token_ids[-1])
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen3_without_thinking", "llama3", "deepseek"])
