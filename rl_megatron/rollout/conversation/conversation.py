@@ -161,7 +161,7 @@ class Conversation:
     @property
     def gone_on(self) -> int:
         """How many turns go on from an earlier one's row."""
-        return sum(one.prompt.after is not None for one in self._sampled)
+        return sum(one.after is not None for one in self._sampled)
 
     def branches(self) -> Mapping[Branch, int]:
         """How many turns began a row behind the first, by the reason."""
