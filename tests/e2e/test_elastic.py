@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -19,7 +20,7 @@ import pytest
 from launcher.control.client import ask_run
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.files import read_jsonl
-from tests.e2e.processes import Place, Run, alive
+from tests.e2e.processes import Place, Run, alive, eventually
 from tests.exposure import check_control, check_secrets, check_sockets, family
 from tests.unit.launcher.commands import Said
 
@@ -40,6 +41,17 @@ node = Node(params, head=False, shutdown_at_exit=False, spawn_reaper=False)  # `
 print("up", flush=True)
 time.sleep(1e6)
 """
+
+
+@contextlib.contextmanager
+def held(place: Place) -> Iterator[None]:
+    """Rewards wait, and so do steps, which would take the CPU that servers and nodes start by."""
+    hold = place.folder / "hold"
+    hold.touch()
+    try:
+        yield
+    finally:
+        hold.unlink()
 
 
 def engines(run: Run, action: str = "list", **arguments: object) -> list[tuple[int, str]]:
@@ -102,11 +114,15 @@ def test_servers_come_and_go_and_no_prompt_is_lost_or_trained_on_twice(
     assert serving_after_two_more(run) == 1
     with pytest.raises(ConfigError, match="server 1 stays: without it 0 would serve"):
         engines(run, "drop", number=1)
-    assert engines(run, "add", count=1, node=None) == [(1, "healthy"), (2, "healthy")]
+    with held(place):
+        assert engines(run, "add", count=1, node=None) == [(1, "healthy"), (2, "healthy")]
     assert set(servers(run.process.pid)) == {1, 2}
     assert serving_after_two_more(run) == 2
     first[1].kill()
-    run.until(lambda: steps(run)[-1]["engine/restarts"] == 1 and steps(run)[-1]["engine/healthy"] == 2, "its return")
+    with held(place):
+        eventually(lambda: servers(run.process.pid).get(1) not in (None, first[1]), "its next process", every=0.1)
+        eventually(lambda: engines(run) == [(1, "healthy"), (2, "healthy")], "its return", every=0.1)
+    run.until(lambda: steps(run)[-1]["engine/restarts"] == 1 and steps(run)[-1]["engine/healthy"] == 2, "both in a row")
     assert engines(run, "drop", number=1, drain=True) == [(2, "healthy")]
     told = Said("engines", capsys)(str(run.folder)).splitlines()
     assert told[0].split() == ["server", "state", "node", "version", "completions", "restarts"]
@@ -134,8 +150,9 @@ def test_a_server_joins_on_a_node_that_joined_ray_and_is_lost_with_it(place: Pla
         try:
             with pytest.raises(ConfigError, match="--node nowhere: this run is on one machine"):
                 engines(run, "add", node="nowhere")
-            run.until(lambda: later.poll() is not None or output.read_text() == "up\n", "the node")
-            assert engines(run, "add", node="later") == [(0, "healthy"), (1, "healthy")]
+            with held(place):
+                run.until(lambda: later.poll() is not None or output.read_text() == "up\n", "the node")
+                assert engines(run, "add", node="later") == [(0, "healthy"), (1, "healthy")]
             assert serving_after_two_more(run) == 2
             assert set(servers(later.pid)) == {1}
         finally:
