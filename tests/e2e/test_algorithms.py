@@ -28,7 +28,8 @@ PPO = (
     "algorithm.whiten_rewards=true",
     "algorithm.routing_replay=r2",
     "train.route_flips=true",
-    "train.epochs=3",
+    "train.epochs=2",
+    "train.steps=4",
     "train.lr_decay=linear",
 )
 OWN_LAYOUTS = (
@@ -46,20 +47,20 @@ def ppo(place: Place) -> Run:
 
 def test_ppo_trains_policy_and_critic_with_kl_in_the_reward(ppo: Run) -> None:
     rows = [row for row in ppo.rows() if row["step"]]
-    assert len(rows) == 6
-    assert rows[0]["critic/value_mean"] != 0  # of the last of six optimizer steps: the value layer left 0
+    assert len(rows) == 4
+    assert rows[0]["critic/value_mean"] != 0  # of the last of four optimizer steps: the value layer left 0
     assert rows[0]["critic/explained_variance"] == 0
     assert all(row["critic/grad_norm"] > 0 < row["grad_norm"] for row in rows)
     assert rows[0]["kl/reference"] == pytest.approx(0, abs=1e-4)  # the reference is the policy of the start
     assert abs(rows[-1]["kl/reference"]) > 1e-3
-    assert all(0 < row["moe/rerouted_fraction"] < 0.2 for row in rows)  # after the first of six optimizer steps
+    assert all(0 < row["moe/rerouted_fraction"] < 0.2 for row in rows)  # after the first of four optimizer steps
     assert all(row["moe/flips_update"] == 0 and row["moe/flips_engine"] < 0.02 for row in rows)  # replay; no noise
-    one_pass = rows[0]["tokens/train"] / 3
+    one_pass = rows[0]["tokens/train"] / 2
     assert one_pass == int(one_pass)
     rates = [row["critic/learning_rate"] for row in rows]
     assert rates == [row["learning_rate"] for row in rows]
     assert rates == sorted(rates, reverse=True)
-    assert rates[-1] == pytest.approx(rates[0] / 6)
+    assert rates[-1] == pytest.approx(rates[0] / 4)
 
 
 def test_the_kl_coefficient_follows_the_target(ppo: Run) -> None:
@@ -73,9 +74,7 @@ def test_the_kl_coefficient_follows_the_target(ppo: Run) -> None:
 
 
 def test_a_killed_ppo_run_resumes_with_its_critic_reference_and_memory(place: Place, ppo: Run) -> None:
-    """Critic and reference have ranks of their own, and one of the critic's dies; then it is in the learner's, and the
-    reference in actors of Ray."""
-    pytest.importorskip("ray")
+    """Critic and reference have ranks of their own, and one of the critic's dies; then it is in the learner's."""
     run = place.fork("ppo-killed", *PPO, "roles.critic=separate", "roles.reference=separate")
     run.until_row(step=3)
     workers = run.workers()
@@ -85,14 +84,11 @@ def test_a_killed_ppo_run_resumes_with_its_critic_reference_and_memory(place: Pl
     assert f"error: critic rank 1 (pid {workers[3].pid}) was killed by signal 9" in run.text()
     assert not any(map(alive, workers))
     assert "2 learner processes, 2 critic processes, 2 reference processes" in run.text()
-    run = place.fork("ppo-killed", *PPO, "roles.reference=separate", "run.launcher=ray", resume=True)
+    run = place.fork("ppo-killed", *PPO, "roles.reference=separate", resume=True)
     run.finish()
     assert run.record() == ppo.record()
-    assert {path.name for path in (run.folder / "ray").glob("*-?.txt")} == {
-        f"{stem}-{number}.txt" for stem in ("rank", "reference") for number in (0, 1)
-    }
-    state = json.loads((run.folder / "checkpoints/step_000006/trainer.json").read_text())["memory"]
-    assert state["reward_moments"]["count"] == 6 * 16
+    state = json.loads((run.folder / "checkpoints/step_000004/trainer.json").read_text())["memory"]
+    assert state["reward_moments"]["count"] == 4 * 16
 
 
 @pytest.mark.slow
@@ -100,28 +96,26 @@ def test_a_critic_and_a_reference_in_layouts_of_their_own_change_no_figure_and_r
     place: Place, ppo: Run
 ) -> None:
     """The learner has two data-parallel ranks, the critic two stages, the reference two parts of each matrix; on the
-    resume they are actors of Ray. 28 s."""
+    resume they are actors of Ray. 22 s."""
     pytest.importorskip("ray")
-    whole = place.fork("ppo-layouts", *PPO, *OWN_LAYOUTS)
-    whole.finish()
-    for mine, theirs in zip(whole.rows(), ppo.rows(), strict=True):
+    run = place.fork("ppo-layouts", *PPO, *OWN_LAYOUTS)
+    run.finish()
+    assert "2 learner processes, 2 critic processes, 2 reference processes" in run.text()
+    for mine, theirs in zip(run.rows(), ppo.rows(), strict=True):
         for name in ("loss", "grad_norm", "critic/loss", "critic/grad_norm", "critic/value_mean", "kl/reference"):
             if name in theirs and mine["step"] <= 2:  # later a rounding may have sampled another token
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), (mine["step"], name)
-    run = place.fork("ppo-layouts-killed", *PPO, *OWN_LAYOUTS)
-    run.until_row(step=3)
-    workers = run.workers()
-    assert len(workers) == 6
-    workers[3].kill()
-    assert run.end() == 1
-    assert "2 learner processes, 2 critic processes, 2 reference processes" in run.text()
-    run = place.fork("ppo-layouts-killed", *PPO, *OWN_LAYOUTS, "run.launcher=ray", resume=True)
-    run.finish()
-    assert run.record() == whole.record()
+    whole = run.record()
+    shutil.rmtree(run.folder / "checkpoints/step_000004")
+    place.fork("ppo-layouts", *PPO, *OWN_LAYOUTS, "run.launcher=ray", resume=True).finish()
+    assert run.record() == whole
+    assert {path.name for path in (run.folder / "ray").glob("*-?.txt")} == {
+        f"{stem}-{number}.txt" for stem in ("rank", "critic", "reference") for number in (0, 1)
+    }
 
 
 def test_a_critic_starts_from_a_checkpoint_and_may_train_alone_at_first(place: Place, ppo: Run) -> None:
-    path = ppo.folder / "checkpoints/step_000006/critic"
+    path = ppo.folder / "checkpoints/step_000004/critic"
     keys = (f"algorithm.critic.path={path}", "algorithm.critic.only_steps=1", "train.steps=2")
     run = place.fork("from-critic", "algorithm=vapo", HALF_RIGHT, CUTS_COUNT, *keys)
     run.finish()

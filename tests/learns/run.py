@@ -51,9 +51,10 @@ class Learned:
         )
 
 
-def learned(call: Callable[..., Run], place: Place, *, seed: int, steps: int) -> Learned:
-    """Train the recipe for ``steps`` steps in ``place``; ``call`` is its command line. Fails if that does."""
-    return _reinforced(call, place, "calculator", f"seed-{seed}", seed, LEAST_AFTER, f"train.steps={steps}")
+def learned(call: Callable[..., Run], place: Place, *more: str, seed: int, steps: int) -> Learned:
+    """Train the recipe for ``steps`` steps in ``place``, with ``more`` keys; ``call`` is its command line. Fails if that
+    does."""
+    return _reinforced(call, place, "calculator", f"seed-{seed}", seed, LEAST_AFTER, f"train.steps={steps}", *more)
 
 
 def distilled(call: Callable[..., Run], place: Place, *, seed: int) -> Learned:
@@ -64,10 +65,10 @@ def distilled(call: Callable[..., Run], place: Place, *, seed: int) -> Learned:
 
 
 def _reinforced(
-    call: Callable[..., Run], place: Place, recipe: str, name: str, seed: int, least: float, key: str
+    call: Callable[..., Run], place: Place, recipe: str, name: str, seed: int, least: float, *more: str
 ) -> Learned:
     start = time.monotonic()
-    keys = (f"seed={seed}", key, f"run.name={name}", f"model.cache_dir={place.cache}")
+    keys = (f"seed={seed}", *more, f"run.name={name}", f"model.cache_dir={place.cache}")
     run = call("train", "--config", recipe, *keys, "learner.threads=1", "log.tensorboard=false")
     run.folder = place.folder / "runs" / name
     run.finish()
