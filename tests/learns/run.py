@@ -52,8 +52,8 @@ class Learned:
 
 
 def learned(call: Callable[..., Run], place: Place, *more: str, seed: int, steps: int) -> Learned:
-    """Train the recipe for ``steps`` steps in ``place``, with ``more`` keys; ``call`` is its command line. Fails if that
-    does."""
+    """Train the recipe for ``steps`` steps in ``place``, with ``more`` keys; ``call`` is its command line. Fails where
+    that does."""
     return _reinforced(call, place, "calculator", f"seed-{seed}", seed, LEAST_AFTER, f"train.steps={steps}", *more)
 
 

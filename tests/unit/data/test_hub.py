@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,27 +17,39 @@ COMMIT = "0123456789abcdef" * 2 + "01234567"
 KEYS = ["data.type=hub", "data.repo=org/sums", "data.train=data/train.jsonl", "data.eval=data/test.jsonl"]
 IN_A_SET = ("repo=org/sums", "eval=a.jsonl", "revision=main")
 READ = """
-import sys
+import json, sys
 from rl_megatron.config.io import load_config
 from rl_megatron.data.problems.prompts import first_problem, load_prompts
+from rl_megatron.errors import RLMegatronError
 from tests.unit.data.test_prompts import byte_tokenizer
 
-config = load_config("tiny_cpu", sys.argv[1:])
 given = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "seed": 0, "on_leak": "fail"}
-sets = config.eval.data_of_sets
-train, held_out = load_prompts(config.data, byte_tokenizer(), **given, sets=sets)
-print([one.text for one in train], [one.text for one in held_out], first_problem(config.data, "data")[1])
-for one in sets.values():
-    print([one.text for one in load_prompts(one, byte_tokenizer(), **(given | {"on_leak": None}))[1]])
+
+def read(config):
+    sets = config.eval.data_of_sets
+    train, held_out = load_prompts(config.data, byte_tokenizer(), **given, sets=sets)
+    said = [[one.text for one in train], [one.text for one in held_out], first_problem(config.data, "data")[1]]
+    for one in sets.values():
+        said.append([one.text for one in load_prompts(one, byte_tokenizer(), **(given | {"on_leak": None}))[1]])
+    return said
+
+for keys in json.loads(sys.argv[1]):
+    try:
+        print(json.dumps(read(load_config("tiny_cpu", keys))))
+    except RLMegatronError as error:
+        print(json.dumps(str(error)))
 """
 
 
-def read(home: Path, *keys: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: the hub's library reads where its cache is when it is imported."""
+def read(home: Path, *runs: list[str]) -> list[Any]:
+    """Texts or the error of each run's keys, in a process of its own: the hub's library reads where its cache is when
+    it is imported."""
     environment = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PATH": "", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", READ, *KEYS, *keys]
+    command = [sys.executable, "-c", READ, json.dumps([[*KEYS, *keys] for keys in runs])]
     root = Path(__file__).resolve().parents[3]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=root, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_files_are_those_of_the_commit_in_the_cache_and_others_are_named(tmp_path: Path) -> None:
@@ -45,20 +59,22 @@ def test_files_are_those_of_the_commit_in_the_cache_and_others_are_named(tmp_pat
         folder.mkdir(parents=True)
         (folder / "train.jsonl").write_text(f'{{"question": "2+2=", "answer": "{answer}"}}\n')
         (folder / "test.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
-    found = read(tmp_path, f"data.revision={COMMIT}")
-    assert found.stdout == "['2+2='] ['1+1='] 4\n", found.stderr[-2000:]
     keys = {"type": "hub", "repo": "org/sums", "revision": COMMIT[::-1], "eval": "data/test.jsonl"}
     set_keys = [f"eval.sets.more.data.{name}={value}" for name, value in keys.items()]
-    found = read(tmp_path, f"data.revision={COMMIT}", *set_keys)
-    assert found.stdout.splitlines()[1:] == ["['1+1=']"], found.stderr[-2000:]
-    leak = read(tmp_path, f"data.revision={COMMIT}", *set_keys[:3], "eval.sets.more.data.eval=data/train.jsonl")
-    assert "train.jsonl:1: trained on, but held out in " in leak.stderr
-    assert "train.jsonl:1 (eval.sets.more.data)" in leak.stderr
-    missing = read(tmp_path, f"data.revision={COMMIT}", "data.train=data/other.jsonl")
-    assert missing.returncode
-    assert (
+    pinned = f"data.revision={COMMIT}"
+    found, with_set, leak, missing = read(
+        tmp_path,
+        [pinned],
+        [pinned, *set_keys],
+        [pinned, *set_keys[:3], "eval.sets.more.data.eval=data/train.jsonl"],
+        [pinned, "data.train=data/other.jsonl"],
+    )
+    assert found == [["2+2="], ["1+1="], "4"]
+    assert with_set == [*found, ["1+1="]]
+    assert "train.jsonl:1: trained on, but held out in " in leak
+    assert "train.jsonl:1 (eval.sets.more.data)" in leak
+    assert missing.startswith(
         f"data.train=data/other.jsonl: not in the hub's cache here, and not to be had from org/sums at {COMMIT}"
-        in missing.stderr
     )
 
 
