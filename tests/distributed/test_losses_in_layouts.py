@@ -50,6 +50,10 @@ IN_WAVES = (
     "interpolated",
 )
 """Losses of every aggregation, ratio level and term, each with one denominator."""
+BELOW = ("pp2", "tp2-ep2")
+"""Layouts that cut below the log-probs, of which a loss sees nothing: settings of one function stand for its rows."""
+OF_BELOW = (*IN_WAVES, "dpo", "rejected", "turns", "prompts")
+WAVES_OF_BELOW = ("cispo", "dr_grpo", "kl and entropy", "gkd")  # of both denominators, and of sums over the vocabulary
 REJECTED_MEAN = {"mode": "reject", "level": "sequence", "estimator": "k2", "high": 0.1}
 CRITIC_STEPS, TOP = 3, 9
 KEYS = {"logprobs": "score", "entropy": "entropy", "top": "top"}
@@ -113,6 +117,10 @@ def jobs() -> dict[str, tuple[Loss, int, Samples]]:
     return out | turns(plain)
 
 
+def waves_of(layout: str) -> Sequence[str]:
+    return () if layout == "alone" else WAVES_OF_BELOW if layout in BELOW else IN_WAVES
+
+
 def turns(samples: Samples) -> dict[str, tuple[Loss, int, Samples]]:
     """Ratios of turns of eight tokens, which context ranks share, under weights of trajectories of three rows; and
     weights of prompts of six rows."""
@@ -144,7 +152,7 @@ def of(config: RunConfig, kl_coefficient: float = 0.0) -> Loss:
     return loss_of(config.algorithm, kl_coefficient=kl_coefficient, max_new_tokens=longest)
 
 
-def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max_tokens: int) -> None:
+def rank_main(rank: int, layout_name: str, folder: Path, model: Path, max_tokens: int) -> None:
     """One rank: a step at rate 0 for each loss, log-probs under other weights, then a critic that trains."""
     torch.set_num_threads(1)
     from rl_megatron.learner import world
@@ -154,7 +162,7 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
     from rl_megatron.weights.layouts.layout import Layout
     from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 
-    shape = read_shape(model)
+    shape, learner = read_shape(model), LearnerSection.model_validate(LAYOUTS[layout_name])
     device = world.join(learner, rank=rank, rendezvous=f"file://{folder}/rendezvous", seed=1)
     layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape, dims=learner.dims, vocab_multiple=learner.vocab_multiple)
     hf = Layout(table=HF_QWEN3_MOE, shape=shape)
@@ -177,10 +185,10 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path, max
 
     policy = make_policy(shape, learner, device, temperature=0.7, top_k=TOP)
     fill(policy)
-    for name, job in jobs().items():
-        seen[name] = step(policy, *job, 0.0)
-    every = jobs() if learner.dims.world_size > 1 else {}
-    seen["waves"] = {n: waves(policy, learner, max_tokens, dp, every[n][0], every[n][2]) for n in IN_WAVES if every}
+    every = jobs()
+    seen |= {name: step(policy, *every[name], 0.0) for name in (OF_BELOW if layout_name in BELOW else every)}
+    every = jobs()
+    seen["waves"] = {n: waves(policy, learner, max_tokens, dp, *every[n][::2]) for n in waves_of(layout_name)}
     samples = make_samples()
     batch = pack(samples, dims=learner.dims, max_tokens=max_tokens)
     seen |= scores(policy, batch, dp, samples)
@@ -277,9 +285,9 @@ def run(folder: Path, model: Path, layout: str, max_tokens: int) -> list[dict[st
     """What the ranks of a layout saw; those with results first."""
     for kind in KINDS:
         (folder / kind).mkdir(parents=True)
-    learner = LearnerSection.model_validate(LAYOUTS[layout])
-    run_ranks(rank_main, learner.dims.world_size, learner, folder, model, max_tokens)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(learner.dims.world_size)]
+    world_size = LearnerSection.model_validate(LAYOUTS[layout]).dims.world_size
+    run_ranks(rank_main, world_size, layout, folder, model, max_tokens)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +316,7 @@ def assert_same(found: list[Any], wanted: list[Any], name: str) -> None:
 def of_layout(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
     """What the ranks of a layout saw, which run once."""
     folder = tmp_path_factory.mktemp("layouts")
-    return functools.cache(lambda layout: run(folder / layout, model, layout, 200))
+    return functools.cache(lambda layout: run(folder / layout, model, layout, 300))
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "alone"])
@@ -319,7 +327,7 @@ def test_losses_critic_and_reference_do_not_depend_on_the_layout(
     last_stage = [seen for seen in ranks if seen["gspo"] is not None]
     assert last_stage
     for seen in last_stage:
-        for name in jobs():
+        for name in OF_BELOW if layout in BELOW else jobs():
             assert_same(seen[name], alone[name], name)
         for i in range(CRITIC_STEPS):
             for kind in KINDS:
@@ -339,7 +347,7 @@ def test_losses_critic_and_reference_do_not_depend_on_the_layout(
 def test_waves_of_any_cut_are_the_whole_batch(layout: str, of_layout: Callable[[str], list[dict[str, Any]]]) -> None:
     """Gradient, its norm and the metrics; the loss itself is a float32 sum of large terms of either sign."""
     for rank in of_layout(layout):
-        assert set(rank["waves"]) == set(IN_WAVES)
+        assert set(rank["waves"]) == set(waves_of(layout))
         gaps = [(gap, of, name) for name, found in rank["waves"].items() for of, gap in found.items()]
         assert max(gap for gap in gaps if gap[1] != "loss")[0] < 1e-6, sorted(gaps)[-5:]
         assert max(gaps)[0] < 1e-5, sorted(gaps)[-5:]
