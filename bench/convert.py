@@ -1,13 +1,13 @@
 """Time the conversion of a random Qwen3-MoE between Hugging Face and megatron files, and its memory, beside ``cp -r``.
 
     python -m bench.convert [--gb 2 4 8] [--dir FOLDER] [--repeats 3] [--mbridge-gb 4]
-    python -m bench.convert --gb 2 --families deepseek_v32 glm_moe_dsa kimi_k25
+    python -m bench.convert --gb 1 --families deepseek_v32 glm_moe_dsa kimi_k25 glm4_moe_lite hy_v3 olmoe qwen3_next
 
 Each conversion runs in its own process on files in the page cache (*warm*), or after the page cache was dropped
 (*cold*, as root). ``cp -r`` of the same bytes runs before each, and both times include the sync that makes the result
 durable. Peak memory is the most resident memory of the process, including the mapped pages of its input. Families are
 measured warm, in turns with a Qwen3-MoE of as many layers with experts: what one takes for a gigabyte over what that
-takes.
+takes, in seconds, and in seconds of processors, which other work on the machine changes less.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +46,7 @@ BAR = 1.25
 SHARD_BYTES = 2 * 10**9
 
 
-LATENTS = {
+LATENTS: Mapping[str, Any] = {
     "num_key_value_heads": 16,
     "n_routed_experts": 64,
     "q_lora_rank": 1536,
@@ -55,9 +57,30 @@ LATENTS = {
     "index_n_heads": 64,
     "index_head_dim": 128,
     "intermediate_size": 6144,
-    "first_k_dense_replace": 1,
 }
-"""Beside Qwen3-MoE's sizes, those of families with latent attention, as published but for what is narrower here."""
+DELTA: Mapping[str, Any] = {
+    "num_experts": 64,
+    "shared_expert_intermediate_size": 768,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "layer_types": None,
+}
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    **{key: {**LATENTS, "first_k_dense_replace": 1} for key in ("deepseek_v32", "glm_moe_dsa", "kimi_k25")},
+    "glm4_moe_lite": LATENTS,
+    "hy_v3": {"num_experts": 64, "intermediate_size": 6144},
+    "olmoe": {"num_experts": 64, "intermediate_size": 768},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_stacked"), DELTA),
+}
+"""Of families of `tests.family_models` that are measured, beside the baseline's sizes; as published but for what is
+narrower here."""
+OF_LAYERS: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
+    "glm_moe_dsa": lambda layers: {"indexer_types": (["full", "shared"] * layers)[:layers]},
+    **dict.fromkeys(("glm4_moe_lite", "hy_v3"), lambda n: {"mlp_layer_types": ["dense"] + ["sparse"] * (n - 1)}),
+}
+ALL_WITH_EXPERTS = ("olmoe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_stacked")
 
 
 def make_model(folder: Path, gigabytes: float, family: str = BASELINE) -> None:
@@ -80,16 +103,15 @@ def make_model(folder: Path, gigabytes: float, family: str = BASELINE) -> None:
         experts = {key: 64 for key in ("num_experts", "num_local_experts") if key in config}
         (folder / "config.json").write_text(json.dumps({**config, **changed, **experts}))
     else:
-        layers = max(2, round(gigabytes / LAYER_GB) + 1)  # the first has no experts
-        own = {"indexer_types": (["full", "shared"] * layers)[:layers]} if family == "glm_moe_dsa" else {}
-        settings = {**changed, **LATENTS, **own, "num_hidden_layers": layers}
-        config_of(family, **settings).save_pretrained(folder)
-    write_weights(folder)
+        layers = max(1, round(gigabytes / LAYER_GB)) + (family not in ALL_WITH_EXPERTS)
+        own = OF_LAYERS[family](layers) if family in OF_LAYERS else {}
+        config_of(family, **{**changed, **SIZES[family], **own, "num_hidden_layers": layers}).save_pretrained(folder)
+    write_weights(folder, stacked=family.endswith("_stacked"))
 
 
-def write_weights(folder: Path) -> None:
-    """Write the tensors of the folder's config.json."""
-    shapes = list(hf_layout(read_shape(folder)).local_shapes(0).items())
+def write_weights(folder: Path, *, stacked: bool) -> None:
+    """Write the tensors of the folder's config.json, with a layer's experts one by one or ``stacked`` in one tensor."""
+    shapes = list(hf_layout(replace(read_shape(folder), stacked_experts=stacked)).local_shapes(0).items())
     files: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     free = SHARD_BYTES
     for name, shape in shapes:
@@ -127,14 +149,14 @@ def timed(work: Callable[[], object], *, cold: bool) -> float:
 TOOLS = {"to_megatron": "tools/hf_to_megatron.py", "to_hf": "tools/megatron_to_hf.py"}
 
 
-def peak_of(*arguments: str | Path) -> float:
-    """Run python with ``arguments`` to its end; return its peak resident memory in MiB."""
+def run(*arguments: str | Path) -> tuple[float, float]:
+    """Run python with ``arguments`` to its end; return its seconds of processors and its peak resident MiB."""
     child = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, used = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
         raise RuntimeError(f"{arguments} ended with exit status {child.returncode}")
-    return used.ru_maxrss / 1024
+    return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
 
 
 def measure(direction: str, source: Path, out: Path, repeats: int, *, cold: bool) -> tuple[float, float, float]:
@@ -147,7 +169,7 @@ def measure(direction: str, source: Path, out: Path, repeats: int, *, cold: bool
         theirs.append(timed(partial(subprocess.run, ["cp", "-r", source, copy], check=True), cold=cold))
         shutil.rmtree(copy)
         shutil.rmtree(out, ignore_errors=True)
-        ours.append(timed(lambda: peaks.append(peak_of(TOOLS[direction], source, out)), cold=cold))
+        ours.append(timed(lambda: peaks.append(run(TOOLS[direction], source, out)[1]), cold=cold))
     return statistics.median(ours), statistics.median(theirs), max(peaks)
 
 
@@ -155,15 +177,17 @@ def mbridge(direction: str, source: Path, out: Path) -> tuple[float, float]:
     """Seconds of mbridge, through a model in memory, and its peak MiB; once, warm."""
     peaks: list[float] = []
     command = ("-m", "bench.mbridge_convert", direction, source, out)
-    seconds = timed(lambda: peaks.append(peak_of(*command)), cold=False)
+    seconds = timed(lambda: peaks.append(run(*command)[1]), cold=False)
     return seconds, peaks[0]
 
 
 def families(options: argparse.Namespace) -> list[dict[str, object]]:
-    """Print a Markdown table of families beside the baseline."""
+    """Print a Markdown table of families beside the baseline; ratios are medians of pairs."""
     rows: list[dict[str, object]] = []
-    print("| family | GB | tensors | direction | Qwen3-MoE, s/GB | s/GB | ratio | wanted | MiB |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| family | GB | tensors | direction | Qwen3-MoE, s/GB | ours | ratio | CPU | ours | ratio | bar | MiB | load |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     for family in options.families:
         with tempfile.TemporaryDirectory(dir=options.dir) as scratch:
             folders = {name: Path(scratch) / name for name in (BASELINE, family)}
@@ -173,21 +197,34 @@ def families(options: argparse.Namespace) -> list[dict[str, object]]:
             sizes = {name: total_bytes(folder / "hf") / 1e9 for name, folder in folders.items()}
             count = len(tensor_names(folders[family] / "hf"))
             for direction, source, out in (("to_megatron", "hf", "megatron"), ("to_hf", "megatron", "back")):
-                peak, seconds = 0.0, {name: list[float]() for name in folders}
-                for _ in range(options.repeats):
-                    for name, folder in folders.items():
+                wall, cpu, peaks = ({name: list[float]() for name in folders} for _ in range(3))
+                for number in range(options.repeats):
+                    for name, folder in sorted(folders.items(), reverse=bool(number % 2)):  # neither is always first
                         shutil.rmtree(folder / out, ignore_errors=True)
-                        work = partial(peak_of, TOOLS[direction], folder / source, folder / out)
-                        peaks: list[float] = []
-                        seconds[name].append(timed(lambda work=work, peaks=peaks: peaks.append(work()), cold=False))
-                        peak = max(peak, *peaks) if name == family else peak
-                usual, own = (statistics.median(seconds[name]) / sizes[name] for name in (BASELINE, family))
-                ratio = own / usual
-                told = f"{usual:.2f} | {own:.2f} | {ratio:.2f} | {BAR} | {peak:.0f}"
-                print(f"| {family} | {sizes[family]:.1f} | {count} | {direction} | {told} |", flush=True)
-                rows.append({"family": family, "gb": sizes[family], "direction": direction, "usual": usual})
-                rows[-1] |= {"own": own, "ratio": ratio, "bar": BAR, "mib": peak, "all": seconds}
+                        used: list[tuple[float, float]] = []
+                        work = partial(converted, direction, folder / source, folder / out, used)
+                        wall[name].append(timed(work, cold=False) / sizes[name])
+                        cpu[name].append(used[0][0] / sizes[name])
+                        peaks[name].append(used[0][1])
+                peak = max(peaks[family])
+                told = " | ".join(f"{figure:.2f}" for kind in (wall, cpu) for figure in beside(kind, family))
+                end = f"{BAR} | {peak:.0f} | {os.getloadavg()[0]:.0f} |"
+                print(f"| {family} | {sizes[family]:.1f} | {count} | {direction} | {told} | {end}", flush=True)
+                rows.append({"family": family, "gb": sizes[family], "direction": direction, "bar": BAR, "mib": peak})
+                rows[-1] |= {"wall": wall, "cpu": cpu}
     return rows
+
+
+def converted(direction: str, source: Path, out: Path, used: list[tuple[float, float]]) -> None:
+    """Convert, and add what it `used`."""
+    used.append(run(TOOLS[direction], source, out))
+
+
+def beside(seconds: Mapping[str, list[float]], family: str) -> tuple[float, float, float]:
+    """Medians of the baseline's and the family's seconds, and of the ratios of pairs."""
+    usual, own = seconds[BASELINE], seconds[family]
+    ratios = [b / a for a, b in zip(usual, own, strict=True)]
+    return statistics.median(usual), statistics.median(own), statistics.median(ratios)
 
 
 def main() -> None:

@@ -75,10 +75,15 @@ CLASSIFIER = "ForSequenceClassification"
 """Ends the architecture of a model that scores a text."""
 
 
-class ConfigFields(JsonFields):
-    """config.json: the keys of every family; a reader asks for its own."""
+class FamilyField(JsonFields):
+    """config.json: the key that says whose the other keys are."""
 
     model_type: _Text = None
+
+
+class ConfigFields(FamilyField):
+    """config.json: the keys of every family; a reader asks for its own."""
+
     architectures: list[str] | None = None
     dtype: _Text = None
     torch_dtype: _Text = None

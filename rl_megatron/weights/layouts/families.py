@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl_megatron.config.errors import shorten
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.families.fields import CLASSIFIER, ConfigFields
+from rl_megatron.models.families.fields import CLASSIFIER, ConfigFields, FamilyField
 from rl_megatron.models.families.refused import REFUSED
 from rl_megatron.models.json_files import Fields, read_json, tensor_names
 from rl_megatron.models.shape import STACKED, ModelShape, shape_problems
@@ -59,13 +59,13 @@ def read_shape(folder: Path, family: str | None = None) -> ModelShape:
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"model.path={folder}: it has no config.json; give a Hugging Face checkpoint folder")
-    raw = Fields(read_json(path, ConfigFields).model_dump(exclude_unset=True), path)
-    model_type = raw.get("model_type")
+    model_type = read_json(path, FamilyField).model_type  # first: another family's keys may have other types
     if model_type is None or model_type not in known:
         allowed = ", ".join(map(repr, known)) + (f", of {family}" if family else "")
         why = REFUSED.get(str(model_type))
         told = f"model_type={shorten(model_type)} is not supported" + (f": {why}" if why else "")
         raise ConfigError(f"{path}: {told}; allowed: {allowed}")
+    raw = Fields(read_json(path, ConfigFields).model_dump(exclude_unset=True), path)
     scores = any(name.endswith(CLASSIFIER) for name in raw.get("architectures") or ())
     shape = replace(known[model_type].read(raw, path), family=model_type, family_at=family)
     if scores:

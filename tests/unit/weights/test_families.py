@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DeepseekV32Config,
     GlmMoeDsaConfig,
@@ -23,6 +26,7 @@ from transformers import (
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
+from rl_megatron.models.families.refused import REFUSED
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import Router
 from rl_megatron.scaling.parameters import elements, trained_elements
@@ -66,6 +70,22 @@ def test_the_hf_table_is_what_transformers_saves(name: str, saved: Path) -> None
     shape = read_shape(saved / name)
     named = {key: size for key, size in HFFolder(saved / name).shapes().items() if not is_draft(key, shape)}
     assert named == hf_layout(shape).local_shapes(0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_planner_counts_every_parameter_that_transformers_saves(name: str, saved: Path) -> None:
+    """But an indexer's float32 ones and the bias for the choice of experts, which are small."""
+    shape = read_shape(saved / name)
+    small = (
+        "expert_bias",
+        "e_score_correction_bias",
+        "indexer.k_norm.weight",
+        "indexer.k_norm.bias",
+        "weights_proj.weight",
+    )
+    files = {key: size for key, size in HFFolder(saved / name).shapes().items() if not is_draft(key, shape)}
+    wanted = sum(prod(size) for key, size in files.items() if not key.endswith(small))
+    assert elements(megatron_layout(shape, vocab_multiple=1), 0).both == wanted
 
 
 def test_the_named_qwen3_next_is_that_of_transformers(tmp_path: Path) -> None:
@@ -275,6 +295,14 @@ def test_what_the_rows_do_not_cover_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         read_shape(changed(saved / name, tmp_path / "other", **values))
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_family_that_is_not_computed_here_is_refused_by_name_with_its_reason(kind: str, tmp_path: Path) -> None:
+    """Whatever types its own config.json has for keys that are read of other families."""
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(f"model_type={kind!r} is not supported: {REFUSED[kind]}")):
+        read_shape(tmp_path)
 
 
 def test_public_configs_have_the_fields_that_matter() -> None:
