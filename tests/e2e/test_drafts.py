@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import TOKENIZER_SIZE, make_tiny_model
-from tests.draft_models import COPIES, save_with_drafts
+from tests.draft_models import ALONE, COPIES, save_with_drafts, save_with_qwens_draft
 from tests.e2e.processes import Place
 
 KEYS = (
@@ -22,38 +22,44 @@ KEYS = (
     "train.steps=2",
     "eval.every=0",
     "rollout.max_new_tokens=8",
+    "train.learning_rate=0.01",
+    "train.lr_decay=none",
 )
-DRAFT = "model.layers.4."
+DRAFTS = {"glm4_moe": "model.layers.4.", "qwen3_next": "mtp."}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
-    """A folder and its tensors."""
-    folder = tmp_path_factory.mktemp("drafts") / "model"
-    tensors = save_with_drafts(
-        "glm4_moe", folder, vocab_size=TOKENIZER_SIZE, max_position_embeddings=1024, bos_token_id=0, eos_token_id=1
+@pytest.fixture(scope="module", params=DRAFTS)
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, dict[str, Tensor]]:
+    """A family, a folder and its tensors."""
+    family, folder = request.param, tmp_path_factory.mktemp("drafts") / "model"
+    save = save_with_qwens_draft if DRAFTS[family] == ALONE else save_with_drafts
+    tensors = save(
+        family, folder, vocab_size=TOKENIZER_SIZE, max_position_embeddings=1024, bos_token_id=0, eos_token_id=1
     )
     known = make_tiny_model(TinyModelSection(), folder.parent, 0)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copyfile(known / name, folder / name)
-    return folder, tensors
+    return family, folder, tensors
 
 
 def test_trained_and_left_a_draft_layer_is_exported_beside_the_same_policy_to_the_bit(
-    place: Place, model: tuple[Path, dict[str, Tensor]]
+    place: Place, model: tuple[str, Path, dict[str, Tensor]]
 ) -> None:
-    folder, tensors = model
-    left = place.fork("left", *KEYS, f"model.path={folder}")
+    family, folder, tensors = model
+    prefix = DRAFTS[family]
+    left = place.fork(f"{family}-left", *KEYS, f"model.path={folder}")
     left.finish()
-    trained = place.fork("trained", *KEYS, f"model.path={folder}", "learner.draft.train=true")
+    trained = place.fork(f"{family}-trained", *KEYS, f"model.path={folder}", "learner.draft.train=true")
     trained.finish()
     exports = [load_file(run.folder / "hf_step_000002/model.safetensors") for run in (left, trained)]
-    copies = {DRAFT + name for name in COPIES}
+    copies = {name for name in tensors if name.startswith(prefix) and name.endswith(COPIES)}
     for run, exported in zip((left, trained), exports, strict=True):
         assert exported.keys() == tensors.keys() - copies
         config = json.loads((run.folder / "hf_step_000002/config.json").read_text())
-        assert config["num_nextn_predict_layers"] == 1
-    drafts = {name for name in exports[0] if name.startswith(DRAFT)}
+        assert config.get("num_nextn_predict_layers", 1) == 1
+    drafts = {name for name in exports[0] if name.startswith(prefix)}
     assert len(drafts) > 20
     for name, tensor in exports[0].items():
         if name not in drafts:
@@ -61,7 +67,7 @@ def test_trained_and_left_a_draft_layer_is_exported_beside_the_same_policy_to_th
     assert all(torch.equal(exports[0][name], tensors[name]) for name in drafts)
     assert not torch.equal(exports[0]["lm_head.weight"], tensors["lm_head.weight"])
     moved = {name for name in drafts if not torch.equal(exports[1][name], tensors[name])}
-    assert drafts - moved == {DRAFT + "mlp.gate.e_score_correction_bias"}
+    assert {name.removeprefix(prefix) for name in drafts - moved} <= {"mlp.gate.e_score_correction_bias"}
     rows = [json.loads(line) for line in (trained.folder / "metrics.jsonl").read_text().splitlines()]
     losses = [row["draft/loss"] for row in rows if "draft/loss" in row]
     assert len(losses) == 2
