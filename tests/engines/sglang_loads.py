@@ -1,7 +1,8 @@
 """Has SGLang's own loaders take models that its CPU build does not run; a program of a test, for SGLang's interpreter.
 
 Of each pair of folders the model is made by the first one and loads its weights, then those of the second. For each it
-prints a line of JSON: the digest of all numbers, in order of size, of the parameters that the second one changed.
+prints a line of JSON: the digests of all numbers, in order of size, of the parameters that the second one changed, of
+the model and, where config.json says that there is one, of its draft layer.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import re
 import sys
 from pathlib import Path
 
@@ -25,26 +27,45 @@ from sglang.srt.models import kimi_k25
 from sglang.srt.runtime_context import get_parallel, publish
 from sglang.srt.server_args import ServerArgs
 
+DRAFTS = '"mtp_num_hidden_layers": 1'
 _RANKS = [f"{group}_rank" for group in ("tp", "pp", "attn_dp", "attn_tp", "attn_cp", "moe_ep", "moe_tp", "moe_dp")]
 _SIZES = [f"{group}_size" for group in ("pp", "attn_dp", "attn_tp", "attn_dcp", "moe_ep", "moe_dp", "moe_tp")]
 
 
 def load(first: str, second: str) -> None:
     """Load the second folder into the model of the first one. Once a process: SGLang's arguments are the process's."""
-    arguments = ServerArgs(model_path=first, skip_tokenizer_init=True, dtype="float32", device="cpu")
+    arguments = ServerArgs(
+        model_path=first,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        device="cpu",
+        mamba_radix_cache_strategy="no_buffer",
+        disable_overlap_schedule=True,
+    )
     publish(arguments, role="scheduler")
     init_distributed_environment(1, 0, f"file://{Path(second) / 'rendezvous'}", 0, "gloo")
     get_parallel().override_permanently(**dict.fromkeys(_RANKS, 0), **dict.fromkeys(_SIZES, 1))
     initialize_model_parallel()
     initialize_dp_attention_flags(arguments)
-    config = ModelConfig.from_server_args(arguments)
+    found = [digest(arguments, first, second, draft=False)]
+    if DRAFTS in (Path(first) / "config.json").read_text():
+        found.append(digest(arguments, first, second, draft=True))
+    print(json.dumps({first: found}), flush=True)
+
+
+def digest(arguments: ServerArgs, first: str, second: str, *, draft: bool) -> str:
+    """Of the model of the folder ``first``, or of its draft layer, with the weights of the folder ``second``."""
+    config = ModelConfig.from_server_args(arguments, is_draft_model=draft)
     config.hf_config.language_only = True
+    for each in (config.hf_config, config.hf_text_config):  # one rank pads no heads of delta nets
+        for key in [key for key in vars(each) if re.fullmatch("linear_num_(key|value)_heads", key)]:
+            setattr(each, f"{key}_cpu", getattr(each, key))
     model = get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     model.load_weights(iter(load_file(Path(second) / "model.safetensors").items()))
     changed = [tensor for name, tensor in model.named_parameters() if not torch.equal(tensor, before[name])]
     numbers = torch.cat([tensor.detach().float().flatten() for tensor in changed]).sort().values
-    print(json.dumps({first: hashlib.sha256(numbers.numpy().tobytes()).hexdigest()}), flush=True)
+    return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
 
 
 def main(pairs: list[tuple[str, str]]) -> None:

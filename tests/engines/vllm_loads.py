@@ -1,7 +1,8 @@
 """Has vLLM's own loaders take models that its CPU build does not run; a program of a test, for vLLM's interpreter.
 
 Of each pair of folders the model is made by the first one and loads its weights, then those of the second. For each it
-prints a line of JSON: the digest of all numbers, in order of size, of the parameters that the second one filled.
+prints a line of JSON: the digests of all numbers, in order of size, of the parameters that the second one filled, of
+the model and, where config.json says that there is one, of its draft layer.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from vllm.config import set_current_vllm_config
+from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model_loader
@@ -22,6 +24,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+DRAFTS = '"mtp_num_hidden_layers": 1'
 _choose = CpuPlatform.get_attn_backend_cls.__func__  # type: ignore[attr-defined]
 
 
@@ -31,25 +34,42 @@ def _dense(cls: type, selected_backend: Any, attn_selector_config: Any, num_head
     return chosen
 
 
+def digest(config: VllmConfig, model_config: ModelConfig, second: str) -> str:
+    """Of the model that ``model_config`` describes, with the weights of the folder ``second``."""
+    with set_default_torch_dtype(torch.float32):
+        model = initialize_model(vllm_config=config, model_config=model_config)
+    get_model_loader(config.load_config).load_weights(model, model_config)
+    loaded = model.load_weights(iter(load_file(Path(second) / "model.safetensors").items()))
+    held = dict(model.named_parameters())
+    numbers = torch.cat([held[name].detach().float().flatten() for name in sorted(loaded)]).sort().values
+    return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
+
+
 def main(pairs: list[tuple[str, str]]) -> None:
     """Load each second folder into the model of the first one."""
     CpuPlatform.get_attn_backend_cls = classmethod(_dense)  # type: ignore[assignment]
     for number, (first, second) in enumerate(pairs):
+        drafts = DRAFTS in (Path(first) / "config.json").read_text()
         arguments = EngineArgs(
-            model=first, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, language_model_only=True
+            model=first,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            language_model_only=True,
+            speculative_config={"method": "mtp", "num_speculative_tokens": 1} if drafts else None,
         )
         config = arguments.create_engine_config()
         with set_current_vllm_config(config):
             if not number:
                 init_distributed_environment(1, 0, f"file://{Path(first).parent / 'rendezvous'}", 0, "gloo")
                 initialize_model_parallel(1, 1)
-            with set_default_torch_dtype(torch.float32):
-                model = initialize_model(vllm_config=config)
-            get_model_loader(config.load_config).load_weights(model, config.model_config)
-            loaded = model.load_weights(iter(load_file(Path(second) / "model.safetensors").items()))
-        held = dict(model.named_parameters())
-        numbers = torch.cat([held[name].detach().float().flatten() for name in sorted(loaded)]).sort().values
-        print(json.dumps({first: hashlib.sha256(numbers.numpy().tobytes()).hexdigest()}), flush=True)
+            found = [digest(config, config.model_config, second)]
+        if config.speculative_config is not None:
+            draft = config.speculative_config.draft_model_config
+            config = replace(config, model_config=draft)
+            with set_current_vllm_config(config):
+                found.append(digest(config, draft, second))
+        print(json.dumps({first: found}), flush=True)
 
 
 if __name__ == "__main__":
