@@ -8,6 +8,7 @@ import re
 import shutil
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,8 +51,14 @@ def main_of(*arguments: object) -> int:
     return int(ended.value.code or 0)
 
 
-def test_draft_layers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tensors = save_with_drafts("glm4_moe", tmp_path / "hf", count=2)
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [("glm4_moe", {}), ("glm4_moe_lite", {}), ("glm_moe_dsa", {"indexer_types": ["full", "shared", "shared", "full"]})],
+)
+def test_draft_layers_are_named(
+    name: str, changed: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = save_with_drafts(name, tmp_path / "hf", count=2, **changed)
     main_of("convert", tmp_path / "hf", tmp_path / "megatron")
     drafts = {name: tensor.numel() for name, tensor in tensors.items() if re.match(r"model\.layers\.[45]\.", name)}
     copies = sum(size for name, size in drafts.items() if name.endswith(("embed_tokens.weight", "head.weight")))
