@@ -6,6 +6,8 @@ from typing import Any
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, MixtureData, OneSource
+from rl_megatron.config.sections.jobs import WarmStartSection
+from rl_megatron.config.sections.log import LogSection
 from rl_megatron.errors import CheckpointError
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.formats.hf_folder import weight_files
@@ -45,10 +47,10 @@ def run_of(config: RunConfig) -> RunConfig:
         config,
         data=little,
         train={"steps": 100, "lr_warmup_steps": 0, "lr_decay": "none"},  # it is ended before its last
-        warm_start={"steps": 0},
+        warm_start=WarmStartSection().model_dump(),
         eval={"every": 0},
         checkpoint={"every": 1, "keep": 2},
-        log={"progress": "plain", "tensorboard": False, "wandb": "off"},
+        log={"progress": "plain", "tensorboard": False, "wandb": "off", "wandb_project": LogSection().wandb_project},
         run={"slow_steps": STEPS, "slow_factor": config.run.slow_factor or 1.5},
     )
 

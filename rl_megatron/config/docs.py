@@ -31,6 +31,9 @@ rl-megatron train algorithm=cispo learner.tp=2 train.steps=50
   `beside:`, as `algorithm=dapo` sets `rollout.dynamic_sampling`: over what configuration files say, under
   `section.key=value`. Another row that is chosen later leaves those as they are.
 - `defaults: [base, {algorithm: gspo}]` in a YAML file starts from other files.
+- A key that is set and that nothing would read is refused with the reason. Three take away what files below or
+  earlier overrides set for their contrary: `model.path` the keys of `model.tiny` and `model.cache_dir`,
+  `warm_start.steps=0` those of `warm_start`, a number of epochs `train.steps`.
 - Files are YAML 1.2: `3e-4` is a number, `off` and `no` are text, a key that is given twice is an error. Aliases
   (`*name`) are refused: write the value out.
 - `null` means "not given".

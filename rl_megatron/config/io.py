@@ -3,6 +3,7 @@
 ``group=name`` replaces that whole section by conf/<group>/<name>.yaml; ``a.b=v`` sets one value; groups apply before
 values, in any order of arguments. A YAML file may start from others with ``defaults: [base, {group: name}]``; a group's
 file that starts from ``_section_`` changes only the keys that it names, and its ``beside`` sets keys of other sections.
+A model's path, a warm start of no steps and a number of epochs also take away what was set before for their contrary.
 Only the sections define defaults of keys; errors.py words the schema's errors; yaml_text.py reads YAML.
 """
 
@@ -18,6 +19,7 @@ from pydantic_core import ErrorDetails
 from rl_megatron.config import yaml_text
 from rl_megatron.config.errors import did_you_mean, explain_errors, near_miss, not_a_section, shorten
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.jobs import JOBS, WarmStartSection
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
 from rl_megatron.shipped import shipped
@@ -54,6 +56,7 @@ def load_config(name: str, overrides: Sequence[str], root: Path | None = None) -
             values.append((key, yaml_text.scalar(text)))
     tree = _merged(tree, beside)
     for key, value in values:
+        tree = _cleared(tree, {key: value})
         composer.put(tree, key, value)
     try:
         config = RunConfig.model_validate(tree)
@@ -107,7 +110,8 @@ class _Composer:
                     self.problems.append(
                         f"{path}: defaults: {shorten(entry)} is neither a config's name nor {{group: name}}"
                     )
-        return _merged(base, tree)
+        given = {key: value for name, section in tree.items() for key, value in _named(name, section)}
+        return _merged(_cleared(base, given), tree)
 
     def choose(self, tree: dict[str, Any], group: str, choice: str) -> dict[str, Any]:
         """Replace the whole section by <group>/<choice>.yaml, or merge the file into it if it has ``_section_``.
@@ -191,6 +195,29 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(out.get(key), dict)
         out[key] = _merged(out[key], value) if both else value
+    return out
+
+
+def _named(name: str, section: object) -> list[tuple[str, object]]:
+    """The values of a section by their full names."""
+    return [(f"{name}.{key}", value) for key, value in section.items()] if isinstance(section, dict) else []
+
+
+def _cleared(base: dict[str, Any], given: Mapping[str, object]) -> dict[str, Any]:
+    """Without what ``given``, a file above or a later override, leaves without effect: the sizes of a tiny model where
+    it gives a model, the keys of a warm start where it makes none, and a number of steps where it gives one of epochs.
+    """
+    gone: dict[str, tuple[str, ...]] = {}
+    if given.get("model.path") is not None:
+        gone["model"] = ("tiny", "cache_dir")
+    if given.get("warm_start.steps") == 0:
+        gone["warm_start"] = tuple(WarmStartSection.model_fields)
+    if any(given.get(f"{job}.epochs") is not None for job, kind in JOBS.items() if not kind.samples):
+        gone["train"] = ("steps",)
+    out = dict(base)
+    for name, keys in gone.items():
+        if isinstance(section := base.get(name), dict):
+            out[name] = {key: value for key, value in section.items() if key not in keys}
     return out
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rl_megatron.config.reads.algorithm import unread_of_algorithm
 from rl_megatron.config.reads.leaves import does_nothing, is_in, leaves_of
-from rl_megatron.config.sections.data import FileKeys, MixtureData, data_sources
+from rl_megatron.config.sections.data import ArithmeticData, FileKeys, MixtureData, data_sources
 from rl_megatron.config.sections.reward import RANKS, reward_key
 from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.config.sections.weights import TRANSPORT_KINDS
@@ -23,9 +23,19 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
     """A line for each set key that nothing reads: what would read it, and its default."""
     sections: list[tuple[str, Section]] = [("model", config.model), ("algorithm", config.algorithm)]
     sections += [("rollout", config.rollout), *_rewards(config), ("train", config.train), ("weights", config.weights)]
-    sections += [("sandbox", config.sandbox), ("environment", config.environment)]
+    beside = ("run", "data", "sandbox", "environment", "warm_start", "eval", "checkpoint", "log", "slurm")
+    sections += [(name, getattr(config, name)) for name in beside]
     given = {name: leaf for key, section in sections for name, leaf in leaves_of(key, section) if leaf.is_set}
-    unread = (_of_model, unread_of_algorithm, _of_rollout, _of_rewards, _of_train, _of_weights, _of_programs)
+    unread = (
+        _of_model,
+        unread_of_algorithm,
+        _of_rollout,
+        _of_rewards,
+        _of_train,
+        _of_weights,
+        _of_programs,
+        _of_rest,
+    )
     reasons: dict[str, str] = {}
     for key, reason in itertools.chain.from_iterable(of_section(config) for of_section in unread):
         for name in given:
@@ -41,6 +51,11 @@ def _of_model(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not shown and all(one.template != "chat" for one in config.environments.values()):
         reason = "no data has chat_template=true or messages_field, and no environment has template=chat"
         yield "model.template_variables", reason
+    if config.model.path is not None:
+        for key in ("model.tiny", "model.cache_dir"):
+            yield key, f"model.path={config.model.path} is the model, and no tiny one is made"
+    if not config.warm_start.steps:
+        yield "warm_start", "warm_start.steps=0 is no warm start"
 
 
 def _of_rollout(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -53,6 +68,10 @@ def _of_rollout(config: RunConfig) -> Iterator[tuple[str, str]]:
     elif rollout.embedded:
         reason = f"servers of rollout.engine={rollout.engine} run in the trainer's interpreter, on CPUs"
         yield from (("rollout.python", reason), ("rollout.server.memory_fraction", reason))
+    at_pushes = config.train.max_staleness or config.eval.mode == "beside" or config.environments
+    if rollout.served and not at_pushes and rollout.server.addresses is None:
+        reason = f"with train.max_staleness=0 and eval.mode={config.eval.mode} no request runs at a push"
+        yield "rollout.server.running_requests", reason
 
 
 def _of_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -79,6 +98,8 @@ def _of_train(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield key, f"algorithm.preference_beta={beta} keeps each group's pair together"
     elif config.rollout.group_size == 1:
         yield key, "with rollout.group_size=1 a group is one completion"
+    if not config.kind.samples and config.written.epochs is not None:
+        yield "train.steps", f"{config.job}.epochs={config.written.epochs:g} says how many steps there are"
 
 
 def _of_weights(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -101,6 +122,27 @@ def _of_programs(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "sandbox", "only reward.function=tests and environments run programs"
     if config.environment.function is None:
         yield "environment", "without environment.function there is no environment"
+
+
+def _of_rest(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Keys of data, of what is measured, evaluated, kept and shown beside the steps, and of containers."""
+    if isinstance(config.data, ArithmeticData) and not config.eval.data_of_sets:
+        yield "data.on_leak", "data.type=arithmetic holds out what it does not train on"
+    if config.run.slow_factor is None:
+        yield "run.slow_steps", "run.slow_factor=null measures no speeds"
+    if not (config.train.max_staleness and config.rollout.served):
+        why = "train.max_staleness=0" if config.rollout.served else f"rollout.engine={config.rollout.engine}"
+        yield "checkpoint.in_flight", f"with {why} nothing is sampled while a checkpoint is written"
+    if config.eval.sets and all(one.temperature is not None for one in config.eval.sets.values()):
+        yield "eval.temperature", "every set of eval.sets has a temperature of its own"
+    if not config.log.samples_per_step:
+        yield "log.samples_per_group", "log.samples_per_step=0 writes none of any group"
+    if config.log.wandb == "off":
+        yield "log.wandb_project", "log.wandb=off sends no metrics"
+    if config.slurm.container is None:
+        for key in ("runtime", "mounts") if config.slurm.engines.container is None else ():
+            yield f"slurm.container_{key}", "without slurm.container and slurm.engines.container nothing runs in one"
+        yield "slurm.container_python", "without slurm.container ranks run in slurm.python"
 
 
 def _rewards(config: RunConfig) -> list[tuple[str, RewardSection]]:

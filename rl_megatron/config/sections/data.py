@@ -63,10 +63,8 @@ class FileKeys(Section):
 
     @model_validator(mode="after")
     def _rows_have_one_form(self) -> Self:
-        unread = {
-            "prompt_template": self.prompt_template != "{prompt}",
-            "chat_template": self.chat_template,
-        }
+        of_texts = ("prompt_field", "answer_field", "prompt_template", "chat_template")
+        unread = {key: getattr(self, key) != type(self).model_fields[key].default for key in of_texts}
         if self.messages_field is None:
             unread = {"tools_field": self.tools_field is not None}
         for name in (name for name, given in unread.items() if given):

@@ -213,8 +213,8 @@ def test_servers_run_in_a_container_of_their_own(
 ) -> None:
     """On this node, too, by srun; the guard is run by the image's interpreter."""
     own = ("slurm.engines.container=/vllm.sqsh", "rollout.python=/opt/python", "slurm.container_mounts=/data")
-    keys = (*GPUS, "learner.dp=4", "slurm.nodes=2", "rollout.server.replicas=2", f"slurm.container_runtime={runtime}")
-    config = config_of(*keys, *own)
+    keys = (*GPUS, "learner.dp=4", "slurm.nodes=2", "rollout.server.replicas=2")
+    config = config_of(*keys, *own, f"slurm.container_runtime={runtime}")
     found = sites_of(config, allocation_of(config, run))
     assert [site.host for (site,) in found] == ["127.0.0.1", "10.0.0.2"]
     for (site,), node in zip(found, ("a1", "a2"), strict=True):
