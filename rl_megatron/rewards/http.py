@@ -112,8 +112,6 @@ def _check(url: str, key: str) -> None:
         raise ConfigError(f"{key}={url!r:.200}: it holds white space or non-ASCII characters; write these as %XX")
     if not parts.hostname:
         raise ConfigError(f"{key}={url!r:.200}: it names no host; write it as http://host:port/path")
-    if parts.username is not None:
-        raise ConfigError(f"{key}: remove user name and password from the URL; it is written to logs")
 
 
 def _request(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> bytes:

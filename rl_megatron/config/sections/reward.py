@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from rl_megatron.config.sections.services import secret_in
 from rl_megatron.section import Finite, NonNegative, Positive, PositiveFloat, Section
 
 PartName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
@@ -148,6 +149,18 @@ class RewardSection(Section):
     tests: TestsSection = TestsSection()
     http: HttpSection = HttpSection()
     model: RewardModelSection = RewardModelSection()
+
+    @model_validator(mode="after")
+    def _no_secrets(self) -> Self:
+        for url in self.functions.values():
+            if "://" in url and (secret := secret_in(url)):
+                raise ValueError(
+                    f"reward.function: the address has {secret}, and the configuration is in a file that others may "
+                    "read, and in logs; leave it out, and have the run start the server (service:<name>/<path>, "
+                    "docs/services.md), whose requests carry a key that is in no file, or name a function of yours "
+                    "(module:function), which reads its secret from a file of mode 0600"
+                )
+        return self
 
     @model_validator(mode="after")
     def _one_or_parts(self) -> Self:

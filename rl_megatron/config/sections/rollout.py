@@ -24,7 +24,44 @@ from rl_megatron.section import (
 
 RunningRequests = Literal["recompute", "keep_cache", "abort"]
 """What a push does to running requests."""
-_OF_THE_RUN = ("--host", "--port", "--api-key", "--admin-api-key")
+_LETS_IN = (
+    "the run gives each server its address, its port and a token that is on no command line; leave it out",
+    ("--host", "--port", "--api-key", "--admin-api-key"),
+)
+_LENGTHS = "rollout.max_prompt_tokens and max_new_tokens set it; use those keys"
+_NOT_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    _LETS_IN,
+    (
+        "a file of options would replace what the run starts a server with; write each option here",
+        ("--config",),
+    ),
+    (
+        "it runs code that a model's folder brings; leave it out, or install the code for rollout.python and name it "
+        "in rollout.engine=package.module:name",
+        ("--trust-remote-code",),
+    ),
+    ("requests could bring code, which the server would run; leave it out", ("--enable-custom-logit-processor",)),
+    (
+        "the run gives each server its model, what loads it, and what asks for the token; leave it out",
+        (
+            "--model",
+            "--model-path",
+            "--load-format",
+            "--custom-weight-loader",
+            "--weight-transfer-config",
+            "--middleware",
+        ),
+    ),
+    ("rollout.slots sets it; use that key", ("--max-num-seqs", "--max-running-requests")),
+    (_LENGTHS, ("--max-model-len", "--context-length")),
+    ("learner.dtype sets it; use that key", ("--dtype",)),
+    ("rollout.server.quantization sets it; use that key", ("--quantization",)),
+    (
+        "rollout.server.memory_fraction sets it; use that key",
+        ("--gpu-memory-utilization", "--mem-fraction-static"),
+    ),
+)
+"""Options of engines that are refused, each with the reason and what to do."""
 _ABBREVIATED = 5  # characters with which engines may know an option: --hos
 _NOT_OFFERED = {"nvfp4", "mxfp4", "mxfp8", "int4", "awq", "gptq", "fp4"}
 
@@ -122,23 +159,20 @@ class ServerSection(Section):
 
     @field_validator("options")
     @classmethod
-    def _leave_who_gets_in(cls, options: str | None) -> str | None:
-        """A key among them would be on a command line and in the run's folder; an address would be open to others."""
+    def _leave_the_runs_own(cls, options: str | None) -> str | None:
+        """Refuses keys, which would be on a command line, addresses, which would be open to others, code of strangers,
+        and whatever would replace what the run gives a server."""
         try:
             words = shlex.split(options or "")
         except ValueError as error:
             raise PydanticCustomError(
                 "words", "Input should be options as in a shell: {why}", {"why": str(error).lower()}
             ) from error
-        for word in words:
-            name = word.partition("=")[0].replace("_", "-")
-            if len(name) >= _ABBREVIATED and any(option.startswith(name) for option in _OF_THE_RUN):
-                raise PydanticCustomError(
-                    "of_the_run",
-                    "Input should be without {name}: the run gives each server its address, its port and a token that "
-                    "is on no command line; leave it out",
-                    {"name": name},
-                )
+        for name in (word.partition("=")[0].replace("_", "-") for word in words):
+            for reason, refused in _NOT_OPTIONS if len(name) >= _ABBREVIATED else ():
+                if any(option.startswith(name) for option in refused):
+                    message = "Input should be without {name}: {reason}"
+                    raise PydanticCustomError("of_the_run", message, {"name": name, "reason": reason})
         return options
 
     @field_validator("addresses")

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import model_validator
 
+from rl_megatron.config.sections.services import secret_in
 from rl_megatron.section import Positive, PositiveFloat, Section
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -56,8 +57,13 @@ class SandboxSection(Section):
             raise ValueError(f"sandbox.token_file with sandbox.type={self.type}: only remote reads it")
         if self.url is not None:
             parts = urlsplit(self.url)
-            if not parts.hostname or parts.scheme not in ("http", "https") or parts.username is not None:
-                raise ValueError(f"sandbox.url={self.url!r:.200}: write it as https://host:port/path, without a user")
+            if secret := secret_in(self.url):
+                raise ValueError(
+                    f"sandbox.url: the address has {secret}, and the configuration is in a file that others may read; "
+                    "leave it out, and give the server's token by sandbox.token_file"
+                )
+            if not parts.hostname or parts.scheme not in ("http", "https"):
+                raise ValueError(f"sandbox.url={self.url!r:.200}: write it as https://host:port/path")
             if parts.scheme == "http" and parts.hostname not in LOOPBACK:
                 raise ValueError(
                     f"sandbox.url={self.url!r:.200}: programs and the token would cross the network in the clear; use "

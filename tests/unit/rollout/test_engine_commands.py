@@ -212,9 +212,41 @@ def test_a_model_without_experts_has_replicas_instead() -> None:
 def test_options_decide_neither_who_reaches_a_server_nor_by_which_key(engine: str, option: str) -> None:
     said = r"without --(hos|host|port|api-key|admin-api-key): the run gives each server its address"
     with pytest.raises(ConfigError, match=said) as refused:
-        load_config("tiny_cpu", [f"rollout={engine}", f"rollout.server.options=--dtype auto {option}"])
+        load_config("tiny_cpu", [f"rollout={engine}", f"rollout.server.options=--seed 1 {option}"])
     load_config("tiny_cpu", [f"rollout={engine}", "rollout.server.options=--api-server-count 1 --h"])
     assert "rollout.server.options=" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--trust-remote-code", "it runs code that a model's folder brings; leave it out, or install the code"),
+        ("--trust_remote_code", "it runs code that a model's folder brings"),
+        ("--trust-r", "it runs code that a model's folder brings"),
+        ("--config engine.yaml", "a file of options would replace what the run starts a server with"),
+        ("--config=engine.yaml", "a file of options would replace"),
+        ("--enable-custom-logit-processor", "requests could bring code"),
+        ("--middleware mine.Open", "the run gives each server its model, what loads it, and what asks for the token"),
+        ("--load-format auto", "the run gives each server its model"),
+        ("--model-path other", "the run gives each server its model"),
+        ("--max-num-seqs 4", r"rollout\.slots sets it; use that key"),
+        ("--context-length=99", r"rollout\.max_prompt_tokens and max_new_tokens set it"),
+        ("--dtype auto", r"learner\.dtype sets it"),
+        ("--mem-fraction-static 0.5", r"rollout\.server\.memory_fraction sets it"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_options_bring_no_code_of_strangers_and_replace_nothing_of_the_runs(
+    engine: str, option: str, said: str
+) -> None:
+    name = option.replace("=", " ").split()[0].replace("_", "-")
+    with pytest.raises(ConfigError, match=rf"options='--seed 1 .*: must be without {name}: {said}"):
+        load_config("tiny_cpu", [f"rollout={engine}", f"rollout.server.options=--seed 1 {option}"])
+
+
+@pytest.mark.parametrize("option", ["--config-format hf", "--language-model-only", "--fp8-gemm-backend triton"])
+def test_other_options_are_taken(option: str) -> None:
+    load_config("tiny_cpu", ["rollout=vllm", f"rollout.server.options={option}"])
 
 
 def test_options_are_words_and_addresses_are_addresses() -> None:
