@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2 import TemplateError
 
+from rl_megatron.chat_templates import bounded_rendering
 from rl_megatron.config.sections.data import FileKeys
 from rl_megatron.data.problems.records import Record, missing_field
 from rl_megatron.errors import DataError
@@ -66,7 +67,8 @@ def rendered(record: Record, path: Path, line: int, data: FileKeys, tokenizer: P
     if data.chat_template:
         chat = [{"role": "user", "content": text}]
         try:
-            text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+            with bounded_rendering():
+                text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise DataError(
                 f"{path}:{line}: the tokenizer's chat template fails at it: {type(error).__name__}: {error!s:.500}; "

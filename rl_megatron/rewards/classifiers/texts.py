@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_megatron.chat_templates import bounded_rendering
 from rl_megatron.config.sections.reward import RewardModelSection
 from rl_megatron.errors import ConfigError
 
@@ -33,7 +34,8 @@ class ClassifierTexts:
         if not self.chat_template:
             return prompt + text
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
-        return str(self.tokenizer.apply_chat_template(turns, tokenize=False))
+        with bounded_rendering():
+            return str(self.tokenizer.apply_chat_template(turns, tokenize=False))
 
 
 def classifier_texts(folder: Path, section: RewardModelSection, config: Any, where: str) -> ClassifierTexts:

@@ -13,6 +13,7 @@ import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
 from typing_extensions import override
 
+from rl_megatron.chat_templates import bounded_rendering
 from rl_megatron.columns import TokenIds
 from rl_megatron.errors import ConfigError
 from rl_megatron.rollout.conversation.compiled import compiled
@@ -26,7 +27,7 @@ Thinking = Literal["template", "keep"]
 
 _FRONT, _BACK = "\uf8a1\uf8a2", "\uf8a3\uf8a4"
 _THOUGHT = "</think>"  # what templates look for in a content, to drop what is before it
-_RAISED = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+_RAISED = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 class ChatTemplate(Template):
@@ -107,9 +108,10 @@ class ChatTemplate(Template):
             forms.append([written_arguments(message) for message in shown])
         for form in forms:
             try:
-                return self._compiled.render(
-                    self._variables, messages=form, tools=list(tools) or None, add_generation_prompt=opened
-                )
+                with bounded_rendering():
+                    return self._compiled.render(
+                        self._variables, messages=form, tools=list(tools) or None, add_generation_prompt=opened
+                    )
             except _RAISED as error:
                 reason = f"{type(error).__name__}: {error}"
         raise MessagesRefused(f"the model's chat template refuses these messages: {reason}")

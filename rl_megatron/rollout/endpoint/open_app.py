@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from rl_megatron.chat_templates import bounded_rendering
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.endpoint.bodies import ReceivePart, SendPart, method_of, read_body, read_request, respond
 from rl_megatron.rollout.endpoint.open_shapes import (
@@ -127,9 +128,10 @@ class OpenApplication:
         request = read_request(body, OpenChatRequest)
         request.check()
         try:
-            ids = self.tokenizer.apply_chat_template(
-                request.messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+            with bounded_rendering():
+                ids = self.tokenizer.apply_chat_template(
+                    request.messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
         except Exception as error:  # a template's own, of any kind
             raise RequestRefused(400, f"the model's chat template refuses the messages: {error}") from error
         most = self.max_length - len(ids) if request.most is None else request.most

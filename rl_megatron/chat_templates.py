@@ -1,0 +1,90 @@
+"""Bounds the time in which a model's chat template renders: its loops are the model's own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jinja2 import TemplateRuntimeError
+
+SECONDS = 5.0
+"""Of processor time; templates take milliseconds, so that a busy machine or a stopped process ends none."""
+_BETWEEN_LOOKS = 0.5  # seconds
+
+
+class _Late(BaseException):
+    """Raised in a thread whose template takes too long; no template can catch it."""
+
+
+@contextmanager
+def bounded_rendering() -> Iterator[None]:
+    """Have what this thread renders end after `SECONDS`. Raises TemplateRuntimeError then.
+
+    One operation of C, as a power of great numbers, is not interrupted.
+    """
+    thread, watch = threading.get_ident(), _watch
+    try:
+        watch.begin(thread)
+        try:
+            yield
+        finally:
+            watch.end(thread)
+    except _Late:
+        raise TemplateRuntimeError(
+            f"it did not end within {SECONDS:g} s of processor time; the model's chat template may loop without end"
+        ) from None
+
+
+class _Watch:
+    """The threads that render, and one that looks at their processor time while there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._until: dict[int, float] = {}
+        self._looking = False
+
+    def begin(self, thread: int) -> None:
+        """Watch the calling thread."""
+        with self._lock:
+            self._until[thread] = time.thread_time() + SECONDS
+            if not self._looking:
+                self._looking = True
+                threading.Thread(target=self._look, name="chat-templates", daemon=True).start()
+
+    def end(self, thread: int) -> None:
+        """Watch it no longer: nothing is raised in it behind this."""
+        with self._lock:
+            self._until.pop(thread, None)
+            _raise_in(thread, None)
+
+    def _look(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(_BETWEEN_LOOKS):
+            with self._lock:
+                self._looking = bool(self._until)
+                if not self._looking:
+                    return
+                for thread, until in list(self._until.items()):
+                    if time.clock_gettime(time.pthread_getcpuclockid(thread)) > until:
+                        del self._until[thread]
+                        _raise_in(thread, _Late)
+
+
+def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
+    """Raise ``kind`` in another thread at its next instruction of Python; None: not what was to be raised."""
+    raised = None if kind is None else ctypes.py_object(kind)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+
+
+def _begin_anew() -> None:
+    """A child has only the thread that forked it, and a lock as it was then."""
+    global _watch
+    _watch = _Watch()
+
+
+_watch = _Watch()
+os.register_at_fork(after_in_child=_begin_anew)
