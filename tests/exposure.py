@@ -22,12 +22,12 @@ from pathlib import Path
 import psutil
 
 NAMED = {
+    r"tests/judge\.py|tests\.e2e\.served_teacher": "A service of the run",
     r"launcher train|rl-megatron train|pytest": "The controller",
     r"-u -c import sys;exec\(eval\(sys\.stdin\.readline": "The controller",  # a test's own, in a worker of pytest-xdist
     r"launcher\.worker\.(nursery|process|node|remote)\b|ray::RankActor": "A learner rank",
     r"multiprocessing\.forkserver .*'tests\.imports'": "A learner rank",  # of a test's own, by tests/forks.py
     r"sglang::scheduler|VLLM::": "A rank of an engine server",
-    r"tests/judge\.py": "A service of the run",
     r"/ray/core/|/ray/_private/|/ray/dashboard/|/ray/autoscaler/|ray::|ray\.scripts|ray[./]util[./]client": "Ray",
 }
 """Who may listen without a token of ours, as docs/security.md calls them, by patterns of command lines."""
@@ -38,6 +38,7 @@ _PATHS = (
     *("/", "/health", "/metrics", "/openapi.json", "/server_info", "/v1/models", "/freeze_gc", "/collective_rpc"),
     *("/update_weights", "/update_weights_from_tensor", "/sleep", "/pause", "/pause_generation"),
 )
+_EVERYTHING = tuple((method, path) for path in _PATHS for method in ("GET", "POST", "OPTIONS"))
 _GRPC = (
     *("NodeManagerService/GetNodeStats", "InternalKVGcsService/InternalKVKeys"),
     *("CoreWorkerService/GetCoreWorkerStats", "ObjectManagerService/Pull"),
@@ -52,7 +53,10 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def check_sockets(
-    processes: Iterable[psutil.Process], *, loopback: bool = True, everywhere: Collection[int] = ()
+    processes: Iterable[psutil.Process],
+    *,
+    loopback: bool = True,
+    everywhere: Collection[int] = (),
 ) -> Counter[str]:
     """Count listening sockets by owner, but for those that listen at all addresses at the ports ``everywhere``.
 
@@ -73,6 +77,17 @@ def check_sockets(
         if who == _SERVER:
             _ask_without_token(f"http://{host}:{port}", where)
     return counts
+
+
+def check_server(process: psutil.Process, secured: Iterable[tuple[str, str]] = _EVERYTHING) -> int:
+    """Count the sockets of a process, whatever its command line: each is on loopback, speaks HTTP, and asks for a token
+    for the methods and paths that are ``secured``."""
+    found = list(_listening([process]))
+    for pid, _, host, port in found:
+        where = f"pid {pid} listens at {host}, port {port}"
+        assert ip_address(host).is_loopback, where
+        _ask_without_token(f"http://{host}:{port}", where, secured)
+    return len(found)
 
 
 def check_control(run: Path, processes: Iterable[psutil.Process]) -> Path:
@@ -166,15 +181,14 @@ def _address(text: str) -> str:
     return str(getattr(found, "ipv4_mapped", None) or found)
 
 
-def _ask_without_token(url: str, who: str) -> None:
+def _ask_without_token(url: str, who: str, secured: Iterable[tuple[str, str]] = _EVERYTHING) -> None:
     plain = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    for path in _PATHS:
-        for method in ("GET", "POST", "OPTIONS"):
-            asking = urllib.request.Request(url + path, method=method, headers={"Authorization": "Bearer wrong"})
-            try:
-                status = plain.open(asking, timeout=120.0).status
-            except urllib.error.HTTPError as error:
-                status = error.code
-            except TimeoutError as error:
-                raise AssertionError(f"{who}: {method} {path} without the token: no answer in 120 s") from error
-            assert status == 401, f"{who}: {method} {path} without the token: status {status}"
+    for method, path in secured:
+        asking = urllib.request.Request(url + path, method=method, headers={"Authorization": "Bearer wrong"})
+        try:
+            status = plain.open(asking, timeout=120.0).status
+        except urllib.error.HTTPError as error:
+            status = error.code
+        except TimeoutError as error:
+            raise AssertionError(f"{who}: {method} {path} without the token: no answer in 120 s") from error
+        assert status == 401, f"{who}: {method} {path} without the token: status {status}"

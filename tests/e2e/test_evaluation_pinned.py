@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from typing import Any
@@ -10,7 +11,7 @@ import psutil
 
 from rl_megatron.observability.metrics.table import deterministic
 from tests.e2e.processes import PORTABLE, Place, Run
-from tests.exposure import family
+from tests.exposure import check_server, family
 
 KEYS = (
     *("learner.ep=1", "reward.function=my_rewards:even", "rollout.server.replicas=1", "warm_start.steps=0"),
@@ -44,6 +45,16 @@ def test_figures_are_those_of_an_evaluation_that_training_waits_for_and_a_resume
     assert evaluated(pinned, "eval") == ours
 
 
+def listening(run: Run) -> int:
+    """Check the sockets of the server that evaluates alone, which no process of a forked run began, and count them."""
+    log, found = str((run.folder / "eval_0.log").resolve()), 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{process.pid}/fd/1") == log:
+                found += check_server(process)
+    return found
+
+
 def server(run: Run) -> psutil.Process:
     """The one that evaluates alone: the last of the processes that write its log, below its guard."""
     there = [one for one in family(run.process.pid) if os.readlink(f"/proc/{one.pid}/fd/1").endswith("/eval_0.log")]
@@ -56,6 +67,7 @@ def test_the_death_of_its_server_ends_no_run(place: Place) -> None:
     """The server is killed before the evaluation of step 2; another starts, for that of step 4 or later."""
     run = place.fork("dies", *KEYS, *PINNED, "train.steps=9", "rollout.server.backoff_seconds=0.1")
     run.until(lambda: len(run.rows()) > 1, "the first step")
+    assert listening(run) == 1
     server(run).kill()
     run.finish()
     assert [row["step"] for row in run.rows() if row["phase"] == "rl"] == list(range(10))

@@ -9,11 +9,10 @@ import stat
 import urllib.request
 from pathlib import Path
 
-import psutil
-
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model
 from tests.e2e.processes import Place, Run
+from tests.exposure import check_secrets, check_server, family
 
 
 def answer(run: Run, key: str) -> str:
@@ -37,10 +36,11 @@ def test_it_serves_who_has_the_key_on_loopback_alone_until_a_signal(place: Place
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     key = file.read_text().strip()
     assert len(answer(run, key)) >= 1
-    here = psutil.Process(run.process.pid)
-    found = [c.laddr for c in here.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    assert [address.ip for address in found] == ["127.0.0.1"]
-    assert key not in "\n".join([run.text(), (place.folder / "eval" / "log.txt").read_text(), *here.cmdline()])
+    processes = family(run.process.pid)
+    assert sum(map(check_server, processes)) == 1
+    file.rename(moved := place.folder.parent / "moved.key")  # the only file that has it
+    check_secrets(processes, place.folder, secrets=[key])
+    moved.unlink()
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.end() == 0, run.text()
 

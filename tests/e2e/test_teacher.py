@@ -20,13 +20,18 @@ from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model
 from tests.e2e.processes import Place, Run
 from tests.e2e.trl_values import STEPS, assert_as_trl, stored
+from tests.exposure import check_secrets, check_sockets, family
 from tests.unit.observability.report_pages import Page
 
 KEEPS = '''
-import json
+import json, time
+from pathlib import Path
 
 def keeps(prompt, completions, texts):
-    """Nothing is rewarded; what is sampled to train on is kept."""
+    """Nothing is rewarded; what is sampled to train on is kept. A test may hold it."""
+    while Path("hold").exists() and prompt.id != "made-up":
+        Path("holding").touch()
+        time.sleep(0.01)
     if len(completions) > 1 and prompt.id != "made-up":
         with open("sampled.jsonl", "a") as file:
             for one in completions:
@@ -78,7 +83,16 @@ def trained(
     student, teacher = models_of(place)
     begin_to_keep(place)
     judged = (key.format(teacher=teacher) for key in of)
+    (hold := place.folder / "hold").touch()
     run = place.fork(f"{name}-{len(of)}", *GIVEN, f"algorithm={name}", *keys, f"model.path={student}", *judged)
+    run.until((place.folder / "holding").exists, "what is sampled")
+    processes = family(run.process.pid)
+    listening = check_sockets(processes)
+    assert set(listening) <= {"A learner rank", "A service of the run"}
+    assert listening["A service of the run"] == (of is OF_SERVER)
+    check_secrets(processes, run.folder)
+    (place.folder / "holding").unlink()
+    hold.unlink()
     run.finish()
     sampled = kept(place)
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (student, teacher)]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import stat
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from launcher.rehearsal import machine
+from launcher.rehearsal.links import open_store
 from launcher.rehearsal.messages import Survey
 from launcher.rehearsal.rehearsed import NotReached, RehearsedRun
 from launcher.rehearsal.report import RehearsalReport, with_hidden_hosts
@@ -22,6 +26,7 @@ from launcher.rehearsal.table import TableLine
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model
+from tests.exposure import check_sockets
 
 MACHINE = {"python": "3.11", "torch": "2", "megatron-core": "0.16.1", "kernel": "6"}
 
@@ -50,6 +55,17 @@ def test_a_survey_arrives_as_it_was_sent() -> None:
     assert survey.processes("b") == range(2, 3)
     with pytest.raises(ValueError, match="this node, c, is none of a, b"):
         survey.processes("c")
+
+
+def test_the_store_of_a_survey_listens_at_one_address_of_loopback() -> None:
+    here = [psutil.Process()]
+    before = check_sockets(here).total()
+    listener = socket.create_server(("127.0.0.1", 0))
+    survey = replace(survey_of(("a", 1)), store=listener.getsockname())
+    store = open_store(listener, survey)
+    assert check_sockets(here).total() == before + 1
+    del store
+    assert check_sockets(here).total() == before
 
 
 def test_a_node_that_fails_is_named_with_its_cause(tmp_path: Path) -> None:

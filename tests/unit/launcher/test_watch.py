@@ -29,6 +29,7 @@ from launcher.watch.app import MOST_CHARACTERS, SAMPLES_AT_ONCE, WatchApplicatio
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.samples import SampleRow, SamplesWriter
 from rl_megatron.rollout.endpoint.server import HttpServer
+from tests.exposure import check_secrets, check_server, family
 from tests.unit.observability.report_pages import EVIL, a_run
 
 TOKEN = "a-token-of-this-test"
@@ -284,6 +285,9 @@ def test_the_command_prints_its_address_serves_and_ends_by_a_signal(run: Path) -
         client = Client(parts.port or 0)
         assert client.ask("/report", parts.fragment)[0] == 200
         assert client.ask("/report")[0] == 401
+        (here,) = family(process.pid)
+        assert check_server(here, [("GET", "/report"), ("GET", "/samples")]) == 1
+        check_secrets([here], run, secrets=[parts.fragment])
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(ENDED) == 0
 
