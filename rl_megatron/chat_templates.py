@@ -22,7 +22,7 @@ class _Late(BaseException):
 
 @contextmanager
 def bounded_rendering() -> Iterator[None]:
-    """Have what this thread renders end after `SECONDS`. Raises TemplateRuntimeError then.
+    """Have what this thread renders end after `SECONDS`. Raises TemplateRuntimeError then. It is not entered twice.
 
     One operation of C, as a power of great numbers, is not interrupted.
     """
@@ -31,7 +31,12 @@ def bounded_rendering() -> Iterator[None]:
         watch.begin(thread)
         try:
             yield
-        finally:
+        except _Late:
+            raise
+        except BaseException:
+            watch.end(thread)
+            raise
+        else:
             watch.end(thread)
     except _Late:
         raise TemplateRuntimeError(
@@ -56,10 +61,15 @@ class _Watch:
                 threading.Thread(target=self._look, name="chat-templates", daemon=True).start()
 
     def end(self, thread: int) -> None:
-        """Watch it no longer: nothing is raised in it behind this."""
+        """Watch the calling thread no longer: nothing is raised in it behind this.
+
+        What was raised meanwhile is waited for here. To take it back by PyThreadState_SetAsyncExc would leave CPython
+        3.11 looking for it at each call from then on, and for ever at the first one under a profiler.
+        """
         with self._lock:
-            self._until.pop(thread, None)
-            _raise_in(thread, None)
+            raised = self._until.pop(thread, None) is None
+        while raised:
+            time.sleep(0)
 
     def _look(self) -> None:
         pause = threading.Event()
@@ -71,13 +81,12 @@ class _Watch:
                 for thread, until in list(self._until.items()):
                     if time.clock_gettime(time.pthread_getcpuclockid(thread)) > until:
                         del self._until[thread]
-                        _raise_in(thread, _Late)
+                        _raise_late(thread)
 
 
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Raise ``kind`` in another thread at its next instruction of Python; None: not what was to be raised."""
-    raised = None if kind is None else ctypes.py_object(kind)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+def _raise_late(thread: int) -> None:
+    """Raise `_Late` in another thread at its next instruction of Python."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Late))
 
 
 def _begin_anew() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -65,3 +67,35 @@ def test_each_thread_has_its_own_limit_and_nothing_is_raised_behind_it() -> None
     for thread in threads:
         thread.join()
     assert len(ended) == 2
+
+
+def test_an_end_that_meets_the_limit_is_late_and_leaves_nothing_to_be_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch raises just before the thread says that it has ended."""
+    end = chat_templates._watch.end
+
+    def meets(thread: int) -> None:
+        with chat_templates._watch._lock:
+            del chat_templates._watch._until[thread]
+            chat_templates._raise_late(thread)
+        end(thread)
+
+    monkeypatch.setattr(chat_templates._watch, "end", meets)
+    with pytest.raises(TemplateRuntimeError, match=SAID), bounded_rendering():
+        pass
+    with pytest.raises(TemplateRuntimeError, match=SAID), bounded_rendering():
+        raise KeyError
+    sum(range(10**6))
+
+
+def test_calls_run_under_a_profiler_after_a_rendering() -> None:
+    """Where a thread is left to look for an exception, CPython 3.11 does so for ever at its next call under one."""
+    program = """
+import sys
+from rl_megatron.chat_templates import bounded_rendering
+with bounded_rendering():
+    pass
+sys.setprofile(lambda frame, event, _: None)
+print((lambda: 3)())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "3\n"
