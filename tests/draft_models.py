@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.family_models import save_model
 
-COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+COPIES = ("embed_tokens.weight", "shared_head.head.weight", "shared_head.weight")
 ALONE = "mtp."
 QWENS = {
     "mtp.pre_fc_norm_embedding.weight": "enorm.weight",
@@ -21,6 +21,13 @@ QWENS = {
     "mtp.norm.weight": "shared_head.norm.weight",
 }
 """Qwen's names of a draft layer's own parts, and those of others behind the layer's."""
+HUNYUANS = {
+    "final_layernorm.": "shared_head.norm.",
+    "mlp.router.gate.": "mlp.gate.",
+    "mlp.expert_bias": "mlp.e_score_correction_bias",
+    "mlp.shared_mlp.": "mlp.shared_experts.",
+}
+"""Hunyuan 3's names in files, and those of others, which transformers has in its modules."""
 
 
 def one_by_one(name: str, shape: torch.Size) -> dict[str, torch.Size]:
@@ -69,12 +76,17 @@ def save_with_drafts(name: str, folder: Path, count: int = 1, **changed: Any) ->
         return torch.randn(shape, generator=draw) * spread + mean
 
     alike = {key.removeprefix(last): tensor.shape for key, tensor in tensors.items() if key.startswith(last)}
-    own = {f"{x}.weight": torch.Size([size]) for x in ("enorm", "hnorm", "shared_head.norm")}
+    is_hunyuan = config["model_type"] == "hy_v3"
+    norms = ("enorm", "hnorm", "final_layernorm" if is_hunyuan else "shared_head.norm")
+    own = {f"{x}.weight": torch.Size([size]) for x in norms}
     own["eh_proj.weight"] = torch.Size([size, 2 * size])
     for layer in range(layers, layers + count):
         tensors |= {f"model.layers.{layer}.{key}": drawn(shape, key) for key, shape in (alike | own).items()}
-        tensors[f"model.layers.{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         output = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+        if is_hunyuan:
+            tensors[f"model.layers.{layer}.shared_head.weight"] = output.clone()
+            continue
+        tensors[f"model.layers.{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[f"model.layers.{layer}.shared_head.head.weight"] = output.clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     path.write_text(json.dumps({**config, "num_nextn_predict_layers": count}))
@@ -103,15 +115,20 @@ class WrittenDraft(torch.nn.Module):
         self.eh_proj = torch.nn.Linear(2 * size, size, bias=False)
         found = load_file(folder / "model.safetensors")
         alone = any(n.startswith(ALONE) for n in found)
-        self._own = {own: n for n, own in QWENS.items()} if alone else {}
         self._prefix = "mtp.layers.0." if alone else f"model.layers.{config.num_hidden_layers}."
-        held = {QWENS.get(n, n).removeprefix(self._prefix): t for n, t in found.items()}
-        self.held = {n: held[n].requires_grad_() for n in held if not n.startswith("model.") and n != "lm_head.weight"}
-        self.held = {n: t for n, t in self.held.items() if not n.endswith(COPIES)}
+        of_layer = [n for n in found if n.startswith((ALONE, self._prefix)) and not n.endswith(COPIES)]
+        self._files = {self._own_name(n): n for n in of_layer}
+        self.held = {own: found[n].requires_grad_() for own, n in self._files.items()}
 
     def file_name(self, name: str) -> str:
         """The file's name of a parameter."""
-        return self._own.get(name, self._prefix + name)
+        return self._files[name]
+
+    def _own_name(self, file_name: str) -> str:
+        name = QWENS.get(file_name, file_name).removeprefix(self._prefix)
+        for theirs, ours in HUNYUANS.items():
+            name = name.replace(theirs, ours)
+        return name
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Of one text [L] -> [L - 2, V]: position i says token i + 2."""
@@ -142,7 +159,8 @@ class WrittenDraft(torch.nn.Module):
         """Under transformers' names, which has the experts of a layer in one tensor."""
         held, found = self.held, dict[str, Tensor]()
         known = {name for name, _ in [*self.layer.named_parameters(), *self.layer.named_buffers()]}
-        experts = range(self.model.config.num_experts if self._own else self.model.config.n_routed_experts)
+        config = self.model.config
+        experts = range(config.n_routed_experts if hasattr(config, "n_routed_experts") else config.num_experts)
         for name in known:
             if name == "mlp.experts.gate_up_proj":
                 parts = [[held[f"mlp.experts.{e}.{x}_proj.weight"] for x in ("gate", "up")] for e in experts]

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 LENGTHS, SKIPPED = (14, 23), (4, 7)  # tokens of two texts, and of their prompts, which are not trained
 TEMPERATURE = 0.7
-NAMES, QWEN = ["deepseek_v3", "glm4_moe"], "qwen3_next"
+NAMES, QWEN, HUNYUAN = ["deepseek_v3", "glm4_moe"], "qwen3_next", "hy_v3"
 IN_STACKS = "qwen3_5_moe_stacked"  # the decoder's experts, not the draft layer's; has no formula here
 TIED = "glm4_moe_tied"
 LAYOUTS: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
-    "one": ({}, [*NAMES, TIED, QWEN, IN_STACKS]),
+    "one": ({}, [*NAMES, TIED, QWEN, IN_STACKS, HUNYUAN]),
     "one-head": ({"head_dtype": "float32"}, ["glm4_moe"]),
     "tp2": ({"tp": 2}, NAMES),
-    "tp2-ep2": ({"tp": 2, "ep": 2}, [*NAMES, QWEN]),
+    "tp2-ep2": ({"tp": 2, "ep": 2}, [*NAMES, QWEN, HUNYUAN]),
     "ep2": ({"ep": 2}, NAMES),
     "pp2": ({"pp": 2}, NAMES),
     "pp2-tied": ({"pp": 2}, [TIED]),
@@ -189,7 +189,7 @@ def rank_main(rank: int, root: Path) -> None:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("drafts")
-    for name in (*NAMES, TIED, QWEN, IN_STACKS):
+    for name in (*NAMES, TIED, QWEN, IN_STACKS, HUNYUAN):
         folder = root / name
         tied = {"tie_word_embeddings": True} if name == TIED else {}
         if name in (QWEN, IN_STACKS):

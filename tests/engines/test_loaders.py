@@ -18,13 +18,14 @@ from torch import Tensor
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.formats.hf_folder import is_draft
 from rl_megatron.weights.layouts.families import read_shape
-from tests.draft_models import save_with_qwens_draft
+from tests.draft_models import save_with_drafts, save_with_qwens_draft
 from tests.engines.benches import REPO, interpreter
 from tests.engines.conftest import needs
 from tests.family_models import save_model
 
 pytestmark = pytest.mark.slow
 _LATENT = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+_HUNYUANS = {"route_norm": True, "qk_norm": True}
 PUBLISHED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "deepseek_v32": (_LATENT, {}),
     "glm_moe_dsa": ({**_LATENT, "index_topk_pattern": "FSFS"}, {}),
@@ -32,6 +33,7 @@ PUBLISHED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         {**_LATENT, "architectures": ["DeepseekV3ForCausalLM"]},
         {"architectures": ["KimiK25ForConditionalGeneration"]},
     ),
+    "hy_v3": ({"num_nextn_predict_layers": 1, "expert_hidden_dim": 24, "first_k_dense_replace": 1, **_HUNYUANS}, {}),
     "qwen3_next": ({"mtp_num_hidden_layers": 1, "full_attention_interval": 4}, {}),
     "qwen3_5_moe_stacked": ({"mtp_num_hidden_layers": 1, "full_attention_interval": 2}, {}),
 }
@@ -41,6 +43,7 @@ NOT_PUBLISHED = ("layer_types", "mlp_layer_types")  # which transformers writes 
 LOADED = {"vllm": (*PUBLISHED,), "sglang": tuple(name for name in PUBLISHED if not name.startswith("qwen3_5"))}
 """SGLang's module of Qwen3.5 imports a kernel that its CPU build lacks."""
 OF_BOTH = {"vllm": ("embed_tokens.weight", "lm_head.weight"), "sglang": ()}  # what is read for a draft layer, too
+SAVES = {"mtp_num_hidden_layers": save_with_qwens_draft, "num_nextn_predict_layers": save_with_drafts}
 HALF = {"vllm": None, "sglang": "indexer.weights_proj.weight"}  # what an engine holds in bfloat16
 
 
@@ -51,7 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (of_text, above) in PUBLISHED.items():
         first, second = folder / name, folder / f"{name}-second"
         for each in (first, second):
-            save = save_with_qwens_draft if "mtp_num_hidden_layers" in of_text else save_model
+            save = next((save for key, save in SAVES.items() if key in of_text), save_model)
             save(name, each, vocab_size=64)  # so many that vLLM pads nothing
         held = {key: tensor + 0.125 for key, tensor in load_file(second / "model.safetensors").items()}
         save_file(held, second / "model.safetensors", {"format": "pt"})

@@ -35,7 +35,8 @@ _TOKENIZERS = (
     "sentencepiece.bpe.model",
 )
 _DRAFT_KEYS = {"num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers"}  # DeepSeek's, MiniMax's, Qwen's
-_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")  # in a draft layer: of the embedding, the output matrix
+_COPIES = (".embed_tokens.weight", ".shared_head.head.weight", ".shared_head.weight")
+"""In a draft layer: of the embedding, and of the output matrix by two names."""
 _NAME_BYTES = 255  # the longest file name
 _MAX_LINES = 20  # of one error message; a wrong folder lacks thousands of tensors
 

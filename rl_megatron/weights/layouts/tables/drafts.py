@@ -1,8 +1,9 @@
 """Draft layers, for multi-token prediction (DeepSeek-V3, arXiv:2412.19437): rows of the last layer, and four more.
 
 In published files some have copies of the model's embedding and output matrix, too. They have no rows: whoever reads
-such a folder takes the model's own. Sources: the published index of DeepSeek-V3, GLM-4.5 and Qwen3-Next; megatron-core
-0.16 ``transformer/multi_token_prediction.py`` (``eh_proj`` is cut by rows; its input is the embedding's norm, then the
+such a folder takes the model's own. Sources: the published index of DeepSeek-V3, GLM-4.5 and Qwen3-Next; vLLM 0.32.0
+``models/hy_v3_mtp.py`` and SGLang 0.5.21 ``models/hunyuan_v3_nextn.py``; megatron-core 0.16
+``transformer/multi_token_prediction.py`` (``eh_proj`` is cut by rows; its input is the embedding's norm, then the
 hidden state's, as that of ``mtp.fc`` in vLLM 0.32.0 ``models/qwen3_next_mtp.py``).
 """
 
@@ -41,6 +42,8 @@ NUMBERED = DraftNames(
     final_norm=LAYER + "shared_head.norm.weight",
 )
 """Of DeepSeek and GLM, which number draft layers on behind those of the decoder."""
+NUMBERED_WITH_FINAL_NORM = replace(NUMBERED, final_norm=LAYER + "final_layernorm.weight")
+"""Of Hunyuan 3, likewise."""
 ALONE = DraftNames(
     prefix="mtp.layers.0.",
     embedding_norm="mtp.pre_fc_norm_embedding.weight",
