@@ -1,5 +1,6 @@
-"""Jobs on written text, and distillations, on two nodes of a real Slurm, with Ray and without: as on one machine, to
-the bit. Two teachers are on nodes of their own, or one of them is a service on one."""
+"""Jobs on written text, distillations, and a run that a reward model judges, on two nodes of a real Slurm, with Ray and
+without: as on one machine, to the bit. Two teachers, or one and a service, and the reward model are on nodes of their
+own."""
 
 from __future__ import annotations
 
@@ -34,21 +35,31 @@ OWN = {
         f"{TEACHERS}.late.engine=tests.e2e.served_teacher:Transformers",
         f"services.late.command={sys.executable} -m tests.e2e.served_teacher runs/local-sft/{LAST}",
     ),
+    "judged": (
+        *(*SAMPLED, "reward.function=ranks:judge", f"reward_models.judge.path=runs/local-reward/{LAST}"),
+        "roles.layouts.reward_judge.tp=1",
+    ),
 }
-CONFIGS = {recipe: f"{recipe}_tiny" for recipe in OWN} | dict.fromkeys(("teachers", "served"), "distill_tiny")
-TAUGHT_BY = {"distill": ("sft",), "teachers": ("sft", "dpo"), "served": ("sft", "dpo")}
+CONFIGS = {
+    **{recipe: f"{recipe}_tiny" for recipe in OWN},
+    **dict.fromkeys(("teachers", "served"), "distill_tiny"),
+    "judged": "tiny_cpu",
+}
+BEFORE = {"distill": ("sft",), "teachers": ("sft", "dpo"), "served": ("sft", "dpo"), "judged": ("reward",)}
+"""The recipes whose models a recipe needs."""
 ON_SLURM = {"served": ("slurm.services.nodes=1",)}
 OTHERS = {
     "teachers": tuple(f"teacher_{name}: 1 ranks on 1 nodes" for name in ("late", "other")),
     "served": ("teacher_other: 1 ranks on 1 nodes", "service late: node 3"),
+    "judged": ("reward_judge: 1 ranks on 1 nodes",),
 }
 """What placement.txt says of those beside the learner."""
 
 
 def local(cluster: Cluster, recipe: str) -> Path:
-    """The recipe's run on this machine, without Slurm; made once. What was fine-tuned is the teacher."""
-    for teacher in TAUGHT_BY.get(recipe, ()):
-        local(cluster, teacher)
+    """The recipe's run on this machine, without Slurm; made once. What was fine-tuned is the teacher or the judge."""
+    for other in BEFORE.get(recipe, ()):
+        local(cluster, other)
     with cluster.alone(f"local {recipe}"):
         run = cluster.work / "runs" / f"local-{recipe}"
         if not run.exists():
