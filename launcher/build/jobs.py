@@ -8,9 +8,8 @@ from functools import partial
 
 from launcher.build.data import Data
 from launcher.build.environment import demonstrations, made_environment
-from launcher.build.model import attention_cost
 from launcher.build.profiling import Profiling
-from launcher.build.roles import Parts
+from launcher.build.roles import Parts, attention_cost
 from launcher.build.sampler import sampler_of, samplers_of_sets
 from launcher.build.written import written_job
 from rl_megatron.config.resume import fixed

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 
 from rl_megatron.config.run import RunConfig, TinyModelSection
-from rl_megatron.data.packing import causal_attention_cost
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import HEAD_DIM, make_tiny_model, tiny_shape
 from rl_megatron.weights.layouts.families import read_shape
@@ -28,14 +27,6 @@ def starting_shape(config: RunConfig) -> ModelShape:
     if config.model.path is not None:
         return job_shape(config, read_shape(config.model.path, config.learner.model))
     return job_shape(config, tiny_shape(_tiny(config)))
-
-
-def attention_cost(shape: ModelShape) -> float:
-    """What a packer balances work by; see `causal_attention_cost`."""
-    return causal_attention_cost(
-        linear_parameters=shape.active_parameters,
-        attention_width=shape.num_layers * shape.num_heads * shape.head_dim,
-    )
 
 
 def _tiny(config: RunConfig) -> TinyModelSection:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.build.data import Data, load_data
-from launcher.build.model import attention_cost, starting_folder
+from launcher.build.model import starting_folder
 from launcher.control.listener import Control
 from launcher.hosts.local import LocalLauncher
 from launcher.hosts.more_sites import MoreHere, MoreOnNodes
@@ -25,7 +25,7 @@ from launcher.servers.site import HERE, MoreSites
 from rl_megatron.config.beside import ranked_rewards
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.teachers import teacher_role
-from rl_megatron.data.packing import packer_of
+from rl_megatron.data.packing import causal_attention_cost, packer_of
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import Launcher, RewardFunction, Roles, unheard
 from rl_megatron.models.shape import ModelShape
@@ -88,6 +88,14 @@ async def _start(
         roles = replace(roles, frozen={**roles.frozen, **served})
     await load_reward_models(config, shape, roles, parts.services, progress.note)
     return roles, data, shape
+
+
+def attention_cost(shape: ModelShape) -> float:
+    """What a packer balances work by; see `causal_attention_cost`."""
+    return causal_attention_cost(
+        linear_parameters=shape.active_parameters,
+        attention_width=shape.num_layers * shape.num_heads * shape.head_dim,
+    )
 
 
 async def load_reward_models(
