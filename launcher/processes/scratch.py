@@ -30,13 +30,20 @@ def scratch(*others: Path, within: Path | None = None) -> Iterator[Path]:
 def removed(*folders: Path) -> Iterator[None]:
     """Remove the folders at the end, which is at latest that of this process."""
     command = [sys.executable, "-I", "-S", __file__, *map(str, folders)]
-    remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=dict(os.environ))
+    remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=_variables())
     assert remover.stdin is not None
     try:
         yield
     finally:
         remover.stdin.close()
         remover.wait(_STOP_SECONDS)
+
+
+def _variables() -> dict[str, str]:
+    """This process's, of which another thread may take one away between its name and its value."""
+    while True:
+        with contextlib.suppress(KeyError):
+            return dict(os.environ)
 
 
 def main(folders: list[str]) -> None:

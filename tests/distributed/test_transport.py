@@ -29,6 +29,7 @@ from rl_megatron.weights.transports.shared_memory import SharedMemoryTransport
 from tests.distributed.ranks import run_ranks
 from tests.small_models import SMALL_MOE
 
+SHAPE = SMALL_MOE  # other modules put theirs in its place
 BUCKET_BYTES = 40  # a row of the hidden size fits (32 bytes), one of the attention output does not (64)
 
 
@@ -55,7 +56,7 @@ def spawn(world_size: int, body: Callable[[int, Path], None], folder: Path) -> N
 def hf_tensors(version: int) -> dict[str, Tensor]:
     """The same on every process, other numbers for each version."""
     generator = torch.Generator().manual_seed(version)
-    shapes = Layout(table=HF_QWEN3_MOE, shape=SMALL_MOE).local_shapes(0)
+    shapes = Layout(table=HF_QWEN3_MOE, shape=SHAPE).local_shapes(0)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
@@ -70,9 +71,9 @@ def megatron_tensors(hf: dict[str, Tensor], dims: ParallelDims, rank: int) -> di
     if stage == dims.pp - 1:
         out["output_layer.weight"] = vocab(hf["lm_head.weight"])
         out["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
-    for layer in torch.arange(SMALL_MOE.num_layers).chunk(dims.pp)[stage].tolist():
+    for layer in torch.arange(SHAPE.num_layers).chunk(dims.pp)[stage].tolist():
         p, q = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        groups = [hf[p + f"self_attn.{x}_proj.weight"].chunk(SMALL_MOE.num_kv_heads) for x in "qkv"]
+        groups = [hf[p + f"self_attn.{x}_proj.weight"].chunk(SHAPE.num_kv_heads) for x in "qkv"]
         qkv = torch.cat([torch.cat(group) for group in zip(*groups, strict=True)])
         out[q + "self_attention.linear_qkv.weight"] = qkv.chunk(dims.tp)[tp]
         out[q + "self_attention.linear_qkv.layer_norm_weight"] = hf[p + "input_layernorm.weight"]
@@ -81,7 +82,7 @@ def megatron_tensors(hf: dict[str, Tensor], dims: ParallelDims, rank: int) -> di
         out[q + "self_attention.linear_proj.weight"] = hf[p + "self_attn.o_proj.weight"].chunk(dims.tp, 1)[tp]
         out[q + "pre_mlp_layernorm.weight"] = hf[p + "post_attention_layernorm.weight"]
         out[q + "mlp.router.weight"] = hf[p + "mlp.gate.weight"]
-        for e in torch.arange(SMALL_MOE.num_experts).chunk(dims.ep)[ep].tolist():
+        for e in torch.arange(SHAPE.num_experts).chunk(dims.ep)[ep].tolist():
             gate, up, down = (hf[p + f"mlp.experts.{e}.{x}_proj.weight"] for x in ("gate", "up", "down"))
             out[q + f"mlp.experts.linear_fc1.weight{e}"] = torch.cat([gate, up])
             out[q + f"mlp.experts.linear_fc2.weight{e}"] = down
@@ -89,8 +90,8 @@ def megatron_tensors(hf: dict[str, Tensor], dims: ParallelDims, rank: int) -> di
 
 
 def push_plan(dims: ParallelDims, engines: int) -> Plan:
-    source = Layout(table=MEGATRON_QWEN3_MOE, shape=SMALL_MOE, dims=dims)
-    return plan(source, Layout(table=HF_QWEN3_MOE, shape=SMALL_MOE, dims=ParallelDims(dp=engines)))
+    source = Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=dims)
+    return plan(source, Layout(table=HF_QWEN3_MOE, shape=SHAPE, dims=ParallelDims(dp=engines)))
 
 
 def over_gloo(moves: Plan, src: dict[str, Tensor], dst: dict[str, Tensor]) -> Transport:
@@ -124,7 +125,7 @@ def check_push(
     """Two versions through one transport into ``engines`` processes that are learners as well; routers stay float32."""
     moves = push_plan(dims, engines)
     src = {name: tensor.to(device) for name, tensor in megatron_tensors(hf_tensors(0), dims, rank).items()}
-    shapes = Layout(table=HF_QWEN3_MOE, shape=SMALL_MOE).local_shapes(0)
+    shapes = Layout(table=HF_QWEN3_MOE, shape=SHAPE).local_shapes(0)
 
     def dtype_of(name: str) -> torch.dtype:
         return torch.float32 if name.endswith("mlp.gate.weight") else dtype
