@@ -69,7 +69,8 @@ def models_of(place: Place) -> tuple[Path, Path]:
 def begin_to_keep(place: Place) -> None:
     """What is sampled from now on."""
     (place.folder / "keeping.py").write_text(KEEPS)
-    (place.folder / "sampled.jsonl").unlink(missing_ok=True)
+    for left in ("sampled.jsonl", "holding"):
+        (place.folder / left).unlink(missing_ok=True)
 
 
 def kept(place: Place) -> Sampled:
@@ -91,7 +92,6 @@ def trained(
     assert set(listening) <= {"A learner rank", "A service of the run"}
     assert listening["A service of the run"] == (of is OF_SERVER)
     check_secrets(processes, run.folder)
-    (place.folder / "holding").unlink()
     hold.unlink()
     run.finish()
     sampled = kept(place)
