@@ -14,6 +14,7 @@ from jinja2 import TemplateRuntimeError
 SECONDS = 5.0
 """Of processor time; templates take milliseconds, so that a busy machine or a stopped process ends none."""
 _BETWEEN_LOOKS = 0.5  # seconds
+_TURNS = 100  # of a loop, in the first of which CPython raises what another thread has it raise
 
 
 class _Late(BaseException):
@@ -61,15 +62,17 @@ class _Watch:
                 threading.Thread(target=self._look, name="chat-templates", daemon=True).start()
 
     def end(self, thread: int) -> None:
-        """Watch the calling thread no longer: nothing is raised in it behind this.
+        """Watch the calling thread no longer: the watch raises nothing in it after this. Raises `_Late` if it did.
 
-        What was raised meanwhile is waited for here. To take it back by PyThreadState_SetAsyncExc would leave CPython
-        3.11 looking for it at each call from then on, and for ever at the first one under a profiler.
+        To take an exception back by PyThreadState_SetAsyncExc would have CPython 3.11 look for one at each call from
+        then on, and for ever at the first call under a profiler.
         """
         with self._lock:
             raised = self._until.pop(thread, None) is None
-        while raised:
-            time.sleep(0)
+        if raised:
+            for _ in range(_TURNS):
+                time.sleep(0)
+            raise _Late  # it was raised inside, and code of a template's filters swallowed it
 
     def _look(self) -> None:
         pause = threading.Event()

@@ -87,6 +87,12 @@ def test_an_end_that_meets_the_limit_is_late_and_leaves_nothing_to_be_raised(mon
     sum(range(10**6))
 
 
+def test_a_limit_that_a_template_swallows_is_an_error_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch has raised, and nothing is left to be raised where the rendering ends."""
+    with pytest.raises(TemplateRuntimeError, match=SAID), bounded_rendering(), chat_templates._watch._lock:
+        chat_templates._watch._until.clear()
+
+
 def test_calls_run_under_a_profiler_after_a_rendering() -> None:
     """Where a thread is left to look for an exception, CPython 3.11 does so for ever at its next call under one."""
     program = """
