@@ -30,6 +30,9 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), NUMBER]
 PositiveFraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), NUMBER]
 
+EntryName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+"""What a user calls an entry of a mapping, as one of ``data.sources``."""
+
 
 def _listed(given: object) -> object:
     if isinstance(given, str):

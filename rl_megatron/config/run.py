@@ -36,15 +36,13 @@ from rl_megatron.config.sections.jobs import (
 )
 from rl_megatron.config.sections.learner import LearnerSection, RolesSection
 from rl_megatron.config.sections.log import LogSection, ProfileSection
-from rl_megatron.config.sections.reward import RankedModelSection, RewardModelName, RewardSection
+from rl_megatron.config.sections.reward import RankedModelSection, RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.config.sections.services import ServiceSection
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.config.sections.weights import TransportKind, WeightsSection
-from rl_megatron.section import NUMBER, NonNegative, Positive, PositiveFloat, Section
-
-ServiceName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+from rl_megatron.section import NUMBER, EntryName, NonNegative, Positive, PositiveFloat, Section
 
 
 class RunSection(Section):
@@ -168,8 +166,8 @@ class RunConfig(Section):
     reward: RewardSection = RewardSection()
     environment: EnvironmentSection = EnvironmentSection()
     sandbox: SandboxSection = SandboxSection()
-    services: Mapping[ServiceName, ServiceSection] = Field(default_factory=dict)
-    reward_models: Mapping[RewardModelName, RankedModelSection] = Field(default_factory=dict)
+    services: Mapping[EntryName, ServiceSection] = Field(default_factory=dict)
+    reward_models: Mapping[EntryName, RankedModelSection] = Field(default_factory=dict)
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
     learner: LearnerSection = LearnerSection()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rl_megatron.section import NonNegativeFloat, PositiveFloat, Section
-
-WeightName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+from rl_megatron.section import EntryName, NonNegativeFloat, PositiveFloat, Section
 
 
 class CorrectionWeight(Section):
@@ -38,7 +36,7 @@ class CorrectionWeight(Section):
 class CorrectionSection(CorrectionWeight):
     """Weights each loss by pi_old / pi_rollout to correct the gap between engine and learner; ``mode=none`` is off."""
 
-    times: Mapping[WeightName, CorrectionWeight] = Field(default_factory=dict)
+    times: Mapping[EntryName, CorrectionWeight] = Field(default_factory=dict)
     veto: NonNegativeFloat = 0.0
     """Drop sequences in which a token has a ratio pi_old / pi_rollout below this; 0 is off."""
     off_policy_delta: PositiveFloat | None = None

@@ -11,9 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.reward import RewardSection
-from rl_megatron.section import NUMBER, Fraction, Positive, PositiveFloat, PositiveFraction, Section
-
-SourceName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+from rl_megatron.section import NUMBER, EntryName, Fraction, Positive, PositiveFloat, PositiveFraction, Section
 
 
 class ArithmeticData(Section):
@@ -216,7 +214,7 @@ class MixtureData(RunKeys):
     instead: ClassVar[str] = "data.type=mixture has these keys in each of data.sources: data.sources.<name>.<key>"
     type: Literal["mixture"]
     sources: Annotated[
-        Mapping[SourceName, Annotated[ArithmeticSource | FileSource | HubSource, Field(discriminator="type")]],
+        Mapping[EntryName, Annotated[ArithmeticSource | FileSource | HubSource, Field(discriminator="type")]],
         Field(min_length=1),
     ]
 

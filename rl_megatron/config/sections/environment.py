@@ -7,10 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rl_megatron.section import MAX_INTEGER, Finite, NonNegative, Positive, PositiveFloat, Section
+from rl_megatron.section import MAX_INTEGER, EntryName, Finite, NonNegative, Positive, PositiveFloat, Section
 
 Whole = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
-OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
 class EnvironmentSection(Section):
@@ -19,7 +18,7 @@ class EnvironmentSection(Section):
     function: str | None = None
     """calculator, guess, reasoning_gym, verifiers, openenv, nemo_gym, or package.module:name of your own class of
     environments or async function; null: there is none."""
-    options: Mapping[OptionName, bool | Whole | Finite | str] = Field(default_factory=dict)
+    options: Mapping[EntryName, bool | Whole | Finite | str] = Field(default_factory=dict)
     """Keyword argument of the function."""
     template: Literal["chat", "plain"] = "chat"
     """How messages become tokens: by the tokenizer's chat template, or their texts as they are."""

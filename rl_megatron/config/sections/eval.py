@@ -13,6 +13,7 @@ from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.limits import limits_of
 from rl_megatron.section import (
     LISTED,
+    EntryName,
     Finite,
     Fraction,
     NonNegative,
@@ -21,8 +22,6 @@ from rl_megatron.section import (
     PositiveFraction,
     Section,
 )
-
-SetName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
 class RunData(Section):
@@ -90,7 +89,7 @@ class EvalSection(Section):
     """Temperature of evaluation; 0 is greedy."""
     success_reward: Finite = 1.0
     """Lowest reward that counts as a right answer."""
-    sets: Mapping[SetName, EvalSetSection] = Field(default_factory=dict)
+    sets: Mapping[EntryName, EvalSetSection] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _sets_are_whole(self) -> Self:

@@ -8,8 +8,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from rl_megatron.config.sections.teachers import TeacherName, TeacherSection
-from rl_megatron.section import Fraction, NonNegativeFloat, Positive, PositiveFloat, Section
+from rl_megatron.config.sections.teachers import TeacherSection
+from rl_megatron.section import EntryName, Fraction, NonNegativeFloat, Positive, PositiveFloat, Section
 
 
 class KLSection(Section):
@@ -37,7 +37,7 @@ class KLSection(Section):
     """Number of completions over which the adaptive coefficient corrects the error."""
     reference: Path | None = None
     """Hugging Face folder of the reference; null: the policy at the start of reinforcement learning."""
-    teachers: Mapping[TeacherName, TeacherSection] = Field(default_factory=dict)
+    teachers: Mapping[EntryName, TeacherSection] = Field(default_factory=dict)
 
     @field_validator("estimator", mode="before")
     @classmethod

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from rl_megatron.config.sections.services import secret_in
-from rl_megatron.section import Finite, NonNegative, Positive, PositiveFloat, Section
+from rl_megatron.section import EntryName, Finite, NonNegative, Positive, PositiveFloat, Section
 
-PartName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 _DEFAULT = "exact_match"
 
 
@@ -104,7 +103,6 @@ RANKS = "ranks:"
 """Begins the name of a reward model on ranks, as in ranks:judge."""
 REWARD = "reward_"
 """How roles of reward models begin."""
-RewardModelName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
 class RankedModelSection(Section):
@@ -135,7 +133,7 @@ class RewardSection(Section):
     function: str = _DEFAULT
     """exact_match, final_number, math_verify, format, length, tests, an http(s) URL, service:<name>/<path>,
     hf:<folder>, ranks:<name> of reward_models, or module:function."""
-    parts: Mapping[PartName, RewardPart] = Field(default_factory=dict)
+    parts: Mapping[EntryName, RewardPart] = Field(default_factory=dict)
     steps: bool = False
     """Whether ``function``, of your own, may return rewards of a completion's steps with their ends, which
     algorithm.credit=turn compares (docs/rewards.md)."""

@@ -6,13 +6,11 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from rl_megatron.config.sections.services import SERVICE, is_plain_address
 from rl_megatron.section import LISTED, NonNegative, OwnCode, Positive, PositiveFloat, Section
-
-TeacherName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
 def _of_server(text: str) -> str:
