@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -253,9 +253,11 @@ class Roles:
     """``policy``, and ``critic`` where the algorithm has one."""
     frozen: Mapping[str, FrozenModel]
     """``reference`` where there is one, and ``teacher_<name>`` of each of ``algorithm.kl.teachers``, on ranks or behind
-    servers; ``reward_<name>`` of each of ``reward_models``, which rewards ask while engines sample."""
+    servers: a step asks them, and frees what they hold of it."""
     engine: RolloutEngine
     weights: WeightSync
+    judges: Mapping[str, FrozenModel] = field(default_factory=dict)
+    """``reward_<name>`` of each of ``reward_models``, on ranks of its own: rewards ask them, while engines sample."""
     together: Sequence[Together] = ()
     """Models that are asked by one request, by the ranks that hold them; one that is in none is asked by itself."""
     pinned: PinnedEngine | None = None
@@ -278,7 +280,7 @@ class Roles:
     @property
     def models(self) -> dict[str, Scorer]:
         """Every model, by its role."""
-        return {**self.learners, **self.frozen}
+        return {**self.learners, **self.frozen, **self.judges}
 
 
 def unheard(text: str) -> None:

@@ -104,7 +104,7 @@ async def load_reward_models(
     """Have ranks load the reward models, before any job asks for a reward. The policy has ``shape``."""
     for role, name in ranked_rewards(config).items():
         tell(f"loading the reward model {name}")
-        model, sizes = roles.frozen[role], role_shape(config, shape, role)
+        model, sizes = roles.judges[role], role_shape(config, shape, role)
         await model.start_from(config.reward_models[name].path)
         packer = packer_of(config.learner_of(role), attention_cost=attention_cost(sizes))
         services.holds(name, RankedScores(model=model, packer=packer))

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rl_megatron.config.sections.reward import REWARD
 from rl_megatron.digests import Digest
 from rl_megatron.interfaces import FrozenModel, Learner, Pass, PassScores, Roles, Saving, Together, WeightSync
 from rl_megatron.rollout.servers.weights import ReplicaWeights
@@ -18,15 +17,12 @@ from rl_megatron.types import Batch, Counts, Loss, Metric, Scores, SkippedStep, 
 
 def colocated(roles: Roles, servers: ReplicaWeights) -> Roles:
     """The roles, with models that make ``servers`` release their memory before they compute, and a push of weights
-    that makes the models release theirs. Reward models score while servers sample, on ranks of their own."""
+    that makes the models release theirs. Judges score while servers sample, and take no turns with them."""
     return replace(
         roles,
         weights=_Weights(inner=roles.weights, models=(*roles.learners.values(), *roles.frozen.values())),
         learners={role: _Learner(inner=one, learner=one, servers=servers) for role, one in roles.learners.items()},
-        frozen={
-            role: one if role.startswith(REWARD) else _Frozen(inner=one, servers=servers)
-            for role, one in roles.frozen.items()
-        },
+        frozen={role: _Frozen(inner=one, servers=servers) for role, one in roles.frozen.items()},
         together=[_Together(inner=one, servers=servers) for one in roles.together],
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_megatron.config.beside import frozen_folders, ranked_rewards
+from rl_megatron.config.beside import frozen_folders
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
@@ -93,8 +93,7 @@ class GroupJob(ABC):
             path, model = critic.path or self.start_folder, roles.learners["critic"]
             trained = not (path / "config.json").is_file()  # shards of a critic, not a model to start from
             await (model.load(path, files_of(path)) if trained else model.start_from(path))
-        scoring = ranked_rewards(self.config)  # before the job begins, so they are loaded
-        frozen = {role: folder for role, (folder, _) in frozen_folders(self.config).items() if role not in scoring}
+        frozen = {role: folder for role, (folder, _) in frozen_folders(self.config).items() if role in roles.frozen}
         for role, folder in frozen.items():
             await roles.frozen[role].start_from(folder or self.start_folder)
         return bool(frozen) or (fresh and "critic" in roles.learners)

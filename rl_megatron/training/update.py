@@ -21,7 +21,6 @@ from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.corrections import batch_scale, proximal_share
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.own import check_own_advantages, check_own_objective
-from rl_megatron.config.beside import ranked_rewards
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.gathered import computed_lengths, without_routes
 from rl_megatron.data.packing import unpack
@@ -114,10 +113,9 @@ class Update:
         return row
 
     async def forget(self) -> None:
-        """Free what ranks hold of the step's batch. Reward models hold none, and may be at work on later ones."""
-        for role, model in self.roles.models.items():
-            if role not in ranked_rewards(self.config):
-                await model.forget()
+        """Free what ranks hold of the step's batch. Judges hold none, and may be at work on later ones."""
+        for model in (*self.roles.learners.values(), *self.roles.frozen.values()):
+            await model.forget()
 
     async def _scored(
         self, groups: Sequence[RolloutGroup], rewards: Rewards, step: int, watch: Stopwatch

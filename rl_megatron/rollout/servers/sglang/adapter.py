@@ -341,8 +341,8 @@ class SGLangAdapter(Adapter):
 
     @override
     async def release(self, server: Server) -> None:
-        """A scheduler that is not idle would end its server: it is, milliseconds after the last token was reported,
-        or once it has seen that a request was cancelled."""
+        """SGLang's scheduler ends its server if it is not idle then. It becomes idle milliseconds after it has reported
+        the last token, and seconds after a client has cancelled a request."""
         await server.told(f"/flush_cache?timeout={_IDLE_SECONDS:g}", None)
         await server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
