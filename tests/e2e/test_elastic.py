@@ -63,9 +63,12 @@ def servers(parent: int) -> dict[int, psutil.Process]:
     """The servers' processes below ``parent``, by their numbers, which are those of the logs that they write."""
     found = {}
     for process in family(parent):
-        line = process.cmdline()
+        try:
+            line, output = process.cmdline(), os.readlink(f"/proc/{process.pid}/fd/1")
+        except (psutil.NoSuchProcess, FileNotFoundError):
+            continue  # it ended just now
         if line[1:3] == ["-m", "rl_megatron.rollout.servers.embedded.server"]:
-            log = re.search(r"/local_(\d+)\.log$", os.readlink(f"/proc/{process.pid}/fd/1"))
+            log = re.search(r"/local_(\d+)\.log$", output)
             assert log is not None
             found[int(log[1])] = process
     return found
