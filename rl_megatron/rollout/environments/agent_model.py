@@ -13,6 +13,8 @@ from rl_megatron.rollout.endpoint.keys import RequestCounts
 from rl_megatron.rollout.endpoint.server import Endpoint
 from rl_megatron.rollout.environments.episode import Episode
 
+_OPENING_LIMIT = 60.0  # seconds; a trajectory without time left gets a URL too, which refuses its turns by that reason
+
 
 class AgentModel(Model):
     """One trajectory's, made in the event loop that serves it and used in the agent's own thread."""
@@ -54,4 +56,8 @@ class AgentModel(Model):
                 self._served = self._endpoint.open(self._episode)
             return self._served
 
-        return asyncio.run_coroutine_threadsafe(opened(), self._loop).result(max(self._episode.seconds_left, 0.0))
+        opening = asyncio.run_coroutine_threadsafe(opened(), self._loop)
+        try:
+            return opening.result(_OPENING_LIMIT)
+        except TimeoutError:
+            raise RuntimeError(f"the run's event loop opened no URL within {_OPENING_LIMIT:g} s") from None

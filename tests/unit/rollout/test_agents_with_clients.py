@@ -104,6 +104,15 @@ def test_clients_turns_are_trained_as_those_of_reply(agent: str) -> None:
         assert all(ids in engine.sampled.values() for ids in sampled)
 
 
+async def asks_for_the_url_alone(task: Prompt, model: Model) -> float:
+    return float(model.base_url.startswith("http://127.0.0.1:"))
+
+
+def test_an_agent_whose_time_is_up_gets_the_url() -> None:
+    found = trajectories(answered(ours(Scripted(calculates), "asks_for_the_url_alone", seconds=1e-6)))
+    assert [one.reward for one in found] == [1.0] * len(found)
+
+
 def test_each_trajectory_has_a_key_that_ends_with_it_and_the_server_ends_with_the_loop() -> None:
     made, mine = ours(Scripted(calculates), "solves"), psutil.Process()
 

@@ -119,6 +119,7 @@ def test_an_interpreter_that_is_not_there_is_named() -> None:
 def test_a_process_that_hangs_is_given_up_and_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "_CANCEL_LIMIT", 0.01)
     python = fake(tmp_path, "exec sleep 60")
+    adapter.interpreter_of(python)  # or its start may take all of the time
     with pytest.raises(EnvironmentFailed, match=r"did not end within environment.seconds=0\.2"):
         played(source(Scripted(lambda text: "1"), python, seconds=0.2), [prompt({"id": "a", "args": {}, "index": 0})])
     hung = adapter._running[python]
