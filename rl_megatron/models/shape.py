@@ -263,10 +263,15 @@ class ModelShape:
         width_of_gate = 1 if self.shared_gate else 0
         experts = sparse * (3 * width + self.num_experts + width_of_gate)
         experts += (self.num_layers - sparse) * 3 * self.dense_width
-        outputs, mixers = 1 if self.scores else self.vocab_size, len(self.attention_layers) * self._attention_columns
+        mixers = len(self.attention_layers) * self._attention_columns
         if self.delta is not None:
             mixers += len(self.delta_layers) * (self.delta.inputs + self.delta.outputs)
-        return self.hidden_size * (mixers + experts + outputs)
+        return self.hidden_size * (mixers + experts + self.outputs)
+
+    @property
+    def outputs(self) -> int:
+        """Number of values that the output layer has of a token: its logits, or its score."""
+        return 1 if self.scores else self.vocab_size
 
     @property
     def _attention_columns(self) -> int:

@@ -147,7 +147,7 @@ def _latent(shape: ModelShape, m: LatentAttention) -> float:
 
 
 def _head(shape: ModelShape, batch: _Batch) -> float:
-    return 2.0 * batch.tokens * shape.hidden_size * shape.vocab_size
+    return 2.0 * batch.tokens * shape.hidden_size * shape.outputs
 
 
 def _has(words: Sequence[str], part: Sequence[str]) -> bool:

@@ -42,7 +42,8 @@ _PAUSE = 2.0  # seconds in which servers stop, verify and go on at a push; assum
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlStep:
     """A step's ``seconds``, its parts, and of training's the terms; ``staleness`` is what the seconds hold for, and
-    ``least`` with which a step takes no longer than the ``slower`` of learner and engines; 0 where these take turns.
+    ``least`` with which a step takes no longer than the ``slower`` of learner, engines and reward models on ranks; 0
+    where these take turns.
     ``sampled`` is held back only if the step would sample in less with more requests in flight."""
 
     seconds: float
@@ -195,30 +196,31 @@ def rl_step(
     parts = {"training": sum(training.values())}
     if config.algorithm.old_logprobs == "learner":
         parts["log-probs"] = forward_seconds(work, batches, constants)
-    at_steps = [role for role in ("critic", *frozen_folders(config)) if role not in ranked_rewards(config)]
-    others = {role: learner_work(config.of_role(role), role_shape(config, shape, role), gpu, mean) for role in at_steps}
+    roles = ("critic", *frozen_folders(config))
+    others = {role: learner_work(config.of_role(role), role_shape(config, shape, role), gpu, mean) for role in roles}
+    judged = max(
+        (forward_seconds(others.pop(role), batches, constants) for role in ranked_rewards(config)), default=0.0
+    )
     parts |= _others(config, others, parts, constants)
     section = config.rollout.server
     server = server_shape(config, section, weights_served(config, shape), shape, gpu)
     apart = config.slurm.engines.nodes > 0
-    if push is None:
-        _, sent, received = push_bytes(config, shape)
-        near = not apart and config.slurm.nodes == 1
-        push = max(sent, received) / ((gpu.nvlink if near else gpu.network) * (constants or gpu.constants).links * GB)
-    parts["push"] = push + _PAUSE
+    parts["push"] = (_push_seconds(config, shape, gpu, constants) if push is None else push) + _PAUSE
     if section.colocated and config.learner.offload.while_sampling == "optimizer":
         parts["turns"] = 2 * _moved_to_host(config, shape) / (PCIE * GB)
     sample = partial(rollout_seconds, config, shape, server, gpu, lengths, replicas=section.count, prompt=prompt)
     engines = sample(concurrency=section.concurrency)
     learner = sum(parts.values())
-    slower = max(learner, engines.steady)
+    slower = max(learner, engines.steady, judged)
     least = max(1, ceil(engines.longest / slower)) if apart else 0
     k = (min(MOST_STALENESS, least) if staleness is None else staleness) if apart else 0
-    parts["rollout"] = engines.steady if k else engines.alone
+    rollout = parts["rollout"] = engines.steady if k else engines.alone
     if engines.held_back:  # or not, where the step's completions all fit
         free = sample(concurrency=inf)
-        engines = replace(engines, held_back=(free.steady if k else free.alone) < parts["rollout"])
-    seconds = max(slower, engines.longest / k) if k else learner + engines.alone
+        engines = replace(engines, held_back=(free.steady if k else free.alone) < rollout)
+    if judged > rollout:
+        parts["reward models"] = judged - rollout
+    seconds = max(slower, engines.longest / k) if k else learner + max(rollout, judged)
     if k and seconds > slower:
         parts["waiting for the longest"] = seconds - slower
     return RlStep(
@@ -233,12 +235,17 @@ def rl_step(
     )
 
 
+def _push_seconds(config: RunConfig, shape: ModelShape, gpu: Gpu, constants: Constants | None) -> float:
+    _, sent, received = push_bytes(config, shape)
+    near = config.slurm.engines.nodes == 0 and config.slurm.nodes == 1
+    return max(sent, received) / ((gpu.nvlink if near else gpu.network) * (constants or gpu.constants).links * GB)
+
+
 def _others(
     config: RunConfig, works: Mapping[str, LearnerWork], parts: Mapping[str, float], constants: Constants | None
 ) -> dict[str, float]:
     """Seconds of frozen models and a critic, by their ``works``: on ranks of their own they compute beside the policy,
-    and the step waits for what is longer; each teacher is counted as if it judged all that is sampled. Reward
-    models score while servers sample."""
+    and the step waits for what is longer; each teacher is counted as if it judged all that is sampled."""
     out, beside, batches = dict[str, float](), parts.get("log-probs", 0.0), config.train.minibatches
     forward = {role: forward_seconds(one, batches, constants) for role, one in works.items()}
     for role in (role for role in works if role != "critic"):

@@ -176,8 +176,8 @@ def head_seconds(k: LayerKind, drafts: int) -> Mapping[str, float]:
     again = "head" in k.again
     rate, size = rate_of(k.gpu, "float32" if again else _unquantised(k), c), 4.0 if again else k.size
     times = 1 if k.scored else 1 + c.backward + again
-    logits = product_seconds(rows, s.hidden_size, s.vocab_size / k.tp, rate, k.gpu, c, size) * times
-    read = c.logits * (3 if k.scored else 6) * rows * s.vocab_size / k.tp * 4 / (k.gpu.hbm * GB * MEMORY)
+    logits = product_seconds(rows, s.hidden_size, s.outputs / k.tp, rate, k.gpu, c, size) * times
+    read = c.logits * (3 if k.scored else 6) * rows * s.outputs / k.tp * 4 / (k.gpu.hbm * GB * MEMORY)
     out = {"output layer": (logits + read) * (1 + drafts)}
     if k.tp > 1:
         whole = rows * s.hidden_size * k.size * (1 if k.scored else 1 + head_gathers(float32=again))

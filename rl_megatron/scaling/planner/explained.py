@@ -41,6 +41,8 @@ SECONDS: Mapping[str, str] = {
     "turns": "the optimizer's state to the host's memory and back, while servers sample on the same GPUs",
     "rollout": "prompts, then a token after the other for all rows that are left: each reads the weights that some row "
     "uses and the rows' cache; the longest completions end nearly alone",
+    "reward models": "what the slowest reward model on ranks takes for the batch beyond the rollout's seconds; less "
+    "with more ranks for it (roles.layouts.reward_NAME)",
     "waiting for the longest": "what the longest completion takes over train.max_staleness steps; less with more "
     "staleness, or a smaller rollout.max_new_tokens",
 }

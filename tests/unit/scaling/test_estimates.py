@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from launcher.programs.scale import asked_of
 from rl_megatron.config.io import load_config
@@ -137,6 +139,35 @@ def test_roles_with_ranks_of_their_own_compute_beside_the_policy() -> None:
     assert shared["critic"] > shared["training"] > 0 == apart["critic"]
     assert apart["reference"] == pytest.approx(0 if "log-probs" in apart else shared["reference"])
     assert gpus_by_role(job("qwen3_30b_a3b", *keys, "roles.critic=separate")) == {"learner": 8, "critic": 8}
+
+
+def judge(folder: Path, times: int) -> Path:
+    """config.json of a reward model of the policy's sizes with so many times its layers."""
+    sizes = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768}
+    sizes |= {"hidden_size": 2048, "num_hidden_layers": 48 * times, "vocab_size": 151936}
+    sizes |= {"num_experts": 128, "num_experts_per_tok": 8}
+    classes = ["Qwen3MoeForSequenceClassification"]
+    AutoConfig.for_model("qwen3_moe", **sizes, architectures=classes).save_pretrained(folder / str(times))
+    return folder / str(times)
+
+
+@pytest.mark.parametrize(("name", "staleness"), [("qwen3_30b_a3b", 0), ("qwen3_30b_a3b_disaggregated", 2)])
+def test_a_reward_model_on_ranks_scores_beside_servers_and_a_step_waits_for_the_longer(
+    name: str, staleness: int, tmp_path: Path
+) -> None:
+    keys = ("algorithm.old_logprobs=learner", "learner.head_dtype=null", f"train.max_staleness={staleness}")
+    ranked = (*keys, "reward.function=ranks:taste")
+    without = step(job(name, *keys))
+    small, large = (step(job(name, *ranked, f"reward_models.taste.path={judge(tmp_path, n)}")) for n in (1, 100))
+    assert small.parts == without.parts
+    assert small.seconds == without.seconds
+    scored = large.parts["rollout"] + large.parts["reward models"]
+    output_layer = 2048 * 151936 / SHAPE.active_parameters
+    assert scored == pytest.approx(100 * (1 - output_layer) * large.parts["log-probs"], rel=0.1)
+    if staleness:
+        assert large.seconds == large.slower == scored
+    else:
+        assert large.seconds == pytest.approx(sum(large.parts.values()))
 
 
 def test_the_least_staleness_that_is_printed_is_the_least_by_the_seconds() -> None:

@@ -10,6 +10,7 @@ import pytest
 from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED
 from rl_megatron.scaling import rollouts
+from rl_megatron.scaling.flops import training_flops
 from rl_megatron.scaling.hardware import GPUS
 from rl_megatron.scaling.memory import weights_served
 from rl_megatron.scaling.pushes import push_cost
@@ -192,6 +193,15 @@ def test_staleness_hides_what_is_shorter_and_the_longest_completion_over_its_ste
     assert step(best[1] + 1)[0] == pytest.approx(best[0], rel=1e-9)
     if best[1] > 1:
         assert step(best[1] - 1)[0] > best[0]
+
+
+def test_a_reward_models_output_layer_has_one_score_and_no_logits() -> None:
+    config = load_config("qwen3_30b_a3b", ["model.path=.", "run.launcher=slurm"])
+    policy, judge = (step_terms(learner_work(config, one, H100, 4000)) for one in (SHAPE, replace(SHAPE, scores=True)))
+    assert 0 < judge["output layer"] < 1e-2 * policy["output layer"]
+    assert policy["linears"] == judge["linears"]
+    fewer = training_flops(SHAPE, [4000]) - training_flops(replace(SHAPE, scores=True), [4000])
+    assert fewer == 6 * 4000 * SHAPE.hidden_size * (SHAPE.vocab_size - 1)
 
 
 def test_a_forward_pass_is_a_third_of_trainings_products() -> None:
