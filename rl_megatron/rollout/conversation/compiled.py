@@ -8,11 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 from jinja2 import Template
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from transformers.utils.chat_template_utils import _compile_jinja_template
 from typing_extensions import override
 
 _OF_DICTS = frozenset(dir(dict))
+_OF_JINJA = frozenset({LoopContext, Namespace})
+_PLAIN = frozenset({bool, int, str})  # of what is no method of a text, which the base looks at
 
 
 def compiled(source: str) -> Template:
@@ -36,8 +40,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     @override
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
-            return obj[attribute]  # the base tries an attribute of that name first, which no dict has
+        kind = type(obj)
+        if kind is dict and attribute not in _OF_DICTS:  # the base tries an attribute of that name, which no dict has
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        if kind in _OF_JINJA:
+            value = getattr(obj, attribute, None)
+            if type(value) in _PLAIN and self.is_safe_attribute(obj, attribute, value):
+                return value
         return super().getattr(obj, attribute)
 
     @override

@@ -77,6 +77,8 @@ LOOP = "{{% for one in messages %}}{}{{% endfor %}}"
                 "''['__class__']",
                 "'{0.__class__}'.format(messages)",
                 "loop.__init__.__globals__",
+                "loop.__doc__",
+                "namespace(one=1).__doc__",
                 "raise_exception.__globals__",
                 "raise_exception['__code__']",
             )
