@@ -6,7 +6,8 @@ mark is encoded alone. Marks are characters of Unicode's private use. No model h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -66,6 +67,7 @@ class ChatTemplate(Template):
         self._variables = {"documents": None, **tokenizer.special_tokens_map, **(options or {})}
         self._reasoning = [name for name in REASONING if name in source]
         self._asks_for_none = "content'] is none" in source or "content is none" in source
+        self._stops = dict[int, str]()
         self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
 
     @override
@@ -82,7 +84,7 @@ class ChatTemplate(Template):
             return found
         text, has_calls, whole = found
         if ended is not None:
-            stop = text_of(self._tokenizer, np.array([ended], np.int32), special=True)
+            stop = self._text_of_stop(ended)
             at = text.find(stop)
             if at == 0 or (has_calls and at > 0):
                 text = text[at + len(stop) :]
@@ -102,11 +104,7 @@ class ChatTemplate(Template):
 
         Some templates read the arguments of calls as objects, some as text: the second is tried where the first raises.
         """
-        shown = [self._shown(message) for message in messages]
-        forms = [shown]
-        if any("tool_calls" in message for message in messages):
-            forms.append([written_arguments(message) for message in shown])
-        for form in forms:
+        for form in self._forms(messages):
             try:
                 with bounded_rendering():
                     return self._compiled.render(
@@ -116,13 +114,25 @@ class ChatTemplate(Template):
                 reason = f"{type(error).__name__}: {error}"
         raise MessagesRefused(f"the model's chat template refuses these messages: {reason}")
 
-    def _shown(self, message: ChatMessage) -> dict[str, Any]:
+    def _text_of_stop(self, token: int) -> str:
+        if token not in self._stops:
+            self._stops[token] = text_of(self._tokenizer, np.array([token], np.int32), special=True)
+        return self._stops[token]
+
+    def _forms(self, messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
+        shown = [self._shown(message) for message in messages]
+        yield shown
+        if any("tool_calls" in message for message in messages):
+            yield [written_arguments(message) for message in shown]
+
+    def _shown(self, message: ChatMessage) -> ChatMessage:
+        asks = self._asks_for_none and "tool_calls" in message and not message["content"]
+        if not asks and REASONING[0] not in message:
+            return message
         shown = dict(message)
         if reasoning := shown.pop(REASONING[0], None):
             shown |= dict.fromkeys(self._reasoning, reasoning)
-        if self._asks_for_none and "tool_calls" in shown and not shown["content"]:
-            shown["content"] = None
-        return shown
+        return shown | {"content": None} if asks else shown
 
     def _behind(
         self, before: Rendered, messages: Sequence[ChatMessage], tools: Tools
@@ -143,22 +153,33 @@ class ChatTemplate(Template):
                 continue
         else:
             return "refused"
-        if _follows(now, marked) and self._extends(now, before):
-            whole = None if "tool_calls" in turn else _unmarked(now)
-            return _last_part(now), has_calls, whole
+        parts = _parted(now, marked)
+        if parts is not None and self._extends(parts, before):
+            return parts.behind, has_calls, None if "tool_calls" in turn else parts.whole
         bare = [_bare(message) for message in messages]
         marked = bare[place] = _marked(bare[place], has_calls)
-        now, then = self.render(bare, tools), self.render(bare[:place], before.tools, opened=False)
-        if not (_follows(now, marked) and now.startswith(then)):
+        parts = _parted(self.render(bare, tools), marked)
+        if parts is None or not parts.begins_with(self.render(bare[:place], before.tools, opened=False)):
             return "context"
-        return (_last_part(now), has_calls, None) if self._thinking == "keep" else "thinking"
+        return (parts.behind, has_calls, None) if self._thinking == "keep" else "thinking"
 
-    def _extends(self, now: str, before: Rendered) -> bool:
+    def _extends(self, now: _Parts, before: Rendered) -> bool:
         """Whether the text begins with the prompt before, whose opening of a turn need not be what a history shows."""
         text = self.render(before.messages, before.tools) if before.text is None else before.text
-        if now.startswith(text):
-            return True
-        return now.startswith(self.render(before.messages, before.tools, opened=False))
+        return now.begins_with(text) or now.begins_with(self.render(before.messages, before.tools, opened=False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """A text that had a turn's marks in it."""
+
+    whole: str  # without them
+    first: int  # the place in it of the first of them
+    behind: str  # what follows the last of them
+
+    def begins_with(self, text: str) -> bool:
+        """Whether this text is before all marks."""
+        return len(text) <= self.first and self.whole.startswith(text)
 
 
 def _marked(turn: ChatMessage, has_calls: bool) -> ChatMessage:
@@ -191,19 +212,18 @@ def _bare(message: ChatMessage) -> ChatMessage:
     return kept
 
 
-def _follows(text: str, marked: ChatMessage) -> bool:
-    """Whether the text has each mark of the turn once."""
-    put = marked.get(REASONING[0], "") + marked["content"]
-    return all(text.count(mark) == put.count(mark) == 1 or mark not in put for mark in (_FRONT, _BACK))
+def _parted(text: str, marked: ChatMessage) -> _Parts | None:
+    """The text's parts; None unless it has each mark of the turn once.
 
-
-def _unmarked(text: str) -> str:
-    """The text without both marks, which it has once each; they are near its end."""
+    A mark is looked for from the end, which it is near, and then in what is before it, where a text of ASCII or Latin 1
+    has none, whatever its length.
+    """
+    put, first, last = marked.get(REASONING[0], "") + marked["content"], len(text), len(text)
     for mark in (_FRONT, _BACK):
-        before, _, behind = text.rpartition(mark)
-        text = before + behind
-    return text
-
-
-def _last_part(text: str) -> str:
-    return text[max(text.rfind(_FRONT) + len(_FRONT), text.rfind(_BACK) + len(_BACK)) :]
+        if mark not in put:
+            continue
+        before, found, behind = text.rpartition(mark)
+        if not found or mark in before or put.count(mark) != 1:
+            return None
+        text, first, last = before + behind, min(first, len(before)), min(last, len(behind))
+    return _Parts(whole=text, first=first, behind=text[len(text) - last :])

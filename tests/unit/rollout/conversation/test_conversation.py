@@ -15,7 +15,7 @@ from tokenizers import pre_tokenizers
 from rl_megatron.data.routes import decode_routes, encode_routes
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
-from rl_megatron.rollout.conversation.chat import ChatTemplate
+from rl_megatron.rollout.conversation.chat import _BACK, _FRONT, ChatTemplate
 from rl_megatron.rollout.conversation.conversation import Conversation, TurnPrompt
 from rl_megatron.rollout.conversation.messages import MessagesRefused
 from rl_megatron.rollout.conversation.templates import PlainText
@@ -199,6 +199,30 @@ def test_other_tools_and_moving_texts_begin_a_row() -> None:
     answered(conversation, conversation.prompt_for(messages[:1]), "2", rng)
     assert conversation.prompt_for(messages).branch == "context"
     assert conversation.prompt_for(messages[:1]).branch == "again"
+
+
+def test_a_text_that_shows_a_turn_in_its_own_way_is_taken_apart_behind_it_or_begins_a_row() -> None:
+    rng, tokenizer = random.Random(4), copy.deepcopy(tokenizer_of("chatml"))
+
+    def behind(source: str, first: str, turn: dict[str, str], then: str) -> str | None:
+        """The text between the turn and the next one; None if a row begins, as the turn's context is another."""
+        tokenizer.chat_template = source
+        conversation = Conversation(ChatTemplate(tokenizer))
+        messages: list[dict[str, Any]] = [{"role": "user", "content": first}]
+        asked = conversation.prompt_for(messages)
+        conversation.add(asked, completion([5], rng, cut=True), {"role": "assistant", **turn})
+        messages += [{"role": "assistant", **turn}, {"role": "user", "content": then}]
+        later = conversation.prompt_for(messages)
+        assert later.branch in (None, "context")
+        return None if later.branch else tokenizer.decode(later.token_ids[len(asked.token_ids) + 1 :])
+
+    each = "{% for one in messages %}{{ one.content }}{% endfor %}"
+    assert behind(each, "a", {"content": "b"}, "c") == "c"
+    thought = "{% for one in messages %}{{ one.content }}{{ one.reasoning_content or '' }}.{% endfor %}"
+    assert behind(thought, "a", {"content": "b", "reasoning_content": "Hm"}, "c") == ".c."
+    assert behind(each.replace("messages", "messages[::-1]"), "aa", {"content": "aa"}, "") is None
+    for mark in (_FRONT, _BACK):  # a text may have a mark, too
+        assert behind(each, mark, {"content": "b"}, "c") is behind(each, "a", {"content": "b"}, f"c{mark}") is None
 
 
 def test_a_text_that_moves_late_begins_a_row_and_one_that_is_trimmed_does_not() -> None:
