@@ -82,7 +82,7 @@ class Conversation:
         template allows (of equal turns, from the newest one's). Raises MessagesRefused.
         """
         given = tidied(messages)
-        last = max((place for place, message in enumerate(given) if message["role"] == "assistant"), default=-1)
+        last = _last_turn(given)
         path = self._path(given, last)
         known = (*(node.message for node in path), *given[len(path) :])
         after = path[last].sampled if 0 <= last < len(path) else None
@@ -109,7 +109,7 @@ class Conversation:
     def cannot_show_turn(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> bool:
         """Whether the template refuses the last assistant message, which was sampled, and not those before it."""
         given = tidied(messages)
-        last = max((place for place, message in enumerate(given) if message["role"] == "assistant"), default=-1)
+        last = _last_turn(given)
         path = self._path(given, last)
         if len(path) <= last or path[last].sampled is None:
             return False
@@ -196,9 +196,14 @@ class Conversation:
             found = level[-1]
         path: list[Node] = []
         while found.parent is not None:
-            path.insert(0, found)
+            path.append(found)
             found = found.parent
-        return path
+        return path[::-1]
+
+
+def _last_turn(given: Sequence[ChatMessage]) -> int:
+    """The place of the last assistant message, -1 if there is none."""
+    return next((place for place in range(len(given) - 1, -1, -1) if given[place]["role"] == "assistant"), -1)
 
 
 def _child(parent: Node, message: ChatMessage) -> Node:

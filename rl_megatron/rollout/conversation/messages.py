@@ -16,6 +16,7 @@ from rl_megatron.errors import RLMegatronError
 ChatMessage = Mapping[str, Any]
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one thing; tidied messages have the first
+_PLAIN = {"role", "content"}
 _UNCOMPARED = ("role", "content", "tool_calls", "tool_call_id", "id", *REASONING)
 
 
@@ -62,8 +63,10 @@ def written_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tidied(place: int, given: ChatMessage) -> ChatMessage:
-    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+    if not isinstance(given, (dict, Mapping)) or not isinstance(given.get("role"), str):  # an ABC's check takes longer
         raise MessagesRefused(f"message {place} is {given!r:.200}; it must be an object with a role")
+    if given.keys() == _PLAIN and isinstance(given["content"], str):
+        return dict(given)
     message = {key: value for key, value in given.items() if value is not None}
     message["content"] = _content(place, given.get("content"))
     if reasoning := [message.pop(key) for key in REASONING if key in message]:

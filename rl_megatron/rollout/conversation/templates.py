@@ -95,5 +95,4 @@ def tokens_of_text(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: boo
 
 def text_of(tokenizer: PreTrainedTokenizerBase, token_ids: TokenIds, *, special: bool = False) -> str:
     """The text of tokens as it is, with special tokens or without."""
-    text = tokenizer.decode(token_ids.tolist(), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
-    return str(text)
+    return str(tokenizer.decode(token_ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
