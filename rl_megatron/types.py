@@ -84,8 +84,7 @@ class LoadedAdapters(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """Ask for ``num_completions`` continuations of one prompt (they share its prefill); with ``begun`` for one that
-    goes on from these tokens, which count as new ones and are a part of the answer."""
+    """Ask for ``num_completions`` continuations of one prompt, which share its prefill."""
 
     id: str
     token_ids: tuple[int, ...]
@@ -93,7 +92,7 @@ class GenerationRequest:
     params: SamplingParams
     routes: bool = False  # whether completions shall have theirs
     exact_logprobs: bool = True  # whether log-probs must be of the distribution that is sampled from, to train on
-    begun: Completion | None = None  # the tokens that were sampled before; it may have ended already
+    begun: Completion | None = None  # goes on: these count as new tokens and are in the answer; it may have ended
     group: str | None = None  # names the prompt: requests of one group go where its prefix is cached
     birth: int | None = None  # the version served when it was sent first; engines with priorities take older first.
     # One that comes with it, as those of evaluations do, waits in the controller behind none that came without.
@@ -170,6 +169,7 @@ class Trajectory:
     reward: float
     stop: StopReason = "done"
     metrics: Mapping[str, float] = field(default_factory=dict)  # of an environment's; finite
+    overhead_ms: tuple[float, ...] = ()  # of each turn that its clients got over HTTP: what the endpoint itself took
 
     @property
     def turns(self) -> tuple[Turn, ...]:

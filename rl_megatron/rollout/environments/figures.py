@@ -16,15 +16,13 @@ from rl_megatron.types import Trajectory
 SECONDS, CALLS, BAD_CALLS, SPARE, GONE_ON = "seconds", "tool_calls", "bad_calls", "spare", "gone_on"
 """In a trajectory's metrics: its seconds, its calls of tools, its turns with one that cannot be read, whether it is in
 place of one that failed, and its turns that go on from an earlier one's row."""
-BRANCHES, OWN, ENDPOINT, OWN_MS = "branches/", "own/", "endpoint/", "endpoint/overhead_ms/"
-"""There, the beginnings of names: of why rows began, of its environment's own, of what its clients asked for, and of
-what the endpoint itself took for each of their turns."""
+BRANCHES, OWN, ENDPOINT = "branches/", "own/", "endpoint/"
+"""There, the beginnings of names: of why rows began, of its environment's own, and of what its clients asked for."""
 
 
 def of_requests(requests: RequestCounts) -> dict[str, float]:
     """Metrics of a trajectory whose clients asked for this."""
-    counts = {f"{ENDPOINT}{name}": float(value) for name, value in asdict(requests).items() if name != "own_ms"}
-    return counts | {f"{OWN_MS}{turn}": took for turn, took in enumerate(requests.own_ms)}
+    return {f"{ENDPOINT}{name}": float(value) for name, value in asdict(requests).items() if name != "own_ms"}
 
 
 def environment_row(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -40,7 +38,6 @@ def environment_row(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     named = sorted({name for one in led for name in one.metrics if name.startswith((BRANCHES, OWN))})
     served = [one.metrics for one in led if f"{ENDPOINT}answered" in one.metrics]
     asked = sorted({name for one in served for name in one if name.startswith(ENDPOINT)})
-    asked = [name for name in asked if not name.startswith(OWN_MS)]
     return {
         "environment/turns_mean": float(turns.mean()),
         "environment/turns_max": int(turns.max()),
@@ -57,7 +54,7 @@ def environment_row(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         **{f"environment/stop/{stop}": count / len(led) for stop, count in Counter(one.stop for one in led).items()},
         **{f"environment/{name}": sum(one.metrics.get(name, 0.0) for one in led) / len(led) for name in named},
         **{name: sum(one[name] for one in served) / len(served) for name in asked},
-        **_overhead([took for one in served for name, took in one.items() if name.startswith(OWN_MS)]),
+        **_overhead([took for one in led for took in one.overhead_ms]),
     }
 
 

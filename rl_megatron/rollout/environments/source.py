@@ -241,9 +241,10 @@ class EnvironmentSampler(PolicySampler):
             **{f"{BRANCHES}{why}": count for why, count in branches.items()},
             **{f"{OWN}{name}": value for name, value in ended.metrics.items()},
         }
+        took = tuple[float, ...]()
         if playing.requests is not None:
-            metrics |= of_requests(playing.requests)
-        trajectory = Trajectory(chains=chains, reward=ended.reward, stop=ended.stop, metrics=metrics)
+            metrics, took = metrics | of_requests(playing.requests), tuple(playing.requests.own_ms)
+        trajectory = Trajectory(chains=chains, reward=ended.reward, stop=ended.stop, metrics=metrics, overhead_ms=took)
         return Played(trajectory=trajectory, problem=fault, late=late)
 
     async def _close(self, playing: Playing, place: TrajectoryPlace) -> None:

@@ -94,6 +94,7 @@ def test_clients_turns_are_trained_as_those_of_reply(agent: str) -> None:
     found = trajectories(answered(ours(Waves(engine), agent)))
     assert [described(one) for one in found] == [described(one) for one in expected]
     assert sorted(engine.asked, key=lambda one: one.id) == sorted(direct.asked, key=lambda one: one.id)
+    assert [len(one.overhead_ms) for one in found] == [len(one.turns) for one in found]
     figures = {name: value for name, value in environment_row(found).items() if name.startswith("endpoint/")}
     assert 0 < figures.pop("endpoint/overhead_ms_p50") <= figures.pop("endpoint/overhead_ms_p99")
     assert figures == {"endpoint/answered": 2, "endpoint/retried": 0, "endpoint/refused": 0, "endpoint/overridden": 0}
