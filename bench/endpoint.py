@@ -6,7 +6,9 @@
 history has 8,000 tokens of Qwen3's template, and each turn adds a user's message. A conversation's first turn, which
 encodes all of its history, does not count, but for the mean CPU time of the serving process. *Share*: conversations of
 the openai client, all in one process of its own, beside the same turns asked of the engine directly, which sleeps 10 ms
-for each token: sampled tokens a second of both, each from before its first request to its last answer.
+for each token: sampled tokens a second of both, each from before its first request to its last answer. The client takes
+more CPU than the endpoint, and its conversations wait for it: so the same client also asks a server that sleeps as long
+and sends bytes that were ready before, which is the most that any endpoint could give it.
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 import openai
+from typing_extensions import override
 
 from bench.results import parse, write
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.endpoint.server import Endpoint
+from rl_megatron.rollout.endpoint.shapes import chat_answer
 from rl_megatron.rollout.environments.episode import Episode, PlaySetting, TrajectoryPlace
 from rl_megatron.rollout.parsers.table import PARSERS
 from rl_megatron.types import Completion, GenerationRequest, Prompt, SamplingParams, Span
@@ -104,7 +109,7 @@ def ask_in_turns(pipe: Connection, served: Sequence[tuple[str, str]]) -> None:
 
 
 def ask_at_once(pipe: Connection, served: Sequence[tuple[str, str]]) -> None:
-    """A client's process: conversations of the openai client, once the pipe says so."""
+    """A client's process: the CPU seconds of conversations of the openai client, which begin once the pipe says so."""
 
     said(PROMPT)
 
@@ -113,10 +118,11 @@ def ask_at_once(pipe: Connection, served: Sequence[tuple[str, str]]) -> None:
             clients = [shared.with_options(api_key=key) for _, key in served]
             pipe.send("ready")
             await asyncio.to_thread(pipe.recv)
+            used = time.process_time()
             await asyncio.gather(*map(lead, clients))
+            pipe.send(time.process_time() - used)
 
     asyncio.run(all_of())
-    pipe.send("done")
 
 
 async def lead(client: openai.AsyncOpenAI) -> None:
@@ -140,9 +146,52 @@ async def own_times(turns: int) -> tuple[list[float], float]:
     return seconds, used
 
 
-async def shares(conversations: int) -> tuple[float, float]:
-    """Tokens a second of the engine asked directly, and through the endpoint."""
-    engine, sampled = Timed(TOKENS, TOKEN_SECONDS), conversations * TURNS * TOKENS
+class Ready(asyncio.Protocol):
+    """A server's connection that answers each request by the same bytes, as late as a turn's tokens take."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._answer, self._request = answer, b""
+        self._transport: asyncio.Transport | None = None
+
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        self._request += data
+        head, end, body = self._request.partition(b"\r\n\r\n")
+        if end and len(body) == int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]):
+            assert self._transport is not None
+            self._request = b""
+            asyncio.get_running_loop().call_later(TOKENS * TOKEN_SECONDS, self._transport.write, self._answer)
+
+
+async def ready_answer() -> bytes:
+    """What the endpoint answers to a turn of the share."""
+    turn = await episode(Timed(TOKENS, 0.0), 0).answer([{"role": "user", "content": said(PROMPT)}], (), None)
+    body = msgspec.json.encode(chat_answer(turn, "turn-1", "policy"))
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+async def led_through(served: Sequence[tuple[str, str]]) -> dict[str, float]:
+    """Tokens a second of the openai client's conversations, and the CPU milliseconds of a turn here and in it."""
+    turns = len(served) * TURNS
+    pipe, process = started(ask_at_once, served)
+    await asyncio.to_thread(pipe.recv)
+    start, used = time.perf_counter(), time.process_time()
+    pipe.send("begin")
+    theirs: float = await asyncio.to_thread(pipe.recv)
+    seconds, used = time.perf_counter() - start, time.process_time() - used
+    process.join()
+    return {"tokens": turns * TOKENS / seconds, "ms": used / turns * 1000, "client_ms": theirs / turns * 1000}
+
+
+async def shares(conversations: int) -> tuple[float, dict[str, float], dict[str, float]]:
+    """Tokens a second of the engine asked directly, and what `led_through` says of the endpoint and of `Ready`."""
+    engine = Timed(TOKENS, TOKEN_SECONDS)
 
     params = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=1024, stop_token_ids=(engine.stop,), seed=1)
     asked = GenerationRequest(id="0", token_ids=(1,) * PROMPT, num_completions=1, params=params, group="0")
@@ -153,18 +202,17 @@ async def shares(conversations: int) -> tuple[float, float]:
 
     start = time.perf_counter()
     await asyncio.gather(*(directly() for _ in range(conversations)))
-    direct = sampled / (time.perf_counter() - start)
+    direct = conversations * TURNS * TOKENS / (time.perf_counter() - start)
     endpoint = Endpoint()
-    served = [endpoint.open(episode(engine, one)) for one in range(conversations)]
-    pipe, process = started(ask_at_once, served)
-    await asyncio.to_thread(pipe.recv)
-    start = time.perf_counter()
-    pipe.send("begin")
-    await asyncio.to_thread(pipe.recv)
-    through = sampled / (time.perf_counter() - start)
-    process.join()
+    through = await led_through([endpoint.open(episode(engine, one)) for one in range(conversations)])
     await endpoint.stop()
-    return direct, through
+    answer = await ready_answer()
+    async with await asyncio.get_running_loop().create_server(
+        lambda: Ready(answer), "127.0.0.1", 0, backlog=1024
+    ) as ready:
+        port = ready.sockets[0].getsockname()[1]
+        alone = await led_through([(f"http://127.0.0.1:{port}/v1", "none")] * conversations)
+    return direct, through, alone
 
 
 def started(target: Any, served: Sequence[tuple[str, str]]) -> tuple[Connection, Any]:
@@ -190,13 +238,17 @@ def main() -> None:
         f"own time of {len(milliseconds)} turns: p50 {p50:.2f} ms (bar {P50:g}), p99 {p99:.2f} ms (bar {P99:g}), "
         f"mean CPU {used * 1000:.2f} ms"
     )
-    direct, through = asyncio.run(shares(args.conversations))
+    direct, through, alone = asyncio.run(shares(args.conversations))
+    share, most = through["tokens"] / direct, alone["tokens"] / direct
     print(
-        f"{args.conversations} conversations: {through:,.0f} tokens/s of the engine's {direct:,.0f}: "
-        f"{through / direct:.3f} (bar {SHARE:g})"
+        f"{args.conversations} conversations: {through['tokens']:,.0f} tokens/s of the engine's {direct:,.0f}: "
+        f"{share:.3f} (bar {SHARE:g})\n"
+        f"the same client at a server with ready answers: {most:.3f}, of which the endpoint has {share / most:.3f}\n"
+        f"mean CPU a turn: {through['ms']:.2f} ms of the endpoint's process, {through['client_ms']:.2f} of the client's"
     )
     row = {"p50_ms": p50, "p99_ms": p99, "cpu_ms": used * 1000}
-    write(args, [{**row, "direct": direct, "through": through, "share": through / direct}])
+    row |= {"share_cpu_ms": through["ms"], "client_cpu_ms": through["client_ms"], "share_of_client": share / most}
+    write(args, [{**row, "direct": direct, "through": through["tokens"], "share": share, "client_alone": most}])
 
 
 if __name__ == "__main__":
