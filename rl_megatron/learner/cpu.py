@@ -83,6 +83,68 @@ def _all_gather_uneven(
     return None
 
 
+def reduce_scatter(own: torch.Tensor, buffer: torch.Tensor, *, group: dist.ProcessGroup) -> None:
+    """Sum a rank's shard of all ranks' ``buffer`` [D * n] into its ``own`` [n], which may be its shard itself. Every
+    rank of the group calls it."""
+    shards = buffer.chunk(group.size())
+    arriving = {rank: torch.empty_like(own) for rank in _others(group)}
+    _exchange({rank: (shards[rank], shard) for rank, shard in arriving.items()}, group)
+    _put(own, shards[group.rank()])
+    for shard in arriving.values():
+        own.add_(shard)
+
+
+def all_gather(buffer: torch.Tensor, own: torch.Tensor, *, group: dist.ProcessGroup) -> None:
+    """Write each rank's ``own`` [n] into its shard of all ranks' ``buffer`` [D * n], which may be its place already.
+    Every rank of the group calls it."""
+    shards = buffer.chunk(group.size())
+    _put(shards[group.rank()], own)
+    _exchange({rank: (own, shards[rank]) for rank in _others(group)}, group)
+
+
+def _put(into: torch.Tensor, x: torch.Tensor) -> None:
+    if into.data_ptr() != x.data_ptr():
+        into.copy_(x)
+
+
+def _others(group: dist.ProcessGroup) -> list[int]:
+    """The group's other ranks, each rank beginning with a different one."""
+    rank, size = group.rank(), group.size()
+    return [(rank + step) % size for step in range(1, size)]
+
+
+def _exchange(pairs: dict[int, tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup) -> None:
+    """Send the first tensor of a pair to the rank that it is for, and receive the second from it."""
+    calls = []
+    for rank, (leaving, arriving) in pairs.items():
+        calls.append(dist.P2POp(dist.isend, leaving, group=group, group_peer=rank))
+        calls.append(dist.P2POp(dist.irecv, arriving, group=group, group_peer=rank))
+    for work in dist.batch_isend_irecv(calls) if calls else ():
+        work.wait()
+
+
+def _at_once(own: Callable[..., None], upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """`own` of tensors and a group of gloo's, where megatron sums and does not compute meanwhile; else `upstream`.
+
+    Gloo's reduce-scatter copies the whole buffer and all-reduces it, which sends twice as much as is needed, and both
+    of its collectives pass through copies if megatron coalesces them.
+    """
+
+    @functools.wraps(upstream)
+    def call(
+        into: torch.Tensor, out_of: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool, **others: Any
+    ) -> dist.Work | None:
+        sums = others.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM
+        if async_op or not sums or dist.get_backend(group) != "gloo":  # such as a dry run's
+            work: dist.Work | None = upstream(into, out_of, group=group, async_op=async_op, **others)
+            return work
+        own(into, out_of, group=group)
+        return None
+
+    call.__dict__["upstream"] = upstream
+    return call
+
+
 def _make_torch_proxy() -> _Proxy:
     cuda = _Proxy(
         torch.cuda,
@@ -184,7 +246,7 @@ def install() -> None:
     import megatron.core.dist_checkpointing.strategies.fully_parallel
     import megatron.core.dist_checkpointing.strategies.state_dict_saver  # so too
     import megatron.core.dist_checkpointing.strategies.torch
-    import megatron.core.distributed
+    import megatron.core.distributed.param_and_grad_buffer as buffers
     import megatron.core.models.common.language_module.language_module as language_module
     import megatron.core.models.gpt
     import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
@@ -207,6 +269,9 @@ def install() -> None:
     optimizer.clip_grad_by_total_norm_fp32 = _pretending(optimizer.clip_grad_by_total_norm_fp32)
     language = language_module.LanguageModule  # copies tied embeddings to the last pipeline stage
     language.setup_embeddings_and_output_layer = _pretending(language.setup_embeddings_and_output_layer)
+    for name, own in (("dist_reduce_scatter_func", reduce_scatter), ("dist_all_gather_func", all_gather)):
+        found = buffers.__dict__[name]
+        buffers.__dict__[name] = _at_once(own, getattr(found, "upstream", found))
     proxy = _make_torch_proxy()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "__dict__", {}).get("torch") is torch:

@@ -52,6 +52,10 @@ def real(rank: int, layout: str, folder: Path) -> None:
     from rl_megatron.learner.dry_run.rank import micro_batch, policy
 
     learner = learner_of(layout)
+    import megatron.core.distributed.param_and_grad_buffer as buffers
+
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):  # those of GPUs
+        setattr(buffers, name, getattr(buffers, name).upstream)
     world.join(learner, rank=rank, rendezvous=f"file://{folder}/{layout}", seed=1)
     logprobs.CPU_CHUNK_BYTES = 1 << 62
     packed = micro_batch(learner, SEQUENCE)
