@@ -266,7 +266,6 @@ def install() -> None:
     half.__init__ = _pretending(half.__init__)
     sharded = distributed_optimizer.DistributedOptimizer
     sharded.__init__ = _pretending(sharded.__init__)
-    optimizer.clip_grad_by_total_norm_fp32 = _pretending(optimizer.clip_grad_by_total_norm_fp32)
     language = language_module.LanguageModule  # copies tied embeddings to the last pipeline stage
     language.setup_embeddings_and_output_layer = _pretending(language.setup_embeddings_and_output_layer)
     for name, own in (("dist_reduce_scatter_func", reduce_scatter), ("dist_all_gather_func", all_gather)):

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
-import megatron.core.optimizer.optimizer as megatron_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -44,8 +43,11 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
         if isinstance(part.optimizer, torch.optim.AdamW):  # neither apex nor TransformerEngine
             for group in part.optimizer.param_groups:
                 group["fused"] = True  # one kernel for all parameters
-        if of_transformer_engine(part) and isinstance(part, distrib_optimizer.DistributedOptimizer):
-            _keep_state(part.optimizer)
+        if isinstance(part, distrib_optimizer.DistributedOptimizer):
+            if of_transformer_engine(part):
+                _keep_state(part.optimizer)
+            if _steps_in_place(part):
+                part._copy_main_params_to_model_params = _nothing_to_copy
         if keeps_weights(part):
             _step_in_pieces(part.optimizer)
         if torch.uint8 in getattr(part.optimizer, "name_to_dtype_map", {}).values():  # means float8
@@ -57,6 +59,24 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
                     del group[key]
     set_decay(optimizer, config.weight_decay)
     return optimizer
+
+
+def _steps_in_place(part: distrib_optimizer.DistributedOptimizer) -> bool:
+    """Whether the weights that it steps are the model's, so that megatron would copy each onto itself."""
+    if part.is_stub_optimizer or isinstance(part.optimizer, HybridDeviceOptimizer):
+        return False
+    pairs = [
+        (stepped, model, part._get_model_param_range_map(model)["param"].start)
+        for steps, models in zip(part.shard_fp32_groups, part.model_fp32_groups, strict=True)
+        for stepped, model in zip(steps, models, strict=True)
+    ]
+    return not any(part.model_float16_groups) and all(
+        stepped.data_ptr() == model.data_ptr() + start * model.element_size() for stepped, model, start in pairs
+    )
+
+
+def _nothing_to_copy() -> None:
+    """In place of a copy of weights onto themselves."""
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
@@ -91,11 +111,18 @@ def step(optimizer: MegatronOptimizer, learning_rate: float, norm: float) -> Non
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     for part in inner_optimizers(optimizer):
-        parameters = part.get_parameters()
-        if parameters and part.config.clip_grad > 0:
-            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-            megatron_optimizer.clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm, decoupled)
+        if part.config.clip_grad > 0:
+            _clip(part, part.config.clip_grad / (norm + 1e-6))  # as megatron does
     optimizer.step_with_ready_grads()
+
+
+def _clip(part: MegatronOptimizer, factor: float) -> None:
+    """Multiply all gradients by a ``factor`` below 1 in their places; megatron makes copies where it lacks kernels."""
+    decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    named = "decoupled_grad" if decoupled else "grad"
+    found = [grad for p in part.get_parameters() if (grad := getattr(p, named, None)) is not None]
+    if factor < 1.0 and found:
+        torch._foreach_mul_(found, factor)
 
 
 def state_of(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
