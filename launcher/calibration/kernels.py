@@ -63,7 +63,7 @@ class Kernels:
 
     def products(self) -> tuple[Product, ...]:
         """Linear layers of the learner."""
-        from rl_megatron.learner.model.fused import linear
+        from rl_megatron.learner.model.kernels.fused import linear
 
         kind, out = self._device.type, []
         for rows in _ROWS[kind]:
@@ -78,7 +78,7 @@ class Kernels:
         """The learner's experts, by the rows of each."""
         import torch
 
-        from rl_megatron.learner.model.fused import expert_mlp
+        from rl_megatron.learner.model.kernels.fused import expert_mlp
 
         kind, out = self._device.type, []
         hidden, width = _EXPERT[kind]

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from rl_megatron.learner import optimizer
 from rl_megatron.learner.dry_run.meter import Meter
+from rl_megatron.learner.model import attention
 
 
 class WithoutData(Meter):
@@ -49,6 +50,7 @@ def install(hidden: Sequence[int]) -> None:
     p2p.P2PCommunicator._communicate_shapes = _sent(p2p.P2PCommunicator._communicate_shapes, list(hidden))
     random.CudaRNGStatesTracker.fork = _unforked
     buffers._coalescing_manager = _one_by_one
+    attention.__dict__["is_long"] = lambda *_: False
     clip_grads.l2_norm_impl = _norm
     dist.__dict__["all_gather_object"] = _all_alike  # which megatron calls on the names of parameters
     optimizer.__dict__["get_megatron_optimizer"] = partial(get_megatron_optimizer, use_gloo_process_groups=False)

@@ -20,7 +20,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
-from rl_megatron.learner.model.fused import from_slots, into_slots, rotate
+from rl_megatron.learner.model.kernels.fused import from_slots, into_slots, rotate
+from rl_megatron.learner.model.kernels.long import causal_attention, is_long
 from rl_megatron.learner.packed import LengthClass, PackedAttentionParams
 from rl_megatron.models.rotary import inverse_frequencies
 
@@ -97,17 +98,22 @@ class PackedAttention(MegatronModule):
         keys, values = (_split(x, [c.count * c.key_length for c in classes]) for x in (key, value))
         outputs = []
         for part, *qkv in zip(classes, queries, keys, values, strict=True):
-            q, k, v = (x.unflatten(0, (part.count, -1)).transpose(1, 2) for x in qkv)
-            if self.softmax_offset is not None:
-                out = self._attend_with_sinks(q, k, v, part, self.softmax_offset)
-            else:
-                mask = part.visible(self.window) if 0 < self.window < part.key_length else part.mask
-                grouped = query.shape[1] != key.shape[1]
-                out = F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
-                )
-            outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
+            q, k, v = (x.unflatten(0, (part.count, -1)) for x in qkv)
+            outputs.append(self._attend_class(q, k, v, part).flatten(2).flatten(0, 1))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _attend_class(self, query: Tensor, key: Tensor, value: Tensor, part: LengthClass) -> Tensor:
+        """[count, query_length, h, d] -> the same, with the values' width."""
+        mask = part.visible(self.window) if 0 < self.window < part.key_length else part.mask
+        if mask is None and self.softmax_offset is None and is_long(query, part.key_length):
+            return causal_attention(query, key, value, self.scale)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        if self.softmax_offset is not None:
+            return self._attend_with_sinks(q, k, v, part, self.softmax_offset).transpose(1, 2)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.transpose(1, 2)
 
     def _attend_with_sinks(self, query: Tensor, key: Tensor, value: Tensor, part: LengthClass, sinks: Tensor) -> Tensor:
         """Adds the sink as a last key that all queries see and whose value is 0.

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_megatron.learner.model import fused
+from rl_megatron.learner.model.kernels import fused
 from rl_megatron.learner.packed import Slots
 
 

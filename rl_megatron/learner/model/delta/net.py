@@ -26,7 +26,7 @@ from torch import Tensor
 from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
 from rl_megatron.learner.model.delta.chunks import Chunks, cut_into_chunks
 from rl_megatron.learner.model.delta.rule import convolve, gated_delta_rule
-from rl_megatron.learner.model.fused import rms_norm
+from rl_megatron.learner.model.kernels.fused import rms_norm
 from rl_megatron.learner.model.layers import NormColumnLinear
 from rl_megatron.learner.packed import PackedAttentionParams
 from rl_megatron.models.shape import ModelShape

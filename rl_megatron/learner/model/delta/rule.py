@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl_megatron.learner.model.delta.chunks import Chunks
-from rl_megatron.learner.model.fused import from_slots, into_slots
+from rl_megatron.learner.model.kernels.fused import from_slots, into_slots
 from rl_megatron.models.delta_rule import by_chunks
 
 

@@ -21,13 +21,14 @@ ROW_BLOCK = 64  # an expert's rows are rounded up to it, so that later steps reu
 
 def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b.T`` of [m, k] and [n, k] (any strides) -> [m, n]. No gradient."""
-    if _through_onednn(a) and a.numel() and b.numel():  # it refuses empty ones
+    if through_onednn(a) and a.numel() and b.numel():  # it refuses empty ones
         out: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
         return out
     return a @ b.t()
 
 
-def _through_onednn(x: Tensor) -> bool:
+def through_onednn(x: Tensor) -> bool:
+    """Whether products of ``x`` go through oneDNN."""
     return x.is_cpu and x.dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
@@ -49,7 +50,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
         grad_x = matmul_transposed(rows, weight.t()).view_as(x)
-        if not _through_onednn(rows):
+        if not through_onednn(rows):
             return grad_x, rows.t() @ inputs
         grad_weight = torch.zeros_like(weight)
         for start in range(0, len(rows), WEIGHT_GRAD_ROWS):
@@ -227,7 +228,7 @@ class _Window(NamedTuple):
 
 def _windows(counts: list[int], x: Tensor) -> list[_Window]:
     """One window an expert. For oneDNN it is rounded up with neighbours' rows, whose results are discarded."""
-    block, total = ROW_BLOCK if _through_onednn(x) else 1, len(x)
+    block, total = ROW_BLOCK if through_onednn(x) else 1, len(x)
     out, start = [], 0
     for count in counts:
         size = -(-count // block) * block
