@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import psutil
+
 from tests.e2e.processes import Place, alive
-from tests.exposure import check_secrets, check_sockets, family
+from tests.exposure import check_secrets, check_sockets, family, ports_of
 
 EVEN = "reward.function=my_rewards:even"
 TWO = ("learner.ep=2", EVEN, "train.steps=100000")
@@ -11,12 +13,13 @@ ONE = "learner.ep=1"
 
 
 def test_a_dead_learner_process_ends_the_run_and_is_named(place: Place) -> None:
-    run = place.start("dead", *TWO)
+    run = place.fork("dead", *TWO)
     run.until_row(step=1)
     workers = run.workers()
     assert len(workers) == 2
     processes = family(run.process.pid)
     assert set(check_sockets(processes)) == {"A learner rank"}
+    assert ports_of(psutil.Process(run.process.pid)) == []  # the controller, a fork as they are
     check_secrets(processes, run.folder)
     workers[1].kill()
     assert run.end() == 1

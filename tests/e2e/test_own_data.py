@@ -83,7 +83,7 @@ def test_parquet_with_other_names_math_verify_and_layers_beside_the_command(plac
             "level": [1 for _ in problems],
         }
         pq.write_table(pa.table(columns), place.folder / f"{name}.parquet")
-    run = place.start(
+    run = place.fork(
         "parquet",
         *("data=gsm8k", "data.train=train.parquet", "data.eval=test.parquet", "data.prompt_field=problem"),
         *("data.answer_field=solution", "data.chat_template=true", "reward.function=math_verify", "learner.ep=1"),
