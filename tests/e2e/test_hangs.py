@@ -8,6 +8,9 @@ import signal
 import threading
 import time
 
+import psutil
+import pytest
+
 import rl_megatron.learner.megatron  # noqa: F401  as in a rank, before anything of megatron-core: it then compiles nothing
 from rl_megatron.learner import trained
 from tests.e2e.processes import Place, Run, alive
@@ -36,22 +39,17 @@ def stacks(run: Run) -> dict[str, str]:
     return {path.name: path.read_text() for path in (run.folder / "stacks").rglob("*.txt")}
 
 
-def test_a_learner_process_that_stands_still_ends_the_run_at_the_limit(place: Place) -> None:
+@pytest.fixture(scope="module")
+def still(place: Place) -> tuple[Run, list[psutil.Process]]:
+    """A run and its ranks, of which rank 1 stands still; it waits for that for half a minute, beside another run."""
     run = place.fork("still", *TWO, "learner.timeout_seconds=60")
     run.until_row(step=1)
     workers = run.workers()
     workers[1].send_signal(signal.SIGSTOP)
-    assert run.end() == 1
-    text = run.text()
-    assert f"error: rank 1 (pid {workers[1].pid}) has sent no heartbeat for 30 s" in text
-    assert "; it was in " in text
-    assert "Traceback" not in text
-    assert not any(map(alive, workers))
-    written = stacks(run)
-    assert written.keys() == {"rank-0.txt", "rank-1.txt", "controller.txt"}
-    assert all("_serve" in written[f"rank-{rank}.txt"] for rank in (0, 1))
+    return run, workers
 
 
+@pytest.mark.usefixtures("still")
 def test_a_rank_that_does_not_come_to_a_collective_is_named(place: Place) -> None:
     """Its rank 0 waits for it in the collective, and would be the one whose error comes first; the learner's ranks, in
     no collective of theirs, have nothing to do."""
@@ -74,3 +72,18 @@ def test_a_rank_that_does_not_come_to_a_collective_is_named(place: Place) -> Non
     assert all("_serve" in written[f"rank-{rank}.txt"] for rank in (0, 1))
     assert "in backward" in written["controller.txt"]
     assert not any(map(alive, workers))
+
+
+def test_a_learner_process_that_stands_still_ends_the_run_at_the_limit(
+    still: tuple[Run, list[psutil.Process]],
+) -> None:
+    run, workers = still
+    assert run.end() == 1
+    text = run.text()
+    assert f"error: rank 1 (pid {workers[1].pid}) has sent no heartbeat for 30 s" in text
+    assert "; it was in " in text
+    assert "Traceback" not in text
+    assert not any(map(alive, workers))
+    written = stacks(run)
+    assert written.keys() == {"rank-0.txt", "rank-1.txt", "controller.txt"}
+    assert all("_serve" in written[f"rank-{rank}.txt"] for rank in (0, 1))
