@@ -71,7 +71,7 @@ PORTABLE = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_
 """An environment in which every x86 processor rounds alike."""
 
 
-def eventually(true: Callable[[], object], what: str, limit: float = LIMIT, every: float = 0.002) -> None:
+def eventually(true: Callable[[], object], what: str, limit: float = LIMIT, every: float = 0.01) -> None:
     """Poll until the condition is true. After ``limit`` seconds fail and say what was awaited."""
     end = time.monotonic() + limit
     while not true():
@@ -160,7 +160,7 @@ class Run:
             return []
         state = path.stat()
         key = (state.st_mtime_ns, state.st_size)
-        if key not in self._read:  # else tests that wait for a row would read it all five hundred times a second
+        if key not in self._read:  # else tests that wait for a row would read it all a hundred times a second
             self._read = {key: list(read_jsonl(path))}
         return self._read[key]
 
