@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.forks import FORKS
+
 _BEFORE = "\x1e"  # written before a cell's output
-_RUN = """
-import json, sys
-names = {}
-for cell in json.load(open(sys.argv[1]))["cells"]:
-    if cell["cell_type"] == "code":
-        print(sys.argv[2], end="", flush=True)
-        exec(compile("".join(cell["source"]), "cell", "exec"), names)
-"""
+_LIMIT_SECONDS = 300.0
 
 
 def shown(notebook: Path) -> list[str]:
@@ -30,19 +25,34 @@ def shown(notebook: Path) -> list[str]:
 
 
 def executed(notebook: Path, folder: Path) -> list[str]:
-    """What each cell with code prints in ``folder``. Raises AssertionError if one fails."""
+    """What each cell with code prints in ``folder``, in an interpreter that is a fork of one with most imports. Raises
+    AssertionError if one fails."""
+    files = [folder / "stdout.txt", folder / "stderr.txt"]
+    running = FORKS.Process(target=_run, args=(notebook, folder, files, _environment()))
+    running.start()
+    running.join(_LIMIT_SECONDS)
+    running.kill()
+    printed, said = (file.read_text() for file in files)
+    assert running.exitcode == 0, printed[-2000:] + said[-4000:]
+    return printed.split(_BEFORE)[1:]
+
+
+def _environment() -> dict[str, str]:
     scripts = Path(sys.executable).parent
-    environment = os.environ | {"PATH": f"{scripts}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-c", _RUN, str(notebook), _BEFORE],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
-    return ended.stdout.split(_BEFORE)[1:]
+    return os.environ | {"PATH": f"{scripts}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+
+def _run(notebook: Path, folder: Path, files: Sequence[Path], environment: Mapping[str, str]) -> None:
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for descriptor, path in enumerate(files, start=1):
+        with path.open("w") as file:
+            os.dup2(file.fileno(), descriptor)
+    names: dict[str, Any] = {}
+    for cell in _code(_read(notebook)):
+        print(_BEFORE, end="", flush=True)
+        exec(compile("".join(cell["source"]), "cell", "exec"), names)
 
 
 def page(notebook: Path) -> str:
