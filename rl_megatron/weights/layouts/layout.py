@@ -174,8 +174,8 @@ class Layout:
         """Name and shape of every parameter that ``rank`` holds, in table order, padding included."""
         at = coordinates(self.dims, rank)
         return {
-            spec.name.format(layer=layer, expert=expert): self._local_shape(spec)
-            for spec in self.rows()
+            spec.name.format(layer=layer, expert=expert): shape
+            for spec, shape in [(spec, self._local_shape(spec)) for spec in self.rows()]
             for layer, stages in sorted(self.layer_stages(spec).items())
             if at.pp in stages
             for expert in self._experts(spec, at.ep)
