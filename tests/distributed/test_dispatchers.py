@@ -78,7 +78,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     root = tmp_path_factory.mktemp("dispatchers")
     (root / "made").mkdir()
     make_tiny_model(TinyModelSection(num_layers=2), root / "made", seed=3).rename(root / "experts")
-    save_model("glm4_moe", root / "shared")
+    save_model("glm4_moe", root / "shared", num_hidden_layers=2)
     run_ranks(rank_main, 2, root)
     return [json.loads((root / f"{rank}.json").read_text()) for rank in range(2)]
 

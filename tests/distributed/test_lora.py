@@ -48,6 +48,7 @@ OF_PEFT = {PLAIN_START: "qwen3", PLAIN_MOE: "qwen3_moe"}  # and the families of 
 NAMES = [*OF_PEFT, "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next"]
 BARS = {**dict.fromkeys([*OF_PEFT, "qwen3"], 1e-6), "qwen3_moe": 1e-5, "deepseek_v3": 1e-5, "qwen3_next": 5e-5}
 MOE = ["qwen3_moe", "deepseek_v3"]
+TWO = {"num_hidden_layers": 2}  # a dense layer is among deepseek_v3's
 LAYOUTS: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "one": ({}, NAMES),
     "tp2": ({"tp": 2}, NAMES),
@@ -278,7 +279,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("lora")
     samples = make_samples()
     for name in NAMES:
-        model = plain_model(name, root / name) if name in OF_PEFT else save_model(name, root / name)
+        changed = TWO if name in MOE else {}
+        model = plain_model(name, root / name) if name in OF_PEFT else save_model(name, root / name, **changed)
         adapters = adapters_in_files(root / name)
         merged = merged_by_formula(root / name, adapters)
         if name in OF_PEFT:
