@@ -98,8 +98,11 @@ def differing(policy: Any, other: Any) -> int:
     return sum(not torch.equal(tensor, theirs[name]) for name, tensor in policy.tensors.items())
 
 
-def compare(model: Path, layout: str, keys: dict[str, Any], rank: int, device: torch.device, to: Path) -> Any:
-    """What each kind of overlap says of the same steps, and how its weights differ from those without."""
+def compare(
+    model: Path, layout: str, keys: dict[str, Any], rank: int, device: torch.device, to: Path | None = None
+) -> Any:
+    """What each kind of overlap says of the same steps, and how its weights differ from those without; with a folder
+    ``to`` to save in, what `after` says."""
     found: dict[str, Any] = {}
     plain: Any = None
     for name, overlap in OVERLAPS.items():
@@ -114,7 +117,7 @@ def compare(model: Path, layout: str, keys: dict[str, Any], rank: int, device: t
         one["differ before"] = differing(policy, plain)
         policy.gather()
         one["differ"] = differing(policy, plain)
-        if name == "both":
+        if name == "both" and to is not None:
             one |= after(policy, plain, batch, learner.dims.dp_rank(rank), to)
         found[name] = one
     return found
@@ -167,10 +170,10 @@ def rank_main(rank: int, root: Path) -> None:
         if rank >= learner.dims.world_size:
             continue
         device = world.join(learner, rank=rank, rendezvous=f"file://{root}/rendezvous-{layout}", seed=1)
-        found = {"experts": compare(root / "experts", layout, {}, rank, device, root / f"saved-{layout}-experts")}
+        found = {"experts": compare(root / "experts", layout, {}, rank, device, root / f"saved-{layout}")}
         if layout == "dp2":
             for model in ("tied", "untied"):
-                found[model] = compare(root / model, layout, HEAD, rank, device, root / f"saved-{layout}-{model}")
+                found[model] = compare(root / model, layout, HEAD, rank, device)
         (root / f"{layout}-{rank}.json").write_text(json.dumps(found))
         world.leave()
     for name in ("none", "both") if rank < PUSHING else ():
@@ -213,8 +216,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     save_model("qwen2", root / "tied")
     save_model("qwen3", root / "untied")
     for layout in LAYOUTS:
-        for model in ("experts", "tied", "untied"):
-            (root / f"saved-{layout}-{model}").mkdir()
+        (root / f"saved-{layout}").mkdir()
     run_ranks(rank_main, 4, root)
     layouts = [*LAYOUTS, "pushed-none", "pushed-both"]
     return {layout: [json.loads(p.read_text()) for p in sorted(root.glob(f"{layout}-?.json"))] for layout in layouts}
