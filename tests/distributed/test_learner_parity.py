@@ -26,7 +26,7 @@ from tests.distributed.ranks import run_ranks
 from tests.optimizer_step import train_step
 from tests.rows import policy_loss
 
-STEPS = 5
+STEPS = 3
 BAD = 7  # a sequence
 CISPO = policy_loss(objective="cispo", aggregation="token_mean")
 TINY = TinyModelSection(num_layers=4)
