@@ -85,7 +85,8 @@ def compare(folder: Path, layout: str, rank: int, device: torch.device, to: Path
     norms = [policy.step(1e-2).grad_norm for policy in policies]
     policies[1].save(to)
     policies[0].load(to)
-    assert all(torch.equal(tensor, policies[0].tensors[name]) for name, tensor in policies[1].tensors.items())
+    loaded = policies[0].tensors
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in policies[1].tensors.items())
     return {
         **{
             f"{name} of {who}": gap(one.get(name), said[0].get(name))

@@ -95,6 +95,7 @@ def make_samples() -> Samples:
     )
 
 
+@functools.cache
 def jobs() -> dict[str, tuple[Loss, int, Samples]]:
     """Loss, unit of packing and samples of each row of conf/algorithm/, and of the terms beside them."""
     samples = make_samples()
@@ -187,7 +188,6 @@ def rank_main(rank: int, layout_name: str, folder: Path, model: Path, max_tokens
     fill(policy)
     every = jobs()
     seen |= {name: step(policy, *every[name], 0.0) for name in (OF_BELOW if layout_name in BELOW else every)}
-    every = jobs()
     seen["waves"] = {n: waves(policy, learner, max_tokens, dp, *every[n][::2]) for n in waves_of(layout_name)}
     samples = make_samples()
     batch = pack(samples, dims=learner.dims, max_tokens=max_tokens)
