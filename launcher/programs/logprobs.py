@@ -102,14 +102,18 @@ def _transformers(folder: Path, texts: Texts, threads: int) -> list[list[float]]
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    usual = torch.get_num_threads()
     torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found = []
-    with torch.inference_mode():
-        for text in texts:
-            ids = torch.tensor([text])
-            logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
-            found.append(logprobs.gather(1, ids[0, 1:, None]).squeeze(1).tolist())
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        found = []
+        with torch.inference_mode():
+            for text in texts:
+                ids = torch.tensor([text])
+                logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
+                found.append(logprobs.gather(1, ids[0, 1:, None]).squeeze(1).tolist())
+    finally:
+        torch.set_num_threads(usual)
     return found
 
 

@@ -156,8 +156,9 @@ def test_verify_compares_to_the_bit_and_with_transformers(
     assert main_of("verify", bent, "--against", folders / "hf") == 1
     assert "model.norm.weight: " in capfd.readouterr().out
 
-    given = ("--logprobs", "--against", bent, "--texts", "2")
+    given, threads = ("--logprobs", "--against", bent, "--texts", "2"), torch.get_num_threads()
     assert main_of("verify", folders / "megatron", *given, "--layers", "layers_of_own:spec") == 1
+    assert torch.get_num_threads() == threads
     assert (tmp_path / "seen.txt").read_text() == "0123"
     said = capfd.readouterr()
     assert said.out.count("DIFFERENT") == 2
