@@ -175,17 +175,17 @@ class ToyEngine:
 
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
         self.heard.append((self.version, request))
-        return [self._completion(request, i) for i in range(request.num_completions)]
+        table = self.policy.weights.log_softmax(-1).tolist()
+        return [self._completion(request, i, table) for i in range(request.num_completions)]
 
-    def _completion(self, request: GenerationRequest, number: int) -> Completion:
+    def _completion(self, request: GenerationRequest, number: int, table: list[list[float]]) -> Completion:
         alike = request.id.endswith("p0") or self.says_one_thing in request.id
         rng = random.Random(f"{request.params.seed} {0 if alike else number}")
         wanted, limit = rng.randint(2, 9), request.params.max_new_tokens
         tokens = [rng.randrange(VOCABULARY) for _ in range(wanted)][:limit]
         before = [request.token_ids[-1], *tokens[:-1]]
-        table = self.policy.weights.log_softmax(-1)
         logprobs = [
-            float(table[b, t]) + rng.gauss(0, rng.choice([0.1, 0.3, 2.0])) for b, t in zip(before, tokens, strict=True)
+            table[b][t] + rng.gauss(0, rng.choice([0.1, 0.3, 2.0])) for b, t in zip(before, tokens, strict=True)
         ]
         inputs = (*request.token_ids, *tokens[:-1])
         routes = Routes(data=bytes(t % 2 for t in inputs), shape=(len(inputs), 1, 1))
