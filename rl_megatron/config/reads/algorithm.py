@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.reads.choices import OF_OBJECTIVES, OFF, ON, OWN, PREFERENCE_READS, READS
-from rl_megatron.config.reads.leaves import as_given, does_nothing, is_in, leaves_of
+from rl_megatron.config.reads.leaves import as_given, does_nothing, is_in, set_leaves
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
@@ -22,23 +23,22 @@ def unread_of_algorithm(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def problems_of_own_objective(row: AlgorithmSection, read: Collection[str]) -> list[str]:
     """A line for each set key that ``objective=package.module:name`` could have read, but is not among ``read``."""
-    leaves, reason = dict(leaves_of("algorithm", row)), f"algorithm.objective={row.objective} does not read it"
+    leaves, reason = dict(set_leaves("algorithm", row)), f"algorithm.objective={row.objective} does not read it"
     unread = [f"algorithm.{key}" for key in OF_OBJECTIVES if key not in read]
-    return [does_nothing(name, leaves[name], reason) for name in unread if leaves[name].is_set]
+    return [does_nothing(name, leaves[name], reason) for name in unread if name in leaves]
 
 
 def _unread_by_preference(a: AlgorithmSection) -> Iterator[tuple[str, str]]:
     if a.preference_beta is None:
         return
-    for name, _ in leaves_of("algorithm", a):
+    for name, _ in set_leaves("algorithm", a):
         if not any(is_in(name, f"algorithm.{key}") for key in PREFERENCE_READS):
             yield name, f"algorithm.preference_beta={a.preference_beta} trains on pairs without it"
 
 
 def _unread_by_choices(a: AlgorithmSection) -> Iterator[tuple[str, str]]:
-    leaves = dict(leaves_of("algorithm", a))
     for choice, reads in READS.items():
-        value = leaves[f"algorithm.{choice}"].value
+        value = attrgetter(choice)(a)
         chosen = str(value) if value in reads else OWN if OWN in reads else (ON if value else OFF)
         for key in {key for keys in reads.values() for key in keys} - set(reads[chosen]):
             readers = _named(choice, [name for name, keys in reads.items() if key in keys], value)

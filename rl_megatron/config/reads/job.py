@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel
-
-from rl_megatron.config.reads.leaves import Leaf, as_given, is_in, leaves_of
+from rl_megatron.config.reads.leaves import Leaf, as_given, is_in, set_leaves
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.config.sections.jobs import JOBS, JobKind
 
@@ -17,17 +15,11 @@ if TYPE_CHECKING:
 
 def problems_of_job(config: RunConfig) -> list[str]:
     """A line for each set key that the job does not read, and for data of another form than it trains on."""
-    every = dict[str, Leaf]()
-    for name, section in type(config).model_fields.items():
-        value = getattr(config, name)
-        if isinstance(value, BaseModel):
-            every |= leaves_of(name, value)
-        else:
-            every[name] = Leaf(value, section.get_default(call_default_factory=True))
+    given = {name.removeprefix("."): leaf for name, leaf in set_leaves("", config)}
     for key, source in data_sources(config.data).items():
-        every |= {leaf: value for leaf, value in leaves_of(key, source) if key != "data"}
-    unread = sorted(name for name, leaf in every.items() if leaf.is_set and not _read(config.kind, name))
-    return [*(_not_read(name, every[name], config.job) for name in unread), *_without_pairs(config)]
+        given |= set_leaves(key, source) if key != "data" else {}
+    unread = sorted(name for name in given if not _read(config.kind, name))
+    return [*(_not_read(name, given[name], config.job) for name in unread), *_without_pairs(config)]
 
 
 def _not_read(name: str, leaf: Leaf, job: str) -> str:

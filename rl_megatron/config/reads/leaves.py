@@ -16,19 +16,16 @@ class Leaf:
     value: object
     default: object
 
-    @property
-    def is_set(self) -> bool:
-        """Whether the value differs from the default, so that a saved configuration, which has every key, sets none."""
-        return self.value is not self.default and self.value != self.default
 
-
-def leaves_of(name: str, section: BaseModel) -> Iterator[tuple[str, Leaf]]:
-    """Every key of the section ``name`` and of its inner sections, by the key's full name."""
+def set_leaves(name: str, section: BaseModel) -> Iterator[tuple[str, Leaf]]:
+    """The keys of the section ``name`` and of its inner sections whose values differ from their defaults, so that a
+    saved configuration, which has every key, sets none; by the key's full name."""
+    values = section.__dict__
     for key, default in _defaults(type(section)).items():
-        value = getattr(section, key)
+        value = values[key]
         if isinstance(value, BaseModel):
-            yield from leaves_of(f"{name}.{key}", value)
-        else:
+            yield from set_leaves(f"{name}.{key}", value)
+        elif value is not default and value != default:
             yield f"{name}.{key}", Leaf(value, default)
 
 

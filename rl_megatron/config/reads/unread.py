@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.reads.algorithm import unread_of_algorithm
-from rl_megatron.config.reads.leaves import does_nothing, is_in, leaves_of
+from rl_megatron.config.reads.leaves import does_nothing, is_in, set_leaves
 from rl_megatron.config.sections.data import ArithmeticData, FileKeys, MixtureData, data_sources
 from rl_megatron.config.sections.reward import RANKS, reward_key
 from rl_megatron.config.sections.services import SERVICE
@@ -25,7 +25,7 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
     sections += [("rollout", config.rollout), *_rewards(config), ("train", config.train), ("weights", config.weights)]
     beside = ("run", "data", "sandbox", "environment", "warm_start", "eval", "checkpoint", "log", "slurm")
     sections += [(name, getattr(config, name)) for name in beside]
-    given = {name: leaf for key, section in sections for name, leaf in leaves_of(key, section) if leaf.is_set}
+    given = {name: leaf for key, section in sections for name, leaf in set_leaves(key, section)}
     unread = (
         _of_model,
         unread_of_algorithm,
