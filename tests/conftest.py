@@ -1,5 +1,6 @@
-"""What every test shares: a search path of modules that ends with it, property tests that try the same examples each
-time and are not timed on a busy machine, and no collections of garbage among what is imported.
+"""What every test shares: a search path of modules that ends with it, torch's threads as it found them, property tests
+that try the same examples each time and are not timed on a busy machine, and no collections of garbage among what is
+imported.
 
 No test sees a GPU, but for those that ``-m gpu`` asks for.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -34,3 +36,15 @@ def pytest_collection_finish() -> None:
 def own_module_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders that a test adds, or the command line for it, are not searched by later tests, nor by their forks."""
     monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.fixture(autouse=True)
+def own_threads() -> Iterator[None]:
+    """A test that leaves torch more threads makes all that follow it in this process several times as slow."""
+    torch = sys.modules.get("torch")
+    before = torch and torch.get_num_threads()
+    yield
+    if torch and torch.get_num_threads() != before:
+        left = torch.get_num_threads()
+        torch.set_num_threads(before)
+        pytest.fail(f"the test left torch {left} threads instead of {before}")
