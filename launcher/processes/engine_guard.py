@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import signal
 import subprocess
@@ -19,11 +20,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
+from pathlib import Path
 
 import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STOP_SECONDS = 10.0
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def main(host: str, command: list[str]) -> int:
@@ -33,6 +37,7 @@ def main(host: str, command: list[str]) -> int:
     if (interface := interface_of(host)) is not None:  # else gloo resolves the node's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.umask(0o077)
+    os.environ.update(compiled_folder())
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what the server leaves behind becomes a child of this process
     with tempfile.TemporaryDirectory(prefix="engine-", ignore_cleanup_errors=True) as folder:
         os.environ["TMPDIR"] = folder
@@ -48,6 +53,32 @@ def main(host: str, command: list[str]) -> int:
         _signal_all(server, signal.SIGKILL)  # its remaining children
         _end_the_rest()
     return status
+
+
+def compiled_folder() -> Mapping[str, str]:
+    """The variable that names torch's folder of compiled code: the user's own, or one in the user's cache for
+    processors of this kind, whose code others may not run.
+
+    Torch's default is ``torchinductor_<user>`` in the machine's temporary folder. Torch loads pickles from there,
+    whoever made it first, and writes it into the environment where it is imported.
+    """
+    given = Path(os.environ.get(_COMPILED, ""))
+    if given.name and not (given.parent == Path(tempfile.gettempdir()) and given.name.startswith("torchinductor_")):
+        return {_COMPILED: str(given)}
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = home / "rl_megatron" / "torch" / _processor()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home, or none that can be written: each process compiles for itself
+        folder = Path(tempfile.mkdtemp(prefix="rl_megatron-torch-"))
+    return {_COMPILED: str(folder)}
+
+
+def _processor() -> str:
+    """Names what processors of this kind can do."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    able = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(able.encode()).hexdigest()[:12]
 
 
 def interface_of(host: str) -> str | None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 
+from launcher.processes.engine_guard import compiled_folder
 from rl_megatron.errors import ConfigError
 
 # oneDNN, and torch's layer over it, cache so many compiled kernels, one per shape: 1,024 by default, of some 0.4 MB
@@ -18,6 +19,7 @@ def variables(*, threads: int, device: str) -> Mapping[str, str]:
     kernels unless the user sets a number; for other ranks torch counts GPUs without initialising CUDA, so that the
     process that has imported torch may fork. torch's profiler prints nothing of its own."""
     out = {"OMP_NUM_THREADS": str(threads), "KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")}
+    out |= compiled_folder()
     if device == "cpu":
         out["CUDA_VISIBLE_DEVICES"] = ""
         for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):

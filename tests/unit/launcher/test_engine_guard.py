@@ -5,12 +5,16 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from socket import AF_INET
 
 import psutil
+import pytest
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from launcher.processes import engine_guard
+from launcher.processes.environment import variables
 from tests.e2e.processes import alive, eventually
 
 SERVER = """
@@ -44,6 +48,40 @@ def started(*arguments: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+
+
+ASKED = "import os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+
+
+def test_a_server_keeps_compiled_code_where_no_other_user_can_have_put_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = Path(default_cache_dir())
+    assert usual.parent == Path(tempfile.gettempdir())  # which anyone could make
+    own, blocked = tmp_path / "own", tmp_path / "file"
+    blocked.touch()
+
+    def told(cache: Path, given: Path | None) -> Path:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        if given is not None:
+            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(given))
+        assert variables(threads=1, device="cpu").keys() >= {"TORCHINDUCTOR_CACHE_DIR"}  # so do ranks
+        process = guard(sys.executable, "-c", ASKED)
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        process.communicate(timeout=30)
+        return folder
+
+    for given in (None, usual):  # torch writes it into the environment where it is imported
+        assert (folder := told(tmp_path / "cache", given)).is_relative_to(tmp_path / "cache" / "rl_megatron")
+        assert folder.stat().st_mode & 0o077 == 0
+        assert variables(threads=1, device="cpu")["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+    assert told(tmp_path / "cache", own) == own
+    spare = told(blocked, None)
+    assert spare.parent == Path(tempfile.gettempdir())
+    assert spare.stat().st_mode & 0o077 == 0
+    spare.rmdir()
 
 
 def test_a_server_and_its_children_end_with_the_trainer() -> None:
