@@ -79,7 +79,8 @@ def rank_main(rank: int, folder: Path, layout: str) -> None:
     torch.set_num_threads(1)
     from rl_megatron.learner import world
     from rl_megatron.learner.dry_run.meter import Meter
-    from rl_megatron.learner.model.kernels import fused, offload
+    from rl_megatron.learner.model import offload
+    from rl_megatron.learner.model.kernels import fused
     from tests.distributed.pretended import streams
 
     streams.install()
