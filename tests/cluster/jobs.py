@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import psutil
 
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.metrics.table import deterministic
+from tests.e2e.processes import alive, eventually
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent
@@ -99,7 +99,9 @@ class Cluster:
 
     def power_off(self, node: str) -> None:
         """All of its processes are gone from one moment to the next."""
-        os.kill(int((self.folder / "run" / f"{node}.pid").read_text()), signal.SIGKILL)
+        first = psutil.Process(int((self.folder / "run" / f"{node}.pid").read_text()))
+        first.kill()
+        eventually(lambda: not alive(first), f"the end of {node}")  # which is behind that of all its processes
 
     def power_on(self, node: str) -> None:
         """Start it again, and wait until Slurm has it."""
