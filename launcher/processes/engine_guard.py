@@ -56,8 +56,8 @@ def main(host: str, command: list[str]) -> int:
 
 
 def compiled_folder() -> Mapping[str, str]:
-    """The variable that names torch's folder of compiled code: the user's own, or one in the user's cache for
-    processors of this kind, whose code others may not run.
+    """The variable that names torch's folder of compiled code: what the user set, or a folder in the user's cache, one
+    for each kind of processor, since code that is compiled for one may fail on another.
 
     Torch's default is ``torchinductor_<user>`` in the machine's temporary folder. Torch loads pickles from there,
     whoever made it first, and writes it into the environment where it is imported.
