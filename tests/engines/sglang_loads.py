@@ -70,13 +70,14 @@ def digest(arguments: ServerArgs, first: str, second: str, *, draft: bool) -> st
 
 
 def _as_before(tensor: Tensor, before: Tensor) -> bool:
-    """Also where no loader wrote it and its memory holds a NaN by chance."""
+    """Also where no loader wrote it, which leaves a NaN there."""
     return torch.allclose(tensor, before, rtol=0, atol=0, equal_nan=True)
 
 
 def main(pairs: list[tuple[str, str]]) -> None:
     """Load each pair in a process of its own. Nothing is computed, so sparse attention and its rotary embedding may be
     a GPU's, and a tower nothing."""
+    torch.use_deterministic_algorithms(True)  # fills memory that nothing has written with NaN
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     factory.get_rope_cpu = lambda *how: factory.get_rope(*how[:-1])
     kimi_k25.MoonViT3dPretrainedModel = kimi_k25.K2VLMultiModalProjector = lambda *how, **more: torch.nn.Module()

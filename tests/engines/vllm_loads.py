@@ -51,12 +51,13 @@ def digest(config: VllmConfig, model_config: ModelConfig, second: str) -> str:
 
 
 def _as_before(tensor: Tensor, before: Tensor) -> bool:
-    """Also where no loader wrote it and its memory holds a NaN by chance."""
+    """Also where no loader wrote it, which leaves a NaN there."""
     return torch.allclose(tensor, before, rtol=0, atol=0, equal_nan=True)
 
 
 def main(pairs: list[tuple[str, str]]) -> None:
     """Load each second folder into the model of the first one."""
+    torch.use_deterministic_algorithms(True)  # fills memory that nothing has written with NaN
     CpuPlatform.get_attn_backend_cls = classmethod(_dense)  # type: ignore[assignment]
     registry._run_in_subprocess = lambda inspect: inspect()  # a process for each class would import vLLM again
     for number, (first, second) in enumerate(pairs):
