@@ -57,6 +57,7 @@ machine is busy, a server has sampled hundreds before one is known."""
 RETURN_ROUTES = ("local", "sglang")  # on CPUs
 T = TypeVar("T")
 Probes = Literal["auto", "always"]
+LAST_WORDS = 3000  # characters of a server's log beside a failure
 Change = Callable[[dict[str, Tensor]], None]
 
 
@@ -341,5 +342,9 @@ def served(
             )
             servers.refit = lambda url: bench.refit(url)
             yield bench
+        except Exception as error:
+            for log in folder.glob("*.log"):
+                error.add_note(f"{log.name} ends:\n{log.read_text(errors='replace')[-LAST_WORDS:]}")
+            raise
         finally:
             runner.run(stack.aclose())

@@ -102,8 +102,13 @@ class Server:
         return self._json(path, await self.text(path))
 
     async def text(self, path: str) -> str:
-        """The answer as text. Raises as ``get`` does."""
-        return (await self._ask("GET", path, None, None, self._limit)).decode(errors="replace")
+        """The answer as text. Raises as ``get`` does. It is asked for twice where the connection breaks: the server may
+        close an idle one just then, while one that died takes no other (RFC 9110, 9.2.2)."""
+        try:
+            answer = await self._ask("GET", path, None, None, self._limit)
+        except Broken:
+            answer = await self._ask("GET", path, None, None, self._limit)
+        return answer.decode(errors="replace")
 
     async def _ask(
         self, method: str, path: str, body: object, params: Mapping[str, str] | None, limit: float | None
