@@ -4,11 +4,12 @@
 
 *Own time*: a client in a process of its own sends turns over one connection to an engine that answers at once. A
 history has 8,000 tokens of Qwen3's template, and each turn adds a user's message. A conversation's first turn, which
-encodes all of its history, does not count, but for the mean CPU time of the serving process. *Share*: conversations of
-the openai client, all in one process of its own, beside the same turns asked of the engine directly, which sleeps 10 ms
-for each token: sampled tokens a second of both, each from before its first request to its last answer. The client takes
-more CPU than the endpoint, and its conversations wait for it: so the same client also asks a server that sleeps as long
-and sends bytes that were ready before, which is the most that any endpoint could give it.
+encodes all of its history, does not count, but for the mean CPU time of the serving process. *Share*: conversations in
+one process of their own, beside the same turns asked of the engine directly, which sleeps 10 ms for each token: sampled
+tokens a second of both, each from before its first request to its last answer. All begin at once, so that they wait for
+their process at each turn: a client that only writes and reads HTTP and JSON shows what the endpoint takes. The openai
+client takes more CPU than the endpoint does; it also asks a server that sleeps as long and sends bytes that were ready
+before, which is the most that any endpoint could give it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import http.client
 import json
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
@@ -109,20 +110,42 @@ def ask_in_turns(pipe: Connection, served: Sequence[tuple[str, str]]) -> None:
 
 
 def ask_at_once(pipe: Connection, served: Sequence[tuple[str, str]]) -> None:
-    """A client's process: the CPU seconds of conversations of the openai client, which begin once the pipe says so."""
-
-    said(PROMPT)
+    """A process of conversations of the openai client."""
 
     async def all_of() -> None:
         async with openai.AsyncOpenAI(base_url=served[0][0], api_key="none", timeout=120) as shared:
-            clients = [shared.with_options(api_key=key) for _, key in served]
-            pipe.send("ready")
-            await asyncio.to_thread(pipe.recv)
-            used = time.process_time()
-            await asyncio.gather(*map(lead, clients))
-            pipe.send(time.process_time() - used)
+            await when_told(pipe, [lead(shared.with_options(api_key=key)) for _, key in served])
 
     asyncio.run(all_of())
+
+
+def ask_plainly(pipe: Connection, served: Sequence[tuple[str, str]]) -> None:
+    """A process of conversations over bare connections."""
+    asyncio.run(when_told(pipe, [lead_plainly(*one) for one in served]))
+
+
+async def when_told(pipe: Connection, conversations: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Have them begin once the pipe says so; it is told their CPU seconds."""
+    said(PROMPT)
+    pipe.send("ready")
+    await asyncio.to_thread(pipe.recv)
+    used = time.process_time()
+    await asyncio.gather(*conversations)
+    pipe.send(time.process_time() - used)
+
+
+async def lead_plainly(base_url: str, key: str) -> None:
+    """One conversation of the share."""
+    parts, messages = urlsplit(base_url), [{"role": "user", "content": said(PROMPT)}]
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    head = f"POST {parts.path}/chat/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nAuthorization: Bearer {key}\r\n"
+    for _ in range(TURNS):
+        body = json.dumps({"model": "policy", "messages": messages}).encode()
+        writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        answered = (await reader.readuntil(b"\r\n\r\n")).lower()
+        answer = await reader.readexactly(int(answered.partition(b"content-length:")[2].split(b"\r\n")[0]))
+        messages += [json.loads(answer)["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+    writer.close()
 
 
 async def lead(client: openai.AsyncOpenAI) -> None:
@@ -176,10 +199,10 @@ async def ready_answer() -> bytes:
     return head.encode() + body
 
 
-async def led_through(served: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """Tokens a second of the openai client's conversations, and the CPU milliseconds of a turn here and in it."""
+async def led_through(client: Any, served: Sequence[tuple[str, str]]) -> dict[str, float]:
+    """Tokens a second of a client's conversations, and the CPU milliseconds of a turn here and in it."""
     turns = len(served) * TURNS
-    pipe, process = started(ask_at_once, served)
+    pipe, process = started(client, served)
     await asyncio.to_thread(pipe.recv)
     start, used = time.perf_counter(), time.process_time()
     pipe.send("begin")
@@ -189,10 +212,10 @@ async def led_through(served: Sequence[tuple[str, str]]) -> dict[str, float]:
     return {"tokens": turns * TOKENS / seconds, "ms": used / turns * 1000, "client_ms": theirs / turns * 1000}
 
 
-async def shares(conversations: int) -> tuple[float, dict[str, float], dict[str, float]]:
-    """Tokens a second of the engine asked directly, and what `led_through` says of the endpoint and of `Ready`."""
+async def shares(conversations: int) -> dict[str, dict[str, float]]:
+    """What `led_through` says of both clients at the endpoint and of openai's at `Ready`; ``share`` is of the tokens a
+    second of the engine asked directly."""
     engine = Timed(TOKENS, TOKEN_SECONDS)
-
     params = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=1024, stop_token_ids=(engine.stop,), seed=1)
     asked = GenerationRequest(id="0", token_ids=(1,) * PROMPT, num_completions=1, params=params, group="0")
 
@@ -203,16 +226,18 @@ async def shares(conversations: int) -> tuple[float, dict[str, float], dict[str,
     start = time.perf_counter()
     await asyncio.gather(*(directly() for _ in range(conversations)))
     direct = conversations * TURNS * TOKENS / (time.perf_counter() - start)
-    endpoint = Endpoint()
-    through = await led_through([endpoint.open(episode(engine, one)) for one in range(conversations)])
+    found, endpoint = {}, Endpoint()
+    for name, client in (("plain", ask_plainly), ("openai", ask_at_once)):
+        served = [endpoint.open(episode(engine, one)) for one in range(conversations)]
+        found[name] = await led_through(client, served)
     await endpoint.stop()
     answer = await ready_answer()
     async with await asyncio.get_running_loop().create_server(
         lambda: Ready(answer), "127.0.0.1", 0, backlog=1024
     ) as ready:
         port = ready.sockets[0].getsockname()[1]
-        alone = await led_through([(f"http://127.0.0.1:{port}/v1", "none")] * conversations)
-    return direct, through, alone
+        found["ready"] = await led_through(ask_at_once, [(f"http://127.0.0.1:{port}/v1", "none")] * conversations)
+    return {name: {**one, "share": one["tokens"] / direct} for name, one in found.items()}
 
 
 def started(target: Any, served: Sequence[tuple[str, str]]) -> tuple[Connection, Any]:
@@ -238,17 +263,17 @@ def main() -> None:
         f"own time of {len(milliseconds)} turns: p50 {p50:.2f} ms (bar {P50:g}), p99 {p99:.2f} ms (bar {P99:g}), "
         f"mean CPU {used * 1000:.2f} ms"
     )
-    direct, through, alone = asyncio.run(shares(args.conversations))
-    share, most = through["tokens"] / direct, alone["tokens"] / direct
+    found = asyncio.run(shares(args.conversations))
+    plain, theirs, most = (found[name] for name in ("plain", "openai", "ready"))
     print(
-        f"{args.conversations} conversations: {through['tokens']:,.0f} tokens/s of the engine's {direct:,.0f}: "
-        f"{share:.3f} (bar {SHARE:g})\n"
-        f"the same client at a server with ready answers: {most:.3f}, of which the endpoint has {share / most:.3f}\n"
-        f"mean CPU a turn: {through['ms']:.2f} ms of the endpoint's process, {through['client_ms']:.2f} of the client's"
+        f"{args.conversations} conversations over HTTP: {plain['share']:.3f} of the engine's tokens a second "
+        f"(bar {SHARE:g}); CPU a turn: {plain['ms']:.2f} ms of the endpoint's process, {plain['client_ms']:.2f} of the "
+        "client's\n"
+        f"of the openai client: {theirs['share']:.3f}, and {most['share']:.3f} at a server with ready answers; "
+        f"CPU a turn: {theirs['ms']:.2f} and {theirs['client_ms']:.2f} ms"
     )
     row = {"p50_ms": p50, "p99_ms": p99, "cpu_ms": used * 1000}
-    row |= {"share_cpu_ms": through["ms"], "client_cpu_ms": through["client_ms"], "share_of_client": share / most}
-    write(args, [{**row, "direct": direct, "through": through["tokens"], "share": share, "client_alone": most}])
+    write(args, [row | {f"{name}_{key}": value for name, one in found.items() for key, value in one.items()}])
 
 
 if __name__ == "__main__":
