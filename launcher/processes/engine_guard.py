@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -37,9 +37,9 @@ def main(host: str, command: list[str]) -> int:
     if (interface := interface_of(host)) is not None:  # else gloo resolves the node's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.umask(0o077)
-    os.environ.update(compiled_folder())
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what the server leaves behind becomes a child of this process
     with tempfile.TemporaryDirectory(prefix="engine-", ignore_cleanup_errors=True) as folder:
+        os.environ.update(compiled_folder(lambda: f"{folder}/torch"))
         os.environ["TMPDIR"] = folder
         server = subprocess.Popen(
             command,
@@ -55,9 +55,10 @@ def main(host: str, command: list[str]) -> int:
     return status
 
 
-def compiled_folder() -> Mapping[str, str]:
+def compiled_folder(otherwise: Callable[[], str]) -> Mapping[str, str]:
     """The variable that names torch's folder of compiled code: what the user set, or a folder in the user's cache, one
-    for each kind of processor, since code that is compiled for one may fail on another.
+    for each kind of processor, since code that is compiled for one may fail on another. It is made, 0700; where there
+    is no home, or none that can be written, ``otherwise`` names one that no other user can write.
 
     Torch's default is ``torchinductor_<user>`` in the machine's temporary folder. Torch loads pickles from there,
     whoever made it first, and writes it into the environment where it is imported.
@@ -69,8 +70,8 @@ def compiled_folder() -> Mapping[str, str]:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = home / "rl_megatron" / "torch" / _processor()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home, or none that can be written: each process compiles for itself
-        folder = Path(tempfile.mkdtemp(prefix="rl_megatron-torch-"))
+    except (OSError, RuntimeError):
+        return {_COMPILED: otherwise()}
     return {_COMPILED: str(folder)}
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 
 from launcher.processes.engine_guard import compiled_folder
@@ -19,7 +21,7 @@ def variables(*, threads: int, device: str) -> Mapping[str, str]:
     kernels unless the user sets a number; for other ranks torch counts GPUs without initialising CUDA, so that the
     process that has imported torch may fork. torch's profiler prints nothing of its own."""
     out = {"OMP_NUM_THREADS": str(threads), "KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")}
-    out |= compiled_folder()
+    out |= compiled_folder(lambda: _own_folder().name)
     if device == "cpu":
         out["CUDA_VISIBLE_DEVICES"] = ""
         for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
@@ -27,6 +29,12 @@ def variables(*, threads: int, device: str) -> Mapping[str, str]:
     else:
         out["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     return out
+
+
+@functools.cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    """Of this process and those that it starts; removed as it ends."""
+    return tempfile.TemporaryDirectory(prefix="rl_megatron-torch-", ignore_cleanup_errors=True)
 
 
 _ONE_ORDER: Mapping[str, tuple[str, ...]] = {

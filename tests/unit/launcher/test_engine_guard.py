@@ -78,10 +78,17 @@ def test_a_server_keeps_compiled_code_where_no_other_user_can_have_put_any(
         assert folder.stat().st_mode & 0o077 == 0
         assert variables(threads=1, device="cpu")["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
     assert told(tmp_path / "cache", own) == own
-    spare = told(blocked, None)
-    assert spare.parent == Path(tempfile.gettempdir())
-    assert spare.stat().st_mode & 0o077 == 0
-    spare.rmdir()
+    spare = told(blocked, None)  # goes with the guard
+    assert spare.parent.name.startswith("engine-")
+    assert not spare.parent.exists()
+    rank = "from launcher.processes.environment import variables; "
+    rank += "folder = [variables(threads=1, device='cpu')['TORCHINDUCTOR_CACHE_DIR'] for _ in range(2)]; "
+    rank += "import os; print(*folder, oct(os.stat(folder[0]).st_mode))"
+    done = subprocess.run([sys.executable, "-c", rank], capture_output=True, text=True, check=True)
+    first, second, mode = done.stdout.split()
+    assert first == second
+    assert mode == "0o40700"
+    assert not Path(first).exists()
 
 
 def test_a_server_and_its_children_end_with_the_trainer() -> None:
