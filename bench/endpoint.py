@@ -125,7 +125,7 @@ def ask_plainly(pipe: Connection, served: Sequence[tuple[str, str]]) -> None:
 
 
 async def when_told(pipe: Connection, conversations: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Have them begin once the pipe says so; it is told their CPU seconds."""
+    """Have them begin once the pipe says so, and send their CPU seconds into it."""
     said(PROMPT)
     pipe.send("ready")
     await asyncio.to_thread(pipe.recv)
