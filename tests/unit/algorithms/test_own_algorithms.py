@@ -62,6 +62,13 @@ def across(better, worse, beta):
 def total(better, worse, beta):
     return (better - worse).sum()
 
+def more(better, worse, beta):
+    return torch.cat([better - worse, better[:1]])
+
+def whole(log_ratio, inputs, lengths, row):
+    columns = (inputs.old_logprobs, inputs.rollout_logprobs, inputs.ref_logprobs, inputs.entropy, inputs.advantages)
+    return log_ratio + sum(columns), inputs.mask
+
 def flat(better, worse, beta):
     return better.detach() - worse.detach()
 
@@ -260,6 +267,10 @@ def test_the_files_of_the_page_are_not_refused() -> None:
         check_own_pair_loss(DpoSection(loss=f"{name}:{name}"))
 
 
+def test_every_column_that_an_objective_is_tried_with_is_finite() -> None:
+    check_own_objective(AlgorithmSection.model_validate({"objective": "faulty:whole", "kl": {"coefficient": 0.1}}))
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -285,6 +296,7 @@ def test_advantages_that_cannot_train_are_refused_where_the_update_is_made(name:
         ("faulty:nothing", "'nothing' of faulty is not there"),
         ("faulty:across", "so they would change with the packing"),
         ("faulty:total", "must return one finite loss for each of 4 pairs"),
+        ("faulty:more", "must return one finite loss for each of 4 pairs"),
         ("faulty:flat", r"does not require grad.*it must take \(better, worse, beta\)"),
         ("faulty:two", r"takes 2 positional arguments but 3 were given; it must take \(better, worse, beta\)"),
         ("faulty:logs", "one finite loss for each of 4 pairs, with finite derivatives"),

@@ -98,6 +98,12 @@ def test_moving_baseline_is_the_mean_of_the_steps_before() -> None:
     assert state.baseline == pytest.approx(0.5 * 0.6 + 0.5 * 0.2)
 
 
+@pytest.mark.parametrize("mean", ["none", "group", "batch"])
+def test_no_other_mean_begins_a_moving_baseline(mean: str) -> None:
+    _, state = credit({"advantage_mean": mean, "advantage_std": "none"})
+    assert state.baseline is None
+
+
 def test_discounted_credit_falls_towards_the_start() -> None:
     found = advantages(**NO_BASELINE, credit="discounted", gamma=0.5)
     assert found == [[0.25, 0.5, 1.0], [0.0] * 2, [0.0] * 4, [1.0], [0.5, 1.0]]

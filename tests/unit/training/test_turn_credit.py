@@ -90,6 +90,15 @@ def test_turns_are_those_of_plain_loops(gamma: float, mean: str, std: str, basel
             assert some == pytest.approx(others, rel=1e-5, abs=1e-6)
 
 
+def test_turns_of_one_number_are_compared_within_their_group_alone() -> None:
+    sampled = [
+        group(name, [trajectory([1, 1, 1], rewards=[r, r + 2 * n, 3 * r]) for r in (0.0, 1.0)])
+        for n, name in enumerate("abc")
+    ]
+    found = by_turn(sampled, gamma_turn=0.0, advantage_std="none", turn_baseline="index")
+    assert found == [[-0.5, -0.5, -1.5], [0.5, 0.5, 1.5]] * 3
+
+
 def test_three_turns_by_hand() -> None:
     sampled = [group("a", [trajectory([2, 1, 3], rewards=[1.0, None, 0.5], total=3.5)])]
     assert by_turn(sampled, gamma_turn=0.5, **PLAIN) == [[1 + 0.25 * 2.5, 0.5 * 2.5, 2.5]]
