@@ -7,7 +7,6 @@ the model and, where the second folder has one, of its draft layer.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
 import re
@@ -26,7 +25,8 @@ from sglang.srt.model_loader import get_model
 from sglang.srt.models import kimi_k25
 from sglang.srt.runtime_context import get_parallel, publish
 from sglang.srt.server_args import ServerArgs
-from torch import Tensor
+
+from tests.engines.loaded import changed, digest_of
 
 JOINS = ("eh_proj.weight", "mtp.fc.weight")  # of a draft layer
 _RANKS = [f"{group}_rank" for group in ("tp", "pp", "attn_dp", "attn_tp", "attn_cp", "moe_ep", "moe_tp", "moe_dp")]
@@ -64,14 +64,7 @@ def digest(arguments: ServerArgs, first: str, second: str, *, draft: bool) -> st
     model = get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     model.load_weights(iter(load_file(Path(second) / "model.safetensors").items()))
-    changed = [tensor for name, tensor in model.named_parameters() if not _as_before(tensor, before[name])]
-    numbers = torch.cat([tensor.detach().float().flatten() for tensor in changed]).sort().values
-    return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
-
-
-def _as_before(tensor: Tensor, before: Tensor) -> bool:
-    """Also where no loader wrote it, which leaves a NaN there."""
-    return torch.allclose(tensor, before, rtol=0, atol=0, equal_nan=True)
+    return digest_of(model.get_parameter(name) for name in changed(model, before))
 
 
 def main(pairs: list[tuple[str, str]]) -> None:

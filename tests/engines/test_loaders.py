@@ -76,7 +76,7 @@ def test_engines_loaders_take_every_number_that_a_conversion_wrote(folders: Path
     pairs = [str(folders / f"{name}{end}") for name in LOADED[engine] for end in ("", "-ours")]
     done = subprocess.run(
         [interpreter(engine), REPO / "tests" / "engines" / f"{engine}_loads.py", *pairs],
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": str(WITHOUT_IMAGES)},
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": f"{WITHOUT_IMAGES}{os.pathsep}{REPO}"},
         capture_output=True,
         text=True,
         timeout=600,

@@ -7,7 +7,6 @@ the model and, where the second folder has one, of its draft layer.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from dataclasses import replace
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
@@ -25,6 +23,8 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.torch_utils import set_default_torch_dtype
+
+from tests.engines.loaded import changed, digest_of
 
 JOINS = ("eh_proj.weight", "mtp.fc.weight")  # of a draft layer
 _choose = CpuPlatform.get_attn_backend_cls.__func__  # type: ignore[attr-defined]
@@ -45,14 +45,8 @@ def digest(config: VllmConfig, model_config: ModelConfig, second: str) -> str:
     filled = model.load_weights(iter(load_file(Path(second) / "model.safetensors").items()))
     held = dict(model.named_parameters())
     if filled is None:  # the loader of Hunyuan 3's draft layer does not say
-        filled = {name for name, tensor in held.items() if not _as_before(tensor, before[name])}
-    numbers = torch.cat([held[name].detach().float().flatten() for name in sorted(filled)]).sort().values
-    return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
-
-
-def _as_before(tensor: Tensor, before: Tensor) -> bool:
-    """Also where no loader wrote it, which leaves a NaN there."""
-    return torch.allclose(tensor, before, rtol=0, atol=0, equal_nan=True)
+        filled = changed(model, before)
+    return digest_of(held[name] for name in filled)
 
 
 def main(pairs: list[tuple[str, str]]) -> None:

@@ -69,6 +69,11 @@ def whole(log_ratio, inputs, lengths, row):
     columns = (inputs.old_logprobs, inputs.rollout_logprobs, inputs.ref_logprobs, inputs.entropy, inputs.advantages)
     return log_ratio + sum(columns), inputs.mask
 
+def gaps(log_ratio, inputs, lengths, row):
+    if (lengths.gt(0) & (lengths < inputs.segment_sum(torch.ones_like(log_ratio)))).any():
+        raise KeyError("a gap")
+    return log_ratio, inputs.mask
+
 def flat(better, worse, beta):
     return better.detach() - worse.detach()
 
@@ -265,6 +270,11 @@ def test_the_files_of_the_page_are_not_refused() -> None:
     check_own_advantages(AlgorithmSection(advantage_mean="maxrl:maxrl", advantage_std="none"))
     for name in PAIRS:
         check_own_pair_loss(DpoSection(loss=f"{name}:{name}"))
+
+
+def test_an_objective_is_tried_with_sequences_that_are_masked_in_part() -> None:
+    with pytest.raises(ConfigError, match="raised KeyError: 'a gap'"):
+        check_own_objective(AlgorithmSection.model_validate({"objective": "faulty:gaps"}))
 
 
 def test_every_column_that_an_objective_is_tried_with_is_finite() -> None:
