@@ -21,7 +21,7 @@ import http.client
 import json
 import multiprocessing
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
@@ -43,7 +43,9 @@ from tests.unit.rollout.conversation.families import FAMILIES, tokenizer_of
 
 HISTORY, PER_CONVERSATION = 8000, 51  # tokens before the turns that count; turns of one, the first left out
 PROMPT, TOKENS, TOKEN_SECONDS, TURNS = 500, 128, 0.01, 6  # of the share: read first, sampled a turn, each takes, turns
+LIMIT = 120.0  # seconds of a turn of the share
 P50, P99, SHARE = 2.0, 10.0, 0.95  # bars: milliseconds, milliseconds, of the engine's tokens a second
+Client = Callable[[Connection, Sequence[tuple[str, str]]], None]
 
 
 class Timed:
@@ -113,25 +115,30 @@ def ask_at_once(pipe: Connection, served: Sequence[tuple[str, str]]) -> None:
     """A process of conversations of the openai client."""
 
     async def all_of() -> None:
-        async with openai.AsyncOpenAI(base_url=served[0][0], api_key="none", timeout=120) as shared:
-            await when_told(pipe, [lead(shared.with_options(api_key=key)) for _, key in served])
+        async with openai.AsyncOpenAI(base_url=served[0][0], api_key="none", timeout=LIMIT) as shared:
+            await begin_together(pipe, [lead(shared.with_options(api_key=key)) for _, key in served])
 
     asyncio.run(all_of())
 
 
 def ask_plainly(pipe: Connection, served: Sequence[tuple[str, str]]) -> None:
     """A process of conversations over bare connections."""
-    asyncio.run(when_told(pipe, [lead_plainly(*one) for one in served]))
+    asyncio.run(begin_together(pipe, [lead_plainly(*one) for one in served]))
 
 
-async def when_told(pipe: Connection, conversations: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Have them begin once the pipe says so, and send their CPU seconds into it."""
+async def begin_together(pipe: Connection, conversations: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Begin all once the pipe says so, and send their CPU seconds into it."""
     said(PROMPT)
     pipe.send("ready")
     await asyncio.to_thread(pipe.recv)
     used = time.process_time()
     await asyncio.gather(*conversations)
     pipe.send(time.process_time() - used)
+
+
+def body_bytes(head: bytes) -> int:
+    """The length of the body behind an HTTP head."""
+    return int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
 
 
 async def lead_plainly(base_url: str, key: str) -> None:
@@ -142,8 +149,8 @@ async def lead_plainly(base_url: str, key: str) -> None:
     for _ in range(TURNS):
         body = json.dumps({"model": "policy", "messages": messages}).encode()
         writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-        answered = (await reader.readuntil(b"\r\n\r\n")).lower()
-        answer = await reader.readexactly(int(answered.partition(b"content-length:")[2].split(b"\r\n")[0]))
+        async with asyncio.timeout(LIMIT):
+            answer = await reader.readexactly(body_bytes(await reader.readuntil(b"\r\n\r\n")))
         messages += [json.loads(answer)["choices"][0]["message"], {"role": "user", "content": "And then?"}]
     writer.close()
 
@@ -185,7 +192,7 @@ class Ready(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._request += data
         head, end, body = self._request.partition(b"\r\n\r\n")
-        if end and len(body) == int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]):
+        if end and len(body) == body_bytes(head):
             assert self._transport is not None
             self._request = b""
             asyncio.get_running_loop().call_later(TOKENS * TOKEN_SECONDS, self._transport.write, self._answer)
@@ -199,7 +206,7 @@ async def ready_answer() -> bytes:
     return head.encode() + body
 
 
-async def led_through(client: Any, served: Sequence[tuple[str, str]]) -> dict[str, float]:
+async def led_through(client: Client, served: Sequence[tuple[str, str]]) -> dict[str, float]:
     """Tokens a second of a client's conversations, and the CPU milliseconds of a turn here and in it."""
     turns = len(served) * TURNS
     pipe, process = started(client, served)
@@ -226,8 +233,9 @@ async def shares(conversations: int) -> dict[str, dict[str, float]]:
     start = time.perf_counter()
     await asyncio.gather(*(directly() for _ in range(conversations)))
     direct = conversations * TURNS * TOKENS / (time.perf_counter() - start)
-    found, endpoint = {}, Endpoint()
-    for name, client in (("plain", ask_plainly), ("openai", ask_at_once)):
+    found, endpoint = dict[str, dict[str, float]](), Endpoint()
+    clients: dict[str, Client] = {"plain": ask_plainly, "openai": ask_at_once}
+    for name, client in clients.items():
         served = [endpoint.open(episode(engine, one)) for one in range(conversations)]
         found[name] = await led_through(client, served)
     await endpoint.stop()
@@ -240,7 +248,7 @@ async def shares(conversations: int) -> dict[str, dict[str, float]]:
     return {name: {**one, "share": one["tokens"] / direct} for name, one in found.items()}
 
 
-def started(target: Any, served: Sequence[tuple[str, str]]) -> tuple[Connection, Any]:
+def started(target: Client, served: Sequence[tuple[str, str]]) -> tuple[Connection, Any]:
     """A process of its own, and the pipe to it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -102,8 +102,8 @@ class Server:
         return self._json(path, await self.text(path))
 
     async def text(self, path: str) -> str:
-        """The answer as text. Raises as ``get`` does. It is asked for twice where the connection breaks: the server may
-        close an idle one just then, while one that died takes no other (RFC 9110, 9.2.2)."""
+        """The answer as text. Raises as ``get`` does. Asks again where the connection breaks: the server may have
+        closed it as idle just then, while one that died refuses the next (RFC 9110, 9.2.2)."""
         try:
             answer = await self._ask("GET", path, None, None, self._limit)
         except Broken:
