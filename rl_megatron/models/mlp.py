@@ -71,8 +71,9 @@ class GatedExperts(ExpertMlp):
         self._packed_is_current = False
 
     def pack(self) -> None:
-        """Make the products faster until `unpack`; no weight may be written meanwhile."""
-        self._packed, self._packed_is_current = PackedExperts(self._w13, self._w2), True
+        """Make the products faster until `unpack`, if the processor can; no weight may be written meanwhile."""
+        if PackedExperts.usable(self._w13):
+            self._packed, self._packed_is_current = PackedExperts(self._w13, self._w2), True
 
     def unpack(self) -> None:
         """Compute with the weights themselves; the copy's memory is kept for the next."""

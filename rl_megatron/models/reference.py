@@ -28,7 +28,6 @@ from rl_megatron.models.attention import (
     score_scale,
 )
 from rl_megatron.models.delta import DeltaLayer, DeltaStates, remember_whole
-from rl_megatron.models.experts import PackedExperts
 from rl_megatron.models.kv_cache import Prefix
 from rl_megatron.models.linear import linear
 from rl_megatron.models.mlp import ClampedExperts, DenseMlp, ExpertMlp, GatedExperts
@@ -98,10 +97,9 @@ class ReferenceModel:
     def packed(self) -> Iterator[None]:
         """Makes experts' products faster inside the block, if the CPU supports it; no weight may be written there."""
         gated = [layer.mlp for layer in self.layers if isinstance(layer.mlp, GatedExperts)]
-        if PackedExperts.usable(self.embedding):
-            # One at a time over those of the last call, so that each is given the memory of the one before.
-            for experts in gated:
-                experts.pack()
+        # One at a time over those of the last call, so that each is given the memory of the one before.
+        for experts in gated:
+            experts.pack()
         try:
             yield
         finally:

@@ -11,6 +11,13 @@ from torch import Tensor
 
 from rl_megatron.learner.model.kernels import fused
 from rl_megatron.learner.packed import Slots
+from rl_megatron.models import linear
+
+
+@pytest.fixture(params=["oneDNN", "torch's own"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each library of products, whichever is the faster one on this processor."""
+    monkeypatch.setattr(linear, "ONEDNN_LEADS", request.param == "oneDNN" and linear.HAS_ONEDNN)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -37,6 +44,7 @@ def plain_rotate(x: Tensor, angle: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+@pytest.mark.usefixtures("products")
 def test_linear() -> None:
     x, weight = random(fused.WEIGHT_GRAD_ROWS + 37, 1, 24), random(40, 24)
     assert_equal_with_gradients(fused.linear, F.linear, [x, weight])
@@ -62,6 +70,7 @@ def test_rotate() -> None:
     )
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize(
     "counts", [[200, 0, 37, 64], [0, 0, 0, 5], [1, 130, 2, 300]], ids=["an empty expert", "one expert", "uneven"]
 )

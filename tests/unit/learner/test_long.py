@@ -10,6 +10,7 @@ from torch import Tensor
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from rl_megatron.learner.model.kernels import long
 from rl_megatron.learner.model.kernels.long import causal_attention, is_long
+from rl_megatron.models import linear
 
 SCALE = 0.3
 
@@ -41,12 +42,14 @@ def test_it_is_torchs_in_blocks_of_queries(
     assert all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
 
 
-def test_it_is_for_long_sequences_in_float32() -> None:
+def test_it_is_for_long_sequences_in_float32_where_onednn_leads(monkeypatch: pytest.MonkeyPatch) -> None:
     queries = torch.zeros(1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        assert is_long(queries, long.LEAST) is torch.backends.mkldnn.is_available()
+        for leads in (False, True):
+            monkeypatch.setattr(linear, "ONEDNN_LEADS", leads)
+            assert is_long(queries, long.LEAST) is leads
         assert not is_long(queries, long.LEAST - 1)
         assert not is_long(queries.bfloat16(), long.LEAST)
     finally:

@@ -1,7 +1,7 @@
 """Hand-written gradients of the decoder's layers, which pass over memory less often than autograd does.
 
-Float32 matrix products on CPU go through oneDNN: torch would use MKL, which stays at AVX2 on AMD processors and
-reaches half the speed. oneDNN compiles a kernel per shape, so ragged row counts are rounded up to a few sizes.
+Float32 matrix products on a CPU go through oneDNN where that is faster than torch's own (`through_onednn`). oneDNN
+compiles a kernel per shape, so ragged row counts are rounded up to a few sizes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_megatron.learner.packed import Slots
+from rl_megatron.models.linear import through_onednn
 
 WEIGHT_GRAD_ROWS = 1024  # oneDNN first copies transposed rows: so many fit the cache
 ROW_BLOCK = 64  # an expert's rows are rounded up to it, so that later steps reuse the compiled kernels
@@ -25,11 +26,6 @@ def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
         return out
     return a @ b.t()
-
-
-def through_onednn(x: Tensor) -> bool:
-    """Whether products of ``x`` go through oneDNN."""
-    return x.is_cpu and x.dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
