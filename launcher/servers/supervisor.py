@@ -174,7 +174,7 @@ class Supervisor:
             if isinstance(error, standing.fatal):
                 return str(error)
             server = replica.server
-            status = await server.status("/health", seconds=self._period)
+            status = await server.health(seconds=self._period)
             if not (status or server.writing or await _Meter(self.engine.adapter, server).moves(self._period)):
                 await asyncio.sleep(_GRACE_SECONDS)  # if it ended, its exit status and log say more
                 return f"{error}; and it did not answer a health check within {self._period:g} s"
@@ -187,7 +187,7 @@ class Supervisor:
         while missed < _CHECKS:
             began = loop.time()
             status, moves = await asyncio.gather(
-                replica.server.status("/health", seconds=self._period), meter.moves(self._period)
+                replica.server.health(seconds=self._period), meter.moves(self._period)
             )
             paused = self.engine.weights.updating or replica.health is not Health.HEALTHY
             well = replica.server.writing or (status is not None and (status < 300 or paused))

@@ -290,6 +290,36 @@ def test_memory_is_released_when_a_cancelled_request_has_ended(server: ServedBen
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
 
 
+def test_memory_is_released_between_two_questions_for_health(server: ServedBench, models: tuple[Path, Path]) -> None:
+    """SGLang samples a token to answer one, and ends if it is asked to release memory meanwhile."""
+    server.push(models[0], 1)
+    (replica,) = server.engine.servers
+
+    async def release() -> list[int | None]:
+        found, over = list[int | None](), asyncio.Event()
+
+        async def ask() -> None:
+            while not over.is_set():
+                found.append(await replica.health(seconds=60))
+                await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(3):
+                group.create_task(ask())
+            while len(found) < 3:
+                await asyncio.sleep(0)
+            await server.engine.weights.release()
+            over.set()
+        return found
+
+    for version, model in enumerate(models, start=2):
+        assert set(server.run(release())) == {200}
+        assert replica.released
+        server.push(model, version)
+        assert not replica.released
+    assert server.engine.servers == [replica]  # no other has taken its place
+
+
 def test_no_cached_prefix_outlives_its_weights(server: ServedBench, models: tuple[Path, Path]) -> None:
     """Of prompts and completions longer than two blocks of any cache, sampled by each version in turn."""
     asked = request([(11 * j) % 256 for j in range(300)], n=2)

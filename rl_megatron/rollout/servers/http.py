@@ -61,6 +61,7 @@ class Server:
         self.draft_tokens = 0  # that a draft layer proposes at each of its steps
         self.salt: str | None = None  # names the weights in each request, where prefixes of others stay in the cache
         self.reclaimed = False  # whether that of weights is allocated again, and the cache's is not yet
+        self.checked = asyncio.Lock()  # held while its health is asked for, and while its memory is released
         self._client = httpx2.AsyncClient(
             base_url=self.url,
             headers=authorization(token) if token else {},
@@ -145,6 +146,15 @@ class Server:
                 return int((await self._client.get(path)).status_code)
         except (TimeoutError, httpx2.TransportError):
             return None
+
+    async def health(self, *, seconds: float) -> int | None:
+        """The status of /health; 200 while memory is released, when nobody asks.
+
+        SGLang samples a token for the answer. Its scheduler ends if it has one to sample where memory is to be
+        released, and has no weights to sample one with afterwards.
+        """
+        async with self.checked:
+            return 200 if self.released else await self.status("/health", seconds=seconds)
 
     async def open_to_strangers(self) -> bool:
         """Whether it answers requests without a token. Raises AttemptFailed."""

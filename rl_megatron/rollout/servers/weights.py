@@ -234,9 +234,10 @@ class ReplicaWeights:
             await self._replicas.all_at_rest()
 
         async def one(replica: Replica) -> None:
-            if not replica.server.released:
-                await self._adapter.release(replica.server)
-                replica.server.released = True
+            async with replica.server.checked:
+                if not replica.server.released:
+                    await self._adapter.release(replica.server)
+                    replica.server.released = True
 
         present = {replica: replica.server for replica in self._replicas.present()}
         async with self._releasing:

@@ -269,11 +269,11 @@ class SGLangAdapter(Adapter):
 
     @override
     async def begin_profile(self, server: Server) -> None:
-        await server.text("/start_profile")  # its answers are texts
+        await server.told("/start_profile", None)  # its answers are texts
 
     @override
     async def end_profile(self, server: Server) -> None:
-        await server.text("/stop_profile")
+        await server.told("/stop_profile", None)
 
     @override
     async def load(
