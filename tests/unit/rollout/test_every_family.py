@@ -85,10 +85,11 @@ def test_what_it_samples_has_the_log_probs_and_routes_of_transformers(served: tu
 
 def test_logits_of_whole_texts_are_those_of_transformers(served: tuple[str, Any, LocalEngine]) -> None:
     _, theirs, engine = served
-    length = 80 if engine.model.shape.delta else 40  # two of a delta net's chunks; from 140 on rounding is 1e-3
+    # Two of a delta net's chunks, whose rounding is 1.2e-4 on a Xeon; from 140 tokens on it is 1e-3.
+    length, gap = (80, 5e-4) if engine.model.shape.delta else (40, 1e-4)
     ids = torch.randint(0, VOCABULARY, (3, length), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        torch.testing.assert_close(engine.model.logits(ids), theirs(ids).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(engine.model.logits(ids), theirs(ids).logits, rtol=1e-4, atol=gap)
 
 
 def test_every_family_is_served() -> None:
