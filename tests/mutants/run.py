@@ -157,6 +157,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
     parser.add_argument("--sample", type=int, default=400, help="mutants to draw")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
+    parser.add_argument("--after", type=int, default=0, help="leave out the first ones, which an ended command tried")
     parser.add_argument("--jobs", type=int, default=2, help="mutants tried at once")
     options = parser.parse_args()
     for name in PRELOADED:
@@ -166,7 +167,7 @@ def main() -> int:
     folders = ("rl_megatron/training/credit", "rl_megatron/algorithms")
     paths += sorted(str(p.relative_to(REPO)) for folder in folders for p in (REPO / folder).glob("*.py"))
     equivalents = named_equivalents()
-    mutants = list(itertools.islice(drawn(REPO, paths, options.seed), options.sample))
+    mutants = list(itertools.islice(drawn(REPO, paths, options.seed), options.after, options.sample))
     with tempfile.TemporaryDirectory() as folder:
         trees = [copy_tree(Path(folder).resolve() / str(n)) for n in range(options.jobs)]
         limit = 2 * max(seconds_without_a_mutant(tree) for tree in trees)  # more is an endless loop
