@@ -186,9 +186,7 @@ class Supervisor:
         loop, missed, meter = asyncio.get_running_loop(), 0, _Meter(self.engine.adapter, replica.server)
         while missed < _CHECKS:
             began = loop.time()
-            status, moves = await asyncio.gather(
-                replica.server.health(seconds=self._period), meter.moves(self._period)
-            )
+            status, moves = await asyncio.gather(replica.server.health(seconds=self._period), meter.moves(self._period))
             paused = self.engine.weights.updating or replica.health is not Health.HEALTHY
             well = replica.server.writing or (status is not None and (status < 300 or paused))
             if well and moves is None and not (paused or replica.server.writing):

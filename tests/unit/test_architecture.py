@@ -264,7 +264,7 @@ def test_no_room_holds_more_than_fourteen_modules_but_a_shelf_of_like_files() ->
 
 
 def test_every_benchmark_takes_json_and_says_the_machine() -> None:
-    children = {"mbridge_convert.py", "trl_gspo.py", "trl_written.py"}  # which other benchmarks start
+    children = {"mbridge_convert.py", "trl_gkd.py", "trl_gspo.py", "trl_written.py"}  # which other benchmarks start
     for path in sorted((REPO / "bench").glob("*.py")):
         text = path.read_text()
         if "__main__" in text and path.name not in children:
