@@ -52,6 +52,7 @@ def digest(config: VllmConfig, model_config: ModelConfig, second: str) -> str:
 def main(pairs: list[tuple[str, str]]) -> None:
     """Load each second folder into the model of the first one."""
     torch.use_deterministic_algorithms(True)  # fills memory that nothing has written with NaN
+    torch.cpu._is_amx_tile_supported = lambda: False  # with AMX, vLLM's latent attention is dense and bfloat16 alone
     CpuPlatform.get_attn_backend_cls = classmethod(_dense)  # type: ignore[assignment]
     registry._run_in_subprocess = lambda inspect: inspect()  # a process for each class would import vLLM again
     for number, (first, second) in enumerate(pairs):
