@@ -113,7 +113,10 @@ def our_rates(task: Task, teacher: Path, layout: Sequence[str], work: Path) -> l
         "defaults": [{"algorithm": "gkd"}],
         "run": {"dir": str(work), "name": "run"},
         "model": {"path": str(task.model)},
-        "algorithm": {"kl": {"reference": str(teacher), "beta": BETA, "top_k": VOCABULARY}},
+        "algorithm": {
+            "kl": {"reference": str(teacher), "beta": BETA, "top_k": VOCABULARY},
+            "old_logprobs": "rollout",  # no pass for them: advantages are 0, and the divergence has no ratio
+        },
         "data": {
             "type": "files",
             "train": str(task.prompts),
