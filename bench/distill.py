@@ -25,13 +25,15 @@ from bench.end_to_end import (
     LAYOUTS,
     LEARNING_RATE,
     NEW_TOKENS,
-    PROMPT_TOKENS,
     ROOT,
     SIZES,
     VOCABULARY,
     WARM_UP_STEPS,
     Task,
     make_task,
+    our_config,
+    our_rows,
+    our_seconds,
     run,
     trl_environment,
 )
@@ -101,47 +103,24 @@ def trl_rates(task: Task, teacher: Path, micro_batch: int, python: Path, work: P
         "out": str(work / "steps.json"),
     }
     (work / "spec.json").write_text(json.dumps(spec))
-    run([str(python), str(ROOT / "bench" / "trl_gkd.py"), str(work / "spec.json")])
+    run([str(python), "-m", "bench.trl_gkd", str(work / "spec.json")])
     return [row["tokens"] / row["seconds"] for row in json.loads((work / "steps.json").read_text())]
 
 
 def our_rates(task: Task, teacher: Path, layout: Sequence[str], work: Path) -> list[float]:
     """Our sampled tokens per second, step by step."""
-    held_out = work / "held_out.jsonl"  # measured before the first step and after the last, in no step's time
-    held_out.write_text(task.prompts.read_text().partition("\n")[0])
     config = {
+        **our_config(task, work),
         "defaults": [{"algorithm": "gkd"}],
-        "run": {"dir": str(work), "name": "run"},
-        "model": {"path": str(task.model)},
         "algorithm": {
             "kl": {"reference": str(teacher), "beta": BETA, "top_k": VOCABULARY},
             "old_logprobs": "rollout",  # no pass for them: advantages are 0, and the divergence has no ratio
         },
-        "data": {
-            "type": "files",
-            "train": str(task.prompts),
-            "eval": str(held_out),
-            "on_leak": "keep",
-            "prompt_field": "prompt",
-            "answer_field": "answer",
-        },
         "reward": {"parts": {"exact_match": 0}},
-        "rollout": {
-            "prompts_per_step": task.prompts_per_step,
-            "group_size": GROUP,
-            "max_prompt_tokens": PROMPT_TOKENS,
-            "max_new_tokens": NEW_TOKENS,
-            "ignore_eos": task.equal,
-        },
         "train": {"steps": task.steps, "minibatches": 1, "learning_rate": LEARNING_RATE},
-        "eval": {"every": 0},
-        "checkpoint": {"every": 0},
-        "log": {"progress": "plain", "tensorboard": False, "samples_per_step": 0},
     }
-    (work / "run.yaml").write_text(json.dumps(config))  # JSON is YAML
-    run([sys.executable, "-m", "launcher", "train", "--config", str(work / "run.yaml"), *layout])
-    rows = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [row["tokens/rollout"] / (row["seconds/step"] - row.get("seconds/eval", 0.0)) for row in rows if row["step"]]
+    rows, _ = our_rows(config, layout, work)
+    return [row["tokens/rollout"] / our_seconds(row) for row in rows]
 
 
 def show(workload: str, rows: Sequence[dict[str, str | float]]) -> None:

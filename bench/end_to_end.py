@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -225,10 +226,29 @@ def run_trl(task: Task, python: Path, work: Path) -> tuple[list[Step], float]:
 
 def run_ours(task: Task, layout: Sequence[str], work: Path) -> tuple[list[Step], float]:
     """Our main job's steps, and the share of the machine that other processes took."""
+    config = {
+        **our_config(task, work),
+        "defaults": [{"algorithm": "gspo"}],
+        "reward": {"function": "bench.end_to_end:reward"},
+        "train": {"steps": task.steps, "minibatches": MINIBATCHES, "learning_rate": LEARNING_RATE},
+    }
+    rows, busy = our_rows(config, layout, work)
+    names = ("rollout", "logprobs", "train", "weights")
+    return [
+        Step(
+            tokens=row["tokens/rollout"],
+            seconds=our_seconds(row),
+            phases={name: row[f"seconds/{name}"] for name in names},
+        )
+        for row in rows
+    ], busy
+
+
+def our_config(task: Task, work: Path) -> dict[str, Any]:
+    """What our runs in ``work`` have in common, whatever they optimise."""
     held_out = work / "held_out.jsonl"  # looked at before the first step and after the last, in no step's time
     held_out.write_text(task.prompts.read_text().partition("\n")[0])
-    config = {
-        "defaults": [{"algorithm": "gspo"}],
+    return {
         "run": {"dir": str(work), "name": "run"},
         "model": {"path": str(task.model)},
         "data": {
@@ -238,7 +258,6 @@ def run_ours(task: Task, layout: Sequence[str], work: Path) -> tuple[list[Step],
             "on_leak": "keep",
             "prompt_field": "prompt",
         },
-        "reward": {"function": "bench.end_to_end:reward"},
         "rollout": {
             "prompts_per_step": task.prompts_per_step,
             "group_size": GROUP,
@@ -246,25 +265,25 @@ def run_ours(task: Task, layout: Sequence[str], work: Path) -> tuple[list[Step],
             "max_new_tokens": NEW_TOKENS,
             "ignore_eos": task.equal,
         },
-        "train": {"steps": task.steps, "minibatches": MINIBATCHES, "learning_rate": LEARNING_RATE},
         "eval": {"every": 0},
         "checkpoint": {"every": 0},
         "log": {"progress": "plain", "tensorboard": False, "samples_per_step": 0},
     }
+
+
+def our_rows(config: Mapping[str, Any], layout: Sequence[str], work: Path) -> tuple[list[dict[str, Any]], float]:
+    """The metrics of each step of a run in ``work``, and the share of the machine that other processes took."""
     path = work / "run.yaml"
     path.write_text(json.dumps(config))  # JSON is YAML
     busy = run([sys.executable, "-m", "launcher", "train", "--config", str(path), *layout])
     rows = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
-    names = ("rollout", "logprobs", "train", "weights")
-    return [
-        Step(
-            tokens=row["tokens/rollout"],
-            seconds=row["seconds/step"] - row.get("seconds/eval", 0.0),
-            phases={name: row[f"seconds/{name}"] for name in names},
-        )
-        for row in rows
-        if row["step"]
-    ], busy
+    return [row for row in rows if row["step"]], busy
+
+
+def our_seconds(row: Mapping[str, Any]) -> float:
+    """Seconds of a step without its evaluation."""
+    seconds: float = row["seconds/step"] - row.get("seconds/eval", 0.0)
+    return seconds
 
 
 def run(command: Sequence[str]) -> float:

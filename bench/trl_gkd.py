@@ -1,6 +1,6 @@
 """The baseline of bench.distill: TRL's GKDTrainer, wholly on-policy. Runs in TRL's own environment, not in ours.
 
-    python bench/trl_gkd.py SPEC.json     (bench.distill writes it)
+    python -m bench.trl_gkd SPEC.json     (bench.distill writes it)
 
 Set for speed on CPUs as `trl_gspo`: float32, no gradient checkpointing, no router loss, experts by grouped_mm,
 attention by sdpa, AdamW fused, nothing logged or saved. Prompts have one length, so that nothing is padded but what is
@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from bench.trl_gspo import PLAIN
 
 
 def run(spec: dict[str, Any]) -> list[dict[str, float]]:
@@ -92,20 +94,8 @@ def config(spec: dict[str, Any]) -> dict[str, Any]:
         "temperature": 1.0,
         "lmbda": 1.0,
         "beta": spec["beta"],
-        "router_aux_loss_coef": 0.0,
         "learning_rate": spec["learning_rate"],
-        "lr_scheduler_type": "constant",
-        "weight_decay": 0.0,
-        "optim": "adamw_torch_fused",
-        "bf16": False,
-        "use_cpu": True,
-        "gradient_checkpointing": False,
-        "dataloader_pin_memory": False,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "seed": 0,
+        **PLAIN,
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NEAR = 1e-4  # of logits of some tenths; in 4,500 sequences SGLang once chose the other expert, at a gap of 5e-7
+NEAR = 1e-4  # of logits of some tenths; in 1,500 completions SGLang once chose the other expert, at a gap of 5e-7
 CLOSE = 2e-5  # nats: where both choose the same experts, log-probs of an engine and of transformers differ by 1e-6
 GAIN = 0.95  # the other side of a tie is the engine's if the sum of all distances falls below this part of itself
 

@@ -160,6 +160,8 @@ def main() -> int:
     parser.add_argument("--after", type=int, default=0, help="leave out the first ones, which an ended command tried")
     parser.add_argument("--jobs", type=int, default=2, help="mutants tried at once")
     options = parser.parse_args()
+    if not 0 <= options.after < options.sample:
+        parser.error(f"--after {options.after}: --sample {options.sample} leaves none; give 0 to {options.sample - 1}")
     for name in PRELOADED:
         importlib.import_module(name)
     paths = [f"rl_megatron/training/{n}.py" for n in ("update", "measures", "schedule", "selection")]

@@ -148,10 +148,10 @@ class Server:
             return None
 
     async def health(self, *, seconds: float) -> int | None:
-        """The status of /health; 200 while memory is released, when nobody asks.
+        """The status of /health, as `status` says; 200 without asking while memory is released.
 
         SGLang samples a token for the answer. Its scheduler ends if it has one to sample where memory is to be
-        released, and has no weights to sample one with afterwards.
+        released, and has no weights to sample one with afterwards. So this first waits for a release under way.
         """
         async with self.checked:
             return 200 if self.released else await self.status("/health", seconds=seconds)
