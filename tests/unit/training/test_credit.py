@@ -321,7 +321,13 @@ def test_explained_variance() -> None:
     assert explained_variance(exact) == 1.0
     assert explained_variance(mean) == 0.0
     half = replace(samples, old_values=torch.tensor([0.0, 1, 2, 3, 0, 4, 1]))
-    assert explained_variance(half) == pytest.approx(1 - statistics.pvariance([0, 0, 0, 0, 4]) / 2.0)
+    share = 1 - statistics.pvariance([0, 0, 0, 0, 4]) / 2.0
+    assert explained_variance(half) == pytest.approx(share)
+    assert half.returns is not None
+    assert half.old_values is not None
+    small = replace(half, returns=half.returns / 10, old_values=half.old_values / 10)  # as of rewards from 0 to 1
+    assert explained_variance(small) == pytest.approx(share)
+    assert explained_variance(replace(small, returns=torch.full((7,), 0.1))) == 0.0
 
 
 def test_unknown_combinations_are_refused_with_their_reasons() -> None:
