@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 
 from rl_megatron.columns import ColumnReader, ColumnWriter
 from rl_megatron.data.problems.mixture import MixtureState
@@ -44,6 +44,8 @@ _FIRST_LOOK = 0.1  # seconds until ranks are asked again whether they have writt
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
     """The controller's state between steps. Random numbers are functions of (seed, step), so it has no generator."""
+
+    __pydantic_config__: ClassVar = ConfigDict(ser_json_inf_nan="strings")  # in groups that wait, of rewards that failed
 
     step: int  # finished RL steps; 0 is right after the warm start
     prompts: dict[str, int] | MixtureState  # PromptStream.state()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,11 @@ from pydantic import TypeAdapter
 
 from rl_megatron.digests import digest_of
 from rl_megatron.errors import CheckpointError
+from rl_megatron.rollout.batch import Answered
 from rl_megatron.rollout.stream import StreamState
 from rl_megatron.training import checkpoints
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
+from rl_megatron.types import Scored
 from tests.savings import Shards
 from tests.unit.rollout.test_work_under_way import killed
 
@@ -29,7 +33,11 @@ def stream() -> StreamState:
 
 @pytest.fixture
 def folder(tmp_path: Path, stream: StreamState) -> Path:
-    store = CheckpointStore(tmp_path, keep=2, config={})
+    return saved(tmp_path, stream)
+
+
+def saved(path: Path, stream: StreamState) -> Path:
+    store = CheckpointStore(path, keep=2, config={})
     state = TrainerState(step=3, prompts={"epoch": 0, "next": 8}, stream=stream)
 
     async def save() -> Path:
@@ -63,6 +71,22 @@ def test_a_checkpoint_with_base64_in_trainer_json_is_still_read(folder: Path, st
     found = checkpoints.read(folder).state.stream
     assert found is not None
     assert AS_JSON.dump_json(found) == AS_JSON.dump_json(stream)
+
+
+def test_groups_that_wait_without_a_finite_reward_are_read_as_they_were_saved(
+    tmp_path: Path, stream: StreamState
+) -> None:
+    """JSON has no word for such numbers; a null could not be read, in none of the run's checkpoints."""
+    failed = Scored(total=math.nan, error="no answer within 30 s", late=True)
+    endless = Scored(total=math.inf, parts={"a": -math.inf, "b": math.nan}, steps=((3, math.nan),), error="not finite")
+    answered = Answered(group=None, reason="reward_error", scored=(failed, endless))
+    state = replace(stream, places=(replace(stream.places[0], answered=answered), *stream.places[1:]))
+    found = checkpoints.read(saved(tmp_path, state)).state.stream
+    assert found is not None
+    read = found.places[0].answered
+    assert read is not None
+    assert read.reason == "reward_error"
+    assert repr(read.scored) == repr(answered.scored)  # NaN is not equal to NaN
 
 
 def put(folder: Path, name: str, data: bytes, without: tuple[str, ...] = ()) -> None:
