@@ -286,15 +286,21 @@ def test_a_critic_begins_with_the_scores_of_a_reward_model(
 
 
 def test_a_pair_loss_of_ones_own_is_trained_on(place: Place, model: Path) -> None:
-    """IPO before the first step, where policy and reference are one: (1/(2 beta))^2, held out and in training."""
+    """IPO before the first step, where policy and reference are one: (1/(2 beta))^2, held out and in training. The run
+    goes on where it was killed before it had a checkpoint, but had kept the model that it starts from."""
     ipo = "def ipo(better, worse, beta):\n    return (better - worse - 1 / (2 * beta)) ** 2\n"
     (place.folder / "my_ipo.py").write_text(ipo)
-    run = place.fork_alone("ipo", *keys(model, "dpo", "dpo.loss=my_ipo:ipo", "dpo.beta=0.25", "train.steps=1"))
+    arguments = keys(model, "dpo", "dpo.loss=my_ipo:ipo", "dpo.beta=0.25", "train.steps=1")
+    run = place.fork_alone("ipo", *arguments)
     run.finish()
     rows = run.rows()
     assert rows[0]["eval/loss"] == pytest.approx(4.0, rel=1e-4)
     assert rows[-1]["loss"] == pytest.approx(4.0, rel=1e-4)
     assert rows[-1]["eval/loss"] < 3.999
+    shutil.rmtree(run.folder / "checkpoints")
+    again = place.fork_alone("ipo", *arguments, resume=True)
+    again.finish()
+    assert [deterministic(row) for row in again.rows()] == [deterministic(row) for row in rows]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from rl_megatron.algorithms.segments import segment_sum, sequence_ids
 from rl_megatron.data.packing import Packer, unpack
 from rl_megatron.data.pairs import with_margins
 from rl_megatron.data.samples import WrittenRow, written_samples
+from rl_megatron.durable import remove_folder
 from rl_megatron.interfaces import Roles, Scorer
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.jobs.written import JobObjective
@@ -46,6 +47,7 @@ class Preferences(JobObjective):
     @override
     async def begin(self, *, fresh: bool) -> None:
         if fresh and self.reference is None:
+            remove_folder(self.start_folder)  # left by a run that was killed before its first checkpoint
             await self.roles.weights.push(0)
             await self.roles.weights.export(self.start_folder)
         await self.roles.frozen["reference"].start_from(self.reference or self.start_folder)
