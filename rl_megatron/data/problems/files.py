@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -23,6 +24,7 @@ from rl_megatron.data.problems.records import (
 from rl_megatron.errors import DataError
 
 _ROWS_AT_ONCE = 4096
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def local_files(data: FileKeys, key: str) -> FileKeys:
@@ -104,7 +106,19 @@ def _parse_line(line: bytes) -> Mapping[str, object] | str:
         return f"not JSON: {error}"
     if not isinstance(value, dict):
         return f"it must be a JSON object, not {type(value).__name__}"
+    if _SURROGATE.search(line) and (name := _broken_text(value)) is not None:
+        return f"field {name!r} holds a lone surrogate, which is not valid text"
     return value
+
+
+def _broken_text(row: Mapping[str, object]) -> str | None:
+    """The field whose name or value has half of a surrogate pair: no checkpoint could hold a prompt with it."""
+    for name, value in row.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return name
+    return None
 
 
 def _finite(text: str) -> float | None:

@@ -44,10 +44,6 @@ def record_of(row: Mapping[str, object], fields: tuple[str, ...]) -> Record | st
             value = json.dumps(value, ensure_ascii=False)
         if not value.strip():
             return f"field {name!r} is empty"
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return f"field {name!r} holds a lone surrogate, which is not valid text"
         texts.append(value)
     return Record(tuple(texts), others)
 

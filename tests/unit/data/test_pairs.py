@@ -193,7 +193,8 @@ def test_pairs_of_equals_are_refused_with_all_their_rows(tmp_path: Path) -> None
         (LETTERS | {"bad": {"a": 1}}, "field 'bad' is .*; an answer is a text. If it is a conversation"),
         (TALK | {"good": "[oops"}, "field 'good' is text that begins a list, and not JSON"),
         (TALK | {"good": "[" * 100_000}, "field 'good' is text that begins a list, and not JSON"),
-        (json.dumps(TALK | {"good": said("u:1|a:?")}).replace("?", "\\ud800"), "its messages hold a lone surrogate"),
+        (json.dumps(TALK | {"good": said("u:1|a:?")}).replace("?", "\\ud800"), "field 'good' holds a lone surrogate"),
+        (TALK | {"good": json.dumps(said("u:1|a:?")).replace("?", "\\ud800")}, "its messages hold a lone surrogate"),
     ],
 )
 def test_rows_that_are_no_pair_of_texts_are_refused_by_file_and_line(

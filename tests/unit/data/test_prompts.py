@@ -128,7 +128,9 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
         b'{"question": "x", "answer": " "}',
         b'{"question": "\\ud800", "answer": "1"}',
         b"[" * 100_000,
-        good,
+        b'{"question": "\\ud83d\\ude00", "answer": "1", "from": {"title": "\\u00e4 \\uD83D"}}',
+        b'{"question": "\\ud83d\\ude00", "answer": "1", "a\\udc00": 1}',
+        good.replace(b"}", b', "from": "\\ud83d\\ude00"}'),
     ]
     path.write_bytes(b"\n".join(lines))
     with pytest.raises(DataError) as caught:
@@ -141,8 +143,10 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
         6: "did you mean 'questoin'",
         7: "'question' is 72 (int)",
         8: "'answer' is empty",
-        9: "surrogate",
+        9: "field 'question' holds a lone surrogate",
         10: "not JSON",
+        11: "field 'from' holds a lone surrogate",
+        12: "field 'a\\udc00' holds a lone surrogate",
     }
     reported = str(caught.value).split("\n")
     assert len(reported) == len(wanted)
