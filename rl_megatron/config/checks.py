@@ -210,6 +210,8 @@ def _group_problems(c: RunConfig) -> list[str]:
         "algorithm.credit=gae": a.credit == "gae",
         f"algorithm.advantage_mean={a.advantage_mean}": a.advantage_mean in {"greedy", "batch", "moving", "tracked"},
         f"algorithm.kl.placement={a.kl.placement}": a.kl.coefficient > 0 and a.kl.placement != "loss",
+        f"algorithm.kl.estimator={a.kl.estimator}": a.needs_top,
+        f"algorithm.nll_coefficient={a.nll_coefficient:g}": a.nll_coefficient > 0,
     }
     if r.dynamic_sampling != "off" and any(teachers.values()):
         out.append(

@@ -43,6 +43,8 @@ def problem(*keys: str) -> str | None:
         (["algorithm=ppo", REFILL], "from which algorithm.credit=gae learns"),
         (["algorithm=remax", REFILL], "from which algorithm.advantage_mean=greedy learns"),
         (["algorithm=reinforce", "rollout.dynamic_sampling=drop"], "from which algorithm.advantage_mean=batch learns"),
+        (["algorithm=gkd", "algorithm.kl.reference=.", REFILL], "from which algorithm.kl.estimator=top_k learns"),
+        (["algorithm=grpo", "algorithm.nll_coefficient=0.1", REFILL], "which algorithm.nll_coefficient=0.1 learns"),
         (
             ["algorithm=grpo", REFILL, "algorithm.kl.coefficient=0.1", "algorithm.kl.placement=completion_reward"],
             "from which algorithm.kl.placement=completion_reward learns",

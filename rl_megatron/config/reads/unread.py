@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rl_megatron.config.reads.algorithm import unread_of_algorithm
 from rl_megatron.config.reads.leaves import does_nothing, is_in, set_leaves
 from rl_megatron.config.sections.data import ArithmeticData, FileKeys, MixtureData, data_sources
+from rl_megatron.config.sections.eval import RunData
 from rl_megatron.config.sections.reward import RANKS, reward_key
 from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.config.sections.weights import TRANSPORT_KINDS
@@ -76,8 +77,10 @@ def _of_rollout(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _of_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
     sources = config.data.sources.values() if isinstance(config.data, MixtureData) else ()
-    if sources and all(one.reward or one.environment for one in sources):
-        yield "reward", "every source of data.sources has a reward or an environment of its own"
+    sets = [one for one in config.eval.sets.values() if not isinstance(one.data, RunData)]
+    if sources and all(one.reward or one.environment for one in (*sources, *sets)):
+        judged = "data.sources and every set of eval.sets with data of its own" if sets else "data.sources"
+        yield "reward", f"every source of {judged} has a reward or an environment of its own"
     for above, its in _rewards(config):
         if not its.http.retries:
             yield f"{above}.http.backoff_seconds", f"with {above}.http.retries=0 there is no retry to wait for"

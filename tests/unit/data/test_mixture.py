@@ -179,6 +179,13 @@ def test_a_mixture_is_saved_checked_rehearsed_and_its_weights_may_change(yaml: P
             ["data.sources.sums.reward.function=length", "reward.timeout_seconds=5"],
             "reward.timeout_seconds=5.0 does nothing: every source of data.sources has a reward or an environment of",
         ),
+        (
+            [
+                *("data.sources.sums.reward.function=length", "reward.timeout_seconds=5"),
+                *("eval.sets.own.data.type=arithmetic", "eval.sets.own.reward.function=length"),
+            ],
+            "every source of data.sources and every set of eval.sets with data of its own has a reward",
+        ),
         (["data.sources.sums.environment.spare=1"], "data.sources.sums.environment without a function: name one, or"),
         ([*LED, "warm_start.steps=2"], "data.sources.sums.environment.function=calculator with warm_start.steps=2: a"),
         ([*LED, "data.sources.sums.reward.function=length"], "data.sources.sums.reward with data.sources.sums.env"),
@@ -193,6 +200,17 @@ def test_what_a_mixture_refuses(yaml: Path, overrides: list[str], said: str) -> 
     with pytest.raises(ConfigError) as error:
         loaded(yaml, *overrides)
     assert said in str(error.value)
+
+
+def test_the_runs_reward_judges_a_set_with_its_own_data(yaml: Path) -> None:
+    """Its prompts are of no source, so the sources' rewards are not theirs."""
+    keys = ("data.sources.sums.reward.function=exact_match", "reward.function=final_number")
+    config = loaded(yaml, *keys, "eval.sets.other.data.type=arithmetic")
+    judge = resolve_rewards(config.reward, config.own_rewards)
+    numbers = {"token_ids": np.array([1], np.int32), "logprobs": np.zeros(1, np.float32)}
+    said = Completion(**numbers, finish_reason="stop", spans=(Span(0, 0),))  # type: ignore[arg-type]
+    (scored,) = asyncio.run(judge(Prompt(id="x", text="4+1=", token_ids=(1,), answer="5"), [said], ["It is 5"]))
+    assert scored.total == 1
 
 
 def test_the_mixture_of_the_documents(tmp_path: Path) -> None:
