@@ -45,7 +45,7 @@ _FIRST_LOOK = 0.1  # seconds until ranks are asked again whether they have writt
 class TrainerState:
     """The controller's state between steps. Random numbers are functions of (seed, step), so it has no generator."""
 
-    __pydantic_config__: ClassVar = ConfigDict(ser_json_inf_nan="strings")  # in groups that wait, of rewards that failed
+    __pydantic_config__: ClassVar = ConfigDict(ser_json_inf_nan="strings")  # groups that wait have rewards that failed
 
     step: int  # finished RL steps; 0 is right after the warm start
     prompts: dict[str, int] | MixtureState  # PromptStream.state()
