@@ -194,7 +194,8 @@ class RowsOfPrompts(Pool):
     @override
     def row_of(self, name: str) -> int:
         stem, line = name.removeprefix(f"{self._source}/").rsplit(":", 1)
-        return int(np.searchsorted(self._kept, self._rows.row(stem, int(line))))
+        row = self._kept.dtype.type(self._rows.row(stem, int(line)))  # of another type, numpy would copy all rows
+        return int(np.searchsorted(self._kept, row))
 
     @override
     def name_of(self, row: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,21 @@ def test_a_folder_has_the_rows_of_its_files_by_name(tmp_path: Path) -> None:
     assert [train.row_of(one.id) for one in train] == list(range(30))
     with pytest.raises(DataError, match=r"data.train=.*: the folder has no .parquet file"):
         loaded(tmp_path, held_out)
+
+
+def test_a_prompts_row_is_found_without_a_copy_of_all_rows(tmp_path: Path) -> None:
+    """Each prompt of a step is looked up, on the event loop."""
+    count = 50_000
+    table = pa.table({"question": list(map(str, range(count))), "answer": ["1"] * count})
+    pq.write_table(table, tmp_path / "t.parquet")
+    train = loaded(tmp_path / "t.parquet", written(tmp_path / "e.jsonl", [{"question": "7", "answer": "1"}]))
+    assert train.row_of(train.name_of(3)) == 3
+    tracemalloc.start()
+    try:
+        assert train.row_of(train.name_of(40_000)) == 40_000
+        assert tracemalloc.get_traced_memory()[1] < count  # bytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_it_is_a_source_of_a_mixture(tmp_path: Path) -> None:
