@@ -286,17 +286,18 @@ def test_a_critic_begins_with_the_scores_of_a_reward_model(
 
 
 def test_a_pair_loss_of_ones_own_is_trained_on(place: Place, model: Path) -> None:
-    """IPO before the first step, where policy and reference are one: (1/(2 beta))^2, held out and in training. The run
-    goes on where it was killed before it had a checkpoint, but had kept the model that it starts from."""
+    """IPO before the first step, where policy and reference are one: (1/(2 beta))^2, held out and in training. Its step
+    is profiled. The run goes on where it was killed before its first checkpoint, but had kept the model of the start."""
     ipo = "def ipo(better, worse, beta):\n    return (better - worse - 1 / (2 * beta)) ** 2\n"
     (place.folder / "my_ipo.py").write_text(ipo)
-    arguments = keys(model, "dpo", "dpo.loss=my_ipo:ipo", "dpo.beta=0.25", "train.steps=1")
+    arguments = keys(model, "dpo", "dpo.loss=my_ipo:ipo", "dpo.beta=0.25", "train.steps=1", "profile.steps=1")
     run = place.fork_alone("ipo", *arguments)
     run.finish()
     rows = run.rows()
     assert rows[0]["eval/loss"] == pytest.approx(4.0, rel=1e-4)
     assert rows[-1]["loss"] == pytest.approx(4.0, rel=1e-4)
     assert rows[-1]["eval/loss"] < 3.999
+    assert (run.folder / "profile/step_000001/rank-0.json.gz").is_file()
     shutil.rmtree(run.folder / "checkpoints")
     again = place.fork_alone("ipo", *arguments, resume=True)
     again.finish()
