@@ -132,6 +132,8 @@ class Application:
         if task is None or not again:
             task = asyncio.create_task(_counted(sample(), asked.line.requests), name=f"turn-{next(self._turns)}")
             asked.line.answers[digest] = task
+            asked.line.sampling.add(task)
+            task.add_done_callback(asked.line.sampling.discard)
             asked.line.requests.overridden += self._is_overridden(params, asked.line.served.params)
         else:
             asked.line.requests.retried += 1

@@ -28,15 +28,16 @@ class RequestCounts:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OpenConversation:
-    """One open conversation, and its answers by what was asked."""
+    """One open conversation, its answers by what was asked last, and all turns that are being sampled."""
 
     served: Served
     requests: RequestCounts = field(default_factory=RequestCounts)
     answers: dict[bytes, asyncio.Task[Any]] = field(default_factory=dict)
+    sampling: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def end(self) -> None:
         """Give up what is being sampled."""
-        for task in self.answers.values():
+        for task in self.sampling:
             task.cancel()
 
 

@@ -174,6 +174,23 @@ def test_an_equal_request_while_the_first_is_sampled_waits_for_its_turn(serving:
     assert len(engine.asked) == len(trained(turns)) == 1
 
 
+def test_a_conversation_that_ends_gives_up_all_equal_requests_at_once(serving: Serving) -> None:
+    """As of the best of n: each is a turn of its own, and all but the first wait for the turn before theirs."""
+    engine = Saying("one", "two", "three")
+    turns = serving.turns(engine)
+    served = serving.open(turns)
+    body = json.dumps({"messages": ASK}).encode()
+    engine.go.clear()
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        asking = [threads.submit(post, served, body, x_stainless_retry_count="0") for _ in range(3)]
+        while len(turns._turn._waiters or ()) < 2:
+            concurrent.futures.wait(asking, timeout=0.01)
+        serving.close(served[1])
+        engine.go.set()
+        assert [one.result()[0] for one in asking] == [410] * 3
+    assert len(engine.asked) == 1
+
+
 def test_an_engine_that_fails_is_said_and_not_tried_again(serving: Serving) -> None:
     engine = Saying("fail", "well")
     client = client_of(serving.open(serving.turns(engine)))
