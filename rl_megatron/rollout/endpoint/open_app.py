@@ -134,7 +134,7 @@ class OpenApplication:
                 )
         except Exception as error:  # a template's own, of any kind
             raise RequestRefused(400, f"the model's chat template refuses the messages: {error}") from error
-        most = self.max_length - len(ids) if request.most is None else request.most
+        most = max(0, self.max_length - len(ids)) if request.most is None else request.most
         self._check_lengths([ids], most)
         answers = await self._sample(request, [tuple(ids)], most, name)
         return msgspec.json.encode(chat_body(request, answers, f"chatcmpl-{name}", self.names))

@@ -198,6 +198,15 @@ def test_what_is_not_done_is_refused_with_the_reason(
     assert said in text.replace('\\"', '"')
 
 
+def test_a_chat_that_is_too_long_is_refused_and_spoils_no_other(served: Open) -> None:
+    """Without a limit of its own it would have what the model's length leaves, which is less than nothing."""
+    bodies = [{"messages": [{"role": "user", "content": text}], "temperature": 0} for text in ("1+1=", "1" * 2 * LENGTH)]
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda body: served.post("/v1/chat/completions", body), bodies * 4))
+    assert [status for status, _ in answers] == [200, 400] * 4
+    assert f"and 0 more are over the model's {LENGTH}" in answers[1][1]
+
+
 def test_only_the_key_opens_it_and_busy_servers_say_so(served: Open) -> None:
     assert [served.post(path)[0] for path in ("/health", "/v1/models")] == [200, 200]
     for key in ("", "0123456789abcdee", KEY + "0"):
