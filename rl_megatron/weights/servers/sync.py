@@ -134,7 +134,8 @@ class ServedWeights(WeightSync):
     @override
     async def export(self, folder: Path) -> None:
         """Raises CorruptionError if the mirror file does not hold the learner's weights."""
-        if self._served is not None:
-            await self._delivery.filled(self._served.version)
-            await self._trust.verify_file(self._served.version)
-        await self._learner.export(folder)
+        async with self._lock:  # a server that comes back has the file filled too
+            if self._served is not None:
+                await self._delivery.filled(self._served.version)
+                await self._trust.verify_file(self._served.version)
+            await self._learner.export(folder)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -210,6 +210,34 @@ def test_what_was_served_is_not_exported_with_other_bytes(tmp_path: Path) -> Non
     with pytest.raises(CorruptionError, match=r"its bytes are not the learner's in layers\.1\.up$"):
         asyncio.run(weights.export(tmp_path))
     assert not both.said
+
+
+def test_an_export_waits_for_a_server_that_came_back(tmp_path: Path) -> None:
+    """Both have the learner fill the mirror file, where it sends straight into servers."""
+
+    class Slow(Both):
+        go: asyncio.Event
+
+        async def load(self, *given: Any, **more: Any) -> Mapping[str, Sequence[Report]]:
+            await self.go.wait()
+            return await super().load(*given, **more)
+
+    async def test() -> None:
+        both = Slow(tmp_path)
+        both.go = asyncio.Event()
+        both.go.set()
+        weights = both.weights()
+        await weights.push(1)
+        both.said.clear()
+        both.go.clear()
+        refit = asyncio.create_task(weights.refit("it"))
+        export = asyncio.create_task(weights.export(tmp_path))
+        assert (await asyncio.wait({export}, timeout=0.3))[1] == {export}
+        both.go.set()
+        await asyncio.gather(refit, export)
+        assert both.said == ["load 1it", "commit 1it", "export"]
+
+    asyncio.run(test())
 
 
 def test_kinds_in_layouts_of_their_own_are_left_to_the_probe_and_others_are_not(tmp_path: Path) -> None:
