@@ -19,6 +19,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.services import ServiceAddress, Services
 
 MOST_BYTES = 1 << 22  # of one answer
+_KEEP_ALIVE_SECONDS = 2.0  # uvicorn closes an idle connection after 5: a request must not meet that
 _KEY = "environment.options.url"
 
 
@@ -79,7 +80,10 @@ class JsonServer:
     def __init__(self, address: ServiceAddress) -> None:
         self._url = address.url
         headers = {"Accept-Encoding": "identity", **headers_of(address)}
-        self._client = httpx2.AsyncClient(timeout=None, trust_env=False, verify=_trusted(), headers=headers)
+        kept = httpx2.Limits(keepalive_expiry=_KEEP_ALIVE_SECONDS)
+        self._client = httpx2.AsyncClient(
+            timeout=None, trust_env=False, verify=_trusted(), headers=headers, limits=kept
+        )
 
     async def ask(self, method: str, path: str, body: object = None) -> tuple[int, str]:
         """Status and text of the answer. Raises ServerFailed without one, and for one that is too long."""
