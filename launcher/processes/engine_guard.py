@@ -27,6 +27,7 @@ import psutil
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STOP_SECONDS = 10.0
+_TRACKER_SECONDS = 5.0  # of these
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -50,7 +51,6 @@ def main(host: str, command: list[str]) -> int:
         )
         threading.Thread(target=_end_with_trainer, args=(server,), daemon=True).start()
         status = server.wait()
-        _signal_all(server, signal.SIGKILL)  # its remaining children
         _end_the_rest()
     return status
 
@@ -102,17 +102,21 @@ def _end_with_trainer(server: subprocess.Popen[bytes]) -> None:
     try:
         server.wait(_STOP_SECONDS)
     except subprocess.TimeoutExpired:
-        _signal_all(server, signal.SIGKILL)
+        server.kill()
 
 
 def _end_the_rest() -> None:
-    """Kill what is left of the server, also in sessions of its own, and wait for its end."""
-    end = time.monotonic() + _STOP_SECONDS
+    """Kill what is left of the server, also in sessions of its own, and wait for its end.
+
+    Python's resource trackers end by themselves, after the others, whose shared memory they unlink.
+    """
+    end, tracked = time.monotonic() + _STOP_SECONDS, time.monotonic() + _TRACKER_SECONDS
     while (left := psutil.Process().children(recursive=True)) and time.monotonic() < end:
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(left, timeout=1.0)
+                if time.monotonic() > tracked or not any("resource_tracker" in word for word in process.cmdline()):
+                    process.kill()
+        psutil.wait_procs(left, timeout=0.2)
 
 
 def _signal_all(server: subprocess.Popen[bytes], number: int) -> None:

@@ -36,6 +36,24 @@ raise SystemExit(5)
 """
 
 
+SHARES = """
+import signal, sys, time
+from multiprocessing import get_context
+from multiprocessing.shared_memory import SharedMemory
+if len(sys.argv) > 1:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def child(pipe):
+    memory = SharedMemory(create=True, size=4096)
+    pipe.send(memory.name)
+    time.sleep(1000)
+mine = SharedMemory(create=True, size=4096)
+ours, theirs = get_context('fork').Pipe()
+get_context('fork').Process(target=child, args=(theirs,)).start()
+print(mine.name, ours.recv(), flush=True)
+time.sleep(1000)
+"""
+
+
 def guard(*command: str) -> subprocess.Popen[str]:
     return started(str(engine_guard.__file__), "127.0.0.1", *command)
 
@@ -101,6 +119,22 @@ def test_a_server_and_its_children_end_with_the_trainer() -> None:
     process.stdin.close()
     process.wait(30)
     eventually(lambda: not any(alive(p) for p in family), "the server and its child to end", 10)
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_no_shared_memory_is_left_of_a_server_and_its_children(deaf: bool) -> None:
+    """multiprocessing's tracker unlinks it where they are killed; so it is not killed with them."""
+    process = guard(sys.executable, "-c", SHARES, *["deaf"] * deaf)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    names = process.stdout.readline().split()
+    assert len(names) == 2
+    assert all(Path("/dev/shm", name).exists() for name in names)
+    if deaf:
+        psutil.Process(process.pid).children()[0].kill()
+    process.stdin.close()
+    process.wait(30)
+    assert not any(Path("/dev/shm", name).exists() for name in names)
 
 
 def test_a_server_hears_signals_that_its_guard_was_born_deaf_to() -> None:
