@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import override
 
@@ -75,15 +76,18 @@ class ServedLauncher(Launcher):
         async with contextlib.AsyncExitStack() as stack:
             servers, *_ = pools = self._pools(config, adapter)
             starting = [asyncio.create_task(stack.enter_async_context(one.running(path))) for one in pools]
+            tasks: list[asyncio.Task[Any]] = [*starting]
             try:
                 if config.learner.offload.while_sampling:  # once learners are there, GPUs have no room for a start
                     await (await starting[0]).weights.release()
-                roles = await stack.enter_async_context(self._inner.start(config, tell))
-                engine, *others = [await one for one in starting]
+                inner = asyncio.create_task(stack.enter_async_context(self._inner.start(config, tell)))
+                tasks.append(inner)
+                await asyncio.gather(*tasks)  # raises the first error, whoever still starts
+                roles, (engine, *others) = inner.result(), [one.result() for one in starting]
             except BaseException:
-                for one in starting:
+                for one in tasks:
                     one.cancel()
-                await asyncio.wait(starting)
+                await asyncio.wait(tasks)
                 raise
             trusted = partial(
                 Trust,

@@ -1,4 +1,4 @@
-"""Servers that join and do not come up: real guards and processes end, and their ports and places are free again."""
+"""Servers that do not come up: who hears of it; real guards and processes end, ports and places are free again."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import asyncio
 import contextlib
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from launcher.processes.guards import GuardProcess, Order, start_guard
+from launcher.servers.launcher import ServedLauncher
 from launcher.servers.pool import ServedEngines
 from launcher.servers.site import Site, Sites
 from rl_megatron.config.io import load_config
-from rl_megatron.config.run import TinyModelSection
-from rl_megatron.errors import RLMegatronError
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.errors import EngineError, RLMegatronError
+from rl_megatron.interfaces import Launcher, Roles
+from rl_megatron.models.tiny import make_tiny_model, tiny_shape
 from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.weights.layouts.families import read_shape
@@ -104,3 +108,35 @@ def test_nothing_is_left_of_a_server_that_joins_and_does_not_come_up(
         await engine.close()
 
     asyncio.run(asyncio.wait_for(test(), 300.0))
+
+
+def test_a_server_that_cannot_start_is_named_while_learners_load(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Which takes minutes, and may fail too."""
+    ended: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def running(self: object, path: Path) -> AsyncIterator[SimpleNamespace]:
+        raise EngineError("its log ends with: unrecognized arguments")
+        yield
+
+    class Learners(Launcher):
+        @contextlib.asynccontextmanager
+        async def start(self, config: RunConfig, tell: object = None) -> AsyncIterator[Roles]:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("learners")
+            yield cast("Roles", None)
+
+    monkeypatch.setattr(ServedEngines, "running", running)
+    launcher = ServedLauncher(Learners(), tmp_path, tmp_path, tiny_shape(TinyModelSection()))
+
+    async def start() -> None:
+        async with asyncio.timeout(60.0), launcher.start(load_config("tiny_cpu", ["rollout=vllm"])):
+            pass
+
+    with pytest.raises(EngineError, match="unrecognized arguments"):
+        asyncio.run(start())
+    assert ended == ["learners"]
