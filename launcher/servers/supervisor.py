@@ -228,7 +228,8 @@ class Supervisor:
         """Wait until it cannot be refitted with the served weights."""
         if replica.health is Health.STALE:
             try:
-                await self.refit(replica.server.url)
+                async with self.engine.weights.refitting:
+                    await self.refit(replica.server.url)
             except (AttemptFailed, EngineError, SyncError) as error:
                 return f"{replica.server.url} cannot be refitted: {error}"
         return await _never()

@@ -286,8 +286,8 @@ def test_a_critic_begins_with_the_scores_of_a_reward_model(
 
 
 def test_a_pair_loss_of_ones_own_is_trained_on(place: Place, model: Path) -> None:
-    """IPO before the first step, where policy and reference are one: (1/(2 beta))^2, held out and in training. Its step
-    is profiled. The run goes on where it was killed before its first checkpoint, but had kept the model of the start."""
+    """IPO before the first step, where policy and reference are one: (1/(2 beta))^2, held out and in training. A step
+    is profiled. The run goes on where it was killed before its first checkpoint, when it had kept its first model."""
     ipo = "def ipo(better, worse, beta):\n    return (better - worse - 1 / (2 * beta)) ** 2\n"
     (place.folder / "my_ipo.py").write_text(ipo)
     arguments = keys(model, "dpo", "dpo.loss=my_ipo:ipo", "dpo.beta=0.25", "train.steps=1", "profile.steps=1")

@@ -38,6 +38,7 @@ class ReplicaWeights:
         self.paused_seconds = 0.0
         """The longest that a push paused the sampling of a server; of the last push to all."""
         self._released, self._releasing = False, asyncio.Lock()
+        self.refitting = asyncio.Lock()  # held while a server that came back is refitted: its memory is not released
         self._turn = asyncio.Event()  # set while GPUs are the servers', not the learner's
         self._turn.set()
         self._settled = asyncio.Event()
@@ -239,8 +240,8 @@ class ReplicaWeights:
                     await self._adapter.release(replica.server)
                     replica.server.released = True
 
-        present = {replica: replica.server for replica in self._replicas.present()}
-        async with self._releasing:
+        async with self.refitting, self._releasing:
+            present = {replica: replica.server for replica in self._replicas.present()}
             with contextlib.suppress(ReplicasLost):  # dead servers, which have ended, hold no memory
                 await self.on_each(present, "releasing memory", one)
 

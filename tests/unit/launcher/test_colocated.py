@@ -32,7 +32,7 @@ from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.jobs.rl import Reinforcement
 from rl_megatron.types import Loss, ParallelDims, Samples
-from tests.unit.launcher.test_supervisor import LIMIT, Bed, bed, run
+from tests.unit.launcher.test_supervisor import LIMIT, Bed, bed, run, stuck, until
 from tests.unit.rollout.test_engine_servers import Fake, running
 
 
@@ -304,6 +304,28 @@ def test_the_learner_waits_for_a_server_that_is_starting_on_its_gpus(fakes: list
             it.may_start.set()
             await releasing
             assert [fake.asked.count("/release") for fake in fakes] == [0, 1, 1]
+
+    run(test)
+
+
+@pytest.mark.parametrize("at", ["/pause", "/load"])
+def test_the_learner_waits_for_a_server_that_is_being_refitted(fakes: list[Fake], at: str) -> None:
+    """Else the refit takes the server's memory back while the learner trains."""
+
+    async def test() -> None:
+        async with bed(fakes[:2], fakes[2:], colocated=True, backoff_seconds=0.0) as it:
+            await it.push(4)
+            go = stuck(fakes[2], at)
+            it.places[0].why.set_result("killed")
+            await until(lambda: at in fakes[2].asked)
+            releasing = asyncio.create_task(it.engine.weights.release())
+            await answers(it)
+            assert not releasing.done()
+            assert "/release" not in fakes[2].asked
+            go.set()
+            await releasing
+            assert [each for each in fakes[2].asked if each != "/health"][-1] == "/release"
+            assert [each.server.released for each in it.engine.replicas.all] == [True, True]
 
     run(test)
 

@@ -200,7 +200,9 @@ def test_what_is_not_done_is_refused_with_the_reason(
 
 def test_a_chat_that_is_too_long_is_refused_and_spoils_no_other(served: Open) -> None:
     """Without a limit of its own it would have what the model's length leaves, which is less than nothing."""
-    bodies = [{"messages": [{"role": "user", "content": text}], "temperature": 0} for text in ("1+1=", "1" * 2 * LENGTH)]
+    bodies = [
+        {"messages": [{"role": "user", "content": text}], "temperature": 0} for text in ("1+1=", "1" * 2 * LENGTH)
+    ]
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(lambda body: served.post("/v1/chat/completions", body), bodies * 4))
     assert [status for status, _ in answers] == [200, 400] * 4
