@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from launcher.hosts.slurm import calls
-from launcher.hosts.slurm.jobs import status_of
+from launcher.hosts.slurm.attach import Follower
+from launcher.hosts.slurm.jobs import describe, log_file, status_of
+from launcher.hosts.slurm.script import PACKAGE, job_script
 from rl_megatron.errors import ConfigError
+from tests.unit.launcher.slurm_jobs import config_of
 
 RECORDED = json.loads((Path(__file__).parent / "golden" / "scontrol.json").read_text())
 NO_ACCOUNTS = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
@@ -79,3 +83,27 @@ def test_a_job_is_not_gone_because_slurm_does_not_answer(
     stand_in(tmp_path / name, "echo 'error: Unable to contact slurm controller (connect failure)' >&2; exit 1")
     with pytest.raises(ConfigError, match=rf"{name} .*: error: Unable to contact slurm controller"):
         status_of("7", tmp_path)
+
+
+def test_the_log_of_an_arrays_task_is_found_in_the_folder_of_its_own_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm writes it beside those of the other tasks; after a restart, which finds the folder, to the same file."""
+    config = config_of("slurm.array=0-3")
+    script = job_script(config, folder=tmp_path, python="/nowhere/python", package=PACKAGE)
+    written, run = tmp_path / "runs" / "golden" / "jobs" / "12_2.txt", tmp_path / "runs" / "golden-2"
+    written.parent.mkdir(parents=True)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    stand_in(tmp_path / "scontrol", f"echo JobId=14 ArrayJobId=12 ArrayTaskId=2 JobState=FAILED StdOut={written}")
+    slurm = {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_NODELIST": "n1"}
+    for restart in ("0", "1"):
+        with written.open("ab") as out:
+            env = {**os.environ, **slurm, "SLURM_RESTART_COUNT": restart}
+            done = subprocess.run(["bash"], input=script.encode(), stdout=out, stderr=out, env=env)
+        assert done.returncode == 127
+    why = "failed with status 127: /nowhere/python, in which the controller runs, is not on this node; set slurm.python"
+    lines = log_file(run, "job").read_text().splitlines()
+    assert [line.partition("job 12_2, ")[2] for line in lines[1::2]] == [f"restart {n}: {why}" for n in (0, 1)]
+    assert describe(run).splitlines()[-1] == lines[-1]
+    assert Follower(run, "12_2").new()[: len(lines)] == lines
+    assert (run / "jobs").stat().st_mode & 0o777 == 0o700
