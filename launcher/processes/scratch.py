@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -14,6 +15,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 20.0
 
@@ -28,7 +31,10 @@ def scratch(*others: Path, within: Path | None = None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def removed(*folders: Path) -> Iterator[None]:
-    """Remove the folders at the end, which is at latest that of this process."""
+    """Remove the folders at the end, which is at latest that of this process.
+
+    What takes longer than `_STOP_SECONDS`, as a large file of weights may, is not waited for: the helper goes on.
+    """
     command = [sys.executable, "-I", "-S", __file__, *map(str, folders)]
     remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=_variables())
     assert remover.stdin is not None
@@ -36,7 +42,11 @@ def removed(*folders: Path) -> Iterator[None]:
         yield
     finally:
         remover.stdin.close()
-        remover.wait(_STOP_SECONDS)
+        try:
+            remover.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            said = "after %g s process %d still removes %s; it goes on by itself"
+            logger.warning(said, _STOP_SECONDS, remover.pid, ", ".join(map(str, folders)))
 
 
 def _variables() -> dict[str, str]:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from launcher.processes import engine_guard
+from launcher.processes import engine_guard, scratch
 from launcher.processes.environment import variables
 from tests.e2e.processes import alive, eventually
 
@@ -177,6 +177,21 @@ def test_folders_go_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     trainer.kill()
     trainer.wait(30)
     eventually(lambda: not folder.exists() and not other.exists(), "both folders to go", 10)
+
+
+def test_the_end_of_a_trainer_waits_no_longer_than_its_limit_for_files_to_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A large file of weights takes longer than that to go; here the process that removes it is stopped meanwhile."""
+    monkeypatch.setattr(scratch, "_STOP_SECONDS", 0.1)
+    before = set(psutil.Process().children())
+    with scratch.scratch(within=tmp_path) as folder:
+        (helper,) = set(psutil.Process().children()) - before
+        helper.suspend()
+    assert folder.is_dir()
+    assert f"after 0.1 s process {helper.pid} still removes {folder}; it goes on by itself" in caplog.text
+    helper.resume()
+    eventually(lambda: not folder.exists(), "the folder to go", 10)
 
 
 def test_the_interface_of_an_address_is_this_nodes_own() -> None:
