@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from launcher.commands.rehearse import HideHosts
-from launcher.runs.name import choose
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 
@@ -34,10 +33,9 @@ def submit(
         from launcher.rehearsal.settings import SUFFIX, rehearsal_of
 
         loaded, stem = rehearsal_of(loaded), f"{stem}{SUFFIX}"
-    named = choose(loaded, stem, resume=False, taken=program.taken)
     options = ("--hide-hosts",) if hide_hosts else ()
-    prepared = program.prepare(named, command=("rehearse", *options) if rehearse else ("train",))
-    print(prepared.checked.describe(), prepared.findings.describe(), sep="\n", flush=True)
-    program.verify_script(prepared, cluster=not dry_run)
-    sends = f"nothing was sent; this sends it: sbatch {prepared.script}"
-    print(sends if dry_run else f"job {program.send(prepared)}: {prepared.folder}")
+    with program.prepare(loaded, stem, command=("rehearse", *options) if rehearse else ("train",)) as job:
+        print(job.checked.describe(), job.findings.describe(), sep="\n", flush=True)
+        program.verify_script(job, cluster=not dry_run)
+        sends = f"nothing was sent; this sends it: sbatch {job.script}"
+        print(sends if dry_run else f"job {program.send(job)}: {job.folder}")

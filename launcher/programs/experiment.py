@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import signal
 import sys
@@ -21,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from launcher.hosts.threads import threads_per_worker
 from launcher.processes.parent import die_with_parent
+from launcher.runs.lock import lock
 from rl_megatron.config.io import save_resolved
 from rl_megatron.errors import ConfigError
 from rl_megatron.experiments import states
@@ -284,12 +284,10 @@ def alone(study: Study) -> Iterator[None]:
     assert study.folder is not None
     study.folder.mkdir(parents=True, exist_ok=True)
     with (study.folder / ".lock").open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not lock(file):
             raise ConfigError(
                 f"{study.folder}: another process runs this study, or sends it; wait for its end, or end it"
-            ) from error
+            )
         yield
 
 

@@ -5,8 +5,9 @@ Runs on a login node: imports neither torch nor megatron.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from launcher.build.model import starting_shape
 from launcher.hosts.slurm.calls import call_slurm, parse_script
 from launcher.hosts.slurm.script import PACKAGE, job_script
 from launcher.preflight.checks import Preflight, preflight
+from launcher.runs.lock import lock
+from launcher.runs.name import choose
 from rl_megatron.config.beside import separate
 from rl_megatron.config.errors import explain_errors
 from rl_megatron.config.io import save_resolved
@@ -28,7 +31,8 @@ from rl_megatron.placement.ranks import Placement, placement_of
 from rl_megatron.placement.seats import Seat, describe_seats, seats_of
 from rl_megatron.scaling.memory import GB, Footprint, check_memory
 
-_PREPARED = {"config.yaml", "job.sbatch", "placement.txt", "jobs"}
+_LOCK = "submit.lock"
+_PREPARED = {"config.yaml", "job.sbatch", "placement.txt", "jobs", _LOCK}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,19 +113,28 @@ def taken(folder: Path) -> bool:
     return folder.exists() and not only_prepared
 
 
-def prepare(config: RunConfig, *, command: Sequence[str] = ("train",)) -> Prepared:
-    """Make the run's folder with config.yaml, job.sbatch and placement.txt. Raises ConfigError before it writes any."""
+@contextlib.contextmanager
+def prepare(config: RunConfig, config_name: str, *, command: Sequence[str] = ("train",)) -> Iterator[Prepared]:
+    """A new run's folder (`choose`) with config.yaml, job.sbatch and placement.txt, which no other submit takes while
+    the context is open. Raises ConfigError before it writes any."""
     config = for_slurm(config)
     findings = preflight(config, for_job=True)
     findings.raise_problems()
     found = checked(config)
-    folder = Path.cwd() / config.run.dir / str(config.run.name)
-    script = job_script(config, folder=Path.cwd(), python=sys.executable, package=PACKAGE, command=command)
-    (folder / "jobs").mkdir(parents=True, exist_ok=True)
-    save_resolved(config, folder / "config.yaml")
-    write_atomically(folder / "job.sbatch", script.encode(), private=bool(config.slurm.environment))
-    write_atomically(folder / "placement.txt", f"{found.describe()}\n".encode())
-    return Prepared(folder=folder, script=folder / "job.sbatch", checked=found, findings=findings)
+    held = set[Path]()
+    while True:
+        named = choose(config, config_name, resume=False, taken=lambda path: path in held or taken(path))
+        held.add(own := named.run.dir / str(named.run.name))
+        folder = Path.cwd() / own
+        script = job_script(named, folder=Path.cwd(), python=sys.executable, package=PACKAGE, command=command)
+        (folder / "jobs").mkdir(parents=True, exist_ok=True)
+        with (folder / _LOCK).open("ab") as file:
+            if lock(file) and not taken(folder):  # since it was chosen another may have sent its job
+                save_resolved(named, folder / "config.yaml")
+                write_atomically(folder / "job.sbatch", script.encode(), private=bool(named.slurm.environment))
+                write_atomically(folder / "placement.txt", f"{found.describe()}\n".encode())
+                yield Prepared(folder=folder, script=folder / "job.sbatch", checked=found, findings=findings)
+                return
 
 
 def verify_script(prepared: Prepared, *, cluster: bool) -> None:

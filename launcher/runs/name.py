@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from launcher.runs.lock import lock
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 
@@ -58,8 +58,6 @@ def claim(folder: Path, *, resume: bool) -> Iterator[None]:
     except FileExistsError as error:
         raise ConfigError(f"{folder}: another run has just taken this name; start again") from error
     with (folder / "log.txt").open("ab") as log:
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"{folder}: another process runs in it; wait for its end, or end it") from error
+        if not lock(log):
+            raise ConfigError(f"{folder}: another process runs in it; wait for its end, or end it")
         yield

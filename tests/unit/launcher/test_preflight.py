@@ -164,8 +164,8 @@ def test_what_would_end_the_run_late_is_told_at_once(
 def test_all_that_is_wrong_is_told_together_and_nothing_is_made(tmp_path: Path, keys: tuple[str, ...]) -> None:
     (tmp_path / "model" / "tokenizer.json").unlink()
     wrong = ("data.train=/nonexist.jsonl", "reward.function=nobodys_rewards:nope", "rollout.python=/nope/python")
-    with pytest.raises(ConfigError) as caught:
-        prepare(job(keys, *wrong))
+    with pytest.raises(ConfigError) as caught, prepare(job(keys, *wrong), "any"):
+        pass
     lines = str(caught.value).splitlines()
     for text in ("it has no tokenizer", "/nonexist.jsonl: no such file", "no module 'nobodys_rewards'", "/nope/python"):
         assert sum(text in line for line in lines) == 1
@@ -298,7 +298,8 @@ def test_check_says_what_it_found_by_its_exit_status(
 
 def test_a_folder_of_a_dry_run_alone_is_taken_again(tmp_path: Path, keys: tuple[str, ...]) -> None:
     config = job(keys)
-    folder = prepare(config).folder
+    with prepare(config, "any") as made:
+        folder = made.folder
     assert not taken(folder)
     assert choose(config, "any", resume=False, taken=taken).run.name == "x"
     (folder / "jobs" / "id").write_text("12")
@@ -307,6 +308,7 @@ def test_a_folder_of_a_dry_run_alone_is_taken_again(tmp_path: Path, keys: tuple[
 
 @pytest.mark.parametrize("given", [(), ("slurm.environment.WANDB_API_KEY=mine",)])
 def test_what_holds_a_jobs_variables_is_nobody_elses(keys: tuple[str, ...], given: tuple[str, ...]) -> None:
-    folder = prepare(job(keys, *given)).folder
+    with prepare(job(keys, *given), "any") as made:
+        folder = made.folder
     modes = {stat.S_IMODE((folder / name).stat().st_mode) & 0o077 for name in ("config.yaml", "job.sbatch")}
     assert (modes == {0}) == bool(given)

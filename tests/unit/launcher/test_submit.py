@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from launcher.__main__ import main
+from launcher.hosts.slurm.jobs import job_of
 from launcher.preflight.checks import preflight
 from launcher.programs import submit
 from rl_megatron.config.io import load_config
@@ -153,10 +155,45 @@ def test_a_login_node_needs_no_torch(tmp_path: Path) -> None:
     assert "tp=4: inside a node" in done.stdout
     assert "memory: up to 88.7 GB a GPU (rank 0), most of it: engine" in done.stdout
     run = tmp_path / "runs" / "here"
-    assert sorted(p.name for p in run.iterdir()) == ["config.yaml", "job.sbatch", "jobs", "placement.txt"]
+    made = {"config.yaml", "job.sbatch", "jobs", "placement.txt", "submit.lock"}
+    assert {p.name for p in run.iterdir()} == made
     assert load_config(str(run / "config.yaml"), []).run.launcher == "slurm"
     assert f"sbatch {run / 'job.sbatch'}" in done.stdout
     assert "most of it: engine" in (run / "placement.txt").read_text()
+
+
+SBATCH = """#!/bin/bash
+# Accepts every job. While it says whether the first could run, another submit does all of its own.
+case "$*" in
+    *--test-only*) mkdir beside && "$PYTHON" -m launcher submit tiny_cpu seed=22 >beside/said 2>&1 ;;
+    *) sed -n "s/^RUN=//p" "${@: -1}" >>sent; wc -l <sent ;;
+esac
+exit 0
+"""
+
+
+def test_two_submits_at_once_have_a_run_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sbatch").write_text(SBATCH)
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    with pytest.raises(SystemExit) as ended:
+        main(["submit", "tiny_cpu", "seed=11"])
+    assert ended.value.code == 0
+    runs = tmp_path / "runs"
+    assert capsys.readouterr().out.splitlines()[-1] == f"job 2: {runs / 'tiny_cpu'}"
+    assert (tmp_path / "beside" / "said").read_text().splitlines()[-1] == f"job 1: {runs / 'tiny_cpu-2'}"
+    assert (tmp_path / "sent").read_text().splitlines() == [str(runs / name) for name in ("tiny_cpu-2", "tiny_cpu")]
+    for name, seed, job in (("tiny_cpu", 11, "2"), ("tiny_cpu-2", 22, "1")):
+        assert load_config(str(runs / name / "config.yaml"), []).seed == seed
+        assert job_of(runs / name) == job
+    with pytest.raises(SystemExit):
+        main(["submit", "tiny_cpu", "run.name=tiny_cpu-2"])
+    assert "tiny_cpu-2 exists" in capsys.readouterr().err
 
 
 def test_engine_nodes_take_after_the_learners_where_nothing_else_is_said() -> None:
