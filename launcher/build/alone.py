@@ -12,10 +12,11 @@ import torch
 from typing_extensions import override
 
 from launcher.processes.scratch import removed
-from launcher.runs.folder import mirror_path
+from launcher.runs.folder import drawn_mirror_path
 from launcher.servers.engines import adapter_of
 from launcher.servers.pool import ServedEngines
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.errors import CorruptionError
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.models.shape import ModelShape
@@ -31,6 +32,7 @@ from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.servers.file import FileDelivery, LearnerWeights
+from rl_megatron.weights.servers.leftovers import in_use, remove_abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +56,12 @@ async def engine_alone(
         await asyncio.to_thread(read_boxes, HFFolder(model_folder), hf, hf, 0, engine.tensors)
         yield InThisProcess(engine)
         return
-    path = mirror_path(config, folder)
+    path = drawn_mirror_path(config, folder)
     servers = ServedEngines(config, adapter_of(section.engine, shape), model_folder, folder, shape)
-    with removed(path.parent):
+    with contextlib.ExitStack() as ends:
+        ends.enter_context(removed(path.parent))
         async with servers.running(path) as served:
-            loading = _Loading(_FolderWeights(config, model_folder, shape, path), path, served)
+            loading = _Loading(_FolderWeights(config, model_folder, shape, path, ends), path, served)
             servers.refit = loading.refit
             await loading.all()
             yield served
@@ -67,8 +70,11 @@ async def engine_alone(
 class _FolderWeights(LearnerWeights):
     """The learner's end of a delivery, whose weights are those of a folder."""
 
-    def __init__(self, config: RunConfig, model_folder: Path, shape: ModelShape, path: Path) -> None:
-        self._folder, self._path = model_folder, path
+    def __init__(
+        self, config: RunConfig, model_folder: Path, shape: ModelShape, path: Path, ends: contextlib.ExitStack
+    ) -> None:
+        """``ends`` is closed when the file is no longer used."""
+        self._folder, self._path, self._ends = model_folder, path, ends
         self._hf, self._dtype = hf_layout(shape), getattr(torch, config.learner.dtype)
         self._kind = FORMATS[config.rollout.server.quantization]
         self._mirror: mirror.Mirror | None = None
@@ -87,6 +93,9 @@ class _FolderWeights(LearnerWeights):
     def _write(self, version: int) -> None:
         shapes, config = self._hf.local_shapes(0), self._folder / "config.json"
         mirror.Mirror.make(self._path, shapes, self._dtype, config, self._kind)
+        if self._path.is_relative_to(NODE_MEMORY):
+            self._ends.enter_context(in_use(self._path.parent))
+            remove_abandoned(self._path.parent)
         self._mirror = mirror.Mirror(self._path, shapes, self._dtype, self._kind)
         read_boxes(HFFolder(self._folder), self._hf, self._hf, 0, self._mirror.tensors)
         self._mirror.serve(version)

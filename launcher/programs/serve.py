@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.build.alone import engine_alone
@@ -15,7 +17,8 @@ from launcher.preflight import engine
 from launcher.preflight.subject import Subject
 from launcher.processes.scratch import scratch
 from launcher.processes.signals import signalled
-from rl_megatron.durable import write_atomically
+from launcher.runs.lock import lock
+from rl_megatron.durable import append_private
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.log import run_log
 from rl_megatron.rollout.endpoint.open_app import OpenApplication
@@ -34,8 +37,8 @@ async def serve_model(target: TrainedModel, port: int, key_file: Path | None) ->
         raise ConfigError("\n".join(problems))
     target.out.mkdir(parents=True, exist_ok=True)
     file = key_file or target.out / "serve.key"
-    key = _key(file, given=key_file is not None)
-    with scratch() as spare, run_log(target.out, role="serve"):
+    given = key_file is not None
+    with _key(file, given=given) as key, scratch() as spare, run_log(target.out, role="serve"):
         folder = hugging_face(target, spare)
         config = of_folder(target.config, folder)
         shape, tokenizer = (
@@ -65,12 +68,27 @@ async def serve_model(target: TrainedModel, port: int, key_file: Path | None) ->
             await server.stop()
 
 
-def _key(file: Path, *, given: bool) -> str:
-    """The key in ``file``, which is the user's own if it was ``given``, else a new one. Raises ConfigError."""
-    if not given:
+@contextlib.contextmanager
+def _key(file: Path, *, given: bool) -> Iterator[str]:
+    """The key in ``file``, which is the user's own if it was ``given``, else a new one, which no other server replaces
+    while the context is open. Raises ConfigError."""
+    if given:
+        yield _given_key(file)
+        return
+    with append_private(file) as own:
+        if not lock(own):
+            raise ConfigError(
+                f"{file}: a server that still runs has its key there; end it, or give --key-file {file} to serve with "
+                "the same key, or --key-file with a file of your own"
+            )
         key = secrets.token_hex(32)
-        write_atomically(file, f"{key}\n".encode(), private=True)
-        return key
+        own.truncate(0)
+        own.write(f"{key}\n".encode())
+        own.flush()
+        yield key
+
+
+def _given_key(file: Path) -> str:
     try:
         opened = os.open(file, os.O_RDONLY)
     except OSError as error:

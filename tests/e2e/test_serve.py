@@ -45,6 +45,30 @@ def test_it_serves_who_has_the_key_on_loopback_alone_until_a_signal(place: Place
     assert run.end() == 0, run.text()
 
 
+def test_the_key_of_a_server_that_runs_is_not_replaced_by_another(place: Place) -> None:
+    model = make_tiny_model(TinyModelSection(), place.cache, 0)
+    first = place.begin("serve", str(model), "--port", "0", "rollout.max_new_tokens=8")
+    first.until(lambda: "Ctrl-C ends it" in first.text(), "the server")
+    file = Path("eval") / "serve.key"
+    key = (place.folder / file).read_text().strip()
+    second = place.begin("serve", str(model), "--port", "0")
+    second.until(lambda: "serve.key" in second.text(), "what it says of the key")
+    assert "error: " in second.text(), "it serves, with a new key"
+    assert second.end() == 1
+    said = f"error: {file}: a server that still runs has its key there; end it, or give --key-file {file} to serve with"
+    assert said in second.text()
+    assert (place.folder / file).read_text().strip() == key
+    os.kill(first.process.pid, signal.SIGTERM)
+    assert first.end() == 0, first.text()
+    third = place.begin("serve", str(model), "--port", "0", "rollout.max_new_tokens=8")
+    third.until(lambda: "Ctrl-C ends it" in third.text(), "the server")
+    new = (place.folder / file).read_text().strip()
+    assert new != key
+    assert len(answer(third, new)) >= 1
+    os.kill(third.process.pid, signal.SIGTERM)
+    assert third.end() == 0, third.text()
+
+
 def test_keys_and_ports_that_cannot_be_are_refused(place: Place, tmp_path: Path) -> None:
     model = make_tiny_model(TinyModelSection(), place.cache, 0)
     file = tmp_path / "key"
