@@ -17,12 +17,7 @@ from rl_megatron.weights.boxes import Shape, whole_box
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import Entry, MappedFile, header_bytes
 from rl_megatron.weights.checkpoints.streaming import Copy, Files, Fragment, OnBytes, Sliceable, Streamed, numbers
-from rl_megatron.weights.formats.hf_folder import (
-    is_left_aside,
-    raise_misfits,
-    raise_uncounted,
-    read_headers,
-)
+from rl_megatron.weights.formats.hf_folder import own_weights, raise_misfits, raise_uncounted, read_headers
 from rl_megatron.weights.formats.quantised import Quantised
 from rl_megatron.weights.layouts.families import hf_layout
 
@@ -30,23 +25,34 @@ from rl_megatron.weights.layouts.families import hf_layout
 def hf_copies(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[list[Copy], Files]:
     """Every tensor of a folder in its stored dtype; quantised ones dequantised to ``dtype`` or config.json's.
 
-    Raises CheckpointError, WeightError or ConfigError naming what is missing, truncated, unknown or misshapen.
+    Raises CheckpointError, WeightError or ConfigError naming what is missing, truncated, unknown or misshapen, or an
+    output matrix that differs from the embedding which it is tied to: both are read for that.
     """
     headers = read_headers(source)
     files = Files([source / name for name in dict.fromkeys(name for name, _ in headers.entries.values())])
-    weights = {name: size for name, size in headers.shapes.items() if not is_left_aside(name, shape)}
+    weights, tied = own_weights(source, headers.shapes, shape)
     layout = hf_layout(shape)
     raise_uncounted(source, len(weights), layout)
     raise_misfits(str(source), weights, layout.local_shapes(0))
     homes = {tensor: (entry, files[source / name]) for tensor, (name, entry) in headers.entries.items()}
-    tensors = []
-    for name in weights:
+
+    def copy_of(name: str) -> Copy:
         if weight := headers.quantised.get(name):
-            tensors.append(_dequantised(name, weight, homes, dtype or weight.scheme.dtype))
-        else:
-            entry, file = homes[name]
-            tensors.append(_stored(name, entry.shape, entry.dtype, partial(entry.view, file)))
-    return tensors, files
+            return _dequantised(name, weight, homes, dtype or weight.scheme.dtype)
+        entry, file = homes[name]
+        return _stored(name, entry.shape, entry.dtype, partial(entry.view, file))
+
+    if tied is not None:
+        if not _equal(copy_of(tied.embedding), copy_of(tied.head)):
+            tied.refuse(source)
+        files.forget()
+    return [copy_of(name) for name in weights], files
+
+
+def _equal(one: Copy, other: Copy) -> bool:
+    """Whether two tensors of one shape have the same bits; stops at the first block that differs."""
+    pairs = zip(one.blocks(lambda _: None), other.blocks(lambda _: None), strict=False)
+    return one.dtype is other.dtype and all(np.array_equal(block, same) for block, same in pairs)
 
 
 def _stored(name: str, shape: Shape, dtype: DType, source: Callable[[], Sliceable]) -> Copy:

@@ -27,7 +27,7 @@ from rl_megatron.weights.formats.hf_folder import (
     config_text,
     file_names,
     index_text,
-    is_left_aside,
+    own_weights,
     raise_misfits,
     raise_uncounted,
     read_headers,
@@ -88,10 +88,11 @@ def read_boxes(source: TensorSource, hf: Layout, layout: Layout, rank: int, tens
     """Fill ``tensors``, those of ``rank`` in ``layout`` by local name, in place; padding becomes zero.
 
     ``hf`` is the layout of ``source`` itself. Values are cast to each tensor's dtype. Raises WeightError naming
-    every tensor of it, then of ``tensors``, that is missing, unknown or misshapen; nothing is written then.
-    the first tensor that holds NaN or infinite values.
+    every tensor of it, then of ``tensors``, that is missing, unknown or misshapen; nothing is written then. It names
+    the first tensor that holds NaN or infinite values, and an output matrix that differs from the embedding which it is
+    tied to: each rank compares the rows that it reads, so that all ranks together read the matrix once a replica.
     """
-    given = {name: size for name, size in source.shapes().items() if not is_left_aside(name, hf.shape)}
+    given, tied = own_weights(source.folder, source.shapes(), hf.shape)
     raise_uncounted(source.folder, len(given), hf)
     raise_misfits(f"{source.folder}", given, hf.local_shapes(0))
     here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -104,6 +105,10 @@ def read_boxes(source: TensorSource, hf: Layout, layout: Layout, rank: int, tens
             place = tensors[t.dst_param][tuple(slice(start, stop) for start, stop in t.dst_box)]
             if not all_numbers(place.copy_(piece)):
                 raise WeightError(f"{source.folder}: {t.src_param} holds NaN or infinite values; fetch it again")
+            if tied is not None and t.src_param == tied.embedding:
+                same = source.read(tied.head, t.src_box)
+                if same.dtype != piece.dtype or not torch.equal(same, piece):
+                    tied.refuse(source.folder)
             filled[t.dst_param] += piece.numel()
         for name, tensor in tensors.items():
             if filled[name] < tensor.numel():

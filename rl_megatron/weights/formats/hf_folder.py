@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 from pydantic import Field
 
@@ -18,6 +18,7 @@ from rl_megatron.models.shape import STACKED, ModelShape
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.mapped import Entry, MappedFile, read_header
 from rl_megatron.weights.formats.quantised import Quantised, find_quantised, scheme_of
+from rl_megatron.weights.layouts.families import family_of
 from rl_megatron.weights.layouts.layout import Layout
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -37,6 +38,7 @@ _TOKENIZERS = (
 _DRAFT_KEYS = {"num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers"}  # DeepSeek's, MiniMax's, Qwen's
 _COPIES = (".embed_tokens.weight", ".shared_head.head.weight", ".shared_head.weight")
 """In a draft layer: of the embedding, and of the output matrix by two names."""
+_ANGLES = ".rotary_emb.inv_freq"  # a buffer in folders of old versions of transformers, computed from config.json
 _NAME_BYTES = 255  # the longest file name
 _MAX_LINES = 20  # of one error message; a wrong folder lacks thousands of tensors
 
@@ -54,6 +56,21 @@ class Headers:
         """Of every weight."""
         plain = {name: entry.shape for name, (_, entry) in self.entries.items() if name not in self.parts}
         return plain | {name: weight.shape for name, weight in self.quantised.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiedHead:
+    """The names of the embedding, and of an output matrix that is stored beside it though both are one."""
+
+    embedding: str
+    head: str
+
+    def refuse(self, folder: Path) -> NoReturn:
+        """Raises WeightError: the two differ."""
+        raise WeightError(
+            f"{folder}: config.json has tie_word_embeddings=true, but the stored {self.head} is no copy of "
+            f"{self.embedding}; set tie_word_embeddings=false there to keep it as an output matrix of its own"
+        )
 
 
 class _Index(JsonFields):
@@ -183,12 +200,34 @@ def is_draft(name: str, shape: ModelShape) -> bool:
     return name.startswith((*shape.beside, "mtp.", *numbered))
 
 
-def is_left_aside(name: str, shape: ModelShape) -> bool:
-    """Whether a tensor of a folder is none of the model's.
+def own_weights(
+    folder: Path, stored: Mapping[str, Shape], shape: ModelShape
+) -> tuple[dict[str, Shape], TiedHead | None]:
+    """Those of the folder's ``stored`` tensors that are the model's, and the pair whose numbers the caller compares.
 
-    It is then of draft layers that the model lacks, or a draft layer's copy of the embedding or the output matrix.
+    Left aside are draft layers that the model lacks, a draft layer's copy of the embedding or the output matrix,
+    frequencies of rotary angles, and the output matrix of a tied model, which is that pair's. Raises WeightError if
+    its shape is not the embedding's.
     """
+    tied = _tied_head(stored, shape)
+    if tied is not None and stored[tied.head] != stored[tied.embedding]:
+        tied.refuse(folder)
+    aside = None if tied is None else tied.head
+    return {name: size for name, size in stored.items() if name != aside and not _is_left_aside(name, shape)}, tied
+
+
+def _is_left_aside(name: str, shape: ModelShape) -> bool:
+    if name.endswith(_ANGLES):
+        return True
     return is_draft(name, shape) and (not shape.drafts or name.startswith(shape.beside) or name.endswith(_COPIES))
+
+
+def _tied_head(stored: Mapping[str, Shape], shape: ModelShape) -> TiedHead | None:
+    if not shape.tie_embeddings:
+        return None
+    names = family_of(shape).decoder
+    tied = TiedHead(embedding=f"{names.prefix}embed_tokens.weight", head=f"{names.head}.weight")
+    return tied if tied.head in stored and tied.embedding in stored else None
 
 
 def raise_uncounted(where: Path, given: int, layout: Layout) -> None:
