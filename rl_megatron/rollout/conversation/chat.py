@@ -86,7 +86,7 @@ class ChatTemplate(Template):
         if ended is not None:
             stop = self._text_of_stop(ended)
             at = text.find(stop)
-            if at == 0 or (has_calls and at > 0):
+            if at >= 0 and (has_calls or not text[:at].strip()):  # white space before it was not sampled
                 text = text[at + len(stop) :]
             elif has_calls or text.startswith(self._special):
                 return "closing"  # else the template writes no token there, and the turn keeps its own

@@ -27,6 +27,7 @@ from tests.unit.rollout.conversation.families import (
     completion,
     completion_of,
     message_of,
+    pieces,
     tokenizer_of,
 )
 
@@ -238,6 +239,56 @@ def test_a_text_that_moves_late_begins_a_row_and_one_that_is_trimmed_does_not() 
         messages += [{"role": "assistant", "content": " 2 "}, {"role": "user", "content": "sure?"}]
     assert branches == [None, None, "context", None]
     assert played("llama3", [Reply(content=" so \n")] * 4) == ([None] * 4, 1)  # its template trims contents
+
+
+LIKE_LLAMA2 = (
+    "{% for one in messages %}{% if one.role == 'user' %}<|im_start|>[INST] {{ one.content.strip() }} [/INST]"
+    "{% else %} {{ one.content.strip() }} <|im_end|>{% endif %}{% endfor %}"
+)
+A_LINE = (
+    "{% for one in messages %}<|im_start|>{{ one.role }}\n{{ one.content }}\n<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "opens", "goes_on", "before_stop"),
+    [
+        (LIKE_LLAMA2, "<|im_start|>[INST] {} [/INST]", "<|im_start|>[INST] {} [/INST]", " "),
+        (
+            A_LINE,
+            "<|im_start|>user\n{}\n<|im_end|>\n<|im_start|>assistant\n",
+            "\n<|im_start|>user\n{}\n<|im_end|>\n<|im_start|>assistant\n",
+            "\n",
+        ),
+    ],
+    ids=["a_space", "a_line"],
+)
+def test_a_row_has_each_turns_stop_once_where_the_template_puts_white_space_before_it(
+    source: str, opens: str, goes_on: str, before_stop: str
+) -> None:
+    rng, tokenizer = random.Random(5), copy.deepcopy(tokenizer_of("chatml"))
+    tokenizer.chat_template = source
+
+    def tokens(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    conversation, row = Conversation(ChatTemplate(tokenizer)), tokens(opens.format("one"))
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "one"}]
+    for said, then in (("häufig so", "two"), (f" ja{before_stop}", "three"), ("", "four")):
+        asked = conversation.prompt_for(messages)
+        assert (asked.branch, asked.token_ids.tolist()) == (None, row)
+        sampled = [*pieces(rng, tokenizer, said), *tokens("<|im_end|>")]
+        conversation.add(asked, completion(sampled, rng), {"role": "assistant", "content": said})
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": then}]
+        row = [*row, *sampled, *tokens(goes_on.format(then))]
+    asked = conversation.prompt_for(messages)
+    assert (asked.branch, asked.token_ids.tolist()) == (None, row)
+    cut = tokens("nein")
+    conversation.add(asked, completion(cut, rng, cut=True), {"role": "assistant", "content": "nein"})
+    messages += [{"role": "assistant", "content": "nein"}, {"role": "user", "content": "five"}]
+    whole = [*row, *cut, *tokens(f"{before_stop}<|im_end|>{goes_on.format('five')}")]
+    assert conversation.prompt_for(messages).token_ids.tolist() == whole  # the template ends a turn that was cut
 
 
 def test_a_turn_holds_no_history_again() -> None:
