@@ -1,4 +1,4 @@
-"""Servers that do not come up: who hears of it; real guards and processes end, ports and places are free again."""
+"""Servers that do not come up: their error is raised; real guards and processes end, ports and places are free again."""
 
 from __future__ import annotations
 
