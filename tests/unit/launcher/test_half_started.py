@@ -1,4 +1,4 @@
-"""Servers that do not come up: their error is raised; real guards and processes end, ports and places are free again."""
+"""Servers that do not come up: their error is raised, guards and processes end, ports and places are free again."""
 
 from __future__ import annotations
 
