@@ -151,6 +151,21 @@ def test_a_micro_batch_more_that_is_no_more_even_is_not_taken() -> None:
     assert len(plan[0]) == 8
 
 
+def test_a_micro_batch_more_is_taken_where_the_most_sequences_say_how_few_there_are() -> None:
+    """73 positions: the heaviest of 8, two sequences each, would have 11; of 9 it has 9."""
+    lengths = np.array([6, 1, 8, 8, 5, 1, 4, 2, 6, 8, 8, 7, 1, 7, 1])
+    plan = plan_packing(lengths, dims=ParallelDims(), max_tokens=1000, most=2)
+    assert [int(lengths[ids].sum()) for ids in plan[0]] == [9, 9, 8, 8, 8, 8, 8, 8, 7]
+
+
+def test_a_micro_batch_more_is_taken_where_ranks_are_given() -> None:
+    """Of 9 for each rank the heaviest would have 9 positions; of 10 it has 8."""
+    lengths = np.array([8, 7, 5, 1, 6, 5, 8, 3, 7, 8, 7, 3, 4, 1, 3, 1, 5, 7, 4, 6, 8, 1, 8])
+    plan = plan_packing(lengths, dims=ParallelDims(dp=2), max_tokens=9, ranks=np.arange(len(lengths)) % 2)
+    assert [max(int(lengths[ids].sum()) for ids in row) for row in plan] == [8, 8]
+    assert [len(row) for row in plan] == [10, 10]
+
+
 def test_work_is_compared_to_the_last_position() -> None:
     """The third goes to the micro-batch with one position less, though 2^53 in float64 has no neighbour above."""
     plan = plan_packing(np.array([2**53, 2**53 - 1, 1]), dims=ParallelDims(), max_tokens=2**53 + 1)

@@ -233,7 +233,7 @@ def test_the_controlled_kl_is_the_mean_over_completions_of_their_tokens_mean() -
 
 
 def test_right_completions_tokens_share_the_nll_weight_of_a_minibatch() -> None:
-    samples, _ = credit({"nll_coefficient": 0.1})
+    samples, _ = credit({"nll_coefficient": 0.1}, [group("a", [1.5, 0.0, 0.9], [3, 2, 4]), GROUPS[1]])
     (batch,) = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0).minibatches(samples, most=1, seeds=[0])
     (whole,) = batch.micro_batches[0]
     each = pytest.approx(0.1 / 6)
