@@ -57,7 +57,7 @@ def run(
     adapted = backwards and held_lora(source) is not None
     making = None if upcycle is None else _upcycling(upcycle, config, family)
     if adapted or merge:
-        given = [*options, *["dtype"] * (dtype is not None)]
+        given = [f"--shard-gb {shard_gb}"] * bool(options) + [f"--dtype {dtype}"] * (dtype is not None)
         making = _adapting(source, config or source, family, merge=merge, given=given)
     note = convert.left_out(config if adapted and config else source, config, family)
     if note is not None:
@@ -99,7 +99,8 @@ def _adapting(
 
         return lambda source, out, **more: merge_adapters(source, base, out, family=family, **more)
     if given:
-        raise ConfigError(f"{', '.join(given)}: adapters are written as they are stored; leave it out, or give --merge")
+        said = "adapters are written as they are stored; leave it out, or merge them (rl-megatron convert --merge)"
+        raise ConfigError(f"{', '.join(given)}: {said}")
 
     def write(source: Path, out: Path, *, dtype: None, **more: Any) -> list[int]:
         return adapters_to_peft(source, out, config=base, family=family, **more)

@@ -117,8 +117,8 @@ def _share(layout: Layout, spec: ParamSpec, rank: int) -> str | None:
 
 def _layers(layout: Layout, stage: int) -> str:
     """``0–11``, or several such ranges under VPP."""
-    spec = next(spec for spec in layout.rows() if "{layer}" in spec.name)
-    held = sorted(layer for layer, stages in layout.layer_stages(spec).items() if stage in stages)
+    rows = [spec for spec in layout.rows() if "{layer}" in spec.name]  # no row may have all layers
+    held = sorted({n for spec in rows for n, stages in layout.layer_stages(spec).items() if stage in stages})
     starts = [layer for layer in held if layer - 1 not in held]
     ends = [layer for layer in held if layer + 1 not in held]
     return ", ".join(f"{a}–{b}" if a != b else f"{a}" for a, b in zip(starts, ends, strict=True))

@@ -27,7 +27,7 @@ def main(
         str | None,
         typer.Option(help="float32, bfloat16, float16, or float8_e4m3fn in blocks; as stored when not given"),
     ] = None,
-    shard_gb: Annotated[float, typer.Option(help="size of a file; each is one thread's work")] = 2.0,
+    shard_gb: Annotated[float | None, typer.Option(help="size of a file, each one thread's work [default: 2]")] = None,
     family: OwnFamily = None,
     part: OnePart = None,
 ) -> None:

@@ -25,7 +25,6 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _COMPANIONS = (
     "generation_config.json",
     "tokenizer*",
-    "vocab.json",
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -143,7 +142,7 @@ def index_text(weight_map: Mapping[str, str], total_bytes: int) -> str:
 
 def companions(folder: Path) -> set[Path]:
     """Generation config, tokenizer files and chat template beside a checkpoint."""
-    return {path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()}
+    return {path for pattern in (*_COMPANIONS, *_TOKENIZERS) for path in folder.glob(pattern) if path.is_file()}
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -23,6 +23,8 @@ from torch import Tensor
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import CheckpointError, RLMegatronError
 from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.options.lora import LoraSection
+from rl_megatron.weights.adapters.files import write_lora
 from rl_megatron.weights.bytes.bits import to_tensor
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import MappedFile
@@ -30,6 +32,7 @@ from rl_megatron.weights.checkpoints import convert, streaming
 from rl_megatron.weights.checkpoints.megatron_names import place_of
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import read_index, read_tensor
+from rl_megatron.weights.formats.hf_folder import _TOKENIZERS, companions, has_tokenizer
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
@@ -181,6 +184,28 @@ def test_what_moves_bytes_needs_no_torch(hf: Path, tmp_path: Path) -> None:
 def tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, f"tools/{name}.py", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_a_checkpoint_of_adapters_is_converted_without_a_size_of_files(tmp_path: Path) -> None:
+    """By the tool too, up to the model's config.json, which is none here."""
+    learner, model = tmp_path / "learner", tmp_path / "model"
+    for folder in (learner, model):
+        folder.mkdir()
+    (learner / ".metadata").write_bytes(b"")
+    (learner / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    write_lora(learner, LoraSection(rank=4))
+    (model / "config.json").write_text("{}")
+    command = ("megatron_to_hf", learner, tmp_path / "out", "--config", model)
+    assert "config.json: model_type=None is not supported" in tool(*command).stderr
+    for option in ("--shard-gb 1.0", "--dtype bfloat16"):
+        assert f"{option}: adapters are written as they are stored" in tool(*command, *option.split()).stderr
+
+
+@pytest.mark.parametrize("name", _TOKENIZERS)
+def test_a_vocabulary_of_any_kind_goes_with_the_weights(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    assert has_tokenizer(tmp_path)
+    assert companions(tmp_path) == {tmp_path / name}
 
 
 def test_a_disk_that_takes_no_more_is_told_and_the_conversion_goes_on_later(hf: Path, tmp_path: Path) -> None:

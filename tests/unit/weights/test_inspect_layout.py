@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
+from tools.inspect_layout import _layers
 
 ROOT = Path(__file__).parents[3]
 LAYOUT = "megatron,tp=2,pp=2,ep=4,dp=2"
@@ -40,3 +41,9 @@ def test_a_layout_that_does_not_fit_is_refused() -> None:
     refused = inspect("megatron,pp=7")
     assert refused.returncode == 1
     assert "does not divide 48 layers" in refused.stderr
+
+
+def test_layers_of_every_kind_are_told() -> None:
+    """Qwen3-Next's names of attention are in each fourth layer alone."""
+    layout = parse_layout("x", "megatron,pp=24", model_shape("qwen3-next-80b-a3b"))
+    assert [_layers(layout, stage) for stage in (0, 1, 23)] == ["0–1", "2–3", "46–47"]
