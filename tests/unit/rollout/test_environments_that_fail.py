@@ -270,6 +270,14 @@ def as_a_daemon(command: list[str]) -> None:
     subprocess.run(["sh", "-c", f"setsid nohup {shlex.join(command)} > /dev/null 2>&1 &"], check=True)
 
 
+def runs(pid: int) -> bool:
+    """False for one that was killed and that its parent has not waited for yet."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.mark.parametrize("leave", [by_a_shell, by_a_thread_that_ends, by_a_thread_that_waits, as_a_daemon])
 def test_processes_that_left_their_parent_are_killed_and_no_other_trajectorys(
     tmp_path: Path, leave: Callable[[list[str]], None], caplog: pytest.LogCaptureFixture
@@ -299,7 +307,7 @@ def test_processes_that_left_their_parent_are_killed_and_no_other_trajectorys(
     numbers = {ours._place(PROMPTS[0], "step 1", number).seed: number for number in range(2)}
     assert {one.stop for one in trajectories(played(ours))} == {"done"}
     assert outlived == [True]
-    assert not any(psutil.pid_exists(pid_of(number)) for number in range(2))
+    assert not any(map(runs, map(pid_of, range(2))))
     assert shared.poll() is None
     shared.kill()
     shared.wait()
