@@ -248,7 +248,7 @@ def test_the_processes_that_it_leaves_are_killed_with_all_below_them(
         ("done", 1.0) if then == "ends" else ("environment_error", 0.0)
     ]
     assert len(pids) == 2
-    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+    assert not any(map(runs, pids))
     assert f"left processes running, which were killed: {', '.join(map(str, pids))}" in caplog.text
 
 
