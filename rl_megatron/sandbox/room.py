@@ -60,6 +60,7 @@ def _hold(order: dict[str, Any], parent: int, say: int, mapped: int, tell: int, 
 def start_first(order: dict[str, Any], folder: str, tell: int, inputs: tuple[int, ...]) -> NoReturn:
     """Process 1: the root, the program, and whatever ends."""
     kernel.prctl(kernel.PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # of the program, which may be this user, no handler: no signal
     os.setsid()
     with contextlib.suppress(OSError):
         kernel.write_file("/proc/self/oom_score_adj", "1000")

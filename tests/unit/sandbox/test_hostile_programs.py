@@ -281,3 +281,20 @@ def test_a_program_that_cannot_begin_takes_no_other_ones_fences() -> None:
 def test_files_outside_of_the_folder_are_refused(name: str) -> None:
     with pytest.raises(SandboxError, match="a relative path"):
         asyncio.run(Sandbox(SandboxSection()).run("", files={name: "x"}))
+
+
+@fenced
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL", "SIGUSR1"])
+def test_signals_to_the_first_process_of_a_room_change_nothing(name: str) -> None:
+    """Where the trainer is not root, the program is the same user as that process."""
+    program = f"import os, signal; os.kill(1, signal.{name}); print('on')"
+    code = f"""
+import asyncio
+from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.sandbox.table import Sandbox
+print(asyncio.run(Sandbox(SandboxSection()).run({program!r})))
+"""
+    command = ["unshare", "--user", "--map-user=1000", "--map-group=1000", sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "ended='done', exit=0" in found.stdout, found
+    assert "stdout='on" in found.stdout
