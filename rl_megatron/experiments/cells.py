@@ -106,6 +106,11 @@ def numbers_of(tree: Any) -> Iterator[tuple[str, Any]]:
 
 def _cell(study: Study, arm: str, seed: int, overrides: Sequence[str]) -> Cell:
     config = load_config(study.base, [*overrides, f"seed={seed}"])
+    if not config.kind.samples and config.written.epochs is not None:  # its end is known only once its data is read
+        raise ConfigError(
+            f"{config.job}.epochs={config.written.epochs:g}: a study knows by train.steps whether a cell is done; set "
+            f"that instead, and {config.job}.epochs=null"
+        )
     assert study.folder is not None
     found = sorted(study.folder.glob(f"*-{config_digest(config)}"))  # also of an arm that had another label then
     readable = re.sub(r"[^A-Za-z0-9._=]+", "-", f"{arm}-s{seed}").replace("=", "-").strip("._-")[:120]

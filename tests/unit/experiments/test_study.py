@@ -120,6 +120,15 @@ def test_a_base_is_beside_the_study(tmp_path: Path) -> None:
             {"axes": {"a": [{"x": "train.steps=3"}, {"x": "train.steps=4"}]}},
             r"two arms are named 'x'; give their levels",
         ),
+        (
+            {
+                "base": "sft_tiny",
+                "overrides": ["sft.epochs=2"],
+                "axes": {"a": RATES},
+                "evaluation": {"metric": "eval/loss"},
+            },
+            r"sft\.epochs=2: a study knows by train\.steps whether a cell is done; set that instead",
+        ),
         ({"axes": {"a": ALGORITHMS}, "reference": "ppo"}, r"reference: 'ppo' is no arm; arms: grpo, gspo"),
         ({"axes": {"a": ALGORITHMS}, "contrasts": {"c": {"x": 1}}}, r"contrasts\.c: 'x' is no arm"),
     ],
