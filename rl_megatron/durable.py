@@ -81,11 +81,16 @@ def write_atomically(path: Path, data: bytes, *, private: bool = False) -> None:
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     mode = 0o600 if private else 0o666
-    with naming(path), open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with naming(path), open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # on a full disk it would hold the room that is left
+        raise
     sync(path.parent)
 
 

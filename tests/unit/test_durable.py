@@ -30,6 +30,14 @@ def test_a_replaced_file_is_whole_and_leaves_nothing_beside_it(tmp_path: Path) -
     assert os.listdir(tmp_path) == ["x"]
 
 
+def test_nothing_is_left_of_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    """On a full disk it would hold the room that is left, and each try would leave another."""
+    folder_with(tmp_path / "x", "in it")
+    with pytest.raises(OSError, match="x"):
+        write_atomically(tmp_path / "x", b"content")
+    assert os.listdir(tmp_path) == ["x"]
+
+
 def test_a_private_file_is_nobody_elses_whoever_had_it_before(tmp_path: Path) -> None:
     path, log = tmp_path / "x", tmp_path / "log"
     write_atomically(path, b"open")
