@@ -58,11 +58,14 @@ def plan(
     nvlink: Annotated[
         float | None, typer.Option(min=0.001, help="a GPU's bandwidth inside its node, GB/s each way; 450 if not given")
     ] = None,
-    per_node: Annotated[int, typer.Option(min=1, help="GPUs per node")] = 8,
-    element_bytes: Annotated[int, typer.Option(min=1, help="bytes per element; 2 is bfloat16")] = 2,
+    per_node: Annotated[int | None, typer.Option(min=1, help="GPUs per node; 8 if not given")] = None,
+    element_bytes: Annotated[
+        int | None, typer.Option(min=1, help="bytes per element; 2, as of bfloat16, if not given")
+    ] = None,
     gpu_memory_gb: Annotated[
-        float, typer.Option(min=0.001, help="memory of a GPU, 1e9 bytes; warn about ranks that need more")
-    ] = 80.0,
+        float | None,
+        typer.Option(min=0.001, help="memory of a GPU, 1e9 bytes; warn about ranks that need more; 80 if not given"),
+    ] = None,
     colocated: Annotated[bool, typer.Option("--colocated", help="rank r of dst lives in process r of src")] = False,
     exact: Annotated[
         bool,
@@ -76,7 +79,16 @@ def plan(
 ) -> None:
     """Print the cost of moving a model's weights between two layouts, compared with gather-and-broadcast."""
     if config is not None:
-        _refuse_with_config(family, {"--nic": nic, "--nvlink": nvlink})
+        options = {
+            "--nic": (nic, "slurm.speeds.nic"),
+            "--nvlink": (nvlink, "slurm.speeds.nvlink"),
+            "--per-node": (per_node, "slurm.gpus_per_node"),
+            "--element-bytes": (element_bytes, "learner.dtype"),
+            "--gpu-memory-gb": (gpu_memory_gb, "slurm.gpu_memory_gb"),
+            "--colocated": (colocated or None, "rollout.server.colocated"),
+            "--family": (family, "learner.model"),
+        }
+        _refuse(options)
         show_config(config, arguments or [], exact=exact)
         return
     if exact:
@@ -85,26 +97,23 @@ def plan(
         raise ConfigError("give a model and two layouts, as in kimi-k2 src=megatron,ep=8,dp=8 dst=hf, or --config NAME")
     model, *layouts = arguments
     usual = SpeedsSection()
-    links = Links(nic=(nic or usual.nic) * GB, nvlink=(nvlink or usual.nvlink) * GB, per_node=per_node)
+    links = Links(nic=(nic or usual.nic) * GB, nvlink=(nvlink or usual.nvlink) * GB, per_node=per_node or 8)
     show_plan(
         model,
         layouts,
         family=family,
-        element_bytes=element_bytes,
+        element_bytes=element_bytes or 2,
         links=links,
         colocated=colocated,
-        gpu_memory_gb=gpu_memory_gb,
+        gpu_memory_gb=gpu_memory_gb or 80.0,
     )
 
 
-def _refuse_with_config(family: str | None, links: Mapping[str, float | None]) -> None:
-    """Raises ConfigError for an option that describes two layouts."""
-    if family is not None:
-        raise ConfigError("--family goes with a model and two layouts; with --config set learner.model instead")
-    for option in (name for name, value in links.items() if value is not None):
-        raise ConfigError(
-            f"{option} goes with a model and two layouts; with --config set slurm.speeds.{option[2:]} instead"
-        )
+def _refuse(options: Mapping[str, tuple[object, str]]) -> None:
+    """Raises ConfigError for an option that is given, which describes two layouts, and names the key that says it."""
+    for option, (given, key) in options.items():
+        if given is not None:
+            raise ConfigError(f"{option} goes with a model and two layouts; with --config set {key} instead")
 
 
 def show_plan(

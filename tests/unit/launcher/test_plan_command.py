@@ -107,9 +107,22 @@ def test_a_configuration_shows_memory_and_then_what_pushes_and_checkpoints_cost(
     assert "\nnote: each push of weights goes through a file in the run's folder, on a shared file system: " in through
 
 
-def test_links_of_a_configuration_are_its_keys(said: Said) -> None:
-    refused = said("--config", "deepseek_v3", "--nic", "25", status=1)
-    assert "--nic goes with a model and two layouts; with --config set slurm.speeds.nic instead" in refused
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [
+        ("--nic 25", "slurm.speeds.nic"),
+        ("--nvlink 25", "slurm.speeds.nvlink"),
+        ("--per-node 4", "slurm.gpus_per_node"),
+        ("--element-bytes 1", "learner.dtype"),
+        ("--gpu-memory-gb 20", "slurm.gpu_memory_gb"),
+        ("--colocated", "rollout.server.colocated"),
+        ("--family mine:Mine", "learner.model"),
+    ],
+)
+def test_options_of_two_layouts_are_keys_of_a_configuration(said: Said, option: str, key: str) -> None:
+    name, *value = option.split()
+    refused = said("--config", "deepseek_v3", name, *value, status=1)
+    assert f"{name} goes with a model and two layouts; with --config set {key} instead" in refused
 
 
 def test_a_recipe_that_does_not_fill_its_nodes_is_refused_or_noted_as_submit_does(said: Said) -> None:
