@@ -35,6 +35,23 @@ from rl_megatron.weights.plans.cost import Cost, Links, broadcast_cost, plan_cos
 from rl_megatron.weights.plans.plan import plan as plan_moves
 from tools.options import OwnFamily
 
+_KEYS = {
+    "nic": "slurm.speeds.nic",
+    "nvlink": "slurm.speeds.nvlink",
+    "per_node": "slurm.gpus_per_node",
+    "element_bytes": "learner.dtype",
+    "gpu_memory_gb": "slurm.gpu_memory_gb",
+    "colocated": "rollout.server.colocated",
+    "family": "learner.model",
+}
+"""Options of two layouts, and the keys of a configuration that say the same."""
+
+ElementBytes = Annotated[int | None, typer.Option(min=1, help="bytes per element; 2, as of bfloat16, if not given")]
+GpuMemory = Annotated[
+    float | None,
+    typer.Option(min=0.001, help="memory of a GPU, 1e9 bytes; warn about ranks that need more; 80 if not given"),
+]
+
 
 def plan(
     arguments: Annotated[
@@ -59,13 +76,8 @@ def plan(
         float | None, typer.Option(min=0.001, help="a GPU's bandwidth inside its node, GB/s each way; 450 if not given")
     ] = None,
     per_node: Annotated[int | None, typer.Option(min=1, help="GPUs per node; 8 if not given")] = None,
-    element_bytes: Annotated[
-        int | None, typer.Option(min=1, help="bytes per element; 2, as of bfloat16, if not given")
-    ] = None,
-    gpu_memory_gb: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="memory of a GPU, 1e9 bytes; warn about ranks that need more; 80 if not given"),
-    ] = None,
+    element_bytes: ElementBytes = None,
+    gpu_memory_gb: GpuMemory = None,
     colocated: Annotated[bool, typer.Option("--colocated", help="rank r of dst lives in process r of src")] = False,
     exact: Annotated[
         bool,
@@ -79,16 +91,8 @@ def plan(
 ) -> None:
     """Print the cost of moving a model's weights between two layouts, compared with gather-and-broadcast."""
     if config is not None:
-        options = {
-            "--nic": (nic, "slurm.speeds.nic"),
-            "--nvlink": (nvlink, "slurm.speeds.nvlink"),
-            "--per-node": (per_node, "slurm.gpus_per_node"),
-            "--element-bytes": (element_bytes, "learner.dtype"),
-            "--gpu-memory-gb": (gpu_memory_gb, "slurm.gpu_memory_gb"),
-            "--colocated": (colocated or None, "rollout.server.colocated"),
-            "--family": (family, "learner.model"),
-        }
-        _refuse(options)
+        sizes = {"per_node": per_node, "element_bytes": element_bytes, "gpu_memory_gb": gpu_memory_gb}
+        _refuse(nic=nic, nvlink=nvlink, **sizes, colocated=colocated or None, family=family)
         show_config(config, arguments or [], exact=exact)
         return
     if exact:
@@ -109,10 +113,11 @@ def plan(
     )
 
 
-def _refuse(options: Mapping[str, tuple[object, str]]) -> None:
+def _refuse(**given: object) -> None:
     """Raises ConfigError for an option that is given, which describes two layouts, and names the key that says it."""
-    for option, (given, key) in options.items():
-        if given is not None:
+    for name, value in given.items():
+        if value is not None:
+            option, key = f"--{name.replace('_', '-')}", _KEYS[name]
             raise ConfigError(f"{option} goes with a model and two layouts; with --config set {key} instead")
 
 
