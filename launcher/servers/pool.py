@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import secrets
-import shlex
 import shutil
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -29,7 +28,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers import engine_token
-from rl_megatron.rollout.servers.adapter import Adapter, StartOptions
+from rl_megatron.rollout.servers.adapter import Adapter, StartOptions, words_of
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.gauges import GaugesInTurn
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
@@ -271,6 +270,7 @@ class ServedEngines:
             quantization=section.quantization,
             max_length=self._max_length,
             slots=config.rollout.slots,
+            completions=config.most_completions,
             tp=section.tp,
             pp=section.pp,
             dp=section.dp,
@@ -287,7 +287,7 @@ class ServedEngines:
 
     @property
     def _extra(self) -> tuple[str, ...]:
-        return tuple(shlex.split(self._section.options or ""))
+        return words_of(self._section.options or "")
 
     @property
     def _log_name(self) -> str:

@@ -352,6 +352,13 @@ class RunConfig(Section):
         return self.rollout.served and self.train.max_staleness > 0
 
     @property
+    def most_completions(self) -> int:
+        """Of one request to servers: a group, or all samples of a problem of an evaluation."""
+        return max(
+            1 if self.one_by_one else self.rollout.group_size, *(one.samples for one in self.eval.sets.values()), 1
+        )
+
+    @property
     def requests_in_flight(self) -> int:
         """The requests of ``rollout.server.concurrency`` groups."""
         return self.rollout.server.concurrency * (self.rollout.group_size if self.one_by_one else 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +17,8 @@ from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes
+
+_NAME = re.compile(r"--[^.=]+")  # of an option, up to its value or a key of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,7 @@ class StartOptions:
     quantization: str  # format of its weights, or none
     max_length: int  # tokens of a prompt and its completion
     slots: int
+    completions: int = 1  # of one request, at most
     tp: int
     pp: int
     dp: int  # replicas of the attention
@@ -263,6 +268,16 @@ class Adapter(Sampling, Loading, Running, Protocol):
     def gpu_problem(self, quantization: str, extra: Sequence[str], capability: float) -> str:
         """Why it cannot serve weights of a format on GPUs of a compute capability, with ``extra`` options; or empty."""
         return ""
+
+
+def words_of(options: str) -> tuple[str, ...]:
+    """The words of a command line, its options' names with hyphens, as vLLM reads those with underscores."""
+    words = shlex.split(options)
+    return tuple(_NAME.sub(_hyphened, word, count=1) if word.startswith("--") else word for word in words)
+
+
+def _hyphened(name: re.Match[str]) -> str:
+    return name[0].replace("_", "-")
 
 
 def value_given(extra: Sequence[str], option: str) -> str | None:

@@ -17,6 +17,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.rollout.servers.adapter import words_of
 from rl_megatron.rollout.servers.answers import rest_of
 from rl_megatron.types import Completion
 from tests.unit.rollout.test_engine_routes import ASKED, OPTIONS
@@ -66,6 +67,31 @@ def test_the_first_node_alone_answers_requests() -> None:
 def test_degrees_have_one_key(engine: str, extra: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         SERVERS[engine](MOE).command(replace(TWO_NODES, extra=(extra,)))
+
+
+def test_names_of_options_have_hyphens_however_they_are_given() -> None:
+    """vLLM's parser takes underscores too, so that a refused option would pass; what follows a name is a value."""
+    given = "--enable_eplb --tensor_parallel_size=4 --hf-overrides.rope_scaling.a_b 1 --load_format a_b -tp 2"
+    wanted = "--enable-eplb --tensor-parallel-size=4 --hf-overrides.rope_scaling.a_b 1 --load-format a_b -tp 2"
+    assert words_of(given) == tuple(wanted.split())
+
+
+def test_vllm_has_a_place_for_each_completion_of_a_request() -> None:
+    """vLLM refuses a request for more completions than a replica decodes at once."""
+    options = replace(TWO_NODES, slots=64, dp=8, ep=TWO_NODES.tp * 8)
+    assert "--max-num-seqs 8 " in " ".join(SERVERS["vllm"](MOE).command(replace(options, completions=8)).arguments)
+    with pytest.raises(ConfigError, match=r"slots=64 .* is 8 sequences .* up to 16 .*; set rollout\.slots=128 or more"):
+        SERVERS["vllm"](MOE).command(replace(options, completions=16))
+    SERVERS["sglang"](MOE).command(replace(options, completions=16))  # it gets them one by one
+
+
+@pytest.mark.parametrize(
+    ("keys", "most"),
+    [((), 16), (("train.max_staleness=1",), 1), (("eval.sets.hard.samples=64", "eval.sets.hard.temperature=1"), 64)],
+)
+def test_a_request_has_a_group_or_all_samples_of_a_problem(keys: tuple[str, ...], most: int) -> None:
+    config = load_config("tiny_cpu", ["rollout=vllm", "rollout.group_size=16", *keys])
+    assert config.most_completions == most
 
 
 def test_batch_invariance_is_a_variable_of_vllm_and_an_option_of_sglang() -> None:

@@ -88,7 +88,7 @@ class VLLMAdapter(Adapter):
                 *("--host", options.host, "--port", str(options.port)),
                 *("--middleware", "rl_megatron.rollout.servers.engine_token.EngineToken"),
                 *("--dtype", options.dtype, "--max-model-len", str(options.max_length)),
-                *("--max-num-seqs", str(-(-options.slots // options.dp))),  # of each dp replica
+                *("--max-num-seqs", str(_slots_of_replica(options))),
                 *options_of_ranks(options),
                 *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
                 *("--worker-extension-cls", "rl_megatron.rollout.servers.vllm.worker.WorkerExtension"),
@@ -346,6 +346,19 @@ class VLLMAdapter(Adapter):
     async def _rpc(self, server: Server, method: str, *arguments: object) -> Any:
         """The answer of each rank of the first dp replica."""
         return (await server.post("/collective_rpc", {"method": method, "args": list(arguments)}))["results"]
+
+
+def _slots_of_replica(options: StartOptions) -> int:
+    """Sequences that each dp replica decodes at once. Raises ConfigError for fewer than a request has: vLLM 0.32.0 then
+    refuses the request."""
+    each = -(-options.slots // options.dp)
+    if options.completions > each:
+        raise ConfigError(
+            f"rollout.slots={options.slots} with rollout.server.dp={options.dp} is {each} sequences at once, but a "
+            f"request has up to {options.completions} (rollout.group_size, samples of eval.sets), which vLLM does not "
+            f"divide; set rollout.slots={options.completions * options.dp} or more"
+        )
+    return each
 
 
 def _scoring(server: Server, text: Sequence[int], top: int) -> dict[str, object]:
