@@ -269,8 +269,8 @@ class ReplicaWeights:
         Raises SyncError that names the replicas on which it failed, ReplicasLost if all died.
         """
         answers = await asyncio.gather(*(r.while_alive(order(r)) for r in replicas), return_exceptions=True)
-        for replica, answer in zip(replicas, answers, strict=True):
-            if isinstance(answer, AttemptFailed):
+        for (replica, server), answer in zip(replicas.items(), answers, strict=True):
+            if isinstance(answer, AttemptFailed) and replica.server is server:  # not one that came since
                 replica.suspect(answer)
         if any(isinstance(a, AttemptFailed) for a in answers):
             await asyncio.sleep(_GRACE_SECONDS)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import product
+from typing import Any, cast
 
 import pytest
 
-from rl_megatron.rollout.servers.http import Server
-from rl_megatron.rollout.servers.replicas import Event, Health, ReplicaSet, after
+from rl_megatron.config.sections.rollout import ServerSection
+from rl_megatron.rollout.servers import weights
+from rl_megatron.rollout.servers.http import Broken, Server
+from rl_megatron.rollout.servers.replicas import Event, Health, Replica, ReplicaSet, after
 
 NEXT = {
     (Health.STALE, Event.REFITTED): Health.HEALTHY,
@@ -53,3 +57,31 @@ def test_transitions_are_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> N
         "replica 0: RESTARTING -> STALE",
         "replica 0: STALE -> HEALTHY",
     ]
+
+
+def test_the_error_of_a_server_is_not_its_successors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One order failed of its death; it is back by the time that the others have carried theirs out."""
+    monkeypatch.setattr(weights, "_GRACE_SECONDS", 0.0)
+    servers = [Server(f"http://127.0.0.1:{port}", token=None, timeout_seconds=1.0) for port in (1, 2)]
+
+    async def test() -> None:
+        replicas = ReplicaSet("x", servers)
+        died, lives = replicas.all
+        of_all = weights.ReplicaWeights(cast("Any", None), replicas, ServerSection(), cast("Any", None))
+
+        async def order(replica: Replica) -> str:
+            if replica is died:
+                raise Broken("connection reset")
+            await asyncio.sleep(0)
+            for event in (Event.DIED, Event.RESTARTED):
+                died.apply(event, "killed")
+            died.server = Server("http://127.0.0.1:3", token=None, timeout_seconds=1.0)
+            died.apply(Event.ANSWERED)
+            return "loaded"
+
+        assert await of_all.on_each({one: one.server for one in (died, lives)}, "a push", order) == {
+            servers[1].url: "loaded"
+        }
+        assert not died.suspected.is_set()
+
+    asyncio.run(test())
