@@ -1,8 +1,9 @@
 """Runs an engine server in a session of its own, and ends all of its processes when the trainer ends, or the server.
 
 The trainer holds the other end of this process's standard input. It closes however the trainer ends, even by SIGKILL;
-the trainer also closes it to end one server. Once the guard has ended, no process of its server holds memory. Run as
-``python engine_guard.py <address> <command...>``; it imports nothing of this package.
+the trainer also closes it to end one server. Once the guard has ended, no process of its server holds memory, and no
+shared memory is left that they had mapped. Run as ``python engine_guard.py <address> <command...>``; it imports nothing
+of this package.
 
 No other user of the node can read a server's files. Its temporary folder, with the sockets of its processes, is its own
 and is removed with it.
@@ -15,6 +16,7 @@ import ctypes
 import hashlib
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,7 @@ import psutil
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STOP_SECONDS = 10.0
 _TRACKER_SECONDS = 5.0  # of these
+_SHARED = Path("/dev/shm")
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -38,6 +41,7 @@ def main(host: str, command: list[str]) -> int:
     if (interface := interface_of(host)) is not None:  # else gloo resolves the node's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.umask(0o077)
+    others = {path.name for path in _shared_files()}
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what the server leaves behind becomes a child of this process
     with tempfile.TemporaryDirectory(prefix="engine-", ignore_cleanup_errors=True) as folder:
         os.environ.update(compiled_folder(lambda: f"{folder}/torch"))
@@ -49,10 +53,37 @@ def main(host: str, command: list[str]) -> int:
             preexec_fn=_die_with_parent,
             env=dict(os.environ),
         )
-        threading.Thread(target=_end_with_trainer, args=(server,), daemon=True).start()
+        own = set[str]()
+        threading.Thread(target=_end_with_trainer, args=(server, own), daemon=True).start()
         status = server.wait()
+        own |= _mapped()
         _end_the_rest()
+    for path in _shared_files():
+        if path.name in own - others:
+            path.unlink(missing_ok=True)
     return status
+
+
+def _shared_files() -> list[Path]:
+    """This user's shared memory on this node, but for folders, as of weights."""
+    user, found = os.geteuid(), []
+    for path in _SHARED.iterdir() if _SHARED.is_dir() else ():
+        with contextlib.suppress(OSError):
+            if stat.S_ISREG(path.lstat().st_mode) and path.lstat().st_uid == user:
+                found.append(path)
+    return found
+
+
+def _mapped() -> set[str]:
+    """Names of the shared memory that processes of the server have mapped, which those that are killed leave."""
+    found = set[str]()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(OSError):
+            words = (line.split(maxsplit=5) for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines())
+            found |= {
+                path.name for path in (Path(word[5]) for word in words if len(word) > 5) if path.parent == _SHARED
+            }
+    return found
 
 
 def compiled_folder(otherwise: Callable[[], str]) -> Mapping[str, str]:
@@ -95,9 +126,11 @@ def _die_with_parent() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # under Ray both are blocked
 
 
-def _end_with_trainer(server: subprocess.Popen[bytes]) -> None:
+def _end_with_trainer(server: subprocess.Popen[bytes], own: set[str]) -> None:
+    """``own`` gets the names of the server's shared memory before it ends."""
     while os.read(0, 1):
         pass
+    own |= _mapped()
     _signal_all(server, signal.SIGTERM)
     try:
         server.wait(_STOP_SECONDS)
