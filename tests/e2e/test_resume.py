@@ -60,13 +60,14 @@ def test_the_reference_learns_from_a_gradient(reference: Run) -> None:
 
 
 def test_the_reference_records_what_it_always_did(place: Place, reference: Run) -> None:
-    """Samples and integers exactly, other numbers to 1e-6."""
+    """Samples and integers exactly, other numbers to 1e-5: the same machine has rounded norms of gradients by 1.3e-6
+    otherwise, some hours later."""
     found, stored = place.folder / STORED.name, json.loads(STORED.read_text())
     metrics, samples = reference.record()
     found.write_text(json.dumps({"metrics": metrics, "samples": samples}, indent=1) + "\n")
     assert samples == stored["samples"]
     for row, wanted in zip(metrics, stored["metrics"], strict=True):
-        close = {name: pytest.approx(x, rel=1e-6, abs=1e-6) for name, x in wanted.items() if isinstance(x, float)}
+        close = {name: pytest.approx(x, rel=1e-5, abs=1e-5) for name, x in wanted.items() if isinstance(x, float)}
         assert row == wanted | close, f"where this is meant to change, copy {found} to {STORED}"
 
 
