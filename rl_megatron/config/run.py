@@ -353,10 +353,10 @@ class RunConfig(Section):
 
     @property
     def most_completions(self) -> int:
-        """Of one request to servers: a group, or all samples of a problem of an evaluation."""
-        return max(
-            1 if self.one_by_one else self.rollout.group_size, *(one.samples for one in self.eval.sets.values()), 1
-        )
+        """Of one request to servers: a group, or all samples of a problem. An environment asks for one at a time."""
+        led = bool(self.environment.function) or 0 < len(environments_of(self.data)) == len(self.source_names)
+        plain = [e for e in self.eval.sets.values() if not (led if e.environment is None else e.environment.function)]
+        return max(1 if self.one_by_one or led else self.rollout.group_size, *(one.samples for one in plain), 1)
 
     @property
     def requests_in_flight(self) -> int:

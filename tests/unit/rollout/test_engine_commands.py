@@ -24,6 +24,7 @@ from tests.unit.rollout.test_engine_routes import ASKED, OPTIONS
 from tests.unit.rollout.test_engine_servers import Words
 
 MOE, LATENT = NAMED["qwen3-235b-a22b"], NAMED["deepseek-v3"]
+SAMPLED_SET = ("eval.sets.hard.samples=64", "eval.sets.hard.temperature=1")
 TWO_NODES = replace(OPTIONS, nodes=2, head="10.0.0.1", host="10.0.0.2", node=1, port=20000, slots=64, routes=False)
 
 
@@ -87,7 +88,12 @@ def test_vllm_has_a_place_for_each_completion_of_a_request() -> None:
 
 @pytest.mark.parametrize(
     ("keys", "most"),
-    [((), 16), (("train.max_staleness=1",), 1), (("eval.sets.hard.samples=64", "eval.sets.hard.temperature=1"), 64)],
+    [
+        ((), 16),
+        (("train.max_staleness=1",), 1),
+        (SAMPLED_SET, 64),
+        (("environment.function=calculator", "warm_start.steps=0", *SAMPLED_SET), 1),
+    ],
 )
 def test_a_request_has_a_group_or_all_samples_of_a_problem(keys: tuple[str, ...], most: int) -> None:
     config = load_config("tiny_cpu", ["rollout=vllm", "rollout.group_size=16", *keys])

@@ -43,7 +43,7 @@ def test_a_layout_that_does_not_fit_is_refused() -> None:
     assert "does not divide 48 layers" in refused.stderr
 
 
-def test_layers_of_every_kind_are_told() -> None:
-    """Qwen3-Next's names of attention are in each fourth layer alone."""
+def test_a_stage_shows_its_layers_of_every_kind() -> None:
+    """Qwen3-Next has attention in each fourth layer alone."""
     layout = parse_layout("x", "megatron,pp=24", model_shape("qwen3-next-80b-a3b"))
     assert [_layers(layout, stage) for stage in (0, 1, 23)] == ["0–1", "2–3", "46–47"]
