@@ -253,6 +253,7 @@ class ServedBench:
 
     async def sampling(self, *running: asyncio.Task[Any]) -> None:
         """Until every server has told thrice that it made tokens, behind prompts so, or one of the requests is over."""
+        spare_a_core()
         for server in self.engine.servers:
             told = {await self.engine.adapter.tokens(server)}
             while len(told) <= 3 and not any(task.done() for task in running):
@@ -294,8 +295,9 @@ def spare_a_core() -> None:
     """
     cores = os.sched_getaffinity(0)
     for process in psutil.Process().children(recursive=True):
-        for thread in process.threads():
-            os.sched_setaffinity(thread.id, cores - {min(cores)} or cores)
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # some end meanwhile
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, cores - {min(cores)} or cores)
 
 
 @contextlib.contextmanager

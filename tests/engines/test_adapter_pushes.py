@@ -33,7 +33,7 @@ from rl_megatron.weights.layouts.lora import hf_adapters, ranks_of_parts
 from rl_megatron.weights.servers.beside import ADAPTERS, AdapterWeights, adapters_folder
 from tests.completions import completion
 from tests.e2e.processes import REWARDS
-from tests.engines.benches import FolderSync, ServedBench, logprobs_of, request, served
+from tests.engines.benches import MAX_LENGTH, NEW, FolderSync, ServedBench, logprobs_of, request, served
 from tests.engines.conftest import needs
 from tests.engines.learned import save_model
 from tests.engines.reads_adapters import TEXT
@@ -46,7 +46,6 @@ KEYS = (
     *("weights.push=adapters", "train.max_staleness=1"),
 )
 HELD = 3  # versions, at a staleness of 1
-NEW = (400, 900, 900, 900)  # tokens of an attempt to meet a request under way
 
 
 @dataclass(kw_only=True)
@@ -102,7 +101,8 @@ class AdapterFolder(FolderSync):
 
 @contextmanager
 def started(engine: str, folder: Path) -> Iterator[tuple[ServedBench, AdapterFolder, AdapterWeights, Loras]]:
-    model = save_model("qwen2", folder / "model", 1, intermediate_size=64)  # SGLang pads 48 on CPUs, not the adapters
+    sizes = {"intermediate_size": 64, "max_position_embeddings": MAX_LENGTH}  # SGLang pads 48 on CPUs, not the adapters
+    model = save_model("qwen2", folder / "model", 1, **sizes)
     (folder / engine).mkdir()
     shape = read_shape(model)
     shapes = hf_adapters(hf_layout(shape), ranks_of_parts(megatron_layout(shape), LORA)).local_shapes(0)
