@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 from launcher.processes.guards import Guard, Order
 from launcher.processes.last_words import end_of
+from launcher.processes.scratch import scratch
+from launcher.servers.interpreter import python_path
 from launcher.servers.site import Site
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.services import ServiceSection
@@ -55,14 +57,14 @@ class RunningServices:
     def __init__(
         self, config: RunConfig, folder: Path, sites: Mapping[str, Sequence[Site]], services: Services
     ) -> None:
-        self._services = services
+        self._services, self._folder, self._packages = services, folder.resolve(), Path()
         self._replicas = [
             _Replica(
                 name=name,
                 number=number,
                 section=config.services[name],
                 site=site,
-                log=folder.resolve() / f"service_{name}_{number}.log",
+                log=self._folder / f"service_{name}_{number}.log",
             )
             for name, of_name in sites.items()
             for number, site in enumerate(of_name)
@@ -75,6 +77,9 @@ class RunningServices:
         Yields a task that never returns, and raises ServiceError once a service is given up.
         """
         async with contextlib.AsyncExitStack() as stack:
+            if self._replicas:
+                self._packages = stack.enter_context(scratch(within=self._folder))
+                (self._packages / "rl_megatron").symlink_to(Path(__file__).resolve().parents[2] / "rl_megatron")
             for one in self._replicas:
                 stack.push_async_callback(one.end)
             try:
@@ -125,6 +130,7 @@ class RunningServices:
         port = one.ports.enter_context(site.ports())
         words = [word.format(host=site.host, port=port) for word in shlex.split(one.section.command)]
         own = {"SERVICE_HOST": site.host, "SERVICE_PORT": str(port), "SERVICE_KEY": key}
+        own["PYTHONPATH"] = python_path(self._packages)  # this package alone, for any interpreter
         one.guard = await site.start(
             Order(
                 before=site.before,

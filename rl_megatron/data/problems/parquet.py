@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rl_megatron.data.problems.leaks import digests_of, hashes_of
 from rl_megatron.data.problems.records import (
+    NESTED,
     Record,
     decoded_row,
     listed,
@@ -246,9 +247,8 @@ def _check_columns(path: Path, schema: Any, fields: tuple[str, ...], others: tup
     for name in fields[:1]:
         kind = schema.field(name).type
         if not (_is_text(kind) or pa.types.is_null(kind)):
-            raise DataError(
-                f"{path}: column {name!r} is of {shortened(str(kind))}; it must be text, so write it as string"
-            )
+            wanted = NESTED if pa.types.is_nested(kind) else "it must be text, so write it as string"
+            raise DataError(f"{path}: column {name!r} is of {shortened(str(kind))}; {wanted}")
 
 
 def _is_text(kind: Any) -> bool:

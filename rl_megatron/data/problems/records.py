@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+NESTED = "it must be text: write a message's text alone, and data.chat_template=true makes it a user's message"
+_NO_VALUE, _QUOTED = "the row has no value, so remove it", "it must be text, so quote it"
 _MAX_SHOWN = 500  # characters of a file's or a library's text in an error
 _MAX_PROBLEMS_SHOWN = 20
 
@@ -39,7 +41,8 @@ def record_of(row: Mapping[str, object], fields: tuple[str, ...]) -> Record | st
         value = row[name]
         if not isinstance(value, str):
             if value is None or name == fields[0]:
-                return f"field {name!r} is {value!r:.40} ({type(value).__name__}); it must be text, so quote it"
+                wanted = _NO_VALUE if value is None else NESTED if isinstance(value, list | dict) else _QUOTED
+                return f"field {name!r} is {value!r:.40} ({type(value).__name__}); {wanted}"
             others[name] = value
             value = json.dumps(value, ensure_ascii=False)
         if not value.strip():

@@ -125,6 +125,8 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
         b'{"question": "\xff", "answer": "1"}',
         b'{"questoin": "x", "answer": "1"}',
         b'{"question": 72, "answer": "x"}',
+        b'{"question": [{"role": "user", "content": "x"}], "answer": "x"}',
+        b'{"question": "x", "answer": null}',
         b'{"question": "x", "answer": " "}',
         b'{"question": "\\ud800", "answer": "1"}',
         b"[" * 100_000,
@@ -141,12 +143,14 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
         4: "blank line",
         5: "not UTF-8 at byte 15",
         6: "did you mean 'questoin'",
-        7: "'question' is 72 (int)",
-        8: "'answer' is empty",
-        9: "field 'question' holds a lone surrogate",
-        10: "not JSON",
-        11: "field 'from' holds a lone surrogate",
-        12: "field 'a\\udc00' holds a lone surrogate",
+        7: "'question' is 72 (int); it must be text, so quote it",
+        8: "(list); it must be text: write a message's text alone",
+        9: "'answer' is None (NoneType); the row has no value",
+        10: "'answer' is empty",
+        11: "field 'question' holds a lone surrogate",
+        12: "not JSON",
+        13: "field 'from' holds a lone surrogate",
+        14: "field 'a\\udc00' holds a lone surrogate",
     }
     reported = str(caught.value).split("\n")
     assert len(reported) == len(wanted)
@@ -179,7 +183,10 @@ def test_a_parquet_file_with_other_columns_or_types_or_bytes_is_refused(tmp_path
     with pytest.raises(DataError, match=r"no field 'question'.*did you mean 'questions'"):
         load(files(path))
     pq.write_table(pa.table({"question": [1], "answer": ["a"]}), path)
-    with pytest.raises(DataError, match=r"x.parquet: column 'question' is of int64; it must be text"):
+    with pytest.raises(DataError, match=r"x.parquet: column 'question' is of int64; it must be text, so write it"):
+        load(files(path))
+    pq.write_table(pa.table({"question": [[{"role": "user", "content": "a"}]], "answer": ["a"]}), path)
+    with pytest.raises(DataError, match=r"is of list<.*; it must be text: write a message's text alone"):
         load(files(path))
     path.write_bytes(b"PAR1 torn")
     with pytest.raises(DataError, match="not a readable parquet file"):

@@ -101,6 +101,24 @@ def test_a_replica_that_dies_is_restarted_and_at_last_given_up(tmp_path: Path, m
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_any_interpreter_finds_this_package_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's has no rl_megatron, and must not get the packages beside it."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    program = tmp_path / "server.py"
+    program.write_text(
+        "import os, rl_megatron.errors\nprint(os.listdir(os.environ['PYTHONPATH']))\nraise SystemExit(3)"
+    )
+    here, _ = running(configured(f"{sys.executable} -S {program}"), tmp_path)
+
+    async def run() -> None:
+        async with here.running():
+            pass
+
+    with pytest.raises(ServiceError, match=r"ended with status 3[^$]*\['rl_megatron'\]"):
+        asyncio.run(asyncio.wait_for(run(), 60))
+    assert not list(tmp_path.glob("rl_megatron-*"))
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
