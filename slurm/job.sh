@@ -9,6 +9,9 @@ attempt=$RUN/jobs/$job-$restart
 mkdir -p -m 700 "$attempt"
 echo "$job" >"$RUN/jobs/id"
 say() { echo "[$(date +%FT%T%z)] job $job, restart $restart: $*"; }
+for_good() { # whether no later try would change what scontrol requeue said, $1; its controller may also be busy or away
+    case $1 in *"Invalid job id"* | *disabled* | *denied*) ;; *) false ;; esac
+}
 newest() { ls -1td "$RUN"/checkpoints/{step,warm_start}_[0-9]* 2>/dev/null | head -n 1; }
 before=$(newest)
 say "starts on $SLURM_JOB_NODELIST; output is in $attempt"
@@ -24,14 +27,16 @@ outlive() { # in a step, which its node's loss does not end
     set -- $(scontrol show hostnames "${!nodes}" | tail -n "$NO_KILL" | head -n 2)
     exec env --unset=SLURM_GPUS_PER_NODE srun "${group[@]}" --overlap --no-kill --nodelist="$(IFS=,; echo "$*")" \
         --nodes="$#" --ntasks="$#" --ntasks-per-node=1 --cpus-per-task=1 --mem=0 \
-        bash -c '
+        bash -c "$(declare -f for_good)"'
             while sleep "$((15 + 5 * SLURM_PROCID))"; do
                 left=$(squeue --noheader --job="$1" --states=all --format=%N) &&
                     left=$(for each in $left; do scontrol show hostnames "$each" || exit; done) && [ -n "$left" ] || continue
                 if ! grep -qx "$2" <<<"$left"; then
-                    echo "[$(date +%FT%T%z)] job $1: failed: node $2 was lost, and with it the controller; comes back" >>"$3"
-                    scontrol requeue "$1" || scancel "$1"
-                    exec sleep 600
+                    said="[$(date +%FT%T%z)] job $1: failed: node $2 was lost, and with it the controller; comes back"
+                    [ -n "$why" ] || echo "$said" >>"$3"
+                    why=$(scontrol requeue "$1" 2>&1) && exec sleep 600
+                    echo "$why"
+                    if for_good "$why"; then exec scancel "$1"; fi
                 fi
             done' outlive "$job" "$SLURMD_NODENAME" "$RUN/jobs/$job.txt"
 }
@@ -60,6 +65,19 @@ list_slow() { # in jobs/slow_nodes at most $SLOW of the nodes that the run named
     mv "$list.new" "$list"
     wc -l <"$list"
 }
+requeue() { # $1 is what SIGTERM does while Slurm is asked to; between two tries scancel ends the job
+    local why last=
+    until trap "$1" TERM; why=$(scontrol requeue "$job" 2>&1); do
+        trap - TERM
+        if for_good "$why"; then
+            say "failed with status 1: Slurm does not requeue it: $why"
+            exit 1
+        fi
+        [ "$why" = "$last" ] || say "it was not requeued, and tries again every 15 s: $why"
+        last=$why
+        sleep 15
+    done
+}
 come_back() { # $1 is why; requeue without the nodes that failed and, as far as enough are left, $2 to $3 of the slow ones
     local nodes few= slow
     for ((slow = $3; slow >= $2; slow--)); do
@@ -70,14 +88,13 @@ come_back() { # $1 is why; requeue without the nodes that failed and, as far as 
             few="; without $nodes there are too few nodes"
         else
             say "$1$few; comes back without $nodes"
-            trap '' TERM # until the list of nodes is changed, which a job that runs does not allow
-            scontrol requeue "$job" || exit 1
+            requeue '' # until the list of nodes is changed, which a job that runs does not allow
             scontrol update JobId="$job" ExcNodeList="$nodes${EXCLUDE:+,$EXCLUDE}" || say "it was not excluded"
             exec sleep 600 # Slurm ends this script
         fi
     done
     say "$1; comes back$few"
-    scontrol requeue "$job" || exit 1
+    requeue -
     exec sleep 600
 }
 if [ -e "$attempt/requeue" ] && [ "$restart" -lt "$REQUEUES" ]; then

@@ -25,10 +25,16 @@ done
 [ $((6 - $(tr , '\\n' <<<"$without" | grep -c 'node[1-6]'))) -ge "$NEED" ]
 """
 SCONTROL = """#!/usr/bin/env bash
+# Refuses requeues, with a line of $RUN/refusals each.
 case $2 in
     hostnames) IFS=- read -r first last <<<"$(tr -dc 0-9- <<<"$3")"; seq -f node%g "$first" "${last:-$first}" ;;
     *) echo "$@" >>"$RUN/asked" ;;
 esac
+if [ "$1" = requeue ] && [ -s "$RUN/refusals" ]; then
+    head -n 1 "$RUN/refusals" >&2
+    sed -i 1d "$RUN/refusals"
+    exit 1
+fi
 """
 SRUN = """#!/usr/bin/env bash
 while [ "$1" != bash ]; do options+=("$1"); shift; done
@@ -97,6 +103,31 @@ def test_a_task_of_an_array_comes_back_alone(tmp_path: Path) -> None:
     assert (run / "jobs" / "7_3-0" / "controller.txt").exists()
 
 
+AWAY = "slurm_requeue error: Unable to contact slurm controller (connect failure)"
+BUSY = "slurm_requeue error: Socket timed out on send/recv operation"
+
+
+@pytest.mark.parametrize("failed", ["", "node4"])
+def test_a_job_that_slurm_does_not_requeue_at_once_asks_until_it_does(tmp_path: Path, failed: str) -> None:
+    """It says why, each cause once in a row."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "refusals").write_text(f"{AWAY}\n{AWAY}\n{BUSY}\n")
+    status, said, asked = attempt(tmp_path, 0, "000001", FAILED=failed)
+    assert (status, asked[:4]) == (0, ["requeue 7"] * 4)
+    assert asked[4:] == (excluding("node4")[1:] if failed else [])
+    causes = [line.partition("every 15 s: ")[2] for line in said.splitlines() if "it was not requeued" in line]
+    assert causes == [AWAY, BUSY]
+
+
+@pytest.mark.parametrize("why", ["Invalid job id specified", "Requested operation is presently disabled"])
+def test_a_job_that_slurm_will_never_requeue_fails(tmp_path: Path, why: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "refusals").write_text(f"{why}\n" * 2)
+    status, said, asked = attempt(tmp_path, 0, "000001")
+    assert (status, asked) == (1, ["requeue 7"])
+    assert said.splitlines()[-1].endswith(f"failed with status 1: Slurm does not requeue it: {why}")
+
+
 def excluding(*nodes: str) -> list[str]:
     """What the script asks of Slurm's controller to come back without these and the job's own ``slurm.exclude``."""
     return ["requeue 7", f"update JobId=7 ExcNodeList={','.join((*nodes, 'node9'))}"]
@@ -136,14 +167,14 @@ def test_where_slurm_goes_on_without_the_scripts_node_two_nodes_of_servers_bring
     run, given = tmp_path / "run", {"NO_KILL": "3", "ENDS": "yes"}
     if parts == 2:
         given |= {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NODELIST_HET_GROUP_1": "node[2-4]"}
-    given["LEFT"] = "\n".join(["node1 node[2-4]", "", "node[2-4]", "node[1-4]", "node[2-4] node10"])
+    given["LEFT"] = "\n".join(["node1 node[2-4]", "", "node[2-4]", "node[1-4]", *["node[2-4] node10"] * 2])
+    run.mkdir()
+    (run / "refusals").write_text(f"{BUSY}\n")
     assert attempt(tmp_path, 0, **given)[0] == 0
-    eventually(lambda: "requeue 7\n" in (run / "asked").read_text(), "what the nodes ask")
-    assert len((run / "queue").read_text().splitlines()) == 5
+    eventually(lambda: (run / "asked").read_text().count("requeue 7\n") == 2, "what the nodes ask")
+    assert len((run / "queue").read_text().splitlines()) == 6
     options = (run / "srun").read_text().split()
     assert {"--overlap", "--no-kill", "--nodelist=node2,node3", "--nodes=2", "--ntasks=2"} <= set(options)
     assert ("--het-group=1" in options) is (parts == 2)
-    assert (
-        "job 7: failed: node node1 was lost, and with it the controller; comes back"
-        in (run / "jobs" / "7.txt").read_text()
-    )
+    lost = "job 7: failed: node node1 was lost, and with it the controller; comes back"
+    assert (run / "jobs" / "7.txt").read_text().count(lost) == 1
