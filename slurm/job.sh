@@ -117,7 +117,7 @@ reason=$(grep -a '^error:' "$attempt/controller.txt" | tail -n 1)
 command -v "$PYTHON" >/dev/null || reason="$PYTHON, in which the controller runs, is not on this node; set slurm.python"
 if [ -e "$attempt/failed_node" ]; then
     cat "$attempt/failed_node" >>"$RUN/jobs/failed_nodes"
-    if [ "$(wc -l <"$RUN/jobs/failed_nodes")" -le "$RESTARTS" ]; then
+    if [ "$(cat "$RUN/jobs/$job"-*/failed_node | wc -l)" -le "$RESTARTS" ]; then # an earlier job's do not count
         come_back "failed: $reason" 0 "$(list_slow)"
     fi
 fi

@@ -165,7 +165,7 @@ class SlurmSection(Section):
     requeues: NonNegative = 100
     """Most restarts of a run after a time limit."""
     restarts: NonNegative = 3
-    """Most restarts of a run, without the failed node, after a rank died; other errors end the run."""
+    """Most restarts of a job, without the failed node, after a rank died; other errors end the run."""
     exclude_slow: NonNegative = 0
     """Most nodes that the job leaves out from a restart on because the run named them slow (run.slow_factor); 0: slow
     nodes are only named."""

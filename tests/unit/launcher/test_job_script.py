@@ -148,6 +148,18 @@ def test_slow_nodes_are_left_out_at_a_restart_up_to_the_number_asked_for(tmp_pat
     assert comes_back(5, 0) == ["requeue 7"]  # Slurm keeps a job's list
 
 
+def test_failures_of_the_run_in_an_earlier_job_do_not_count_but_their_nodes_are_left_out(tmp_path: Path) -> None:
+    jobs = tmp_path / "run" / "jobs"
+    (jobs / "6-0").mkdir(parents=True)
+    (jobs / "6-0" / "failed_node").write_text("node6\n")
+    (jobs / "failed_nodes").write_text("node6\n" * 4)
+    for restart in range(3):
+        status, _, asked = attempt(tmp_path, restart, FAILED="node5")
+        assert (status, asked) == (0, excluding("node5", "node6"))
+    status, said, asked = attempt(tmp_path, 3, FAILED="node5")  # RESTARTS=3
+    assert (asked, "comes back" in said) == ([], False)
+
+
 def test_as_many_slow_nodes_are_left_out_as_the_cluster_can_spare(tmp_path: Path) -> None:
     _, said, asked = attempt(tmp_path, 0, "000001", 3, NAMED="node4 node2 node1", NEED="4")
     assert "saved; without node1,node2,node4 there are too few nodes; comes back without node2,node4" in said
