@@ -1,5 +1,6 @@
 # One attempt of a run: train from the last checkpoint, then see whether the run comes back. Read by bash, in the job.
-# Before it stand PYTHON, RUN (the run's folder), TRAIN (what `train` is given), REQUEUES, RESTARTS, SLOW, EXCLUDE, and
+# Before it stand PYTHON, RUN (the run's folder), TRAIN (what `train` is given), REQUEUES, RESTARTS, SLOW, EXCLUDE,
+# BUDGETED: not empty where the job's time is all that the run may have, so that it ends well once that is up; and
 # NO_KILL: of a job that goes on without a node that fails, how many of its last nodes are for servers alone; else empty.
 restart=${SLURM_RESTART_COUNT:-0} job=$SLURM_JOB_ID
 if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then # one task of the array has the array's own id, by which Slurm means them all
@@ -120,6 +121,10 @@ if [ -e "$attempt/failed_node" ]; then
     if [ "$(cat "$RUN/jobs/$job"-*/failed_node | wc -l)" -le "$RESTARTS" ]; then # an earlier job's do not count
         come_back "failed: $reason" 0 "$(list_slow)"
     fi
+fi
+if [ "$status" -eq 0 ] && [ -e "$attempt/requeue" ] && [ -z "${BUDGETED:-}" ]; then
+    say "saved, but slurm.requeues=$REQUEUES are used up; to go on, submit its script again (slurm/README.md)"
+    exit 1
 fi
 if [ "$status" -eq 0 ]; then say "done"; else say "failed with status $status: ${reason:-see controller.txt}"; fi
 exit "$status"

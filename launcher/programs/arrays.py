@@ -174,7 +174,8 @@ def _script(study: Study, cell: Cell, names: Sequence[str], array: str, minutes:
     slurm = config.slurm.model_copy(update={"array": array, **time})
     run = config.run.model_copy(update={"dir": study.folder.parent, "name": study.folder.name})
     config = config.model_copy(update={"slurm": slurm, "run": run})
-    return job_script(config, folder=Path.cwd(), python=sys.executable, package=PACKAGE, cells=names)
+    folder, budgeted = Path.cwd(), minutes is not None
+    return job_script(config, folder=folder, python=sys.executable, package=PACKAGE, cells=names, budgeted=budgeted)
 
 
 def _minutes(study: Study, cell: Cell) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from rl_megatron.experiments.cells import Cell
 
 _SAID = re.compile(r"^\[([-+0-9T:]+)\] job \S+, restart (\d+): (.*)$", re.MULTILINE)
-_ENDS = ("done", "failed with status ", "failed: twice in a row ")
+_ENDS = ("done", "saved, but ", "failed with status ", "failed: twice in a row ")
 _WHILE_IT_RUNS = "the time limit or preemption is near"
 _WAITS = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
 _RUNS = {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
@@ -42,7 +42,8 @@ class Queued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What the script of a cell's array task has said. ``end`` is ``done``, the line of its failure, or empty."""
+    """What the script of a cell's array task has said. ``end`` is ``done``, the line of its failure or of requeues
+    that are used up, or empty."""
 
     log: Path
     end: str

@@ -27,11 +27,13 @@ def job_script(
     package: Path,
     command: Sequence[str] = ("train",),
     cells: Sequence[str] = (),
+    budgeted: bool = False,
 ) -> str:
     """The job's script. It runs in ``folder``, where relative paths start; ``package`` is the folder of this code.
     ``command`` of this program is train, which may come back, or rehearse with its options, which does not.
 
     ``cells``: the config's run folder is a study's, and task i of ``slurm.array`` trains the cell of that name in it.
+    ``budgeted``: a job's time is all that its run may have, so the job ends well once that is up.
 
     Only ``slurm.setup`` is executed: other values are quoted, or have only characters without a meaning to bash and
     sbatch. Raises ConfigError for a run's folder with other characters.
@@ -66,6 +68,7 @@ def job_script(
         package=package,
         command=command,
         cells=cells,
+        budgeted=budgeted,
     )
 
 

@@ -163,7 +163,8 @@ class SlurmSection(Section):
     """How long before the time limit the run saves a checkpoint and requests the next job; set it longer than a step
     and a checkpoint take."""
     requeues: NonNegative = 100
-    """Most restarts of a run after a time limit."""
+    """How many restarts a job may have had to come back after a time limit; Slurm counts those after preemption and
+    failures too. Once they are used up the run is saved, and the job fails."""
     restarts: NonNegative = 3
     """Most restarts of a job, without the failed node, after a rank died; other errors end the run."""
     exclude_slow: NonNegative = 0

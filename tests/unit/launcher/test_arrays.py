@@ -45,6 +45,7 @@ def test_an_array_has_a_task_for_each_cell_and_bash_finds_it_by_its_index(tmp_pa
     study = study_of(tmp_path, axes={"a": [{"it's $HOME; a": "algorithm=grpo"}, "algorithm=gspo"]})
     (array,) = sent_as(study)
     assert options(array)["array"] == "0-3"
+    assert "\nBUDGETED=" not in array.script
     before, cut, _ = array.script.partition("REQUEUES=")
     assert cut
     for index, cell in enumerate(cells_of(study)):
@@ -77,6 +78,7 @@ def test_a_cell_whose_minutes_are_limited_has_one_job_of_that_time_and_saves_at_
     (array,) = sent_as(study_of(tmp_path, overrides=overrides, budget={"cell_minutes": 30}))
     assert options(array)["time"] == "32"
     assert "REQUEUES=0 " in array.script
+    assert "\nBUDGETED=yes\n" in array.script
     study = study_of(tmp_path, overrides=overrides, budget={"cell_minutes": 59})
     with pytest.raises(ConfigError, match=r"need a job of 61 minutes, but slurm.time=1:00:00; raise slurm.time"):
         sent_as(study)
@@ -161,6 +163,16 @@ def test_a_cells_state_is_by_its_scripts_last_words_then_by_slurms(tmp_path: Pat
     (unasked,) = find_states(study, [cell])
     if not said.endswith(("done\n", "price\n")) and steps < 2:
         assert (unasked.state.value, "Slurm could not be asked here" in unasked.reason) == ("lost", True)
+
+
+def test_a_cell_whose_requeues_are_used_up_goes_on_at_the_next_start(tmp_path: Path) -> None:
+    study = study_of(tmp_path, axes={}, seeds=[0], overrides=["train.steps=2"])
+    (cell,) = cells_of(study)
+    log = task_log(cell, "12_0")
+    log.parent.mkdir(parents=True)
+    log.write_text(STARTED + at(0, "saved, but slurm.requeues=0 are used up; to go on, submit its script again"))
+    write_record(cell, CellRecord(pid=0, began=0.0, starts=1, seconds=0.0, task="12_0"))
+    assert find_states(study, [cell], {})[0].state.value == "stopped"
 
 
 def test_a_failed_task_that_was_resumed_by_hand_is_as_far_as_it_came(tmp_path: Path) -> None:

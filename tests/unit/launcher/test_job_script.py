@@ -128,6 +128,16 @@ def test_a_job_that_slurm_will_never_requeue_fails(tmp_path: Path, why: str) -> 
     assert said.splitlines()[-1].endswith(f"failed with status 1: Slurm does not requeue it: {why}")
 
 
+def test_a_run_that_has_used_up_its_requeues_is_not_done_unless_its_time_was_its_budget(tmp_path: Path) -> None:
+    status, said, asked = attempt(tmp_path, 9, "000001")  # REQUEUES=9
+    assert (status, asked) == (1, [])
+    assert "saved, but slurm.requeues=9 are used up; to go on, submit its script again" in said.splitlines()[-1]
+    status, said, _ = attempt(tmp_path, 10, "000002", BUDGETED="yes")
+    assert (status, said.splitlines()[-1].endswith(": done")) == (0, True)
+    status, said, _ = attempt(tmp_path, 11, "000003", ENDS="yes")
+    assert (status, said.splitlines()[-1].endswith(": done")) == (0, True)
+
+
 def excluding(*nodes: str) -> list[str]:
     """What the script asks of Slurm's controller to come back without these and the job's own ``slurm.exclude``."""
     return ["requeue 7", f"update JobId=7 ExcNodeList={','.join((*nodes, 'node9'))}"]
