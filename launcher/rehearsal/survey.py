@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.hosts.slurm.allocation import Allocation
+from launcher.hosts.slurm.script import cores_of
 from launcher.hosts.threads import threads_per_rank
 from launcher.processes.last_words import end_of
 from launcher.rehearsal.links import open_store
@@ -73,7 +74,7 @@ def survey(config: RunConfig, folder: Path, allocation: Allocation | None, limit
         asked = _asked(config, folder, placement, nodes, listener.getsockname())
         store = open_store(listener, asked)
     with (folder / "survey.txt").open("ab") as output, contextlib.ExitStack() as stack:
-        running = [stack.enter_context(_running(c, asked, output)) for c in _commands(config, placement, allocation)]
+        running = [stack.enter_context(_running(c, asked, output)) for c in commands(config, placement, allocation)]
         for process in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, began + limit - time.monotonic()))
@@ -112,14 +113,19 @@ def _asked(
     )
 
 
-def _commands(config: RunConfig, placement: Placement, allocation: Allocation | None) -> list[list[str]]:
+def commands(config: RunConfig, placement: Placement, allocation: Allocation | None) -> list[list[str]]:
+    """The commands that read the survey: one here, or one for each role's nodes."""
     slurm = config.slurm
     python = slurm.container_python if slurm.container and allocation is not None else sys.executable
     task = [python, "-m", "launcher.rehearsal.node"]
     if allocation is None:
         return [task]
     contained = [*slurm.container_options(slurm.container), *slurm.container_prefix(slurm.container)]
-    return allocation.everywhere([*contained, *task], placement.ranks_per_node * (slurm.cpus_per_task or 1))
+    cpus = dict.fromkeys(allocation.by_role, placement.ranks_per_node * (slurm.cpus_per_task or 1))
+    if allocation.heterogeneous:
+        others = (role for role in allocation.by_role if role != LEARNER)
+        cpus |= {role: cores_of(config, role, len(allocation.by_role[role])) for role in others}
+    return allocation.everywhere([*contained, *task], cpus)
 
 
 @contextlib.contextmanager

@@ -126,17 +126,20 @@ class Allocation:
             return [f"--het-group={list(by_role).index(role)}"]
         return [f"--nodelist={','.join(by_role[role])}"] if len(by_role) > 1 else []
 
-    def everywhere(self, command: Sequence[str], cpus: int) -> list[list[str]]:
-        """For each role an srun command that runs ``command`` once on each of its nodes, beside other steps, with all
-        their memory and GPUs."""
+    def everywhere(self, command: Sequence[str], cpus: Mapping[str, int]) -> list[list[str]]:
+        """For each role an srun command that runs ``command`` once on each of its nodes, beside other steps, with so
+        many ``cpus`` there and all their memory and GPUs."""
         every = [
-            (nodes, [f"--het-group={i}"] if self.heterogeneous else [f"--nodelist={','.join(nodes)}"])
-            for i, nodes in enumerate(self.by_role.values())
+            (role, nodes, f"--het-group={i}" if self.heterogeneous else f"--nodelist={','.join(nodes)}")
+            for i, (role, nodes) in enumerate(self.by_role.items())
         ]
-        how = ("--overlap", "--ntasks-per-node=1", f"--cpus-per-task={cpus}", "--mem=0")
+        how = ("--overlap", "--ntasks-per-node=1")
         return [
-            [*_OWN, "srun", *where, f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", *how, *command]
-            for nodes, where in every
+            [
+                *(*_OWN, "srun", where, f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"),
+                *(*how, f"--cpus-per-task={cpus[role]}", "--mem=0", *command),
+            ]
+            for role, nodes, where in every
         ]
 
     def on(self, node: str, command: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -72,7 +73,13 @@ def job_script(
     )
 
 
-def _component(config: RunConfig, role: str, nodes: int) -> dict[str, object]:
+def cores_of(config: RunConfig, role: str, nodes: int) -> int:
+    """The CPU cores that a heterogeneous job has on each of the ``nodes`` of a role."""
+    component = _component(config, role, nodes)
+    return int(component["tasks_per_node"]) * int(component["cpus_per_task"] or 1)
+
+
+def _component(config: RunConfig, role: str, nodes: int) -> dict[str, Any]:
     """The request for a role's own nodes in a heterogeneous job; missing values are the learner's."""
     slurm = config.slurm
     section, engines = slurm.alone(role), role == "engines"

@@ -11,6 +11,8 @@ from launcher.hosts.ray.node import engine_node_command, node_command
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.steps import step_command
 from launcher.programs import submit
+from launcher.rehearsal.survey import commands
+from rl_megatron.placement.ranks import placement_of
 from tests.unit.launcher.slurm_jobs import CASES, config_of
 
 
@@ -111,3 +113,20 @@ def test_a_step_with_engine_nodes_beside_it_keeps_to_the_learners(tmp_path: Path
     ray = " ".join(engine_node_command(two, 48, python="p", no_kill=False))
     assert "--het-group=1 --overlap --nodes=2 --ntasks=2 --nodelist=b1,b2 --cpus-per-task=48 --mem=0 " in ray
     assert ray.endswith(f"--output={tmp_path}/ray-engines-%t.txt p -m launcher.hosts.ray.node")
+
+
+@pytest.mark.parametrize("case", ["ray_and_engine_nodes", "heterogeneous"])
+def test_a_survey_asks_for_the_cores_that_the_job_has_on_each_roles_nodes(tmp_path: Path, case: str) -> None:
+    """Of a heterogeneous job each component's tasks by its cores a task, as its script asked for them."""
+    config = config_of(*CASES[case], "slurm.cpus_per_task=12")
+    heterogeneous = config.slurm.heterogeneous
+    script = submit.job_script(config, folder=tmp_path, python="p", package=tmp_path)
+    tasks, cores = (
+        [int(line.partition("=")[2]) for line in script.splitlines() if line.startswith(f"#SBATCH --{option}=")]
+        for option in ("ntasks-per-node", "cpus-per-task")
+    )
+    common = {"id": "7", "restart": 0, "here": "a1", "nodes": ("a1", "a2"), "engine_nodes": ("b1", "b2", "b3", "b4")}
+    allocation = Allocation(heterogeneous=heterogeneous, folder=tmp_path, **common)  # type: ignore[arg-type]
+    found = commands(config, placement_of(config, ("a1", "a2")), allocation)
+    asked = [int(word.partition("=")[2]) for line in found for word in line if word.startswith("--cpus-per-task=")]
+    assert asked == [each * of for each, of in zip(tasks, cores, strict=True)] * (1 if heterogeneous else 2)
