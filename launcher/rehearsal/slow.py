@@ -111,9 +111,11 @@ def _clocks(found: Surveyed) -> Iterator[str]:
 
 
 def _unsound(gpu: Mapping[str, str]) -> Iterator[str]:
-    used, total = float(gpu["used_mb"]), float(gpu["memory_mb"])
-    if used > _IN_USE * total:
-        yield f"is in use: {used:.0f} of {total:.0f} MB are taken"
+    memory = used, total = gpu["used_mb"], gpu["memory_mb"]
+    if unknown := [text for text in dict.fromkeys(memory) if not text.isdecimal()]:  # as [GPU requires reset]
+        yield f"does not say its memory: {', '.join(unknown)}"
+    elif int(used) > _IN_USE * int(total):
+        yield f"is in use: {used} of {total} MB are taken"
     if gpu["ecc_errors"].isdecimal() and int(gpu["ecc_errors"]):
         yield f"has {gpu['ecc_errors']} uncorrected memory errors"
 

@@ -145,12 +145,18 @@ def test_what_differs_between_nodes_is_said() -> None:
     found = surveyed([1, 1, 1], n1={"torch": "3"})
     found.answers["n2"]["links"][0]["time"] = 160.0
     gpu = {"name": "H100", "used_mb": "30000", "memory_mb": "81559", "ecc_errors": "2"}
-    found.answers["n0"]["gpus"] = [{**gpu, "used_mb": "1", "ecc_errors": "[N/A]"}, gpu]  # type: ignore[index]
+    lost = {**gpu, "used_mb": "[GPU requires reset]", "ecc_errors": "[GPU requires reset]"}
+    halted = {**lost, "used_mb": "[Unknown Error]", "memory_mb": "[Unknown Error]"}
+    given = [{**gpu, "used_mb": "1", "ecc_errors": "[N/A]"}, gpu, lost, halted, {**lost, "used_mb": "[N/A]"}]
+    found.answers["n0"]["gpus"] = given  # type: ignore[index]
     assert list(unlike(found)) == [
         "torch differs: 2 on n0, n2; 3 on n1",
         "the clock of n2 is +60 s from the others'",
         "GPU 1 of n0 (H100) is in use: 30000 of 81559 MB are taken",
         "GPU 1 of n0 (H100) has 2 uncorrected memory errors",
+        "GPU 2 of n0 (H100) does not say its memory: [GPU requires reset]",
+        "GPU 3 of n0 (H100) does not say its memory: [Unknown Error]",
+        "GPU 4 of n0 (H100) does not say its memory: [N/A]",
     ]
 
 
