@@ -28,16 +28,24 @@ class MoreOnRay(MoreSites):
     async def __call__(self, node: str | None, living: Sequence[Sites], vacant: Sequence[Sites]) -> Sites:
         nodes = await self.cluster.nodes()
         free = [sites for sites in vacant if all(_name(site) in nodes for site in sites)]
-        planned = {_name(site) for sites in (*living, *vacant) for site in sites}
-        if node is None or node in planned or node not in nodes:
+        if node is None or node in self._own() or node not in nodes:
             sites = await self.known(node, living, free)
             if any(sites is one for one in free):
                 return sites
             return [self._on_ray(one) for one in sites]
         if any(site.gpus for sites in (*living, *vacant) for site in sites):
             raise ConfigError(f"--node {node}: on GPUs servers join on the nodes that the run started with alone")
+        address = nodes[node].address
+        for sites in free:
+            if all((site.node, site.host) == (node, address) for site in sites):
+                return sites
         number, start = len(living), partial(self.cluster.start_on, node)
-        return [Site(host=nodes[node].address, start=start, node=node, number=number, count=number + 1)]
+        return [Site(host=address, start=start, node=node, number=number, count=number + 1)]
+
+    def _own(self) -> set[str]:
+        """The nodes that the run started with."""
+        allocation = self.cluster.allocation
+        return {this_node()} if allocation is None else {one for of in allocation.by_role.values() for one in of}
 
     def _on_ray(self, site: Site) -> Site:
         """The site, started by an actor there instead of srun, which would have set its GPUs."""

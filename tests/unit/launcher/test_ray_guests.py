@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from launcher.commands import joining
+from launcher.hosts.more_sites import MoreOnNodes
 from launcher.hosts.ray.guests import Guests
 from launcher.hosts.ray.node import NodeCall, options
 from launcher.hosts.slurm.allocation import Allocation
+from launcher.processes.guards import Guard, Order
+from launcher.servers.site import Site, Sites
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError, EngineError
 
@@ -77,6 +82,48 @@ def test_a_node_that_servers_could_not_be_on_is_refused(
     guests = Guests(Nodes(allocation), load_config("tiny_cpu", ["rollout=vllm", *keys]))
     with pytest.raises(ConfigError, match=why):
         asyncio.run(guests.invited({"node": node}))
+
+
+class Alive:
+    """A cluster with the nodes of a job, and node9, which has joined it."""
+
+    def __init__(self, allocation: Allocation, address: str = "10.0.0.9") -> None:
+        self.allocation, self.address = allocation, address
+
+    async def nodes(self) -> Mapping[str, Any]:
+        return {name: SimpleNamespace(address=self.address) for name in ("node1", "node2", "node9")}
+
+    async def start_on(self, node: str, order: Order) -> Guard:
+        raise NotImplementedError
+
+
+def test_a_node_that_joined_takes_any_number_of_servers_and_the_place_of_one_that_left_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    from launcher.hosts.ray.more import MoreOnRay
+
+    def more(living: Sequence[Sites], vacant: Sequence[Sites], node: str = "node9", **given: str) -> Sites:
+        cluster: Any = Alive(allocation, **given)
+        return asyncio.run(MoreOnRay(cluster=cluster, known=known)(node, living, vacant))
+
+    allocation = job(tmp_path, "node2")
+    monkeypatch.setattr(Allocation, "nodes_left", lambda self: {"node1", "node2"})
+    known = MoreOnNodes(
+        config=load_config("tiny_cpu", ["rollout=vllm", "slurm.engines.nodes=1"]), allocation=allocation
+    )
+    first: Sites = [Site(node="node2", host="10.0.0.9")]
+    second = more([first], [])
+    third = more([first, second], [])
+    assert [(site.node, site.host, site.number) for site in (*second, *third)] == [
+        ("node9", "10.0.0.9", 1),
+        ("node9", "10.0.0.9", 2),
+    ]
+    assert more([first, second], [third]) is third  # dropped, or not started
+    assert more([second, third], [first], "node2") is first
+    assert more([first], [second], address="10.0.0.8")[0].host == "10.0.0.8"  # it came back as another
+    with pytest.raises(ConfigError, match="--node node1: servers of this run can be on node2"):
+        more([first], [], "node1")
 
 
 def test_a_node_is_waited_for_with_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
