@@ -41,6 +41,13 @@ def test_scripts_are_the_golden_ones_and_bash_reads_them(case: str) -> None:
     subprocess.run(["bash", "-n", path], check=True)
 
 
+def test_a_rehearsals_job_is_one_that_slurm_never_requeues() -> None:
+    config = config_of(*CASES["heterogeneous"])
+    for command, option in ((("train",), "--requeue"), (("rehearse",), "--no-requeue")):
+        made = submit.job_script(config, folder=Path("/w"), python="python", package=Path("/c"), command=command)
+        assert [line.split()[1] for line in made.splitlines() if line.endswith("requeue")] == [option] * 2
+
+
 def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_commands() -> None:
     path = REPO / "slurm" / "train.sbatch"
     subprocess.run(["bash", "-n", path], check=True)
