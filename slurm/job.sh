@@ -9,6 +9,9 @@ fi
 attempt=$RUN/jobs/$job-$restart
 mkdir -p -m 700 "$attempt"
 echo "$job" >"$RUN/jobs/id"
+if [ -f /dev/stdout ] && [ ! -e "$RUN/jobs/$job.txt" ]; then # its output is elsewhere; by this `status` knows the job
+    ln -sfn "$(readlink "/proc/$$/fd/1")" "$RUN/jobs/$job.txt"
+fi
 say() { echo "[$(date +%FT%T%z)] job $job, restart $restart: $*"; }
 for_good() { # whether no later try would change what scontrol requeue said, $1; its controller may also be busy or away
     case $1 in *"Invalid job id"* | *disabled* | *denied*) ;; *) false ;; esac

@@ -111,7 +111,7 @@ def status_of(job: str, run: Path) -> Status:
     # The first entry of a name counts, because a later comment may hold any text. An array shows all tasks.
     parts = [dict(reversed(re.findall(r"(\S+?)=(\S*)", line))) for line in shown]
     named = [part for part in parts if job in (part.get("JobId"), part.get("HetJobId"), _task(part))]
-    if parts := [part for part in named if _prints_beside(run, part.get("StdOut", ""))]:
+    if parts := [part for part in named if _prints_for(run, job, part.get("StdOut", ""))]:
         found = parts[0]
         waits = f" ({found['Reason']})" if found.get("Reason", "None") != "None" else ""
         nodes = [part["NodeList"] for part in parts if part.get("NodeList", "") not in ("", "(null)")]
@@ -125,13 +125,16 @@ def status_of(job: str, run: Path) -> Status:
     return Status(name="GONE", text="gone from Slurm's memory")
 
 
-def _prints_beside(run: Path, log: str) -> bool:
-    """Whether a job's output goes to the folder of ``run``, or to one beside it, as that of an array's other tasks.
+def _prints_for(run: Path, job: str, log: str) -> bool:
+    """Whether a job's output goes to the folder of ``run``, or to one beside it, as that of an array's other tasks, or
+    where the run's job of that number says that its own goes (slurm/job.sh).
 
     True where Slurm does not say it, and where spaces in the folder's name end what is read of it.
     """
-    folder = run.resolve().parent
-    return not log or " " in str(folder) or Path(log).resolve().is_relative_to(folder)
+    folder, told = run.resolve().parent, (run / "jobs" / f"{job}.txt").resolve()
+    return (
+        not log or " " in f"{folder}{told}" or Path(log).resolve() == told or Path(log).resolve().is_relative_to(folder)
+    )
 
 
 def states_of(tasks: Sequence[str], job_name: str) -> dict[str, Status]:

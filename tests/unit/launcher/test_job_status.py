@@ -85,6 +85,26 @@ def test_a_job_is_not_gone_because_slurm_does_not_answer(
         status_of("7", tmp_path)
 
 
+def test_a_job_that_prints_elsewhere_is_known_by_what_its_script_notes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of slurm/train.sbatch. Another job of its number, which prints to another file, is not taken for it."""
+    written, run = tmp_path / "rl_megatron-7.txt", tmp_path / "runs" / "rl_megatron-7"
+    given = f"RUN={run} PYTHON=/nowhere/python TRAIN=() REQUEUES=0 RESTARTS=0 SLOW=0 EXCLUDE=''\n"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    stand_in(tmp_path / "sacct", NO_ACCOUNTS)
+    stand_in(tmp_path / "scontrol", f"echo JobId=7 JobState=RUNNING NodeList=n1 StdOut={written}")
+    env = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    for restart in ("0", "1"):
+        with written.open("ab") as out:
+            script = given + (PACKAGE / "slurm" / "job.sh").read_text()
+            subprocess.run(["bash"], input=script.encode(), stdout=out, env=env | {"SLURM_RESTART_COUNT": restart})
+        assert status_of("7", run).name == "RUNNING"
+        assert describe(run).splitlines()[-1] == written.read_text().splitlines()[-1]
+    stand_in(tmp_path / "scontrol", f"echo JobId=7 JobState=RUNNING NodeList=n1 StdOut={tmp_path}/other-7.txt")
+    assert status_of("7", run).name == "GONE"
+
+
 def test_the_log_of_an_arrays_task_is_found_in_the_folder_of_its_own_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
