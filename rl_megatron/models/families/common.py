@@ -1,12 +1,14 @@
 """What the readers of several families share: refusals, rotary embeddings, the fields that every decoder has.
 
-transformers drops from a file what equals its default only in some versions, so a missing key means that default.
+transformers drops from a file what equals its default only in some versions, so a missing key means that default: each
+reader has those of its family's configuration class (`with_defaults`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,24 @@ from rl_megatron.models.shape import Rope
 SILU: Mapping[str, object] = {"hidden_act": "silu"}
 """For `refuse_others`: the activation of every gated MLP here but gpt-oss', which adds to it."""
 _KINDS = ("default", "linear", "llama3", "yarn")
+_NULLABLE = {"q_lora_rank", "sliding_window", "num_key_value_heads", "n_group", "topk_group"}  # null: there is none
 
 
 def text_model(raw: Mapping[str, Any], path: Path) -> Fields:
     """The keys of the text model of a model for images and text, whose config.json has them under ``text_config``."""
     above = {key: raw[key] for key in ("model_type", "tie_word_embeddings") if raw.get(key) is not None}
     return Fields({**raw["text_config"], **above}, path, "text_config.")
+
+
+def with_defaults(raw: dict[str, Any], defaults: Mapping[str, object]) -> dict[str, Any]:
+    """The keys with the family's ``defaults`` for those that are missing, or null where that says nothing."""
+    filled = copy(raw)  # which names missing keys in its errors
+    filled.update(
+        (key, value)
+        for key, value in defaults.items()
+        if key not in raw or (raw.get(key) is None and key not in _NULLABLE)
+    )
+    return filled
 
 
 def refuse_others(raw: Mapping[str, Any], path: Path, fixed: Mapping[str, object]) -> None:
@@ -33,23 +47,19 @@ def refuse_others(raw: Mapping[str, Any], path: Path, fixed: Mapping[str, object
             raise ConfigError(f"{path}: {key}={shorten(raw.get(key))} is not supported; allowed: {wanted!r}")
 
 
-def read_rope(
-    raw: Mapping[str, Any], path: Path, *, head_dim: int, theta: float = 1e4, part: float | None = None
-) -> tuple[float, Rope]:
+def read_rope(raw: Mapping[str, Any], path: Path, *, head_dim: int) -> tuple[float, Rope]:
     """Base and `Rope` as transformers 5 writes them (``rope_parameters``) or 4 did (``rope_theta``, ``rope_scaling``).
 
-    ``theta`` and ``part``, the share of a head that turns, are the family's where the file has none. Raises ConfigError
-    for a kind that is not known.
+    Where both are there, transformers takes the older. Raises ConfigError for a kind that is not known.
     """
-    new = raw.get("rope_parameters") or {}
-    given = Fields({**(raw.get("rope_scaling") or {}), **new}, path, "rope_parameters.")
+    given = Fields(raw.get("rope_scaling") or raw.get("rope_parameters") or {}, path, "rope_parameters.")
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in _KINDS:
         raise ConfigError(
             f"{path}: rope_type={shorten(kind)} is not supported; allowed: {', '.join(map(repr, _KINDS))}"
         )
-    base = float(new.get("rope_theta") or raw.get("rope_theta") or theta)
-    part = given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or part or 1.0
+    base = float(given.get("rope_theta") or raw.get("rope_theta") or 1e4)  # of every class that names no other
+    part = given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     dim = int(head_dim * part)
     turning = 0 if dim == head_dim else dim
     if kind == "default":
@@ -94,13 +104,11 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def decoder_fields(
-    raw: Mapping[str, Any], path: Path, *, head_dim: int | None = None, part: float | None = None
-) -> dict[str, Any]:
+def decoder_fields(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The fields of `ModelShape` that every family of grouped-query attention spells alike."""
     heads = raw["num_attention_heads"]
-    head_dim = head_dim or raw.get("head_dim") or raw["hidden_size"] // heads
-    theta, rope = read_rope(raw, path, head_dim=head_dim, part=part)
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    theta, rope = read_rope(raw, path, head_dim=head_dim)
     return {
         "family": raw["model_type"],
         "num_layers": raw["num_hidden_layers"],

@@ -12,7 +12,14 @@ from typing import Any
 
 from rl_megatron.config.errors import shorten
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.families.common import dense_first, given, read_rope, refuse_others, text_model
+from rl_megatron.models.families.common import (
+    dense_first,
+    given,
+    read_rope,
+    refuse_others,
+    text_model,
+    with_defaults,
+)
 from rl_megatron.models.shape import Indexer, LatentAttention, ModelShape, Router
 
 _FIXED: Mapping[str, object] = {
@@ -28,17 +35,34 @@ _V3: Mapping[str, object] = {
     "topk_method": "noaux_tc",
     "norm_topk_prob": True,
 }
+_V2_DEFAULTS: Mapping[str, object] = {
+    "q_lora_rank": 1536,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+}
+_V3_DEFAULTS: Mapping[str, object] = {
+    "q_lora_rank": 1536,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+}
+_GLM_DEFAULTS: Mapping[str, object] = {"q_lora_rank": 768, "n_shared_experts": 1, "routed_scaling_factor": 1.8}
+_INDEXED_DEFAULTS: Mapping[str, object] = {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "index_topk": 2048}
+_V32_DEFAULTS: Mapping[str, object] = {**_INDEXED_DEFAULTS, "n_group": 8, "topk_group": 4}
 
 
 def read_v2(raw: dict[str, Any], path: Path) -> ModelShape:
     """DeepSeek-V2 and V2-Lite: softmax scores, which are not made to add up to 1; groups are rated by their best."""
     refuse_others(raw, path, {**_FIXED, "scoring_func": "softmax", "norm_topk_prob": False})
-    method = raw.get("topk_method") or "greedy"
+    raw = with_defaults(raw, _V2_DEFAULTS)
+    method = raw["topk_method"]
     if method not in ("greedy", "group_limited_greedy"):
         raise ConfigError(
             f"{path}: topk_method={shorten(method)} is not supported; allowed: 'greedy', 'group_limited_greedy'"
         )
-    router = Router(scaling=float(raw.get("routed_scaling_factor") or 1.0))
+    router = Router(scaling=float(raw["routed_scaling_factor"]))
     if method == "group_limited_greedy":
         router = _grouped(raw, router, "max")
     return _decoder(raw, path, router=router, normalize_top_k=False, dense=raw["first_k_dense_replace"])
@@ -47,37 +71,37 @@ def read_v2(raw: dict[str, Any], path: Path) -> ModelShape:
 def read_v3(raw: dict[str, Any], path: Path) -> ModelShape:
     """DeepSeek-V3 and Kimi-K2: sigmoid scores and a bias for the choice; groups are rated by their two best."""
     refuse_others(raw, path, _V3)
-    router = Router(score="sigmoid", selection_bias=True, scaling=float(raw.get("routed_scaling_factor") or 1.0))
+    raw = with_defaults(raw, _V3_DEFAULTS)
+    router = Router(score="sigmoid", selection_bias=True, scaling=float(raw["routed_scaling_factor"]))
     router, dense = _grouped(raw, router, "top2"), raw["first_k_dense_replace"]
     return _decoder(raw, path, router=router, normalize_top_k=True, dense=dense)
 
 
 def read_kimi(raw: dict[str, Any], path: Path) -> ModelShape:
-    """Kimi-K2.5: Kimi-K2 beside a tower for images."""
+    """Kimi-K2.5: Kimi-K2 beside a tower for images. The whole's class ties the embedding by default, the text's not."""
+    _ = raw["tie_word_embeddings"]
     return replace(read_v3(text_model(raw, path), path), draft_layers=0, beside=("vision_tower.", "mm_projector."))
 
 
 def read_glm(raw: dict[str, Any], path: Path) -> ModelShape:
     """GLM-4.7-Flash: DeepSeek-V3 with ``mlp_layer_types``, which may be ``first_k_dense_replace`` as in V3."""
     refuse_others(raw, path, {**_V3, "partial_rotary_factor": 1.0})
-    router = Router(score="sigmoid", selection_bias=True, scaling=float(given(raw, "routed_scaling_factor", 1.8)))
-    return replace(
-        _decoder(
-            raw, path, router=_grouped(raw, router, "top2"), normalize_top_k=True, dense=dense_first(raw, path, 1)
-        ),
-        shared_width=given(raw, "n_shared_experts", 1) * raw["moe_intermediate_size"],
-    )
+    raw = with_defaults(raw, _GLM_DEFAULTS)
+    router = Router(score="sigmoid", selection_bias=True, scaling=float(raw["routed_scaling_factor"]))
+    dense = dense_first(raw, path, 1)
+    return _decoder(raw, path, router=_grouped(raw, router, "top2"), normalize_top_k=True, dense=dense)
 
 
 def read_indexed(raw: dict[str, Any], path: Path) -> ModelShape:
     """DeepSeek-V3.2 and GLM-5: DeepSeek-V3 whose attention has an indexer, in all layers or, in GLM-5.2, in some."""
     refuse_others(raw, path, _V3)
-    router = Router(score="sigmoid", selection_bias=True, scaling=float(given(raw, "routed_scaling_factor", 2.5)))
+    raw = with_defaults(raw, _V32_DEFAULTS if raw["model_type"] == "deepseek_v32" else _INDEXED_DEFAULTS)
+    router = Router(score="sigmoid", selection_bias=True, scaling=float(raw["routed_scaling_factor"]))
     kinds, _ = _indexers(raw, path), raw["q_lora_rank"]  # the indexer's queries are made of that latent
     indexer = Indexer(
         heads=raw["index_n_heads"],
         head_dim=raw["index_head_dim"],
-        top_k=given(raw, "index_topk", 2048),
+        top_k=raw["index_topk"],
         layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "full"),
     )
     dense = dense_first(raw, path, 3)
@@ -136,7 +160,7 @@ def _decoder(raw: dict[str, Any], path: Path, *, router: Router, normalize_top_k
         latent=latent,
         dense_layers=dense,
         dense_width=raw["intermediate_size"],
-        shared_width=(raw.get("n_shared_experts") or 0) * raw["moe_intermediate_size"],
+        shared_width=raw["n_shared_experts"] * raw["moe_intermediate_size"],
         rope=rope,
         router=router,
         qk_norm=None,

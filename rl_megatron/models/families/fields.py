@@ -1,6 +1,7 @@
 """The keys of ``config.json`` that are read, with their types and the sizes that a model can have.
 
-A key that is null or not there is as transformers' default for its family, or an error where there is none.
+A key that is null or not there is as transformers' default for its family, which the family's reader has, or an error.
+Draft layers are those of the key alone, for transformers' default is 1 also where a file has no weights of them.
 """
 
 from __future__ import annotations

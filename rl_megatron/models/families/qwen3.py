@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.models.families.common import SILU, decoder_fields, dense_fields, refuse_others
+from rl_megatron.models.families.common import SILU, decoder_fields, dense_fields, refuse_others, with_defaults
 from rl_megatron.models.shape import ModelShape
+
+_DEFAULTS: Mapping[str, object] = {"num_key_value_heads": 32, "head_dim": 128}
 
 
 def read(raw: dict[str, Any], path: Path) -> ModelShape:
     """Qwen3 without experts."""
+    raw = with_defaults(raw, _DEFAULTS)
     refuse_others(raw, path, {**SILU, "use_sliding_window": False, "attention_bias": False})
-    return ModelShape(**decoder_fields(raw, path, head_dim=raw.get("head_dim") or 128), **dense_fields(raw))
+    return ModelShape(**decoder_fields(raw, path), **dense_fields(raw))

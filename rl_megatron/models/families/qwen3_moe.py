@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.models.families.common import SILU, decoder_fields, refuse_others
+from rl_megatron.models.families.common import SILU, decoder_fields, refuse_others, with_defaults
 from rl_megatron.models.shape import ModelShape
+
+_DEFAULTS: Mapping[str, object] = {"num_key_value_heads": 4}
 
 
 def read(raw: dict[str, Any], path: Path) -> ModelShape:
     """Qwen3 with experts in every layer."""
+    raw = with_defaults(raw, _DEFAULTS)
     fixed = {"mlp_only_layers": [], "decoder_sparse_step": 1, "use_sliding_window": False, "attention_bias": False}
     refuse_others(raw, path, {**SILU, **fixed})
     return ModelShape(

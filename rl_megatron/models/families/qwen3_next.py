@@ -12,10 +12,24 @@ from typing import Any
 
 from rl_megatron.config.errors import shorten
 from rl_megatron.errors import ConfigError
-from rl_megatron.models.families.common import SILU, decoder_fields, given, refuse_others, text_model
+from rl_megatron.models.families.common import SILU, decoder_fields, refuse_others, text_model, with_defaults
 from rl_megatron.models.shape import DeltaNet, ModelShape
 
 _DELTA, _FULL = "linear_attention", "full_attention"
+
+_DEFAULTS: Mapping[str, object] = {
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "norm_topk_prob": True,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "mtp_num_hidden_layers": 1,
+}
 
 
 def read(raw: dict[str, Any], path: Path) -> ModelShape:
@@ -23,27 +37,28 @@ def read(raw: dict[str, Any], path: Path) -> ModelShape:
 
     Qwen3-Next's config.json does not say that its files have a draft layer.
     """
+    raw = with_defaults(raw, _DEFAULTS)
     refuse_others(raw, path, {**SILU, "attention_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1})
     kinds = _kinds(raw, path)
     return ModelShape(
-        **decoder_fields(raw, path, head_dim=given(raw, "head_dim", 256), part=0.25),
+        **decoder_fields(raw, path),
         num_experts=raw.get("num_experts") or raw["num_local_experts"],
         experts_per_token=raw["num_experts_per_tok"],
         expert_width=raw["moe_intermediate_size"],
         shared_width=raw["shared_expert_intermediate_size"],
-        normalize_top_k=given(raw, "norm_topk_prob", True),
+        normalize_top_k=raw["norm_topk_prob"],
         delta=DeltaNet(
-            key_heads=given(raw, "linear_num_key_heads", 16),
-            value_heads=given(raw, "linear_num_value_heads", 32),
-            key_dim=given(raw, "linear_key_head_dim", 128),
-            value_dim=given(raw, "linear_value_head_dim", 128),
-            kernel=given(raw, "linear_conv_kernel_dim", 4),
+            key_heads=raw["linear_num_key_heads"],
+            value_heads=raw["linear_num_value_heads"],
+            key_dim=raw["linear_key_head_dim"],
+            value_dim=raw["linear_value_head_dim"],
+            kernel=raw["linear_conv_kernel_dim"],
         ),
         delta_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == _DELTA),
         output_gate=True,
         shared_gate=True,
         zero_centered=True,
-        draft_layers=given(raw, "mtp_num_hidden_layers", 1),
+        draft_layers=raw["mtp_num_hidden_layers"],
     )
 
 
@@ -53,7 +68,7 @@ def read_text_model(raw: dict[str, Any], path: Path) -> ModelShape:
 
 
 def _kinds(raw: Mapping[str, Any], path: Path) -> list[str]:
-    layers, every = raw["num_hidden_layers"], given(raw, "full_attention_interval", 4)
+    layers, every = raw["num_hidden_layers"], raw["full_attention_interval"]
     kinds: list[str] = raw.get("layer_types") or [_DELTA if (n + 1) % every else _FULL for n in range(layers)]
     if set(kinds) - {_DELTA, _FULL} or len(kinds) != layers:
         raise ConfigError(
