@@ -83,6 +83,7 @@ def learner_work(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float) ->
         micro_batches=micro_batches,
         precision=learner.dtype if learner.fp8 is None else "float8",
         stages=learner.stages or (shape.num_layers // (d.pp * d.vpp),) * (d.pp * d.vpp),
+        drafts=shape.draft_layers if shape.drafts else 0,
         gradient_bytes=2 if learner.gradient_dtype == "bfloat16" else 4,
         dispatcher="alltoall" if learner.dispatcher == "alltoall" else "by_node",
         again=frozenset(again),
@@ -111,7 +112,9 @@ def filled(config: RunConfig, most: float, dp: int, mean: float) -> tuple[float,
 
 def forward_seconds(work: LearnerWork, batches: int, constants: Constants | None = None) -> float:
     """A pass without gradients over what ``batches`` optimizer steps train on."""
-    scored = replace(work, again=work.again & {"head"}, micro_batches=work.micro_batches * batches, scored=True)
+    scored = replace(
+        work, again=work.again & {"head"}, micro_batches=work.micro_batches * batches, drafts=0, scored=True
+    )
     return sum(step_terms(scored, constants).values())
 
 

@@ -24,6 +24,7 @@ SECONDS: Mapping[str, str] = {
     "context parallel": "keys and values that ranks hand on to one another; none with cp=1",
     "computed again": "forward passes of what learner.recompute does not keep",
     "output layer": "logits, log-probs and their gradients, on the last stage; shown where that is the slowest",
+    "draft layers": "the draft layer that is trained on the last stage (learner.draft.train), forward and backward",
     "host": "launches of kernels where they take longer than the kernels; less with longer micro-batches",
     "between stages": "hidden states from stage to stage, and their gradients back",
     "bubble": "stages that wait while the pipeline fills and drains; less with fewer stages, a larger vpp, or more "

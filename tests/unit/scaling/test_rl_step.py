@@ -17,6 +17,7 @@ from rl_megatron.scaling.pushes import push_cost
 from rl_megatron.scaling.rl_step import forward_seconds, learner_work, push_bytes, rl_step, server_shape
 from rl_megatron.scaling.rollouts import Sampled, ServerShape, cache_bytes, lengths_of, sampled, token_seconds
 from rl_megatron.scaling.time import step_terms
+from rl_megatron.types import ParallelDims
 
 H100, SHAPE = GPUS["h100"], NAMED["qwen3-30b-a3b"]
 SERVER = ServerShape(tp=2, dp=1, cache=35e9)
@@ -210,6 +211,20 @@ def test_a_forward_pass_is_a_third_of_trainings_products() -> None:
     products = step_terms(work)["linears"] / 3
     assert products < forward_seconds(work, 1) < sum(step_terms(work).values()) / 2.5
     assert forward_seconds(work, 4) > 3 * forward_seconds(work, 1)
+
+
+def test_a_draft_layer_is_trained_and_does_not_score() -> None:
+    trained = replace(NAMED["deepseek-v3"], drafts=True)
+    config = load_config("deepseek_v3", ["model.path=.", "run.launcher=slurm"])
+    shapes = (trained, replace(trained, drafts=False))
+    with_draft, without = (replace(learner_work(config, one, H100, 4000), dims=ParallelDims()) for one in shapes)
+    (seconds, bare), drafts = (step_terms(work) for work in (with_draft, without)), {"draft layers", "output layer"}
+    assert seconds["draft layers"] > 0
+    assert seconds["output layer"] == pytest.approx(2 * bare["output layer"])
+    assert {name: s for name, s in seconds.items() if name not in drafts} == pytest.approx(
+        {name: s for name, s in bare.items() if name not in drafts}
+    )
+    assert forward_seconds(with_draft, 1) == forward_seconds(without, 1)
 
 
 def test_engines_that_are_full_sample_faster_than_a_tail() -> None:
