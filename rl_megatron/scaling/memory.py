@@ -305,9 +305,12 @@ def _of_critic(layout: Layout, rank: Rank) -> Rank:
 
 
 def _local_engine(config: RunConfig, shape: ModelShape) -> float:
-    """Bytes of the in-process engine: a whole copy of the model, and a key-value cache for every slot."""
-    cache = 2 * shape.num_layers * shape.num_kv_heads * shape.widest_head
-    rollout = config.rollout
-    cached = rollout.slots * (rollout.max_prompt_tokens + config.longest_completion) * cache
+    """Bytes of the in-process engine: a whole copy of the model, and for every slot a cache of keys and values, and of
+    delta nets the last inputs of their convolutions and a state in float32 (`DeltaStates`)."""
+    cache = 2 * len(shape.attention_layers) * shape.num_kv_heads * shape.widest_head
+    rollout, each, nets, net = config.rollout, BYTES[config.learner.dtype], len(shape.delta_layers), shape.delta
+    cached = (rollout.max_prompt_tokens + config.longest_completion) * cache * each
+    if net is not None:
+        cached += nets * (net.mixed * (net.kernel - 1) * each + 4 * net.value_heads * net.key_dim * net.value_dim)
     whole = sum(prod(size) for size in hf_layout(shape).local_shapes(0).values())
-    return float(whole + cached) * BYTES[config.learner.dtype]
+    return float(whole * each + rollout.slots * cached)

@@ -10,9 +10,13 @@ import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM
 
+from rl_megatron.config.io import load_config
 from rl_megatron.data.routes import decode_routes
 from rl_megatron.errors import EngineError
+from rl_megatron.models.delta import DeltaStates
+from rl_megatron.models.named import NAMED
 from rl_megatron.rollout.local.engine import LocalEngine
+from rl_megatron.scaling.memory import fullest
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
 from tests.completions import plain
 
@@ -194,3 +198,15 @@ def test_weights_that_give_no_finite_log_probs_are_named_with_the_request(make_e
     engine.serve(5)
     with pytest.raises(EngineError, match="request 'a': log-probs by weight version 5 are not finite"):
         engine.generate([request("a", (1, 2), max_new_tokens=4)])
+
+
+def test_the_plan_has_the_bytes_of_the_cache() -> None:
+    """Of Qwen3-Next: keys and values of every fourth layer, inputs and states of the others."""
+    shape, meta = NAMED["qwen3-next-80b-a3b"], torch.device("meta")
+    one, two = (load_config("tiny_cpu", ["model.path=.", f"rollout.slots={slots}"]) for slots in (1, 2))
+    planned = fullest(two, shape).terms["engine"] - fullest(one, shape).terms["engine"]
+    columns = one.rollout.max_prompt_tokens + one.longest_completion
+    row, layers = (columns, shape.num_kv_heads, shape.head_dim), len(shape.attention_layers)
+    states = DeltaStates.zeros(shape, 1, torch.float32, meta)
+    keys = 2 * layers * torch.empty(row, device=meta).nbytes
+    assert planned == keys + states.taps.nbytes + states.states.nbytes
