@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from rl_megatron.config.sections.teachers import TEACHER
 from rl_megatron.errors import ConfigError
 from rl_megatron.options import table as options
 from rl_megatron.scaling.memory import CHANGES, GB
@@ -26,6 +27,8 @@ SECONDS: Mapping[str, str] = {
     "output layer": "logits, log-probs and their gradients, on the last stage; shown where that is the slowest",
     "draft layers": "the draft layer that is trained on the last stage (learner.draft.train), forward and backward",
     "host": "launches of kernels where they take longer than the kernels; less with longer micro-batches",
+    "activations on the host": "what copies of activations to the host's memory and back take longer than their layer "
+    "(learner.offload.activations); less with longer micro-batches",
     "between stages": "hidden states from stage to stage, and their gradients back",
     "bubble": "stages that wait while the pipeline fills and drains; less with fewer stages, a larger vpp, or more "
     "micro-batches: a smaller dp or fewer minibatches",
@@ -47,19 +50,22 @@ SECONDS: Mapping[str, str] = {
     "waiting for the longest": "what the longest completion takes over train.max_staleness steps; less with more "
     "staleness, or a smaller rollout.max_new_tokens",
 }
+TEACHER_SECONDS = "one forward pass of the teacher over the batch, as if it judged all that is sampled"
+"""What the role of each teacher on ranks takes; its name is the user's."""
 
 
 def explain_term(term: str, plan: PlannedRun) -> Iterator[str]:
     """Lines about a term: its number in a plan, what it is, what makes it smaller. Raises ConfigError for others."""
     changes = {**CHANGES, **options.changes()}
     in_memory = plan.footprint.terms
-    if term not in SECONDS and term not in in_memory:
-        raise ConfigError(f"--explain {term}: no such term; terms: {', '.join([*SECONDS, *in_memory])}")
+    known = {**SECONDS, **{role: TEACHER_SECONDS for role in plan.step.parts if role.startswith(TEACHER)}}
+    if term not in known and term not in in_memory:
+        raise ConfigError(f"--explain {term}: no such term; terms: {', '.join([*known, *in_memory])}")
     for of, terms in (("a step", plan.step.parts), ("training in a step", plan.step.training)):
         if term in terms:
             yield f"{term}: {terms[term]:,.2f} s of {of}"
-    if term in SECONDS:
-        yield f"{term}: {SECONDS[term]}"
+    if term in known:
+        yield f"{term}: {known[term]}"
     if term in in_memory:
         held, rank = plan.footprint, f"rank {plan.footprint.rank}, stage {plan.footprint.stage}"
         change = changes.get(term, "choose other degrees")

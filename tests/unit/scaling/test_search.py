@@ -13,11 +13,15 @@ from rl_megatron.config import yaml_text
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
+from rl_megatron.scaling.hardware import GPUS
 from rl_megatron.scaling.host_memory import host_bytes
 from rl_megatron.scaling.memory import GB, check_memory, fullest
+from rl_megatron.scaling.planner.explained import explain_term
 from rl_megatron.scaling.planner.layouts import described, layouts, stage_layers, with_keys
 from rl_megatron.scaling.planner.search import NEAR, PlannedRun, savings, search
-from rl_megatron.scaling.rl_step import filled, rl_step
+from rl_megatron.scaling.rl_step import filled, learner_work, rl_step
+from rl_megatron.scaling.time import step_terms
+from rl_megatron.types import ParallelDims
 
 SMALL = ("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.prompts_per_step=64")
 
@@ -252,3 +256,19 @@ def test_a_written_configuration_has_the_plans_keys_and_no_others() -> None:
     worse = replace(best, keys={**best.keys, "learner.ep": 7, "learner.dp": 2})
     with pytest.raises(ConfigError, match="does not divide"):
         configuration_file(given, worse)
+
+
+def test_every_term_of_a_step_is_explained() -> None:
+    """Of a learner with each axis, option and role that adds a term, and of a teacher by the user's name."""
+    plan = search(asked(*SMALL, "algorithm=ppo", "algorithm.kl.coefficient=0.1").wanted).plans[0]
+    work = learner_work(plan.config, NAMED["deepseek-v3"], GPUS["h100"], 4000)
+    more = replace(work, drafts=1, moved=(1e6, 1e6), offloaded=0.5, again=frozenset({"full"}), stages=None)
+    terms = step_terms(replace(more, dims=ParallelDims(tp=2, ep=4, cp=2, dp=2)))
+    terms |= step_terms(replace(more, dims=ParallelDims(tp=2, ep=4, pp=2, dp=2)))
+    assert {"draft layers", "activations on the host", "optimizer on the host", "between stages"} <= terms.keys()
+    parts = {**plan.step.parts, "teacher_of_sums": 1.0}
+    shown = replace(plan, step=replace(plan.step, training=terms, parts=parts))
+    for term in (*terms, *parts):
+        assert any(
+            line.startswith(f"{term}: ") and not line[len(term) + 2].isdigit() for line in explain_term(term, shown)
+        )
