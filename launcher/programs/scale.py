@@ -91,6 +91,11 @@ def asked_of(arguments: Sequence[str]) -> Asked:
             "rollout.server.pp or roles: scale plans servers of one stage, and no nodes for a critic or a reference of "
             "their own; leave them out"
         )
+    if (rank := base.learner.lora.rank) is not None:
+        raise ConfigError(
+            f"learner.lora.rank={rank}: scale predicts seconds of training and pushing all weights, and adapters take "
+            "fewer; leave it out, and compare memory of layouts by rl-megatron plan --config"
+        )
     for key, one in base.training_environments.items():
         raise ConfigError(
             f"{key}.function={one.function}: scale plans single completions, and not how long turns "

@@ -185,6 +185,8 @@ def _unpredicted(config: RunConfig) -> str:
     if led := config.training_environments:
         key, one = next(iter(led.items()))
         return f"they are of single completions, and {key}.function={one.function} has several turns"
+    if (rank := config.learner.lora.rank) is not None:
+        return f"they are of training all weights, and learner.lora.rank={rank} trains adapters"
     if not config.rollout.served:
         return f"they are of servers that sample, and rollout.engine={config.rollout.engine}"
     if server.addresses is not None:
@@ -244,8 +246,10 @@ def gpus_by_role(config: RunConfig) -> dict[str, int]:
 def floor_seconds(config: RunConfig, shape: ModelShape) -> float:
     """Seconds that no step on GPUs can beat if all completions have full length: training alone, at peak.
 
-    Forward and backward at the peak (`flops`); recomputing and sampling are left out.
+    Forward and backward at the peak (`flops`), beside adapters without gradients of the model's weights; recomputing
+    and sampling are left out.
     """
     peak = config.slurm.speeds.tflops * 1e12
     flops = training_flops(shape, [config.longest_sequence]) * config.completions_per_step * config.train.epochs
-    return flops / (config.learner.dims.world_size * peak)
+    passes = 1.0 if config.learner.lora.rank is None else 2 / 3
+    return flops * passes / (config.learner.dims.world_size * peak)

@@ -64,6 +64,7 @@ def test_a_stated_step_stays_the_step_and_the_predicted_one_is_beside_it() -> No
     [
         (("slurm.speeds.gpu=null",), "set slurm.speeds.gpu to the kind of your GPUs, as h100"),
         (BY_ADDRESS, "the GPUs of servers at rollout.server.addresses are not known"),
+        (("learner.lora.rank=32",), "they are of training all weights, and learner.lora.rank=32 trains adapters"),
         (("rollout.server.tp=4", "rollout.server.pp=2"), "servers of one stage, and rollout.server.pp=2"),
         (("rollout=local", "weights.transport=process_group"), "servers that sample, and rollout.engine=local"),
         (

@@ -227,6 +227,7 @@ def test_rejected_layouts_say_why_and_what_would_help() -> None:
         (("deepseek-v3", "gpus=8", "gpu=h100"), "on 8 GPUs of 80 GB was tried: servers' weights fit in none"),
         ((*SMALL, "learner.max_tokens_per_micro_batch=8192", "learner.ep=3"), "or these keys leave none: rollout."),
         ((*SMALL, "rollout.server.pp=2"), "scale plans servers of one stage"),
+        ((*SMALL, "learner.lora.rank=16"), "learner.lora.rank=16: scale predicts seconds of training and pushing all"),
         ((*SMALL, "goal=step", "train.max_staleness=2"), "goal=step is synchronous, but train.max_staleness=2"),
         ((*SMALL, "gpus=12"), "gpus=12 are no whole nodes of 8 GPUs; give a multiple of 8"),
         (("gpus=8", "gpu=h100"), "give a model, its GPUs and their kind, as in rl-megatron scale kimi-k2 gpus=1024"),
