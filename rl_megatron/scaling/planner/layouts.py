@@ -84,7 +84,7 @@ def timed_layouts(wanted: Wanted, world: int) -> Iterator[Timed]:
         this = replace(
             work,
             dims=dims,
-            stages=_counts(wanted.shape.num_layers, dims.pp, dims.vpp),
+            stages=base.learner.stages or _counts(wanted.shape.num_layers, dims.pp, dims.vpp),
             tokens=tokens,
             micro_batches=micro_batches,
             dispatcher="alltoall" if keys["learner.dispatcher"] == "alltoall" else "by_node",
@@ -107,12 +107,13 @@ def layouts(wanted: Wanted, world: int) -> Iterator[dict[str, object]]:
         return sorted({1, int(str(wanted.given.get("learner.etp", tp if cuts else 1)))})
 
     cps = [cp for cp in (1, 2, 4, 8) if cp == 1 or longest / cp >= 8192 or wanted.given.get("learner.cp") == cp]
+    vpps = sorted({1, 2, 4, int(str(wanted.given.get("learner.vpp", 1)))})
     for tp, cp in product(tps, cps):
         for pp in range(1, min(_MOST_STAGES, shape.num_layers) + 1):
             if world % (tp * cp * pp):
                 continue
             dp = world // (tp * cp * pp)
-            for ep, etp, vpp in product(_expert_degrees(shape), etps(tp), (1, 2, 4)):
+            for ep, etp, vpp in product(_expert_degrees(wanted), etps(tp), vpps):
                 if tp * cp * dp % (ep * etp) or (vpp > 1 and (pp == 1 or pp * vpp > shape.num_layers)):
                     continue
                 degrees = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "cp": cp, "dp": dp}
@@ -121,7 +122,10 @@ def layouts(wanted: Wanted, world: int) -> Iterator[dict[str, object]]:
 
 def _with_work(wanted: Wanted, longest: int, degrees: Mapping[str, int]) -> Iterator[dict[str, object]]:
     """The keys of a layout: its stages' layers, each dispatcher, micro-batches of the longest sequence or of two."""
-    stages = stage_layers(wanted.shape.num_layers, degrees["pp"], degrees["vpp"])
+    own, chunks = wanted.base.learner, degrees["pp"] * degrees["vpp"]
+    if own.stages is not None and len(own.stages) != chunks:
+        return
+    stages = own.stage_layers or stage_layers(wanted.shape.num_layers, degrees["pp"], degrees["vpp"])
     dispatchers = ["alltoall"]
     given = wanted.given.get("learner.dispatcher")
     if (group := degrees["ep"] * degrees["etp"]) > wanted.gpu.domain and (group in DEEPEP_RANKS or given):
@@ -139,12 +143,11 @@ def _with_work(wanted: Wanted, longest: int, degrees: Mapping[str, int]) -> Iter
             yield keys
 
 
-def _expert_degrees(shape: ModelShape) -> list[int]:
-    """Degrees that divide the experts, at most 128."""
-    count = shape.num_experts
-    return [ep for ep in range(1, min(count, 128) + 1) if count % ep == 0 and (ep & (ep - 1) == 0 or ep % 24 == 0)] or [
-        1
-    ]
+def _expert_degrees(wanted: Wanted) -> list[int]:
+    """Degrees that divide the experts: powers of two and multiples of 24, at most 128, and the user's."""
+    count, given = wanted.shape.num_experts, wanted.given.get("learner.ep")
+    usual = [ep for ep in range(1, min(count, 128) + 1) if ep & (ep - 1) == 0 or ep % 24 == 0 or ep == given]
+    return [ep for ep in usual if count % ep == 0] or [1]
 
 
 @cache

@@ -34,7 +34,10 @@ def placements(wanted: Wanted) -> Iterator[tuple[float, dict[str, object]]]:
         )
         for fraction in _FRACTIONS
     ]
-    for count in sorted({round(nodes * share) for share in _SHARES} - {0, nodes}):
+    counts, own = {round(nodes * share) for share in _SHARES}, int(str(wanted.given.get("slurm.engines.nodes", 0)))
+    if own or "slurm.nodes" in wanted.given:
+        counts = {own or nodes - int(str(wanted.given["slurm.nodes"]))}
+    for count in sorted(n for n in counts if 0 < n < nodes):
         apart = {"slurm.nodes": nodes - count, "slurm.engines.nodes": count, "weights.transport": "process_group"}
         places.append((count * each, 0.85, apart))
     for gpus, usual, keys in places:

@@ -23,6 +23,14 @@ NEAR = 1.3
 """How many times the fastest step's seconds a layout of ``goal=memory`` may take: the range of what is predicted."""
 _CHECKED = 24  # layouts of a placement whose memory is planned, at most
 _OF_HOST = 0.8  # of a node's memory that the learner may take; processes, files in /dev/shm and caches have the rest
+_SEARCHED: Mapping[str, str] = {
+    **dict.fromkeys(("learner.tp", "learner.cp", "rollout.server.tp"), "1, 2, 4 or 8"),
+    "learner.ep": "a divisor of the experts, at most 128",
+    "learner.pp": "up to 32",
+    "rollout.server.dp": "1, 2, 4, 8, 16 or 32",
+    "weights.transport": "cuda_ipc or carried with servers on the learner's GPUs, process_group with servers apart",
+}
+"""The values that are tried of keys that a user may give, for messages."""
 _TOO_MUCH = " GB of "  # in the reason of a layout that does not fit
 
 
@@ -78,10 +86,11 @@ def search(wanted: Wanted) -> SearchResult:
         best = min((plan.step.seconds for plan in found.plans), default=math.inf)
     found.rejected.sort(key=lambda one: one.seconds)
     if not found.plans and not found.rejected:
+        tried = "".join(f"; {key} is tried as {of}" for key, of in _SEARCHED.items() if key in wanted.given)
         raise ConfigError(
             f"no layout on {wanted.gpus} GPUs of {wanted.gpu.memory:g} GB was tried: servers' weights fit in none of "
             f"its placements, or these keys leave none: {', '.join(wanted.given) or 'none given'}; give more GPUs, or "
-            "leave one out"
+            f"leave one out{tried}"
         )
     if not found.plans:
         tried = "; ".join(f"{described(one.keys)}: {one.reason}" for one in found.rejected[:3])

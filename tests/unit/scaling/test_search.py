@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.programs.scale import Asked, asked_of, configuration_file
+from launcher.programs.scale import Asked, asked_of, configuration_file, value_of
 from rl_megatron.config import yaml_text
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
@@ -226,6 +226,8 @@ def test_rejected_layouts_say_why_and_what_would_help() -> None:
     [
         (("deepseek-v3", "gpus=8", "gpu=h100"), "on 8 GPUs of 80 GB was tried: servers' weights fit in none"),
         ((*SMALL, "learner.max_tokens_per_micro_batch=8192", "learner.ep=3"), "or these keys leave none: rollout."),
+        ((*SMALL, "weights.transport=file"), "weights.transport is tried as cuda_ipc or carried with servers on"),
+        ((*SMALL, "rollout.server.tp=3"), "leave one out; rollout.server.tp is tried as 1, 2, 4 or 8"),
         ((*SMALL, "rollout.server.pp=2"), "scale plans servers of one stage"),
         ((*SMALL, "learner.lora.rank=16"), "learner.lora.rank=16: scale predicts seconds of training and pushing all"),
         ((*SMALL, "goal=step", "train.max_staleness=2"), "goal=step is synchronous, but train.max_staleness=2"),
@@ -273,3 +275,21 @@ def test_every_term_of_a_step_is_explained() -> None:
         assert any(
             line.startswith(f"{term}: ") and not line[len(term) + 2].isdigit() for line in explain_term(term, shown)
         )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "keys"),
+    [
+        (64, {"slurm.engines.nodes": 3}),
+        (64, {"slurm.nodes": 5}),
+        (192, {"learner.ep": 12, "slurm.engines.nodes": 6}),
+        (64, {"learner.pp": 4, "learner.vpp": 3}),
+        (64, {"learner.pp": 2, "learner.stage_layers": "25+23"}),
+    ],
+)
+def test_values_that_the_search_has_not_are_tried_where_they_are_given(gpus: int, keys: Mapping[str, object]) -> None:
+    shape = "hunyuan-3" if "learner.ep" in keys else "qwen3-30b-a3b"
+    given = asked(shape, f"gpus={gpus}", "gpu=h200", *(f"{key}={value}" for key, value in keys.items()))
+    plan = search(given.wanted).plans[0]
+    assert {key: value_of(plan.config, key) for key in keys} == dict(keys)
+    assert configuration_file(given, plan)
