@@ -272,9 +272,18 @@ class Stream:
         self._tasks.discard(task)
         if not self._tasks:
             self._times.ended()
-        if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            self._failure = self._failure or error
-        self.admit()
+        try:
+            if not task.cancelled():
+                if isinstance(error := task.exception(), Exception):
+                    raise error
+            elif not self._closed:
+                raise EngineError(
+                    "the sampling of a group was cancelled, but not by the run: a reward, an environment or a library "
+                    "of theirs cancelled a task that it did not start, or raised CancelledError; fix that code"
+                )
+            self.admit()
+        except Exception as failure:  # noqa: BLE001  the step that waits raises it; of a callback nobody would hear
+            self._failure = self._failure or failure
         self._changed.set()
 
     def _answer(self, place: Waiting, answered: Answered) -> None:

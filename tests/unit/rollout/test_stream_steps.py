@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.errors import EngineError
+from rl_megatron.errors import DataError, EngineError
 from rl_megatron.rollout.stream import Stream, StreamState
+from rl_megatron.types import Prompt
 from tests.streams import PROMPTS, Source, stream_over
 from tests.virtual_time import run_at_once
 
@@ -184,3 +185,41 @@ def test_a_fault_of_sampling_ends_the_step_that_waits_and_the_push_that_follows(
 
     run_at_once(fails(served=True))
     run_at_once(fails(served=False))
+
+
+@pytest.mark.parametrize("served", [True, False], ids=["served", "local"])
+def test_a_prompt_that_cannot_be_drawn_as_a_group_ends_fails_the_step_that_waits(
+    served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails() -> None:
+        first = {prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(8)}
+        source = Source(lambda _: 1.0, dropped=first.__contains__)
+        stream = stream_over(source, size=4, staleness=1, served=served, dynamic_sampling="refill")
+        take, drawn = PromptStream.take, 0
+
+        def take_eight(prompts: PromptStream, n: int) -> list[Prompt]:
+            nonlocal drawn
+            drawn += n
+            if drawn > 8:
+                raise DataError("train.parquet: the file has changed")
+            return take(prompts, n)
+
+        monkeypatch.setattr(PromptStream, "take", take_eight)
+        with pytest.raises(DataError, match="the file has changed"):
+            await stream.take(1)
+        await stream.close()
+
+    run_at_once(fails())
+
+
+def test_sampling_that_is_cancelled_before_the_stream_is_closed_fails_the_step_that_waits() -> None:
+    def seconds(name: str) -> float:
+        raise asyncio.CancelledError
+
+    async def fails() -> None:
+        stream = stream_over(Source(seconds), size=2, staleness=0)
+        with pytest.raises(EngineError, match="was cancelled, but not by the run"):
+            await stream.take(1)
+        await stream.close()
+
+    run_at_once(fails())
