@@ -21,6 +21,7 @@ from rl_megatron.config.reads.unread import problems_of_unread_keys
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.weights import NODE_MEMORY, TRANSPORT_KINDS
 from rl_megatron.config.waves import problems_of_waves
+from rl_megatron.options.padding import most_padded, padded_tokens, sequence_multiple
 from rl_megatron.options.table import problems as option_problems
 
 if TYPE_CHECKING:
@@ -168,12 +169,20 @@ def _batch_problems(c: RunConfig) -> list[str]:
             "others"
         )
     longest, pairs = c.longest_sequence, c.kind.pairs or c.algorithm.preference_beta is not None
-    wanted = 2 * longest if pairs else longest
-    if wanted > c.learner.max_tokens_per_micro_batch:
+    wanted, most, dims = 2 * longest if pairs else longest, c.learner.max_tokens_per_micro_batch, c.learner.dims
+    multiple = sequence_multiple(dims)
+    padded = 2 * padded_tokens(longest, multiple, ())
+    if wanted > most:
         what = "pair of the longest sequences, 2 * (" if pairs else "longest sequence, ("
         out.append(
-            f"learner.max_tokens_per_micro_batch={c.learner.max_tokens_per_micro_batch} is less than the {what}"
+            f"learner.max_tokens_per_micro_batch={most} is less than the {what}"
             f"{c.named_longest}) = {wanted}; raise the first or lower the others"
+        )
+    elif pairs and padded > most_padded(most, dims):
+        out.append(
+            f"learner.max_tokens_per_micro_batch={most} is less than the pair of the longest sequences, each "
+            f"({c.named_longest}) padded for learner.cp={dims.cp} to a multiple of {multiple}: {padded}; "
+            "raise the first or lower the others"
         )
     if pairs and c.learner.padding.sequences == 1:
         out.append(

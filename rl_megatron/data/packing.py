@@ -24,7 +24,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.gathered import MicroBatches, computed_lengths
 from rl_megatron.data.samples import members_of, split_minibatches, tokens_of, whole_parts
 from rl_megatron.errors import DataError
-from rl_megatron.options.padding import PaddingSection, padded_tokens
+from rl_megatron.options.padding import PaddingSection, most_padded, padded_tokens, sequence_multiple
 from rl_megatron.types import Batch, ParallelDims, Samples
 
 # Up to an eighth more micro-batches than memory requires are tried until the heaviest is this near the mean.
@@ -154,7 +154,7 @@ class Packer:
         A pass over all sequences that are there already moves none of them between ranks.
         """
         lengths = samples.cu_seqlens.diff().numpy()
-        _check(lengths, self.max_tokens, self.unit)
+        _check(lengths, self.dims, self.max_tokens, self.unit)
         out = np.empty(samples.num_sequences, np.int64)
         for part in self._parts(samples, most, seed):
             for d, row in enumerate(self._plan(lengths[part])):
@@ -183,7 +183,7 @@ class Packer:
                     work[d, m] = sequence_work(lengths, self.attention_cost).sum()
                     real += int(lengths.sum())
                     padded = int(padded_lengths(lengths, self.dims).sum())
-                    multiple = _sequence_multiple(self.dims) * self.dims.tp
+                    multiple = sequence_multiple(self.dims) * self.dims.tp
                     computed += padded_tokens(padded, multiple, self.padding.sizes)
             slowest += float(work.max(0).sum())
             mean += float(work.mean(0).sum())
@@ -221,12 +221,12 @@ def plan_packing(
 
     ``ranks`` [S] says which data-parallel rank takes each; a unit's are equal.
     """
-    _check(lengths, max_tokens, unit)
+    _check(lengths, dims, max_tokens, unit)
     units = (len(lengths) // unit, unit)
     sizes = padded_lengths(lengths, dims).reshape(units).sum(1)
     order = np.argsort(-sizes, kind="stable")
     work = sequence_work(lengths, attention_cost).reshape(units).sum(1)[order]
-    budget = _round_up(max_tokens, _sequence_multiple(dims) * dims.tp)
+    budget = most_padded(max_tokens, dims)
     seats = None if ranks is None else ranks.reshape(units)[:, 0][order]
     fill = partial(_fill, sizes[order], work, budget=budget, most=None if most is None else most // unit)
     bins, num_bins = fill(dp=dims.dp, ranks=seats)
@@ -241,23 +241,28 @@ def plan_packing(
     return [parts[rank * num_micro : (rank + 1) * num_micro] for rank in range(dims.dp)]
 
 
-def _check(lengths: NDArray[np.int64], max_tokens: int, unit: int) -> None:
-    """Raise DataError for an empty batch and for a unit longer than a micro-batch."""
+def _check(lengths: NDArray[np.int64], dims: ParallelDims, max_tokens: int, unit: int) -> None:
+    """Raise DataError for an empty batch and for a unit that is longer than a micro-batch, by itself or padded."""
     if not len(lengths):
         raise DataError("nothing to pack: the batch has no sequences")
-    whole = lengths.reshape(-1, unit).sum(1)
-    if whole.max() > max_tokens:
-        number = int(whole.argmax()) * unit
-        name = f"sequence {number} has" if unit == 1 else f"sequences {number} to {number + unit - 1} together have"
-        raise DataError(
-            f"{name} {int(whole.max())} positions, but a micro-batch holds at most {max_tokens}; "
-            "raise learner.max_tokens_per_micro_batch or lower rollout.max_new_tokens"
-        )
+    for each, most, how in (
+        (lengths, max_tokens, ""),
+        (padded_lengths(lengths, dims), most_padded(max_tokens, dims), f", each padded for learner.cp={dims.cp}"),
+    ):
+        whole = each.reshape(-1, unit).sum(1)
+        if whole.max() > most:
+            number = int(whole.argmax()) * unit
+            name = f"sequence {number} has" if unit == 1 else f"sequences {number} to {number + unit - 1} together have"
+            raise DataError(
+                f"{name} {int(whole.max())} positions{how}, but a micro-batch holds at most {most}; "
+                "raise learner.max_tokens_per_micro_batch or lower rollout.max_new_tokens (of written data, "
+                "<job>.max_tokens)"
+            )
 
 
 def padded_lengths(lengths: NDArray[np.int64], dims: ParallelDims) -> NDArray[np.int64]:
     """Positions of each sequence after the learner has padded it to 2 * cp equal chunks."""
-    multiple = _sequence_multiple(dims)
+    multiple = sequence_multiple(dims)
     return -(-lengths // multiple) * multiple
 
 
@@ -265,14 +270,6 @@ def sequence_work(lengths: NDArray[np.int64], attention_cost: float) -> NDArray[
     """Work l + c * l**2 [S] of each sequence, in positions of a matrix product."""
     wide = lengths.astype(np.float64)
     return wide + attention_cost * wide * wide
-
-
-def _sequence_multiple(dims: ParallelDims) -> int:
-    return 2 * dims.cp if dims.cp > 1 else 1
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _fill(

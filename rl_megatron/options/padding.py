@@ -18,6 +18,7 @@ from rl_megatron.section import Positive, Section
 if TYPE_CHECKING:
     from rl_megatron.config.sections.learner import LearnerSection
     from rl_megatron.models.shape import ModelShape
+    from rl_megatron.types import ParallelDims
 
 
 _SIZES = re.compile(r"[1-9]\d{0,11}(,[1-9]\d{0,11})*")
@@ -87,10 +88,19 @@ class Padding(Option):
             )
 
 
+def sequence_multiple(dims: ParallelDims) -> int:
+    """What divides the positions of a padded sequence: 2 * cp equal chunks, unless cp is 1."""
+    return 2 * dims.cp if dims.cp > 1 else 1
+
+
+def most_padded(tokens: int, dims: ParallelDims) -> int:
+    """The positions that a micro-batch of at most ``tokens`` has at most with its padding for TP and CP."""
+    return padded_tokens(tokens, sequence_multiple(dims) * dims.tp, ())
+
+
 def token_multiple(learner: LearnerSection) -> int:
     """What divides the positions of a micro-batch of all cp ranks: zig-zag chunks over tp, and rows of float8."""
-    unit = 2 * learner.cp if learner.cp > 1 else 1
-    return math.lcm(unit * learner.tp, rows(learner) * learner.tp * learner.cp)
+    return math.lcm(sequence_multiple(learner.dims) * learner.tp, rows(learner) * learner.tp * learner.cp)
 
 
 def padded_tokens(tokens: int, multiple: int, sizes: Sequence[int]) -> int:

@@ -145,6 +145,32 @@ def test_a_pair_that_is_longer_is_named_by_both_its_sequences() -> None:
         plan_packing(np.array([5, 5, 55, 50]), dims=ParallelDims(), max_tokens=100, unit=2)
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40), DIMS, st.integers(60, 130))
+def test_pairs_are_packed_where_each_fits_with_its_padding_and_else_refused(
+    halves: list[int], dims: ParallelDims, max_tokens: int
+) -> None:
+    lengths = np.repeat(halves, 2)
+    chunk = 2 * dims.cp if dims.cp > 1 else 1
+    budget = math.ceil(max_tokens / (chunk * dims.tp)) * chunk * dims.tp
+    longest = max(halves)
+    if 2 * longest > max_tokens or 2 * math.ceil(longest / chunk) * chunk > budget:
+        with pytest.raises(DataError, match=r"together have \d+ positions.*max_tokens_per_micro_batch"):
+            plan_packing(lengths, dims=dims, max_tokens=max_tokens, unit=2)
+    else:
+        plan = plan_packing(lengths, dims=dims, max_tokens=max_tokens, unit=2)
+        pairs = sorted(pair for row in plan for ids in row for pair in ids.reshape(-1, 2).tolist())
+        assert pairs == [[i, i + 1] for i in range(0, len(lengths), 2)]
+
+
+def test_a_pair_that_only_its_padding_makes_too_long_is_refused() -> None:
+    said = (
+        r"sequences 2 to 3 together have 12 positions, each padded for learner.cp=2, but a micro-batch holds at most 8"
+    )
+    with pytest.raises(DataError, match=said):
+        plan_packing(np.array([4, 4, 5, 3]), dims=ParallelDims(cp=2), max_tokens=8, unit=2)
+
+
 def test_a_micro_batch_more_that_is_no_more_even_is_not_taken() -> None:
     """64 positions: the heaviest of 8 has 9, the heaviest of 9 has 8, both 9/8 of the mean."""
     plan = plan_packing(np.array([3, 5, 6, 3, 7, 5, 4, 4, 7, 7, 7, 6]), dims=ParallelDims(), max_tokens=9)

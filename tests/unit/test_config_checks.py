@@ -112,6 +112,10 @@ def test_a_job_on_pairs_asks_for_the_worse_answer_of_every_source(job: str) -> N
         (["job=dpo", "algorithm=dpo"], "algorithm.preference_beta=0.1: job=dpo does not read it, job=rl may"),
         (["job=dpo", "learner.padding.sequences=1"], "the two sequences of a pair are of one micro-batch"),
         (["job=dpo", "dpo.max_tokens=9000"], "less than the pair of the longest sequences, 2 * (dpo.max_tokens=9000)"),
+        (
+            ["job=dpo", "dpo.max_tokens=508", "learner.max_tokens_per_micro_batch=1016", "learner.cp=4"],
+            "each (dpo.max_tokens=508) padded for learner.cp=4 to a multiple of 8: 1024; raise",
+        ),
         (["job=dpo", "dpo.on_long=cut"], "dpo.on_long='cut': must be 'fail' or 'drop'"),
         (["job=reward_model", "reward_model.centring=-1"], "reward_model.centring=-1"),
     ],
