@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -156,7 +157,9 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
             of_warm_start = start is None or start.state.warm_start_step is not None
             first = warm_start if of_warm_start and warm_start is not None else loop
             if start is None:
-                recorder.truncate_after(-1)  # killed before its first checkpoint, a run starts over
+                await asyncio.to_thread(
+                    recorder.truncate_after, -1
+                )  # killed before its first checkpoint, a run starts over
             else:
                 progress.note(f"resuming from {start.folder}")
                 await unless_stopped(stop, _restore(first, start))
@@ -191,5 +194,5 @@ def _with_steps(config: RunConfig, data: Data, progress: Progress) -> RunConfig:
 
 async def _restore(loop: Loop, start: Checkpoint) -> None:
     done = start.state.warm_start_step
-    loop.recorder.truncate_after(start.state.step, warm_start_step=done)
+    await asyncio.to_thread(loop.recorder.truncate_after, start.state.step, warm_start_step=done)
     await loop.restore(start, start.state.step if done is None else done)

@@ -44,25 +44,39 @@ class JsonlFile:
             os.fsync(self._file.fileno())
 
     def truncate_after(
-        self, last: int, field: str = "step", *, also: Callable[[JsonRow], bool] = lambda row: False
+        self, last: int, field: str = "step", *, late: Callable[[JsonRow], bool] = lambda row: False
     ) -> int:
-        """Remove rows whose ``field`` is above ``last`` or missing, those that are ``also`` removed, and a torn last
-        line. Returns the rows removed.
+        """Remove rows whose ``field`` is above ``last`` or missing, and a torn last line. Returns the rows removed.
 
-        Atomic. ``last=-1`` removes every row. Raises DataError for an invalid line other than a torn last one.
+        The rows ascend in ``field``, but for those that are ``late``: of these, the ones at ``last`` are removed too.
+        Atomic. Reads from the end, no further than one row below ``last`` that is not late; ``last=-1`` removes every
+        row. Raises DataError for an invalid line that it reaches, other than a torn last one.
         """
         self.close()
         if not self.path.exists():
             return 0
-        lines = _whole_lines(self.path)
-        rows = [_parse(self.path, number, line) for number, line in enumerate(lines, 1)]
-        kept = [
-            line
-            for line, row in zip(lines, rows, strict=True)
-            if int(row.get(field, last + 1) or 0) <= last and not also(row)
-        ]
-        write_atomically(self.path, b"".join(line + b"\n" for line in kept))
-        return len(lines) - len(kept)
+        removed, cut = 0, 0
+        kept, moved = list[bytes](), list[bytes]()  # the last first; those that are moved stand behind a removed one
+        for number, (place, line) in enumerate(_lines_from_the_end(self.path)):
+            cut = cut if number else place + len(line) + 1
+            row = _parse_anywhere(self.path, line)
+            value = int(row.get(field, last + 1) or 0)
+            if value > last or (value == last and late(row)):
+                removed, cut = removed + 1, place
+                moved += kept
+                kept = []
+            elif value == last or late(row):
+                kept.append(line)
+            else:
+                break
+        if moved:
+            with self.path.open("rb") as file:
+                write_atomically(self.path, file.read(cut) + b"".join(line + b"\n" for line in reversed(moved)))
+        else:
+            with naming(self.path), self.path.open("r+b") as file:
+                file.truncate(cut)
+                os.fsync(file.fileno())
+        return removed
 
     def close(self) -> None:
         """Release the file handle; a later append opens it again."""
@@ -100,19 +114,28 @@ def from_the_end(path: Path) -> Iterator[dict[str, JsonValue]]:
 
     Raises DataError that names the file and the line, for a broken line that it reaches.
     """
+    for _, line in _lines_from_the_end(path):
+        yield _parse_anywhere(path, line)
+
+
+def _lines_from_the_end(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The whole lines, the last one first, each with the place in the file at which it begins."""
     with path.open("rb") as file:
         at, first, torn = file.seek(0, os.SEEK_END), b"", True
         while at:
             size = min(max(_BLOCK, len(first)), at)  # a line of many blocks is not copied once a block
+            end = at + len(first)
             at -= size
             file.seek(at)
             first, *lines = (file.read(size) + first).split(b"\n")
             for line in reversed(lines):
+                end -= len(line)
                 if not torn:
-                    yield _parse_anywhere(path, line)
+                    yield end, line
                 torn = False
+                end -= 1
     if not torn:
-        yield _parse_anywhere(path, first)
+        yield 0, first
 
 
 def _parse_anywhere(path: Path, line: bytes) -> dict[str, JsonValue]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from rl_megatron.errors import CheckpointError
-from rl_megatron.observability.files import JsonlFile, JsonRow, read_jsonl
+from rl_megatron.observability.files import JsonlFile, JsonRow, rows_from
 from rl_megatron.rollout.batch import Reason, Waiting
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Ledger:
         if not state.whole:
             return
         there = Ledger()
-        there._count(read_jsonl(file.path))
+        there._count(rows_from(file.path))
         if there.state() != state:
             raise CheckpointError(
                 f"{file.path}: its {there._trained} prompts trained on and {there._dropped.total()} dropped up to step "

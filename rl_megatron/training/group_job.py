@@ -70,7 +70,7 @@ class GroupJob(ABC):
         """
         await asyncio.to_thread(self.prompts.read_ahead)
         if fresh and self.stream is not None:
-            self.stream.start_over()
+            await asyncio.to_thread(self.stream.start_over)
         loaded = await self.start_models(fresh=fresh)
         if loaded and self.config.rollout.server.colocated:
             await self.roles.weights.push(self.number)
@@ -289,7 +289,7 @@ class GroupJob(ABC):
         if self.prompts.table is not None:
             self.prompts.table.restore(state.table)
         if self.stream is not None and state.stream is not None:
-            self.stream.restore(state.stream)
+            await asyncio.to_thread(self.stream.restore, state.stream)  # reads all of the ledger
         if state.memory is not None:
             self.update.state = state.memory
         await self.roles.weights.push(self.number)

@@ -58,7 +58,7 @@ class MetricsWriter:
         """
         if warm_start_step is not None:
             return self._file.truncate_after(warm_start_step, "warm_start/step")
-        return self._file.truncate_after(step, also=lambda row: row.get("phase") == "eval" and row["step"] == step)
+        return self._file.truncate_after(step, late=lambda row: row.get("phase") == "eval")
 
     def close(self) -> None:
         """Flush and close all files; mark the W&B run as finished."""

@@ -8,9 +8,13 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rl_megatron.errors import DataError
 from rl_megatron.observability.files import JsonlFile, from_the_end, read_jsonl, rows_from
@@ -104,6 +108,40 @@ def test_truncation_by_another_field_removes_rows_without_it(tmp_path: Path) -> 
     file.append([*({"step": 0, "warm_start/step": k} for k in range(4)), {"step": 0, "phase": "rl"}, {"step": 1}])
     assert file.truncate_after(1, "warm_start/step") == 4
     assert [row["warm_start/step"] for row in read_jsonl(file.path)] == [0, 1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 70_000)), max_size=12), st.integers(-1, 14))
+@settings(deadline=None, max_examples=60)
+def test_truncation_keeps_every_row_that_is_due_in_the_order_of_the_file(
+    given_rows: list[tuple[int, bool, int]], last: int
+) -> None:
+    """Steps ascend by 0 .. 3; a row that is late has a step of any before it."""
+    step, rows = 0, []
+    for number, late, length in given_rows:
+        step += 0 if late else number
+        rows.append({"step": max(0, step - number) if late else step, "late": int(late), "text": "x" * length})
+    with tempfile.TemporaryDirectory() as folder:
+        file = JsonlFile(Path(folder) / "m.jsonl")
+        file.append(rows)
+        file.path.write_bytes(file.path.read_bytes() + b'{"step": 0')
+        kept = [row for row in rows if row["step"] < last or (row["step"] == last and not row["late"])]
+        assert file.truncate_after(last, late=lambda row: row["late"] == 1) == len(rows) - len(kept)
+        assert file.path.read_bytes() == b"".join(json.dumps(row).encode() + b"\n" for row in kept)
+
+
+def test_truncation_reads_no_further_than_the_step_before(tmp_path: Path) -> None:
+    """Behind 64 MiB that are no row: neither memory nor a parser meets them."""
+    file = JsonlFile(tmp_path / "m.jsonl")
+    file.path.touch()
+    os.truncate(file.path, 1 << 26)
+    with file.path.open("ab") as whole:
+        whole.write(b'\n{"step": 6}\n{"step": 7}\n{"step": 8}\n{"step": 9')
+    tracemalloc.start()
+    removed = file.truncate_after(7)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (removed, file.path.stat().st_size) == (1, (1 << 26) + len('\n{"step": 6}\n{"step": 7}\n'))
+    assert peak < 1 << 20
 
 
 def test_truncating_a_file_that_is_not_there_removes_nothing(tmp_path: Path) -> None:

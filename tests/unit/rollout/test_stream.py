@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import random
+import tracemalloc
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -259,6 +260,20 @@ def test_the_ledger_has_a_line_for_each_prompt_and_is_cut_back_with_the_run(tmp_
     later = run_at_once(run(1, final))
     run_at_once(run(1, later))  # whose earlier lines are gone, as it knows
     assert {json.loads(line)["step"] for line in path.read_text().splitlines()} == {8, 9}
+
+
+def test_a_resume_reads_the_ledger_line_by_line(tmp_path: Path) -> None:
+    path, digest = tmp_path / "ledger.jsonl", 0
+    with path.open("w") as file:
+        for ordinal in range(4000):
+            row = {"step": 1 + ordinal // 8, "ordinal": ordinal, "state": "trained", "spans": "0:1 " * 50}
+            file.write(json.dumps(row) + "\n")
+            digest ^= int(hashlib.sha256(f"{ordinal} {row['step']}".encode()).hexdigest(), 16)
+    tracemalloc.start()
+    Ledger(path).restore(LedgerState(trained=4000, digest=f"{digest:064x}"), 500, (), ())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < path.stat().st_size / 2
 
 
 def test_a_prompt_that_is_sent_twice_is_a_fault_of_the_stream() -> None:
