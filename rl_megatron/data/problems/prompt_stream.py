@@ -39,7 +39,7 @@ class PromptStream:
         if not len(prompts):
             raise DataError("no prompts to train on")
         self._pool, self._weights = prompts if isinstance(prompts, Pool) else Listed(prompts), dict(weights or {})
-        self.left_out = frozenset[int]()
+        self.left_out = set[int]()
         rows = self._pool.sources(list(self._weights)) if weights else {"": np.arange(len(prompts), dtype=np.uint32)}
         self._epochs = {name: Epochs(own, seed=seed) for name, own in rows.items()}
         self.table: PromptTable | None = None
@@ -68,7 +68,7 @@ class PromptStream:
 
     def leave_out(self, prompt: Prompt) -> None:
         """Draw ``prompt`` no more. Raises DataError if no other of its source is left."""
-        self.left_out |= {self._pool.row_of(prompt.id)}
+        self.left_out.add(self._pool.row_of(prompt.id))
         name = prompt.source if self._weights else ""
         rows = self._epochs[name].rows
         if self.left_out.issuperset(rows.tolist()):
@@ -122,20 +122,28 @@ class PromptStream:
             )
         else:
             self._epochs[""].move(state["epoch"], state["position"])
-        self.left_out = frozenset(left_out)
+        self.left_out = set(left_out)
 
     def _next(self, name: str) -> Prompt:
-        """The next prompt of this source that is not left out or too long, and that the curriculum draws."""
-        epochs, table, too_long = self._epochs[name], self.table, 0
+        """The next prompt of this source that is not left out or too long, and that the curriculum draws.
+
+        With a table, rows that are too long are left out: they are none of those that ``min_left`` says.
+        """
+        epochs, table, tried = self._epochs[name], self.table, 0
         while True:
             row = epochs.next()
-            if row in self.left_out or (table is not None and not table.draws(row, epochs.epoch)):
+            tried += 1
+            if row not in self.left_out and (table is None or table.draws(row, epochs.epoch)):
+                prompt = self._pool.at(row, epochs.upcoming)
+                if prompt is not None:
+                    return prompt
+                if table is not None:
+                    self.left_out.add(row)
+            if tried % len(epochs.rows):
                 continue
-            prompt = self._pool.at(row, epochs.upcoming)
-            if prompt is not None:
-                return prompt
-            too_long += 1
-            if too_long == 2 * len(epochs.rows):
+            if table is not None:  # which knows what was left out since the last step, at the cost of all rows
+                table.keep_enough(self.left_out)
+            if self.left_out.issuperset(epochs.rows.tolist()) or (table is None and tried > len(epochs.rows)):
                 raise DataError("every prompt has too many tokens; the warnings before name the key to raise")
 
     @property

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from rl_megatron.columns import ColumnReader, ColumnWriter
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import CurriculumSection
+from rl_megatron.data.problems.pool import Listed, Upcoming
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
 from rl_megatron.observability.recorder import Stopwatch
@@ -111,6 +112,56 @@ def test_those_that_retired_first_return_where_few_are_left(caplog: pytest.LogCa
     assert {prompt.id for prompt in ours.take(30)} == {"4", "7", "9"}
     update(ours, [("7", 1.0), ("9", 1.0)], 4)
     assert {prompt.id for prompt in ours.take(30)} == {"4", "8", "1"}
+
+
+class SomeTooLong(Listed):
+    """As rows of parquet with ``on_long_prompt=drop``: every row that ``step`` divides is too long."""
+
+    def __init__(self, count: int, step: int) -> None:
+        super().__init__(prompts(count))
+        self.step, self.found = step, 0
+
+    def at(self, row: int, upcoming: Upcoming) -> Prompt | None:
+        if row % self.step:
+            return super().at(row, upcoming)
+        self.found += 1
+        return None
+
+
+@pytest.mark.parametrize("cut", [1, 9, 40])
+def test_prompts_that_are_too_long_are_none_of_those_that_are_left(cut: int) -> None:
+    """All short ones retire at once, and come back as if the long ones were not there; a resume goes on so."""
+
+    def begun() -> tuple[SomeTooLong, PromptStream]:
+        pool = SomeTooLong(50, 5)
+        return pool, PromptStream(pool, seed=0, curriculum=CurriculumSection(retire_above=0.9, min_left=0.1))
+
+    def played(one: PromptStream, steps: Sequence[int]) -> list[str]:
+        drawn = []
+        for step in steps:
+            drawn += [prompt.id for prompt in one.take(4)]
+            update(one, [(name, 1.0) for name in drawn[-4:]], step)
+        return drawn
+
+    pool, whole = begun()
+    order = played(whole, range(1, 101))
+    assert pool.found == 10
+    assert whole.left_out == set(range(0, 50, 5))
+    assert set(order) == {str(row) for row in range(50) if row % 5}
+    _, first = begun()
+    _, second = begun()
+    played(first, range(1, cut))
+    assert first.table is not None
+    assert second.table is not None
+    second.restore(first.state(), sorted(first.left_out))
+    second.table.restore(first.table.state())
+    assert played(second, range(cut, 101)) == order[4 * (cut - 1) :]
+
+
+@pytest.mark.parametrize("curriculum", [None, CurriculumSection(retire_above=0.9)], ids=["no table", "table"])
+def test_where_every_prompt_is_too_long_the_run_ends(curriculum: CurriculumSection | None) -> None:
+    with pytest.raises(DataError, match="every prompt has too many tokens"):
+        PromptStream(SomeTooLong(7, 1), seed=0, curriculum=curriculum).take(1)
 
 
 def test_a_resume_draws_the_same(tmp_path: Path) -> None:
