@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
 import secrets
 import shutil
@@ -14,6 +15,9 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+REMOVING = ".removing-"
+"""Before the name of a folder that is being removed."""
 
 
 @contextlib.contextmanager
@@ -102,11 +106,14 @@ def publish_folder(work: Path, final: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove the folder, if it is there; killed half-way it leaves a hidden ``.removing-<name>``, never a part."""
-    doomed = path.with_name(f".removing-{path.name}")
-    if doomed.is_dir():
-        shutil.rmtree(doomed)
+    """Remove the folder, if it is there; killed half-way it leaves a hidden ``.removing-<name>…``, never a part.
+
+    Raises OSError for what cannot be removed, if need be after the folder has lost its name.
+    """
+    doomed = path.with_name(f"{REMOVING}{path.name}")
     if path.is_dir():
-        path.rename(doomed)
+        path.rename(doomed.with_name(f"{doomed.name}.{secrets.token_hex(4)}") if doomed.exists() else doomed)
         sync(path.parent)
-        shutil.rmtree(doomed)
+    for left in (doomed, *path.parent.glob(f"{glob.escape(doomed.name)}.*")):
+        if left.is_dir():
+            shutil.rmtree(left)

@@ -25,7 +25,7 @@ from rl_megatron.columns import ColumnReader, ColumnWriter
 from rl_megatron.data.problems.mixture import MixtureState
 from rl_megatron.data.problems.prompt_table import TableState
 from rl_megatron.digests import KIND, Digest, digest_of, digests, misfits
-from rl_megatron.durable import publish_folder, remove_folder
+from rl_megatron.durable import REMOVING, publish_folder, remove_folder
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner, Saving
 from rl_megatron.observability.timeline import spans
@@ -118,8 +118,11 @@ class CheckpointStore:
 
     def _make_room(self, temporary: Path, learners: Mapping[str, Learner]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        for left in self._folder.glob(".*"):  # left by a killed save
-            shutil.rmtree(left)
+        if temporary.is_dir():  # left by a killed save, as are the others
+            shutil.rmtree(temporary)
+        for left in (*self._folder.glob(f"{_TEMPORARY}*"), *self._folder.glob(f"{REMOVING}*")):
+            with _warning(left):
+                shutil.rmtree(left)
         for name in learners:
             (temporary / name).mkdir(parents=True)
 
@@ -146,10 +149,12 @@ class CheckpointStore:
         everything = {**files, _STATE_FILE: digest_of(text), **digests(temporary, written)}
         manifest = _Manifest(checksum=KIND, config=self._config, files=everything, accuracy=accuracy)
         (temporary / _MANIFEST_FILE).write_bytes(_MANIFEST.dump_json(manifest, indent=1))
-        remove_folder(final)  # a resumed run reached the same step again: both checkpoints are equal
+        with _warning(final):
+            remove_folder(final)  # a resumed run reached the same step again: both checkpoints are equal
         publish_folder(temporary, final)
         for old in self._superseded(_all(self._folder)):
-            remove_folder(old)
+            with _warning(old):
+                remove_folder(old)
 
     def _superseded(self, found: Sequence[Path]) -> list[Path]:
         """Those of ``found``, oldest first, that no rule keeps."""
@@ -260,6 +265,15 @@ class Checkpoint:
         """Load each of ``learners`` from its folder. Raises CheckpointError that names files that have changed."""
         for name, learner in learners.items():
             await learner.load(self.folder / name, _inside(name, self.files))
+
+
+@contextlib.contextmanager
+def _warning(folder: Path) -> Iterator[None]:
+    """What cannot be removed, as a file that a client of NFS holds open, is no reason to end a run: warn."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s; it takes room, and the next checkpoint tries again", folder, error)
 
 
 def latest(folder: Path) -> Path | None:

@@ -69,6 +69,20 @@ def test_a_removed_folder_is_gone_and_so_is_what_a_kill_left(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == []
 
 
+def test_a_folder_loses_its_name_although_what_a_kill_left_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", lambda path, *, dir_fd: os.stat(f"/dev/null/{path}"))
+        for _ in range(2):
+            with pytest.raises(NotADirectoryError):
+                remove_folder(folder_with(tmp_path / "x", "a"))
+            assert not (tmp_path / "x").exists()
+    assert len(os.listdir(tmp_path)) == 2
+    remove_folder(tmp_path / "x")
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_folder_whose_removal_is_killed_is_no_longer_there_in_part(tmp_path: Path) -> None:
     folder_with(tmp_path / "x", *(f"d{i}/f" for i in range(5)))
     code = (

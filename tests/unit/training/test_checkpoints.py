@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -166,6 +169,36 @@ def test_a_manifest_that_lists_nothing_is_refused(tmp_path: Path, change: Any, m
         checkpoints.read(folder)
     assert message in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on NFS, where a file that is open elsewhere stays as ``.nfs…`` until it is closed."""
+    unlink, held = os.unlink, True
+
+    def refused(path: Any, *, dir_fd: int | None = None) -> None:
+        if held and os.fspath(path).endswith(".nfs01"):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+        unlink(path, dir_fd=dir_fd)
+
+    async def save(step: int) -> None:
+        store = CheckpointStore(tmp_path, keep=1, config={})
+        await (await store.save(replace(STATE, step=step), {"learner": cast(Learner, Shards())})).finish()
+
+    monkeypatch.setattr(os, "unlink", refused)
+    asyncio.run(save(1))
+    (tmp_path / "step_000001/.nfs01").touch()
+    (tmp_path / ".nfs02").touch()  # no folder, and nobody's of the run
+    for step in (2, 3):
+        caplog.clear()
+        asyncio.run(save(step))
+        assert checkpoints.latest(tmp_path) == tmp_path / f"step_{step:06d}"
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert "step_000001 cannot be removed: [Errno 16] Device or resource busy" in said
+    held = False
+    asyncio.run(save(4))
+    assert sorted(os.listdir(tmp_path)) == [".nfs02", "step_000004"]
 
 
 def test_what_no_rank_wrote_or_nobody_sees_here_is_no_checkpoint(tmp_path: Path) -> None:
