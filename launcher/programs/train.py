@@ -148,8 +148,10 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
     async with started(parts, progress, stop) as (roles, data, shape):
         parts = replace(parts, config=_with_steps(parts.config, data, progress))
         section, is_taught = parts.config.log, parts.config.algorithm.needs_top
-        decode = data.tokenizer.decode
-        made = Recorder(parts.folder, section, progress, loop_watch.row, is_taught=is_taught, decode=decode)
+        decode, fresh = data.tokenizer.decode, start is None
+        made = Recorder(
+            parts.folder, section, progress, loop_watch.row, is_taught=is_taught, decode=decode, fresh=fresh
+        )
         with contextlib.closing(made) as recorder:
             profiling = Profiling(parts.config, parts.folder, roles.profiled, recorder.flush_timeline)
             warm_start, loop = loops_of(parts, shape, roles, data, recorder, stop, profiling)

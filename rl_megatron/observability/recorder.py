@@ -40,11 +40,12 @@ class Recorder:
         *,
         is_taught: bool = False,
         decode: Callable[[list[int]], str] | None = None,
+        fresh: bool = True,
     ) -> None:
         """``is_taught``: a teacher's distribution is learnt from, whatever the rewards. ``decode`` gives the text of
-        what a model read between turns; without it samples have no turns."""
+        what a model read between turns; without it samples have no turns. ``fresh``: the run begins, or starts over."""
         self._metrics = MetricsWriter(
-            folder, tensorboard=log.tensorboard, wandb=log.wandb, wandb_project=log.wandb_project
+            folder, tensorboard=log.tensorboard, wandb=log.wandb, wandb_project=log.wandb_project, fresh=fresh
         )
         self._samples, self._timeline = SamplesWriter(folder), Timeline(folder)
         self._per_step, self._per_group, self._decode = log.samples_per_step, log.samples_per_group, decode

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.files import JsonlFile, JsonRow, JsonValue
 from rl_megatron.observability.metrics.table import checked_row
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 class MetricsWriter:
     """Records rows in ``folder``/metrics.jsonl, in TensorBoard files and in W&B. Controller process only.
 
-    Raises ConfigError if ``wandb`` is requested but not installed.
+    ``fresh``: the run begins or starts over, and is a new one at W&B. Raises ConfigError if ``wandb`` is requested but
+    not installed.
     """
 
     def __init__(
@@ -27,11 +30,12 @@ class MetricsWriter:
         tensorboard: bool = False,
         wandb: Literal["off", "offline", "online"] = "off",
         wandb_project: str = "rl_megatron",
+        fresh: bool = True,
     ) -> None:
         self._file = JsonlFile(folder / "metrics.jsonl")
         self._tensorboard_folder = folder / "tensorboard" if tensorboard else None
         self._tensorboard: dict[str, SummaryWriter] = {}  # by phase
-        self._wandb = _start_wandb(folder, wandb, wandb_project) if wandb != "off" else None
+        self._wandb = _start_wandb(folder, wandb, wandb_project, fresh=fresh) if wandb != "off" else None
 
     def write(self, row: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         """Append one row durably. Returns the row as written. Raises ValueError as `checked_row` does."""
@@ -89,7 +93,7 @@ def _open_tensorboard(folder: Path, *, purge_step: int) -> SummaryWriter:
     return SummaryWriter(str(folder), purge_step=purge_step)
 
 
-def _start_wandb(folder: Path, mode: str, project: str) -> Any:
+def _start_wandb(folder: Path, mode: str, project: str, *, fresh: bool) -> Any:
     try:
         import wandb
     except ImportError as error:
@@ -97,7 +101,18 @@ def _start_wandb(folder: Path, mode: str, project: str) -> Any:
             f"log.wandb={mode} needs the package wandb, which is not installed; "
             "install it with `pip install 'rl-megatron[wandb]'` or set log.wandb=off"
         ) from error
-    run = wandb.init(project=project, name=folder.name, id=folder.name, dir=str(folder), mode=mode, resume="allow")
+    identity = _wandb_id(folder, fresh=fresh)
+    run = wandb.init(project=project, name=folder.name, id=identity, dir=str(folder), mode=mode, resume="allow")
     run.define_metric("warm_start/*", step_metric="warm_start/step")
     run.define_metric("*", step_metric="step")
     return run
+
+
+def _wandb_id(folder: Path, *, fresh: bool) -> str:
+    """The run's id, which no other has, whatever the names of their folders. It is drawn once, and kept in the folder;
+    a run whose folder has none was begun when its name was the id."""
+    path = folder / "wandb_id.txt"
+    if fresh:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, secrets.token_hex(8).encode())
+    return path.read_text().strip() if path.exists() else folder.name

@@ -7,6 +7,7 @@ import logging
 import sys
 import types
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -180,7 +181,38 @@ def test_wandb_gets_the_run_its_axes_and_its_rows(tmp_path: Path, monkeypatch: p
     assert calls[0][0] == "init"
     options = calls[0][1]
     assert isinstance(options, dict)
-    assert (options["mode"], options["project"], options["id"], options["resume"]) == ("offline", "p", "run7", "allow")
+    assert (options["mode"], options["project"], options["name"], options["resume"]) == (
+        "offline",
+        "p",
+        "run7",
+        "allow",
+    )
     assert calls[1:3] == [("warm_start/*", "warm_start/step"), ("*", "step")]
     assert calls[3] == ("log", {"warm_start/step": 40, "warm_start/loss": 1.25, "warm_start/eval/accuracy": 0.5})
     assert calls[4:] == [("log", {"step": 1, "loss": 0.5}), ("finish", None)]
+
+
+def test_wandb_has_one_run_for_each_that_starts_anew_whatever_its_folder_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+    package = types.ModuleType("wandb")
+    package.init = lambda **options: given.append(options["id"]) or MagicMock()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    for of, fresh in (("a", True), ("a", False), ("b", True), ("b", False), ("a", False), ("a", True), ("a", False)):
+        MetricsWriter(tmp_path / of / "run", wandb="offline", fresh=fresh).close()
+    (first, *_), (other, *_), (again, *_) = given, given[2:], given[5:]
+    assert given == [first, first, other, other, first, again, again]
+    assert len({first, other, again, "run"}) == 4
+
+
+def test_a_resume_of_a_run_without_an_id_goes_on_under_its_folders_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+    package = types.ModuleType("wandb")
+    package.init = lambda **options: given.append(options["id"]) or MagicMock()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    for _ in range(2):
+        MetricsWriter(tmp_path / "run", wandb="offline", fresh=False).close()
+    assert given == ["run", "run"]
