@@ -159,9 +159,8 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
             of_warm_start = start is None or start.state.warm_start_step is not None
             first = warm_start if of_warm_start and warm_start is not None else loop
             if start is None:
-                await asyncio.to_thread(
-                    recorder.truncate_after, -1
-                )  # killed before its first checkpoint, a run starts over
+                # killed before its first checkpoint, a run starts over
+                await asyncio.to_thread(recorder.truncate_after, -1)
             else:
                 progress.note(f"resuming from {start.folder}")
                 await unless_stopped(stop, _restore(first, start))
