@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 
 import numpy as np
@@ -55,6 +55,13 @@ class DType(StrEnum):
         """How many of ``values`` are NaN or infinite; integers never are."""
         mask = _EXPONENTS.get(self)
         return 0 if mask is None else int(np.count_nonzero((values & values.dtype.type(mask)) == mask))
+
+
+def widest(dtypes: Collection[DType]) -> DType:
+    """The dtype that holds the numbers of all these float dtypes exactly: of float16 and bfloat16, float32."""
+    if set(dtypes) == {DType.F16, DType.BF16}:
+        return DType.F32
+    return max(dtypes, key=lambda dtype: dtype.itemsize)
 
 
 _ITEMSIZES: Mapping[str, int] = {"64": 8, "32": 4, "16": 2}

@@ -17,12 +17,12 @@ from rl_megatron.digests import digest_of
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import STACKED, ModelShape
-from rl_megatron.weights.bytes.dtypes import DType
+from rl_megatron.weights.bytes.dtypes import DType, widest
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies, write_safetensors
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.megatron import held_shape, index_files, megatron_copies, write_chunks
-from rl_megatron.weights.checkpoints.megatron_names import VALUES, has_draft
+from rl_megatron.weights.checkpoints.megatron_names import VALUES, has_draft, place_of
 from rl_megatron.weights.checkpoints.streaming import (
     Copy,
     Files,
@@ -65,7 +65,8 @@ def hf_to_megatron(
     """Write the Hugging Face folder as a ``torch_dist`` checkpoint that loads at any TP, PP, EP and ETP.
 
     Copies config.json, tokenizer and chat template, so that the conversion back needs nothing else. Dequantises
-    block-scaled float8 to ``dtype``, or to config.json's dtype. ``family`` is one of the user's own, as `read_shape`
+    block-scaled float8 to ``dtype``, or to config.json's dtype. Tensors that share one of megatron's are cast to the
+    widest dtype among them, which it has. ``family`` is one of the user's own, as `read_shape`
     takes it. Returns the shares that lack files, as `write_files`. Raises CheckpointError,
     WeightError or ConfigError naming what is missing, truncated, unknown, misshapen or not a number; ``out`` is then
     complete or absent.
@@ -75,18 +76,7 @@ def hf_to_megatron(
     shape = converted_shape(source, family=family)
     hf, megatron = hf_layout(shape), megatron_layout(shape)  # the order of rows on one rank is that of any file
     stored, files = hf_copies(source, shape, dtype)
-    home = {tensor.name: tensor for tensor in in_dtype(stored, dtype, hf)}
-    fragments: dict[str, list[Fragment]] = {}
-    dtypes: dict[str, DType] = {}
-    for piece in plan(hf, megatron).receives(0):
-        (whole,) = home[piece.src_param].fragments
-        fragment = Fragment(box=piece.dst_box, source=whole.source, src_box=piece.src_box)
-        fragments.setdefault(piece.dst_param, []).append(fragment)
-        dtypes[piece.dst_param] = home[piece.src_param].dtype
-    tensors = [
-        Copy(name=name, shape=size, dtype=dtypes[name], fragments=tuple(fragments[name]))
-        for name, size in megatron.local_shapes(0).items()
-    ]
+    tensors = _to_megatron(in_dtype(stored, dtype, hf), hf, megatron)
     sinks = [
         Sink(name=f"__{i}_0.distcp", tensors=tuple(group), write=partial(write_chunks, shape=shape))
         for i, group in enumerate(in_files(tensors, shard_bytes))
@@ -102,6 +92,26 @@ def hf_to_megatron(
 
     options = options_of(source, family, dtype, shard_bytes)
     return write_files(source, out, sinks, files, on_bytes, finish, options=options, share=share)
+
+
+def _to_megatron(tensors: Sequence[Copy], hf: Layout, megatron: Layout) -> list[Copy]:
+    """The parameters of ``megatron``; those that its checkpoint stacks in one tensor have one dtype."""
+    home = {tensor.name: tensor for tensor in tensors}
+    sizes, pieces = megatron.local_shapes(0), list(plan(hf, megatron).receives(0))
+    keys = {name: place_of(name, megatron.shape)[0] for name in sizes}
+    found: dict[str, set[DType]] = {}
+    for piece in pieces:
+        found.setdefault(keys[piece.dst_param], set()).add(home[piece.src_param].dtype)
+    dtypes = {name: widest(found[key]) for name, key in keys.items()}
+    fragments: dict[str, list[Fragment]] = {}
+    for piece in pieces:
+        (whole,) = _cast(home[piece.src_param], dtypes[piece.dst_param]).fragments
+        fragment = Fragment(box=piece.dst_box, source=whole.source, src_box=piece.src_box)
+        fragments.setdefault(piece.dst_param, []).append(fragment)
+    return [
+        Copy(name=name, shape=size, dtype=dtypes[name], fragments=tuple(fragments[name]))
+        for name, size in sizes.items()
+    ]
 
 
 def megatron_to_hf(

@@ -110,7 +110,7 @@ class Copy:
         for fragment in fragments:
             source, ((first, last), *rest) = fragment.source(), fragment.src_box
             for low in range(first, last, step):
-                yield np.ascontiguousarray(source[_slices(((low, min(low + step, last)), *rest))])
+                yield np.ascontiguousarray(self._taken(source, ((low, min(low + step, last)), *rest)))
 
     def _joined(self, fragments: Sequence[Fragment], step: int) -> Iterator[Bits]:
         sources = [(fragment, fragment.source()) for fragment in fragments]
@@ -121,9 +121,19 @@ class Copy:
                 start, stop = max(low, fragment.box[0][0]), min(high, fragment.box[0][1])
                 if start < stop:
                     shift = fragment.src_box[0][0] - fragment.box[0][0]
-                    taken = source[_slices(((start + shift, stop + shift), *fragment.src_box[1:]))]
+                    taken = self._taken(source, ((start + shift, stop + shift), *fragment.src_box[1:]))
                     block[_slices(((start - low, stop - low), *fragment.box[1:]))] = taken
             yield block
+
+    def _taken(self, source: Sliceable, box: Box) -> Bits:
+        """A box of a source. Raises WeightError if its elements are of another size, which numpy would cut or widen."""
+        taken = source[_slices(box)]
+        if taken.itemsize != self.dtype.itemsize:
+            raise WeightError(
+                f"{self.name} is {self.dtype}, but a part of it has {taken.itemsize} bytes an element; all must have "
+                f"{self.dtype.itemsize}. Save its parts in one dtype"
+            )
+        return taken
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

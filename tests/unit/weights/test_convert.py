@@ -6,10 +6,12 @@ import io
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rl_megatron.config.run import TinyModelSection
-from rl_megatron.errors import CheckpointError, RLMegatronError
+from rl_megatron.errors import CheckpointError, RLMegatronError, WeightError
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.options.lora import LoraSection
 from rl_megatron.weights.adapters.files import write_lora
@@ -95,6 +97,46 @@ def test_a_dtype_is_converted_on_the_way_and_told_in_the_config(hf: Path, tmp_pa
     convert.megatron_to_hf(tmp_path / "half", tmp_path / "back")
     assert_equal(tensors(tmp_path / "back"), {name: t.bfloat16() for name, t in tensors(hf).items()})
     assert "bfloat16" in (tmp_path / "back/config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("part", "odd", "widened"),
+    [
+        ("layers.1.", torch.float32, "layers"),
+        ("q_proj", torch.float32, "[qkv]_proj"),
+        ("experts.2.up_proj", torch.float32, "(gate|up)_proj"),
+        ("layers.0.self_attn.k_proj", torch.float16, "[qkv]_proj"),
+    ],
+)
+def test_what_shares_a_megatron_tensor_gets_the_widest_dtype_among_it(
+    part: str, odd: torch.dtype, widened: str, hf: Path, tmp_path: Path
+) -> None:
+    """Of all layers, and of the matrices that it joins; nothing is rounded. By torch's own reader."""
+    mixed, shape = broken(hf, tmp_path / "mixed"), read_shape(hf)
+    given = {name: t.to(odd if part in name else torch.bfloat16) for name, t in tensors(hf).items()}
+    save_file(given, mixed / "model.safetensors")
+    convert.hf_to_megatron(mixed, tmp_path / "megatron")
+    layout = Layout(table=MEGATRON_QWEN3_MOE, shape=shape)
+    wanted = {name: torch.full(size, -1.0) for name, size in layout.local_shapes(0).items()}
+    read_boxes(HFFolder(mixed), Layout(table=HF_QWEN3_MOE, shape=shape), layout, 0, wanted)
+    sizes, _ = read_index(tmp_path / "megatron")
+    state: dict[str, Any] = {key: torch.empty(size) for key, size in sizes.items()}
+    dcp.load(state, checkpoint_id=str(tmp_path / "megatron"), no_dist=True)
+    for name, tensor in wanted.items():
+        key, index = place_of(name, shape)
+        assert torch.equal(state[key][index], tensor), name
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    wide = {name: t.float() if re.search(widened, name) else t for name, t in given.items()}
+    assert_equal(tensors(tmp_path / "back"), wide)
+
+
+def test_a_part_of_another_width_is_refused_not_cut() -> None:
+    """numpy would keep the lower half of float32's bits."""
+    fragment = streaming.Fragment(box=((0, 2),), source=lambda: np.zeros(2, "u4"), src_box=((0, 2),))
+    one = streaming.Copy(name="w", shape=(3,), dtype=DType.BF16, fragments=(fragment,))
+    for whole in (one, replace(one, shape=(2,))):  # in blocks, and straight from the source
+        with pytest.raises(WeightError, match="w is bfloat16, but a part of it has 4 bytes an element"):
+            list(whole.blocks(lambda n: None))
 
 
 def broken(hf: Path, folder: Path) -> Path:
