@@ -32,12 +32,14 @@ class LengthClass:
     query_length: int  # on this rank
     key_length: int
     positions: Tensor  # [count or 1, query_length], of the queries in their sequences
-    mask: Tensor | None  # [count, 1, query_length, key_length] bool; None means plain causal (no CP)
 
     def visible(self, window: int) -> Tensor:
-        """Keys that a query sees, [count or 1, 1, query_length, key_length] bool; a ``window`` of 0 is no limit."""
-        distance = self.positions[:, None, :, None] - torch.arange(self.key_length, device=self.positions.device)
-        return (distance >= 0) & (distance < window) if window else distance >= 0
+        """Keys that a query sees, [count or 1, 1, query_length, key_length] bool; a ``window`` of 0 is no limit.
+
+        For one layer's call: its size is a square, and all micro-batches of a pass are packed at once.
+        """
+        query, key = self.positions[:, None, :, None], torch.arange(self.key_length, device=self.positions.device)
+        return (query >= key) & (query < key + window) if window else query >= key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,11 +210,9 @@ def _attention_params(
         members = torch.nonzero((label == value) & (lengths > 0)).squeeze(1)
         start, length = starts[members, None], lengths[members, None]
         step = torch.arange(int(length.max()))
-        keys, mask = start + torch.minimum(step, length - 1), None
+        keys = start + torch.minimum(step, length - 1)
         queries, count = (keys, length) if cp == 1 else _local_queries(start, length, cp, rank)
         own = step[None] if cp == 1 else position[queries]
-        if cp > 1:
-            mask = (own[:, :, None] >= step[None, None])[:, None].to(device)
         query_rows.append(local[queries].flatten())
         query_real.append((torch.arange(queries.shape[1]) < count).flatten())
         key_rows.append(gathered[keys].flatten())
@@ -223,7 +223,6 @@ def _attention_params(
                 query_length=queries.shape[1],
                 key_length=keys.shape[1],
                 positions=own.to(device),
-                mask=mask,
             )
         )
     cu = starts.to(device=device, dtype=torch.int32)

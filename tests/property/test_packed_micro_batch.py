@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -124,6 +125,34 @@ def test_length_classes_waste_little_and_return_every_position(lengths: list[int
     for part, inside in zip(attention.classes, slots.row.split(sizes), strict=True):
         members = torch.bincount(share.segment_ids)[share.segment_ids[inside.view(part.count, -1)[:, 0]]]
         assert part.query_length == part.key_length == members.max() <= max(1.2 * members.min(), members.min() + 1)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_nothing_that_a_pass_keeps_of_a_micro_batch_grows_with_the_square_of_a_length(cp: int) -> None:
+    lengths = [2000, 1900, 30]
+    share = pack_micro_batch(make_samples(lengths), tp=1, cp=cp, cp_rank=0, device=CPU)
+    kept = [value for part in (share.attention, *share.attention.classes) for value in vars_of(part)]
+    kept += [value for slots in (share.attention.queries, share.attention.keys) if slots for value in vars_of(slots)]
+    assert max(tensor.numel() for tensor in kept if isinstance(tensor, torch.Tensor)) < 1.2 * sum(lengths)
+
+
+def vars_of(part: Any) -> list[object]:
+    return [getattr(part, field.name) for field in fields(part)]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    cp=st.sampled_from([1, 2, 3]),
+    window=st.integers(0, 50),
+)
+def test_a_query_sees_keys_up_to_its_own_and_as_many_as_a_window_has(lengths: list[int], cp: int, window: int) -> None:
+    for rank in range(cp):
+        share = pack_micro_batch(make_samples(lengths), tp=1, cp=cp, cp_rank=rank, device=CPU)
+        for part in share.attention.classes:
+            seen, last = part.visible(window)[:, 0], part.positions
+            assert torch.equal(seen.sum(-1), (last + 1).clamp(max=window or part.key_length))
+            assert seen.gather(-1, last[..., None]).all()
+            assert not seen[torch.arange(part.key_length) > last[..., None]].any()
 
 
 @settings(max_examples=25, deadline=None)

@@ -104,7 +104,8 @@ class PackedAttention(MegatronModule):
 
     def _attend_class(self, query: Tensor, key: Tensor, value: Tensor, part: LengthClass) -> Tensor:
         """[count, query_length, h, d] -> the same, with the values' width."""
-        mask = part.visible(self.window) if 0 < self.window < part.key_length else part.mask
+        plain = self.cp is None and not 0 < self.window < part.key_length
+        mask = None if plain else part.visible(self.window)
         if mask is None and self.softmax_offset is None and is_long(query, part.key_length):
             return causal_attention(query, key, value, self.scale)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
