@@ -130,8 +130,9 @@ def read_index(folder: Path) -> tuple[dict[str, Shape], list[Chunk]]:
     try:
         tensors = {key: value for key, value in whole.state_dict_metadata.items() if hasattr(value, "chunks")}
         sizes = {key: _shape(value.size) for key, value in tensors.items()}
+        boxes = {key: _boxes(key, value.chunks) for key, value in tensors.items()}
         chunks = [
-            _chunk(index, info, tensors[index.fqn])
+            _chunk(index, info, tensors[index.fqn], boxes[index.fqn])
             for index, info in whole.storage_data.items()
             if index.fqn in tensors
         ]
@@ -142,12 +143,19 @@ def read_index(folder: Path) -> tuple[dict[str, Shape], list[Chunk]]:
     return sizes, chunks
 
 
-def _chunk(index: Any, info: Any, tensor: Any) -> Chunk:
-    (found,) = (c for c in tensor.chunks if c.offsets == index.offset)
+def _boxes(key: str, chunks: Sequence[Any]) -> dict[Shape, Any]:
+    """The size of each chunk of a tensor, by its offsets. Raises ValueError if two have the same."""
+    sizes = {chunk.offsets: chunk.sizes for chunk in chunks}
+    if len(sizes) < len(chunks):
+        raise ValueError(f"{len(chunks)} chunks of {key} at {len(sizes)} places")
+    return sizes
+
+
+def _chunk(index: Any, info: Any, tensor: Any, sizes: Mapping[Shape, Any]) -> Chunk:
     return Chunk(
         key=index.fqn,
         offsets=_shape(index.offset),
-        sizes=_shape(found.sizes),
+        sizes=_shape(sizes[index.offset]),
         dtype=DType(tensor.properties.state[0]),
         file=info.relative_path,
         start=info.offset,

@@ -11,8 +11,10 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,10 +32,11 @@ from rl_megatron.weights.adapters.files import write_lora
 from rl_megatron.weights.bytes.bits import to_tensor
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import MappedFile
-from rl_megatron.weights.checkpoints import convert, streaming
+from rl_megatron.weights.checkpoints import convert, streaming, torch_dist
 from rl_megatron.weights.checkpoints.megatron_names import place_of
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
-from rl_megatron.weights.checkpoints.torch_dist import read_index, read_tensor
+from rl_megatron.weights.checkpoints.torch_dist import Chunk, read_index, read_tensor, write_index
+from rl_megatron.weights.formats import torch_pickle
 from rl_megatron.weights.formats.hf_folder import _TOKENIZERS, companions, has_tokenizer
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.layout import Layout
@@ -204,6 +207,44 @@ def test_chunks_are_read_in_place(megatron: Path) -> None:
     whole = torch.load(_part(megatron / chunk.file, chunk.start, chunk.length), weights_only=True)
     assert view.ctypes.data % 64 == 0
     assert np.array_equal(view, whole.numpy().view(np.uint32))
+
+
+def one_index(folder: Path, offsets: list[int]) -> None:
+    """Of a stack of so many layers' scalars, in the order of ``offsets``."""
+    chunks = [
+        Chunk(key="k", offsets=(at,), sizes=(1,), dtype=DType.F32, file="__0_0.distcp", start=0, length=8)
+        for at in offsets
+    ]
+    write_index(folder, chunks, {"k": (max(offsets) + 1,)})
+
+
+def test_an_index_is_read_in_time_that_grows_with_its_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is looked at once, so a model of 100 layers of 1,000 experts takes seconds, not hours."""
+    looked: list[object] = []
+
+    class Counted(list[object]):
+        def __iter__(self) -> Iterator[object]:
+            for item in super().__iter__():
+                looked.append(item)
+                yield item
+
+    def read(data: bytes, source: str) -> Any:
+        whole = torch_pickle.read(data, source)
+        whole.state_dict_metadata["k"].chunks = Counted(whole.state_dict_metadata["k"].chunks)
+        return whole
+
+    count = 300
+    order = [7 * i % count for i in range(count)]
+    one_index(tmp_path, order)
+    monkeypatch.setattr(torch_dist, "torch_pickle", SimpleNamespace(read=read))
+    assert [chunk.offsets for chunk in read_index(tmp_path)[1]] == [(at,) for at in order]
+    assert len(looked) == count
+
+
+def test_an_index_with_two_chunks_at_one_place_is_refused(tmp_path: Path) -> None:
+    one_index(tmp_path, [0, 1, 1])
+    with pytest.raises(CheckpointError, match=r"is torn \(3 chunks of k at 2 places\)"):
+        read_index(tmp_path)
 
 
 def _part(path: Path, start: int, length: int) -> Any:
