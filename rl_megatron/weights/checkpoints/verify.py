@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator
-from itertools import repeat
+from collections.abc import Iterator, Mapping, Set
+from itertools import permutations, repeat
 from math import prod
 from pathlib import Path
 
 import numpy as np
 
-from rl_megatron.weights.checkpoints.convert import hf_tensors
+from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Copy, Files, OnBytes
 from rl_megatron.weights.checkpoints.torch_dist import open_chunk, read_index
+from rl_megatron.weights.formats.hf_folder import is_draft
 
 
 def verify(
@@ -26,8 +27,9 @@ def verify(
 ) -> Iterator[str]:
     """Yield a line for each problem; none for a sound checkpoint of either kind.
 
-    It is compared with ``against`` tensor by tensor, to the bit. Raises CheckpointError, WeightError or ConfigError if
-    the checkpoint cannot be read to its end: a torn or missing file, an unknown, missing or misshapen tensor.
+    It is compared with ``against`` tensor by tensor, to the bit; one that only one of them has is a problem. Raises
+    CheckpointError, WeightError or ConfigError if the checkpoint cannot be read to its end: a torn or missing file, an
+    unknown, missing or misshapen tensor.
     """
     tensors, files = hf_tensors(folder, config, family)
     if is_megatron(folder):
@@ -37,6 +39,7 @@ def verify(
     if against is not None:
         found, other_files = hf_tensors(against, config, family)
         others = {tensor.name: tensor for tensor in found}
+        yield from _alone({folder: {tensor.name for tensor in tensors}, against: others.keys()}, config, family)
     seen = 0
     for tensor in tensors:
         yield from _wrong(tensor, others.get(tensor.name), on_bytes)
@@ -47,9 +50,20 @@ def verify(
             seen = 0
 
 
+def _alone(names: Mapping[Path, Set[str]], config: Path | None, family: str | None) -> Iterator[str]:
+    """A line for each tensor that only one of two checkpoints has; it says if the other is without draft layers."""
+    for folder, other in permutations(names, 2):
+        if found := sorted(names[folder] - names[other]):
+            shape, drafts = converted_shape(folder, config, family), converted_shape(other, config, family).drafts
+            for name in found:
+                left = is_draft(name, shape) and not drafts
+                yield f"{name} is only in {folder}" + (f"; {other} was made without draft layers" if left else "")
+
+
 def _wrong(tensor: Copy, other: Copy | None, on_bytes: OnBytes) -> Iterator[str]:
-    if other is not None and other.dtype != tensor.dtype:
-        yield f"{tensor.name} is {tensor.dtype} here and {other.dtype} in the other checkpoint"
+    if other is not None and (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
+        here, there = (f"{one.dtype} {one.shape}" for one in (tensor, other))
+        yield f"{tensor.name} is {here} here and {there} in the other checkpoint"
         other = None
     bad = different = 0
     others = repeat(None) if other is None else other.blocks(lambda n: None, multiple=1)

@@ -36,11 +36,13 @@ from rl_megatron.weights.checkpoints import convert, streaming, torch_dist
 from rl_megatron.weights.checkpoints.megatron_names import place_of
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import Chunk, read_index, read_tensor, write_index
+from rl_megatron.weights.checkpoints.verify import verify
 from rl_megatron.weights.formats import torch_pickle
 from rl_megatron.weights.formats.hf_folder import _TOKENIZERS, companions, has_tokenizer
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from tools import verify_checkpoint
 
 ROOT = Path(__file__).parents[3]
 SPEC = TinyModelSection(hidden_size=32, expert_width=24, num_layers=3, num_experts=4)
@@ -310,6 +312,26 @@ def test_a_disk_that_takes_no_more_is_told_and_the_conversion_goes_on_later(hf: 
 
 def read_whole(one: streaming.Copy) -> Tensor:
     return torch.cat([to_tensor(block.copy(), one.dtype) for block in one.blocks(lambda n: None)]).view(one.shape)
+
+
+def test_what_only_one_checkpoint_has_and_other_shapes_are_a_line_each(hf: Path, tmp_path: Path) -> None:
+    changed = SPEC.model_copy(update={"tie_embeddings": read_shape(hf).tie_embeddings, "num_layers": 2})
+    other = make_tiny_model(changed.model_copy(update={"expert_width": 16}), tmp_path, seed=4)
+    one, two = tensors(hf), tensors(other)
+    for folder, against in ((hf, other), (other, hf)):
+        assert not verify_checkpoint.run(folder, against=against)
+        lines = list(verify(folder, against=against))
+        alone = {f"{name} is only in {hf}" for name in one.keys() - two.keys()}
+        assert {line for line in lines if "only" in line} == alone
+        sizes = {
+            f"{name} is float32 {(*tensors(folder)[name].shape,)} here and float32 {(*tensors(against)[name].shape,)} "
+            "in the other checkpoint"
+            for name in one.keys() & two.keys()
+            if one[name].shape != two[name].shape
+        }
+        assert len(sizes) == 2 * 4 * 3  # layers, experts, matrices
+        assert {line for line in lines if "here" in line} == sizes
+    assert list(verify(hf, against=hf)) == []
 
 
 def test_the_tools_convert_verify_and_name_what_differs(hf: Path, tmp_path: Path) -> None:

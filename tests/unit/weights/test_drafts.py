@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.contents import contents
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, WithDrafts, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import read_index
+from rl_megatron.weights.checkpoints.verify import verify
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.servers.mirror import Mirror
 from tests.draft_models import COPIES, save_with_drafts, save_with_qwens_draft
@@ -177,6 +179,21 @@ def test_those_of_a_family_without_rows_are_left_out_and_told(tmp_path: Path) ->
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_mtp_modules": 0}))
     with pytest.raises(WeightError, match=r"model\.layers\.4\.\S+ is unknown"):
         convert.hf_to_megatron(tmp_path / "hf", tmp_path / "other")
+
+
+def test_a_comparison_says_of_which_checkpoint_they_were_left_out(
+    saved: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    folder, tensors = saved
+    shutil.copytree(folder, tmp_path / "without")
+    drafts = {name for name in tensors if name.startswith(("model.layers.4.", "model.layers.5."))}
+    kept = {name: tensor for name, tensor in tensors.items() if name not in drafts}
+    save_file(kept, tmp_path / "without/model.safetensors", metadata={"format": "pt"})
+    convert.hf_to_megatron(tmp_path / "without", tmp_path / "megatron")
+    drafts = {name for name in drafts if not name.endswith(COPIES)}
+    for without in (tmp_path / "without", tmp_path / "megatron"):
+        lines = {f"{name} is only in {folder}; {without} was made without draft layers" for name in drafts}
+        assert set(verify(folder, against=without)) == set(verify(without, against=folder)) == lines
 
 
 def test_an_export_reads_them_from_either_kind_of_folder(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
