@@ -27,10 +27,12 @@ from typing_extensions import override
 
 from rl_megatron.errors import ConfigError, SyncError
 from rl_megatron.weights.checks.libraries import compare_facts, facts, loaded_libraries
-from rl_megatron.weights.transports.words import Peers, wire_device
+from rl_megatron.weights.transports.words import Peers, deflated, inflated, wire_device
 
 JOINING = "joining the group"
 _LOOK_SECONDS = 0.002
+_COUNT_BYTES = 1  # before the first part of a value: how many follow
+_PART_BYTES = 4 * 2**20  # of a value; torch's store resets the connection of whoever sets more than 8 MiB at once
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"  # read by torch when a group is made
 _OTHER_WAY = "or set weights.transport=file"
 
@@ -162,40 +164,69 @@ class Member(Peers):
             raise
         return group
 
-    def meet(self, what: str, said: str = "", part: str = "") -> list[str]:
+    def meet(self, what: str, said: str | bytes = "", part: str = "") -> list[str]:
         """Wait until every rank is ready for ``what``, or a ``part`` of it; this one says ``said`` with it.
 
         Returns the keys of the store at which each rank said something. Raises SyncError if it is cancelled, or some
-        are not in time.
+        are not in time, or the store is lost.
         """
         at, limit = f"{self.rendezvous.name}/{what}", time.monotonic() + self.rendezvous.seconds
         keys = [f"{at}{part}/{rank}" for rank in range(self.rendezvous.size)]
-        self._store.set(keys[self.rank], said)
-        while not self._store.check(keys):
-            if self._store.check([f"{at}/cancelled"]):
-                raise SyncError(f"{what} was cancelled: {self._store.get(f'{at}/cancelled').decode()}")
-            if time.monotonic() > limit:
-                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                raise SyncError(
-                    f"{what} failed, and nothing is served: rank {self.rank} waited {self.rendezvous.seconds:g} s "
-                    f"for ranks {missing} of learner and engines"
-                )
-            time.sleep(_LOOK_SECONDS)
+        with self._asking(f"{what}{part}"):
+            self._set(keys[self.rank], said)
+            while not self._store.check(keys):
+                if self._store.check([f"{at}/cancelled"]):
+                    raise SyncError(f"{what} was cancelled: {self._store.get(f'{at}/cancelled').decode()}")
+                if time.monotonic() > limit:
+                    missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                    raise SyncError(
+                        f"{what} failed, and nothing is served: rank {self.rank} waited {self.rendezvous.seconds:g} s "
+                        f"for ranks {missing} of learner and engines"
+                    )
+                time.sleep(_LOOK_SECONDS)
         return keys
 
     @override
     def gather(self, mine: object) -> list[Any]:
         """Each rank's value, which is JSON, by rank. Collective, while ranks join; raises as `meet`."""
-        return [json.loads(said) for said in self._store.multi_get(self._meet_again(json.dumps(mine)))]
+        return self._heard(self._meet_again(deflated(mine)))
 
     def tell(self, said: object) -> Any:
         """Rank 0's value, on every rank. Collective, while ranks join; raises as `meet`."""
-        keys = self._meet_again(json.dumps(said) if self.rank == 0 else "")
-        return said if self.rank == 0 else json.loads(self._store.get(keys[0]))
+        keys = self._meet_again(deflated(said) if self.rank == 0 else b"")
+        return said if self.rank == 0 else self._heard(keys[:1])[0]
 
-    def _meet_again(self, said: str) -> list[str]:
+    def _meet_again(self, said: bytes) -> list[str]:
         self._gathered += 1
-        return self.meet(JOINING, said, part=f"/{self._gathered}")
+        part = f"/{self._gathered}"
+        first, *others = [said[at : at + _PART_BYTES] for at in range(0, max(len(said), 1), _PART_BYTES)]
+        with self._asking(f"{JOINING}{part}"):
+            for number, other in enumerate(others):
+                self._set(f"{self.rendezvous.name}/{JOINING}{part}/{self.rank}/{number}", other)
+        return self.meet(JOINING, len(others).to_bytes(_COUNT_BYTES) + first, part)
+
+    def _heard(self, keys: Sequence[str]) -> list[Any]:
+        """The values of the first ranks, which set ``keys``."""
+        out = []
+        with self._asking(f"{JOINING}/{self._gathered}"):
+            for rank, said in enumerate(self._store.multi_get(list(keys))):
+                others = [f"{keys[rank]}/{number}" for number in range(int.from_bytes(said[:_COUNT_BYTES]))]
+                out.append(inflated(b"".join([said[_COUNT_BYTES:], *map(self._store.get, others)]), rank))
+        return out
+
+    def _set(self, key: str, said: str | bytes) -> None:
+        self._store.set(key, said)  # type: ignore[arg-type]  # bytes too, whatever torch's stub says
+
+    @contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        """Turn a failure of the store, which the controller keeps, into a SyncError."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise SyncError(
+                f"{what} failed, and nothing is served: rank {self.rank} asked the controller's store at "
+                f"{self.rendezvous.host}:{self.rendezvous.port}, {str(error).splitlines()[0]}"
+            ) from error
 
     def close(self) -> None:
         """Leave the group, if still in it: ranks that wait for this one see its connection close. Not collective."""

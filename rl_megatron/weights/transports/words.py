@@ -6,6 +6,7 @@ gloo and NCCL accept any process that reaches them (docs/security.md), and readi
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -72,6 +73,25 @@ def _lost() -> Iterator[None]:
 def wire_device(group: dist.ProcessGroup | None) -> str:
     """The device of what a group carries, as torch chooses it for objects: NCCL carries only GPU memory."""
     return str(distributed_c10d._get_object_coll_device(group))
+
+
+def deflated(said: object) -> bytes:
+    """A value as compressed JSON. Raises SyncError if that is of more than 1 GiB."""
+    data = json.dumps(said).encode()
+    _checked(len(data))
+    return zlib.compress(data, 1)
+
+
+def inflated(data: bytes, rank: int) -> Any:
+    """The value that rank ``rank`` `deflated`. Raises SyncError if it did not, or if it is of more than 1 GiB."""
+    inflate = zlib.decompressobj()
+    try:
+        said = inflate.decompress(data, _MOST_BYTES + 1)
+        if not inflate.eof:
+            raise ValueError(f"it is cut off, or has more than {_MOST_BYTES} bytes")
+        return json.loads(said)
+    except (ValueError, zlib.error) as error:
+        raise SyncError(f"rank {rank} sent no compressed JSON: {error}") from error
 
 
 def _bytes_of(said: object) -> Tensor:

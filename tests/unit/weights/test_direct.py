@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import zlib
+from base64 import b64encode
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +132,48 @@ def test_ranks_meet_at_one_address_and_what_comes_there_is_never_unpickled() -> 
             from_json([[1, 2]])
     finally:
         member.close()
+
+
+def test_values_that_no_key_of_the_store_holds_arrive_whole() -> None:
+    """torch's store takes 8 MiB a key; a plan for 768 ranks is larger. These do not compress."""
+    keeper = Keeper("127.0.0.1", LIMIT)
+    rendezvous = keeper.rendezvous(2, learners=1, transport="process_group", backend="gloo")
+    plan, place = (b64encode(os.urandom(size * 2**20)).decode() for size in (20, 5))
+    said = {0: plan, 1: None}, {0: "here", 1: place}
+
+    def come(rank: int) -> tuple[object, list[object]]:
+        member = Member(rendezvous, rank)
+        return member.tell(said[0][rank]), member.gather(said[1][rank])
+
+    with ThreadPoolExecutor(2) as threads:
+        for told, gathered in threads.map(come, (0, 1)):
+            assert told == plan
+            assert gathered == ["here", place]
+
+
+def test_what_a_peer_compressed_fills_no_memory_and_may_be_no_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "_MOST_BYTES", 1000)
+    assert words.inflated(words.deflated("0" * 998), 3) == "0" * 998
+    with pytest.raises(SyncError, match="announced 1001 bytes"):
+        words.deflated("0" * 999)
+    for data in (zlib.compress(b"0" * 1001), words.deflated([1])[:-1], zlib.compress(b"?"), b"?", b""):
+        with pytest.raises(SyncError, match="rank 3 sent no compressed JSON"):
+            words.inflated(data, 3)
+
+
+def test_a_store_that_is_lost_fails_what_was_asked_of_it() -> None:
+    keeper = Keeper("127.0.0.1", LIMIT)
+    member = Member(keeper.rendezvous(1, learners=1, transport="process_group", backend="gloo"), 0)
+    port = member.rendezvous.port
+    del keeper
+    for ask, what in (
+        (partial(member.meet, "version 3"), "version 3"),
+        (partial(member.tell, 1), "joining the group/1"),
+    ):
+        with pytest.raises(
+            SyncError, match=rf"{what} failed, .* rank 0 asked the controller's store at \S+:{port}, \w+"
+        ):
+            ask()
 
 
 @dataclass
