@@ -59,7 +59,7 @@ class Quantiser:
                     maxima = self._form.maxima(_of(self._values[param], place), _start(box), whole)
                     there = _of(grid, self._layout.blocks.touched(box, whole))
                     there.copy_(torch.maximum(there, maxima.to(there.device)))
-        self._flat.nan_to_num_(nan=torch.inf)  # of which the larger is not defined
+        self._flat.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # of which the larger is not defined
         if self._layout.dims.world_size > 1:
             self._share(reduce)
         if not bool(self._flat.isfinite().all()):

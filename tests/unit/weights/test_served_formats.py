@@ -18,12 +18,15 @@ from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.whole import sealed_by
 from rl_megatron.weights.formats import served as served_formats
+from rl_megatron.weights.formats.at_sender import at_sender
 from rl_megatron.weights.formats.block_scales import is_quantised
 from rl_megatron.weights.formats.quantize import dequantise, divide
 from rl_megatron.weights.formats.scaled import BLOCKS
 from rl_megatron.weights.formats.served import FORMATS, stored
+from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.servers.mirror import Mirror, dtypes, read, seal, shapes
 from rl_megatron.weights.servers.probe import Probe, ScoredText
+from tests.small_models import SMALL_MOE
 
 LAYER = "model.layers.0."
 MATRICES = {
@@ -114,6 +117,20 @@ def test_servers_read_numbers_within_half_a_step_of_the_learners(tmp_path: Path,
     assert 1e-4 < error[0] < 0.06
     zeros = arrived[LAYER + "self_attn.q_proj.weight"].float()[7]
     assert torch.equal(zeros, torch.zeros_like(zeros))
+
+
+@LOSES
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_weight_that_is_not_finite_is_refused_where_it_is_sent_from(kind: str, value: float) -> None:
+    """A block with it would be zeros."""
+    hf, name = hf_layout(SMALL_MOE), LAYER + "self_attn.k_proj.weight"
+    tensors = {name: torch.ones(shape) for name, shape in hf.local_shapes(0).items()}
+    quantiser, _, _ = at_sender(FORMATS[kind], hf, hf, 0, tensors)
+    assert quantiser is not None
+    quantiser.begin(lambda maxima: None)
+    tensors[name][1, 2] = value
+    with pytest.raises(SyncError, match=f"{name} has values that are NaN or infinite"):
+        quantiser.begin(lambda maxima: None)
 
 
 def test_engines_that_round_scales_up_to_powers_of_two_change_no_value() -> None:
