@@ -44,7 +44,7 @@ class Blocks:
 
     def kept(self, name: str, shape: Shape) -> bool:
         """Whether a tensor is left as it is. Raises ConfigError for stacked experts, which have no such format."""
-        if len(shape) > 2:
+        if len(shape) > 2 and shape[1] != 1:  # [channels, 1, kernel] is a depthwise convolution
             raise ConfigError(
                 f"rollout.server.quantization: {name} {list(shape)} is not a matrix, and stacked experts cannot be "
                 "quantised. Set rollout.server.quantization=none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import ConfigError, SyncError
+from rl_megatron.models.named import NAMED
 from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.types import ParallelDims
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.whole import sealed_by
@@ -21,9 +24,9 @@ from rl_megatron.weights.formats import served as served_formats
 from rl_megatron.weights.formats.at_sender import at_sender
 from rl_megatron.weights.formats.block_scales import is_quantised
 from rl_megatron.weights.formats.quantize import dequantise, divide
-from rl_megatron.weights.formats.scaled import BLOCKS
+from rl_megatron.weights.formats.scaled import BLOCKS, with_scales
 from rl_megatron.weights.formats.served import FORMATS, stored
-from rl_megatron.weights.layouts.families import hf_layout
+from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 from rl_megatron.weights.servers.mirror import Mirror, dtypes, read, seal, shapes
 from rl_megatron.weights.servers.probe import Probe, ScoredText
 from tests.small_models import SMALL_MOE
@@ -131,6 +134,33 @@ def test_a_weight_that_is_not_finite_is_refused_where_it_is_sent_from(kind: str,
     tensors[name][1, 2] = value
     with pytest.raises(SyncError, match=f"{name} has values that are NaN or infinite"):
         quantiser.begin(lambda maxima: None)
+
+
+@LOSES
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"])
+def test_of_delta_nets_what_engines_hold_whole_is_not_quantised(kind: str, family: str) -> None:
+    """Convolutions and gates, whose heads have a row each; experts that are one tensor are refused."""
+    form = FORMATS[kind]
+    assert form is not None
+    shape = replace(
+        NAMED["qwen3-next-80b-a3b"], family=family, num_layers=4, delta_layers=(0, 1, 2), num_experts=2, drafts=True
+    )
+    layout = with_scales(megatron_layout(shape, ParallelDims(tp=2)), hf_layout(shape), form.blocks)
+    held = {name for rank in range(2) for name in layout.local_shapes(rank) if name.endswith(form.blocks.suffix)}
+    shapes = hf_layout(shape).local_shapes(0)
+    found = {name for name, (dtype, _) in stored(shapes, DType.BF16, form).items() if dtype == form.dtype}
+    assert held == {name + form.blocks.suffix for name in found}
+    delta = {"in_proj_qkvz"} if family == "qwen3_next" else {"in_proj_qkv", "in_proj_z"}
+    wanted = delta | {"out_proj"} | {f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert {name.split(".")[-2] for name in found} == wanted
+    assert {name.split(".")[-2] for name, size in shapes.items() if len(size) > 1 and name not in found} == {
+        *({"in_proj_ba"} if family == "qwen3_next" else {"in_proj_b", "in_proj_a"}),
+        *("conv1d", "gate", "shared_expert_gate", "embed_tokens", "lm_head", "fc"),
+    }
+    if family != "qwen3_next":
+        stacked = hf_layout(replace(shape, stacked_experts=True)).local_shapes(0)
+        with pytest.raises(ConfigError, match=r"experts\.\w+ \[.*\] is not a matrix, and stacked experts"):
+            stored(stacked, DType.BF16, form)
 
 
 def test_engines_that_round_scales_up_to_powers_of_two_change_no_value() -> None:
