@@ -51,7 +51,7 @@ class Worker(RankModels):
         self._writers = writers_of_files(config)
         self._holder = self._make_holder(config, setup.run_folder)
         self.start_from("policy", setup.model_folder)
-        self._connect(config, setup.run_folder / "weights")
+        self._connect(config, setup.run_folder)
         self._merges = config.weights.push == "merged"
         self._adapters = None if self._merges else self._connect_adapters(config, setup.run_folder)
 
@@ -97,12 +97,13 @@ class Worker(RankModels):
         """The ranks that write one mirror file with this one; empty if it writes none."""
         return next((group for group in self._writers if self._rank in group), ())
 
-    def _connect(self, config: RunConfig, folder: Path) -> None:
+    def _connect(self, config: RunConfig, run_folder: Path) -> None:
         """Plan the moves from every learner rank to every in-process engine replica, or to the mirror files.
 
         Readers of a mirror compare it with checksums of the learner's own tensors, so digests on the way are not
         needed. A quantised one, or one cut inside a word, is compared with the checksums of the mirror itself.
         """
+        from launcher.runs.folder import versions_folder
         from rl_megatron.types import ParallelDims
         from rl_megatron.weights.checks.sources import add_up, sources_of
         from rl_megatron.weights.formats.served import FORMATS
@@ -125,7 +126,9 @@ class Worker(RankModels):
         self._sealed = (
             config.rollout.served and not quantised and all(add_up(one, self._dtype.itemsize) for one in sources)
         )
-        section = config.weights.filling(served=config.fills_files)
+        section, folder = config.weights.filling(served=config.fills_files), versions_folder(config, run_folder)
+        if section.transport == "file" and section.folder is not None and self._rank == 0:
+            self._ends.enter_context(removed(folder))
         ends = Ends(
             section=section.model_copy(update={"verify": section.verify and not self._sealed}),
             moves=transfers,

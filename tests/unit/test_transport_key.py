@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+import torch.distributed as dist
 
-from launcher.runs.folder import mirror_path
+from launcher.runs.folder import mirror_path, versions_folder
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.weights import TRANSPORT_KINDS, WeightsSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.checks.libraries import DEFAULTS, FIELDS
+from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.transports import connect, engine_ends
 
 REPO = Path(__file__).resolve().parents[2]
@@ -56,6 +58,23 @@ def test_servers_on_other_nodes_have_their_file_in_the_runs_folder_or_where_the_
     assert mirror_path(load_config("deepseek_v3", given), tmp_path).parent.parent == tmp_path
     elsewhere = load_config("deepseek_v3", [*given, "weights.folder=/fast"])
     assert mirror_path(elsewhere, tmp_path).parent.parent == Path("/fast")
+
+
+def test_runs_with_one_folder_have_versions_of_their_own_there(tmp_path: Path) -> None:
+    """So none reads, or removes, what another wrote."""
+    config = load_config("tiny_cpu", ["weights.transport=file", f"weights.folder={tmp_path / 'shared'}"])
+    rest: dict[str, Any] = {"moves": Plan(stretches=()), "src": {}, "dst": {}, "timeout_seconds": 1.0}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for run, version in (("a", 7), ("b", 7), ("a", 8)):
+            folder = versions_folder(config, tmp_path / run)
+            connect.make_transport(connect.Ends(section=config.weights, folder=folder, **rest)).move(version)
+    finally:
+        dist.destroy_process_group()
+    places = {run: versions_folder(config, tmp_path / run).relative_to(tmp_path / "shared") for run in "ab"}
+    found = {path.relative_to(tmp_path / "shared") for path in tmp_path.rglob("version_*")}
+    assert found == {places["a"] / "version_000008", places["b"] / "version_000007"}
+    assert versions_folder(load_config("tiny_cpu", []), tmp_path) == tmp_path / "weights"
 
 
 @pytest.mark.parametrize("name", [*TRANSPORT_KINDS, OWN])

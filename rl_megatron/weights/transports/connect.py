@@ -33,7 +33,7 @@ class Ends:
     dst: Mapping[str, Tensor]
     """This rank's destination tensors, which are written in place."""
     folder: Path
-    """The folder for versions, unless ``section.folder`` is set."""
+    """The folder for versions, the run's own."""
     timeout_seconds: float
     """The limit of each wait for another process; a process group has its own limit."""
 
@@ -62,8 +62,7 @@ def _cuda_ipc(ends: Ends) -> Transport:
 
 
 def _file(ends: Ends) -> Transport:
-    folder = ends.section.folder or ends.folder
-    return FileTransport(ends.moves, src=ends.src, dst=ends.dst, folder=folder, verify=ends.section.verify)
+    return FileTransport(ends.moves, src=ends.src, dst=ends.dst, folder=ends.folder, verify=ends.section.verify)
 
 
 def _memory(ends: Ends) -> Transport:

@@ -2,7 +2,7 @@
 
 A version is a folder ``version_<v>`` of safetensors files, one per sender, which gets its name once every file is
 complete and durable. A file holds each box that its rank sends, once for all receivers, and at the end the boxes'
-digests; receivers map the files and read their boxes. The newest version is kept.
+digests; receivers map the files and read their boxes. The newest version is kept; another run needs another folder.
 """
 
 from __future__ import annotations
