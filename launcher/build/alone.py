@@ -97,6 +97,7 @@ class _FolderWeights(LearnerWeights):
             self._ends.enter_context(in_use(self._path.parent))
             remove_abandoned(self._path.parent)
         self._mirror = mirror.Mirror(self._path, shapes, self._dtype, self._kind)
+        self._mirror.withdraw()
         read_boxes(HFFolder(self._folder), self._hf, self._hf, 0, self._mirror.tensors)
         self._mirror.serve(version)
 

@@ -8,8 +8,10 @@ what any engine's environment has.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -56,11 +58,12 @@ class Mirror:
         self.path, self._kind, self._writer, self._writers = path, kind, writer, writers
         entries = _entries(shapes, dtype, kind)
         self.num_bytes = sum(prod(shape) * given.itemsize for given, shape in entries.values())
-        self._stored = _mapped(path, entries)
+        self._stored, self._sparse = _mapped(path, entries), [path]
         self.tensors = self._stored
         if kind is not None:
             plain = _entries(shapes, dtype, None)
             self.tensors = _mapped(_plain(path), plain) if writers > 1 else _in_memory(plain)
+            self._sparse += [_plain(path)] if writers > 1 else []
 
     @staticmethod
     def make(
@@ -95,8 +98,14 @@ class Mirror:
             _empty_file(_plain(path), _entries(shapes, dtype, None))
 
     def withdraw(self) -> None:
-        """Mark the tensors as changing: readers refuse the file until every writer calls ``serve``."""
+        """Mark the tensors as changing: readers refuse the file until every writer calls ``serve``.
+
+        The first time it takes all of the file's memory. Raises SyncError where there is no room for it.
+        """
         _note(self.path, self._writer).unlink(missing_ok=True)
+        while self._sparse:
+            _take_room(self._sparse[0])
+            del self._sparse[0]
 
     def serve(self, version: int) -> None:
         """Mark what this writer wrote as ``version``'s, once all have written. Raises SyncError that names a tensor
@@ -138,7 +147,7 @@ def _head(entries: Stored) -> bytes:
 
 
 def _empty_file(path: Path, entries: Stored) -> None:
-    """A file of zeros, which take no memory; others that map a file of this name keep theirs."""
+    """A file of zeros, which take no memory before `_take_room`; others that map a file of this name keep theirs."""
     head, size = _head(entries), sum(prod(shape) * given.itemsize for given, shape in entries.values())
     work = path.with_name(f".{path.name}.partial")
     work.unlink(missing_ok=True)
@@ -146,6 +155,24 @@ def _empty_file(path: Path, entries: Stored) -> None:
         file.write(head)
         file.truncate(len(head) + size)
     work.replace(path)
+
+
+def _take_room(path: Path) -> None:
+    """Have the file system set all of a file aside: it ends a process that writes where it has no room, by SIGBUS.
+
+    Not where files are made: those of direct transports may never be filled.
+    """
+    with path.open("r+b") as file:
+        found, free = os.fstat(file.fileno()), shutil.disk_usage(path.parent).free
+        try:
+            os.posix_fallocate(file.fileno(), 0, found.st_size)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise SyncError(
+                f"{path}: {error.strerror}; the weights need {found.st_size} bytes there, and {free} are free. Make "
+                "room, or set weights.folder to a folder with more"
+            ) from error
 
 
 def _mapped(path: Path, entries: Stored) -> dict[str, Tensor]:

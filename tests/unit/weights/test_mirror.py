@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -69,6 +71,28 @@ def test_the_folder_is_nobody_elses_and_one_of_an_earlier_start_is_taken(mirror:
     assert Mirror(mirror.path, SHAPES, torch.bfloat16).num_bytes == mirror.num_bytes
     with pytest.raises(SyncError, match="holds version None, not 3"):  # which the earlier start had served
         read(mirror.path, 3)
+
+
+def test_memory_is_taken_before_the_first_tensor_is_written_or_refused(tmp_path: Path) -> None:
+    """Not where the file is made, as weights that are sent straight may never fill it."""
+    config, memory = tmp_path / "config.json", Path("/dev/shm")
+    config.write_text("{}")
+    whole = shutil.disk_usage(memory).total
+    with TemporaryDirectory(dir=memory) as folder:
+        path = Path(folder) / "w" / "model.safetensors"
+        for elements, fits in ((2**19, True), (whole, False)):
+            Mirror.make(path, {"a": (elements,)}, torch.bfloat16, config)
+            mirror = Mirror(path, {"a": (elements,)}, torch.bfloat16)
+            assert 512 * path.stat().st_blocks < 2**20
+            if fits:
+                mirror.withdraw()
+                assert 512 * path.stat().st_blocks >= path.stat().st_size > 2**20
+                continue
+            needed = path.stat().st_size
+            with pytest.raises(
+                SyncError, match=rf"{path}: .* need {needed} bytes .*, and \d+ are free\..*weights\.folder"
+            ):
+                mirror.withdraw()
 
 
 def test_a_version_that_is_not_there_is_refused(mirror: Mirror) -> None:
