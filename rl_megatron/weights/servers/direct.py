@@ -161,6 +161,7 @@ class DirectDelivery(Delivery):
                 if any(failed):
                     raise self._cause(rendezvous, what, *failed, died=dead.done())
             await both
+            self._keeper.forget(rendezvous, what)
         finally:
             dead.cancel()
 

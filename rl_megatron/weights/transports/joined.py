@@ -30,6 +30,7 @@ from rl_megatron.weights.checks.libraries import compare_facts, facts, loaded_li
 from rl_megatron.weights.transports.words import Peers, deflated, inflated, wire_device
 
 JOINING = "joining the group"
+_SAID = "/said"  # the part of joining at which ranks exchange values
 _LOOK_SECONDS = 0.002
 _COUNT_BYTES = 1  # before the first part of a value: how many follow
 _PART_BYTES = 4 * 2**20  # of a value; torch's store resets the connection of whoever sets more than 8 MiB at once
@@ -64,7 +65,7 @@ class Keeper:
 
     def __init__(self, host: str, seconds: float) -> None:
         check_torch()
-        self.host, self._seconds = host, seconds
+        self.host, self._seconds, self._last = host, seconds, ""
         limit = timedelta(seconds=seconds)
         try:
             listener = socket.create_server((host, 0), backlog=4096)  # torch's own would listen at all addresses
@@ -85,11 +86,18 @@ class Keeper:
     def rendezvous(
         self, size: int, *, learners: int, transport: str, backend: str, alike: Sequence[str] = ()
     ) -> Rendezvous:
-        """Make the rendezvous of a new group, under a unique name."""
+        """Make the rendezvous of a new group, under a unique name.
+
+        Removes what is left of others but the last, of which ranks may still look whether it was cancelled.
+        """
+        for key in self._store.list_keys():
+            if not key.startswith(self._last):
+                self._store.delete_key(key)
+        self._last = f"rl_megatron-{secrets.token_hex(16)}"  # an engine may have been in groups of other trainers
         return Rendezvous(
             host=self.host,
             port=self._store.port,
-            name=f"rl_megatron-{secrets.token_hex(16)}",  # an engine may have been in groups of other trainers
+            name=self._last,
             size=size,
             learners=learners,
             seconds=self._seconds,
@@ -101,6 +109,13 @@ class Keeper:
     def cancel(self, rendezvous: Rendezvous, what: str, reason: str) -> None:
         """Cancel ``what`` for all ranks that wait for the others."""
         self._store.set(f"{rendezvous.name}/{what}/cancelled", reason)
+
+    def forget(self, rendezvous: Rendezvous, what: str) -> None:
+        """Remove what all ranks said at ``what``, which they have left. What they must have alike stays."""
+        at = f"{rendezvous.name}/{what}{_SAID if what == JOINING else ''}/"
+        for key in self._store.list_keys():
+            if key.startswith(at):
+                self._store.delete_key(key)
 
     def absent(self, rendezvous: Rendezvous, what: str) -> list[int]:
         """Ranks that have not reported ready for ``what``."""
@@ -198,7 +213,7 @@ class Member(Peers):
 
     def _meet_again(self, said: bytes) -> list[str]:
         self._gathered += 1
-        part = f"/{self._gathered}"
+        part = f"{_SAID}/{self._gathered}"
         first, *others = [said[at : at + _PART_BYTES] for at in range(0, max(len(said), 1), _PART_BYTES)]
         with self._asking(f"{JOINING}{part}"):
             for number, other in enumerate(others):
@@ -208,7 +223,7 @@ class Member(Peers):
     def _heard(self, keys: Sequence[str]) -> list[Any]:
         """The values of the first ranks, which set ``keys``."""
         out = []
-        with self._asking(f"{JOINING}/{self._gathered}"):
+        with self._asking(f"{JOINING}{_SAID}/{self._gathered}"):
             for rank, said in enumerate(self._store.multi_get(list(keys))):
                 others = [f"{keys[rank]}/{number}" for number in range(int.from_bytes(said[:_COUNT_BYTES]))]
                 out.append(inflated(b"".join([said[_COUNT_BYTES:], *map(self._store.get, others)]), rank))

@@ -27,6 +27,7 @@ from rl_megatron.weights.layouts.recorded import Boxes
 from rl_megatron.weights.plans.json_form import from_json
 from rl_megatron.weights.servers.direct import DirectDelivery
 from rl_megatron.weights.servers.file import FileDelivery
+from rl_megatron.weights.servers.mirror import Mirror
 from rl_megatron.weights.transports import joined, words
 from rl_megatron.weights.transports.joined import Keeper, Member, Rendezvous
 
@@ -168,7 +169,7 @@ def test_a_store_that_is_lost_fails_what_was_asked_of_it() -> None:
     del keeper
     for ask, what in (
         (partial(member.meet, "version 3"), "version 3"),
-        (partial(member.tell, 1), "joining the group/1"),
+        (partial(member.tell, 1), "joining the group/said/1"),
     ):
         with pytest.raises(
             SyncError, match=rf"{what} failed, .* rank 0 asked the controller's store at \S+:{port}, \w+"
@@ -207,6 +208,57 @@ def test_ranks_with_other_libraries_find_it_out_when_they_meet(tmp_path: Path, m
     with pytest.raises(SyncError, match=f"NCCL differs: {value} and {value}; install") as raised:
         asyncio.run(push(ends, tmp_path, ("torch", "nccl")))
     assert ends.errors == [str(raised.value)] * 2
+
+
+@dataclass
+class Pushed(Ends):
+    """Both ends come, exchange values and stay for versions, of which nothing is moved."""
+
+    members: dict[int, Member] = field(default_factory=dict)
+
+    async def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> None:
+        await asyncio.to_thread(self._come, rendezvous, 0)
+
+    async def join(self, path: Path, rendezvous: Mapping[str, object], first: Mapping[str, int]) -> None:
+        await asyncio.to_thread(self._come, Rendezvous(**rendezvous), first["it"])  # type: ignore[arg-type]
+
+    def _come(self, rendezvous: Rendezvous, rank: int) -> None:
+        self.members[rank] = Member(rendezvous, rank)
+        self.members[rank].tell("of several parts" if rank == 0 else None)
+        self.members[rank].gather(rank)
+
+    async def send(self, version: int) -> tuple[WeightUpdate, Sequence[Report]]:
+        await asyncio.to_thread(self.members[0].meet, f"version {version}")
+        return WeightUpdate(version=version, num_bytes=0, seconds=0.0), [Report(rows=[], seconds=0.0)]
+
+    async def load(
+        self, path: Path, version: int, *, straight: Collection[str] = (), private: Kinds = NO_KINDS
+    ) -> Mapping[str, Sequence[Report]]:
+        await asyncio.to_thread(self.members[1].meet, f"version {version}")
+        return {"it": [Report(rows=[], seconds=0.0)]}
+
+
+def test_the_store_of_a_long_run_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks said is gone once all have left; of rendezvous the last two are there."""
+    monkeypatch.setattr(joined, "_PART_BYTES", 8)
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / "w" / "model.safetensors"
+    Mirror.make(path, {}, torch.bfloat16, tmp_path / "config.json")
+    ends, keeper = Pushed(), Keeper("127.0.0.1", LIMIT)
+    file = FileDelivery(learner=ends, path=path, servers=ends)  # type: ignore[arg-type]
+    how = {"learner_ranks": 1, "transport": "process_group", "backend": "gloo", "alike": ["torch"]}
+    direct = DirectDelivery(file=file, learner=ends, servers=ends, keeper=keeper, **how)  # type: ignore[arg-type]
+
+    async def keys(version: int) -> int:
+        async with asyncio.timeout(LIMIT / 2), direct.sending(version) as deliver:
+            await deliver(private=NO_KINDS, meanwhile=lambda: None)
+        return keeper._store.num_keys()
+
+    found = [asyncio.run(keys(version)) for version in range(5)]
+    for version in (4, 5):
+        direct._rendezvous, direct._met = None, frozenset()  # as after a server is new
+        found.append(asyncio.run(keys(version)))
+    assert found == [2] * 5 + [4] * 2  # a rank's libraries
 
 
 class Refusing(Met):
