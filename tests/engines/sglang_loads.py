@@ -2,7 +2,8 @@
 
 Of each pair of folders the model is made by the first one and loads its weights, then those of the second. For each it
 prints a line of JSON: the digests of all numbers, in order of size, of the parameters that the second one changed, of
-the model and, where the second folder has one, of its draft layer.
+the model and, where the second folder has one, of its draft layer. Our worker loads it, as a push through a file, and
+the program ends with the names of tensors whose checksums it reports otherwise than the file's.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from sglang.srt.models import kimi_k25
 from sglang.srt.runtime_context import get_parallel, publish
 from sglang.srt.server_args import ServerArgs
 
+from rl_megatron.rollout.servers.sglang import worker
+from rl_megatron.weights.checks.checksums import checksum
+from rl_megatron.weights.checks.compare import compare
 from tests.engines.loaded import changed, digest_of
 
 JOINS = ("eh_proj.weight", "mtp.fc.weight")  # of a draft layer
@@ -63,8 +67,21 @@ def digest(arguments: ServerArgs, first: str, second: str, *, draft: bool) -> st
             setattr(each, f"{key}_cpu", getattr(each, key))
     model = get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    model.load_weights(iter(load_file(Path(second) / "model.safetensors").items()))
+    push(model, Path(second) / "model.safetensors", draft=draft)
     return digest_of(model.get_parameter(name) for name in changed(model, before))
+
+
+def push(model: torch.nn.Module, path: Path, *, draft: bool) -> None:
+    """Load a file of weights by our worker, and check what it reports of tensors that are held in the file's dtype."""
+    path.with_name(f"{path.name}.json").write_text(json.dumps({"version": 1}))
+    report = worker._load(model, path, 1, (), reads=not draft)
+    pushed = load_file(path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in pushed.items()}
+    sealed = {name: checksum(tensor, shapes[name]) for name, tensor in pushed.items()}
+    held = compare(sealed, shapes, [report], frozenset()).differing
+    wrong = [n for n, params in held.items() if all(model.get_parameter(p).dtype == pushed[n].dtype for p in params)]
+    if wrong:
+        sys.exit(f"{path}: the worker reports other checksums of {', '.join(wrong)}")
 
 
 def main(pairs: list[tuple[str, str]]) -> None:

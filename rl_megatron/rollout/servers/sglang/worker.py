@@ -89,20 +89,22 @@ def _receive(model: Any, version: int, private: Sequence[str]) -> Report:
 
 
 def _load(model: Any, path: Path, version: int, private: Sequence[str], *, reads: bool) -> Report:
-    """``reads``: all of the file is checksummed as it is read, where no parameter is; once is enough for two models."""
+    """``reads``: all of the file is checksummed as it is read, where no parameter is; once is enough for two models.
+
+    Parameters are checksummed when the loader has returned: DeepSeek's hands copies to threads, and waits only then.
+    """
     found, params, beside = mirror.read(path, version), dict(model.named_parameters()), Beside()
     places = {name: not_private(ones, private) for name, ones in layout_of(model, path, partial=True).items()}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        """Checksums each tensor in the loaded parameter; for parameters with a private layout, the bytes read."""
+        """Checksums, for parameters with a private layout, the bytes read."""
         for name, tensor in found.items():
             if reads and not places.get(name):
                 beside.read(name, tensor)
             yield name, tensor
-            if places.get(name):
-                beside.held(places[name], params)
 
     model.load_weights(tensors())
+    beside.held([one for name in found for one in places.get(name, ())], params)
     return beside.report()
 
 
