@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from launcher.processes.ports import held_ports
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.boxes import Box, volume
+from rl_megatron.weights.boxes import Box, volume, whole_box
 from rl_megatron.weights.checks.compare import compare
 from rl_megatron.weights.checks.places import Held, record
 from rl_megatron.weights.checks.reports import Beside, Report, checksums_of
@@ -35,6 +40,7 @@ from rl_megatron.weights.transports.engine_ends import Receiver, Sender
 from rl_megatron.weights.transports.joined import JOINING, Keeper, Member, Rendezvous
 from tests.distributed import test_transport as base
 from tests.distributed.ranks import run_ranks
+from tests.forks import FORKS
 
 SHAPE = replace(base.SHAPE, expert_width=8, head_dim=8)
 HF = Layout(table=HF_QWEN3_MOE, shape=SHAPE)
@@ -289,3 +295,68 @@ def test_a_rank_that_waits_for_another_is_cancelled_and_the_keeper_knows_who_is_
     keeper.cancel(rendezvous, JOINING, "a server died")
     with pytest.raises(SyncError, match="joining the group was cancelled: a server died"):
         Member(rendezvous, 0)
+
+
+class Whole:
+    """A model of SGLang's that holds each tensor as it is."""
+
+    def __init__(self) -> None:
+        self.params = {name: torch.zeros(shape) for name, shape in HF.local_shapes(0).items()}
+
+    def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
+        return self.params.items()
+
+    def named_modules(self) -> Iterable[tuple[str, Any]]:
+        return ()
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.params[name].copy_(tensor)
+
+
+def test_a_server_that_joins_again_is_in_no_earlier_group(tmp_path: Path) -> None:
+    """Nor in that of a join that failed, the third of four. 3 seconds."""
+    save_file(tensors_of(0), tmp_path / "model.safetensors")
+    keeper = Keeper("127.0.0.1", 2 * HEARD)
+    new = partial(keeper.rendezvous, 2, learners=1, transport="process_group", backend="gloo")
+    run_ranks(joins_again, 2, [new() for _ in range(4)], tmp_path, FORKS.Barrier(2))
+
+
+def joins_again(rank: int, meetings: Sequence[Rendezvous], folder: Path, both: Any) -> None:
+    """Rank 0 is the learner's, rank 1 SGLang's by our worker."""
+    torch.set_num_threads(1)
+    serve = server(folder) if rank else None
+    boxes, sender = {name: whole_box(shape) for name, shape in HF.local_shapes(0).items()}, None
+    for version, meeting in enumerate(meetings):
+        if serve is not None:
+            said = serve("join", place=asdict(meeting), first=1, version=version)
+            assert ("the learner is gone" in said.get("error", "")) == (version == 2), said
+            if version != 2:
+                assert len(serve("receive", version=version, private=[])["rows"]) == len(boxes)
+            assert len(distributed_c10d._world.pg_map) == (version != 2)
+        elif version == 2:
+            sender = sender and sender.close()
+            member = Member(meeting, 0, 2)
+            member._store.set(f"{meeting.name}/{JOINING}/cancelled", "the learner is gone")
+        else:
+            sender = sender and sender.close()
+            layouts, sources = (HF, recorded_layout(HF, [boxes])), sources_of(HF, HF)[0]
+            sender = Sender(meeting, 0, layouts, tensors_of(version), sources)
+            sender.send(version)
+        both.wait(HEARD)
+
+
+def server(folder: Path) -> Callable[..., Any]:
+    """What orders our worker in SGLang, of which it asks only the rank, and says the answer."""
+    for name in ("sglang", "sglang.srt", "sglang.srt.runtime_context"):
+        sys.modules[name] = SimpleNamespace(get_parallel=lambda: SimpleNamespace(tp_rank=0))  # type: ignore[assignment]
+    from rl_megatron.rollout.servers.sglang import worker
+
+    model, answer = Whole(), folder / "answer"
+
+    def order(what: str, **more: object) -> Any:
+        given = {"do": what, "path": str(folder / "model.safetensors"), "answer": str(answer), **more}
+        worker.load(model, [(json.dumps(given), torch.empty(0))])
+        return json.loads(answer.with_name("answer.0").read_text())
+
+    return order

@@ -110,6 +110,17 @@ TRANSPORTS: Mapping[str, _Kind] = {
 """Those of `TRANSPORT_KINDS` that are ``direct``."""
 
 
+def _joined(rendezvous: Rendezvous, rank: int, layouts: Layouts | None, **ends: Any) -> tuple[Member, _Transport]:
+    """Meet the other ranks and make the transport with them; a rank that cannot leaves the group."""
+    kind = TRANSPORTS[rendezvous.transport]
+    member = Member(rendezvous, rank, kind.grouped(rendezvous))
+    try:
+        return member, kind.make(member, layouts, **ends)
+    except BaseException:
+        member.close()
+        raise
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """OpenMP's threads spin between the small copies of a move, on cores that the other end needs: 20 times slower."""
@@ -142,10 +153,9 @@ class Sender:
         sources: Sequence[Source],
         quantiser: Quantiser | None = None,
     ) -> None:
-        kind, self._sources, self._quantiser = TRANSPORTS[rendezvous.transport], sources, quantiser
+        self._sources, self._quantiser = sources, quantiser
         self._tensors = {**tensors, **(quantiser.scales if quantiser else {})}
-        self._member = Member(rendezvous, rank, kind.grouped(rendezvous))
-        self._transport = kind.make(self._member, layouts, src=self._tensors, dst={})
+        self._member, self._transport = _joined(rendezvous, rank, layouts, src=self._tensors, dst={})
         if quantiser is not None:
             quantiser.check(self._transport.ends.dtype_received)
             self._transport.ends.quantiser = quantiser
@@ -195,9 +205,8 @@ class Receiver:
 
     def __init__(self, rendezvous: Rendezvous, rank: int, boxes: Mapping[Held, Tensor]) -> None:
         held = _by_name(boxes)
-        kind = TRANSPORTS[rendezvous.transport]
-        self._member = Member(rendezvous, rank, kind.grouped(rendezvous))
-        self._transport = kind.make(self._member, None, src={}, dst={name: boxes[one] for name, one in held.items()})
+        written = {name: boxes[one] for name, one in held.items()}
+        self._member, self._transport = _joined(rendezvous, rank, None, src={}, dst=written)
         self._arrivals = _Arrivals(held)
         self._transport.ends.arriving, self._transport.ends.arrived = self._arrivals.coming, self._arrivals.came
 

@@ -40,6 +40,8 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
             places = [one for ones in layout_of(model, path).values() for one in ones]
             params = dict(model.named_parameters())
             boxes = {one: one.of(params[one.param]) for one in places}
+            if model in RECEIVERS:
+                RECEIVERS.pop(model).close()
             RECEIVERS[model] = Receiver(Rendezvous(**order["place"]), order["first"] + rank, boxes)
         elif order["do"] == "receive":
             answer = _receive(model, order["version"], order["private"]).to_json()

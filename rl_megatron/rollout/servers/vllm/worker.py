@@ -200,6 +200,8 @@ class WorkerExtension:
         """
         model = self.model_runner.model
         abandon(model)
+        if model in STRAIGHT:
+            STRAIGHT.pop(model).close()
         STRAIGHT[model] = Straight(model, path, Rendezvous(**json.loads(rendezvous)), first + get_world_group().rank)
 
     def _gathered(self, own: T) -> list[T]:
@@ -241,6 +243,10 @@ class Straight:
             return self._window.finish()
         finally:
             self._window.release()
+
+    def close(self) -> None:
+        """Leave the group of learner and engine ranks."""
+        self._receiver.close()
 
 
 def give_to_kernels(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
