@@ -72,8 +72,12 @@ def digest(arguments: ServerArgs, first: str, second: str, *, draft: bool) -> st
 
 
 def push(model: torch.nn.Module, path: Path, *, draft: bool) -> None:
-    """Load a file of weights by our worker, and check what it reports of tensors that are held in the file's dtype."""
+    """Load a file of weights by our worker, and check what it reports of tensors that are held in the file's dtype.
+
+    Raises WeightError if weights cannot be sent straight into the model.
+    """
     path.with_name(f"{path.name}.json").write_text(json.dumps({"version": 1}))
+    worker.layout_of(model, path)
     report = worker._load(model, path, 1, (), reads=not draft)
     pushed = load_file(path)
     shapes = {name: tuple(tensor.shape) for name, tensor in pushed.items()}

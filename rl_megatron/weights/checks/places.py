@@ -1,12 +1,12 @@
 """Records where an engine's own loader puts every Hugging Face element, while it loads tensors without data.
 
-Each copy of the loader goes from a view of a Hugging Face tensor to a view of a parameter. The recorder notes both
-views and copies nothing. Engines import this module: it needs torch alone.
+Each copy of the loader goes from a view of a Hugging Face tensor, or of several joined by torch.cat, to a view of a
+parameter. The recorder notes both views and copies nothing. Engines import this module: it needs torch alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_megatron.errors import WeightError
-from rl_megatron.weights.boxes import Box, Shape
+from rl_megatron.weights.boxes import Box, Shape, intersect, shift, whole_box
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
+_Parts = Sequence[tuple[str, Box]]
+"""The Hugging Face tensors of which one without data is made, and where they are in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,9 @@ def record(
 class _Recorder(TorchDispatchMode):
     def __init__(self, sources: Mapping[str, Tensor], params: Mapping[str, Tensor], partial: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sources = {_storage(tensor): (name, tensor) for name, tensor in sources.items()}
+        self._sources: dict[int, tuple[Tensor, _Parts]] = {
+            _storage(tensor): (tensor, [(name, whole_box(tensor.shape))]) for name, tensor in sources.items()
+        }
         self._params = {_storage(tensor): name for name, tensor in params.items()}
         self._partial = partial
         self.held: list[Held] = []
@@ -74,6 +78,10 @@ class _Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is torch.ops.aten.cat.default:
+            joined: Tensor = func(*args, **(kwargs or {}))
+            self._join(joined, *args)
+            return joined
         if func is not torch.ops.aten.copy_.default or _storage(args[0]) not in self._params:
             return func(*args, **(kwargs or {}))
         target, source = args[0], args[1]
@@ -87,12 +95,26 @@ class _Recorder(TorchDispatchMode):
                 f"{param}: the engine's loader does not copy a Hugging Face tensor into it, but computes its values; "
                 "its layout cannot be recorded"
             )
-        self.held.append(_held(*self._sources[_storage(source)], source, param, target))
+        self.held += _held(*self._sources[_storage(source)], source, param, target)
         return target
 
+    def _join(self, joined: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> None:
+        """Note the parts of a tensor that is joined from whole sources alone."""
+        start, parts = 0, list[tuple[str, Box]]()
+        for tensor in tensors:
+            whole, own = self._sources.get(_storage(tensor), (None, ()))
+            if whole is None or (tensor.shape, tensor.stride()) != (whole.shape, whole.stride()):
+                return
+            move = [start if d == dim % joined.ndim else 0 for d in range(joined.ndim)]
+            parts += [
+                (hf, tuple((low + by, high + by) for (low, high), by in zip(box, move, strict=True))) for hf, box in own
+            ]
+            start += tensor.shape[dim]
+        self._sources[_storage(joined)] = joined, parts
 
-def _held(hf: str, whole: Tensor, source: Tensor, param: str, target: Tensor) -> Held:
-    """One copy, with dims in the order of the Hugging Face tensor's."""
+
+def _held(whole: Tensor, parts: _Parts, source: Tensor, param: str, target: Tensor) -> Iterator[Held]:
+    """What one copy takes of each part, with dims in the order of the Hugging Face tensor's."""
     if target.shape != source.shape:
         source = source.expand(target.shape)
     dims = [d for d in zip(source.shape, source.stride(), target.stride(), strict=True) if d[0] > 1]
@@ -105,15 +127,16 @@ def _held(hf: str, whole: Tensor, source: Tensor, param: str, target: Tensor) ->
         box.append((start, start + (found[0] if found else 1)))
         strides.append(found[2] if found else 1)
     if dims or left or any(stop > size for (_, stop), size in zip(box, whole.shape, strict=True)):
-        raise WeightError(f"{hf}: the engine's loader copies a view of it into {param} that is not a box")
-    sizes = tuple(stop - start for start, stop in box)
-    return Held(
-        hf=hf,
-        whole=tuple(whole.shape),
-        box=tuple(box),
-        param=param,
-        view=(sizes, tuple(strides), int(target.storage_offset())),
-    )
+        names = ", ".join(hf for hf, _ in parts)
+        raise WeightError(f"{names}: the engine's loader copies a view of it into {param} that is not a box")
+    for hf, place in parts:
+        if (cut := intersect(tuple(box), place)) is None:
+            continue
+        ahead = sum((low - first) * stride for (low, _), (first, _), stride in zip(cut, box, strides, strict=True))
+        sizes, wide = (tuple(high - low for low, high in one) for one in (cut, place))
+        own = shift(cut, place, whole_box(wide))
+        view = sizes, tuple(strides), int(target.storage_offset()) + ahead
+        yield Held(hf=hf, whole=wide, box=own, param=param, view=view)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -118,7 +118,11 @@ def test_a_layout_of_the_kernels_own_is_told_from_corruption(ranks: list[Rank]) 
     assert again.unseen == {n for n in SHAPES if n.endswith(("gate", "up"))}
 
 
-@pytest.mark.parametrize("compute", [lambda t: t + 1, lambda t: t.clone().add_(1)], ids=["sum", "copy, changed"])
+@pytest.mark.parametrize(
+    "compute",
+    [lambda t: t + 1, lambda t: t.clone().add_(1), lambda t: torch.cat([t[:2], t[:2]])],
+    ids=["sum", "copy, changed", "parts, joined"],
+)
 def test_what_a_loader_computes_is_refused(compute: Callable[[Tensor], Tensor]) -> None:
     param, shapes, dtypes = torch.zeros(4), {"a": (4,)}, {"a": torch.float32}
 
@@ -129,6 +133,29 @@ def test_what_a_loader_computes_is_refused(compute: Callable[[Tensor], Tensor]) 
     with pytest.raises(WeightError, match="but computes its values"):
         record(load, shapes, {"p": param}, dtypes)
     assert record(load, shapes, {"p": param}, dtypes, partial=True) == []
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("share", [slice(0, 20), slice(0, 4), slice(3, 15)])
+def test_tensors_that_a_loader_joins_are_boxes(dim: int, share: slice) -> None:
+    """As SGLang's does with DeepSeek's projections down to both latents. A rank may hold a share of what is joined."""
+    wide = {
+        name: torch.randn(size, 6).transpose(0, dim).contiguous() for name, size in (("q", 6), ("kv", 8), ("rope", 6))
+    }
+    param = torch.zeros(share.stop - share.start + 2, 6).transpose(0, dim)
+
+    def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
+        q, kv, rope = (tensor for _, tensor in tensors)
+        joined = torch.cat([torch.cat([q, kv], dim=dim), rope], dim=dim).transpose(0, dim)[share]
+        param.transpose(0, dim)[1:-1].copy_(joined)
+
+    held = record(load, {n: tuple(t.shape) for n, t in wide.items()}, {"p": param}, dict.fromkeys(wide, torch.float32))
+    assert not param.any()
+    load(wide.items())
+    for one in held:
+        assert one.whole == tuple(wide[one.hf].shape)
+        assert torch.equal(one.of(param), wide[one.hf][tuple(slice(*part) for part in one.box)])
+    assert sum(one.of(param).numel() for one in held) == param.numel() - 12
 
 
 def test_a_rank_that_padding_leaves_nothing_holds_no_box() -> None:
