@@ -10,14 +10,21 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+_THREAD_SECONDS = 60.0
+
+
 class NothingToWaitFor(Exception):
-    """No task can go on, and no timer runs."""
+    """No task can go on, no timer runs, and no thread, or one for too long."""
 
 
 class _Jumps(selectors.SelectSelector):
-    now = 0.0
+    now, threads = 0.0, 0
 
     def select(self, timeout: float | None = None) -> list[Any]:
+        if self.threads and timeout != 0:  # a thread takes none of the loop's time
+            if events := super().select(_THREAD_SECONDS):
+                return events
+            raise NothingToWaitFor
         if timeout is None:
             raise NothingToWaitFor
         self.now += timeout
@@ -31,6 +38,15 @@ class _Loop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._jumps.now
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+        self._jumps.threads += 1
+        future = super().run_in_executor(executor, func, *args)
+        future.add_done_callback(self._ended)
+        return future
+
+    def _ended(self, _: object) -> None:
+        self._jumps.threads -= 1
 
 
 def run_at_once(main: Coroutine[Any, Any, T]) -> T:
