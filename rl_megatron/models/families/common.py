@@ -41,16 +41,19 @@ def with_defaults(raw: dict[str, Any], defaults: Mapping[str, object]) -> dict[s
 
 
 def refuse_others(raw: Mapping[str, Any], path: Path, fixed: Mapping[str, object]) -> None:
-    """Raises ConfigError for a key of ``fixed`` that holds another value; a missing or null key is as ``fixed``."""
+    """Raises ConfigError for a key of ``fixed`` that holds another value; a missing key is as ``fixed``, and so is null
+    but for a flag, where it is false."""
     for key, wanted in fixed.items():
-        if raw.get(key) not in (wanted, None):
+        if raw.get(key, wanted) not in ((True,) if wanted is True else (wanted, None)):
             raise ConfigError(f"{path}: {key}={shorten(raw.get(key))} is not supported; allowed: {wanted!r}")
 
 
-def read_rope(raw: Mapping[str, Any], path: Path, *, head_dim: int) -> tuple[float, Rope]:
+def read_rope(raw: Mapping[str, Any], path: Path, *, head_dim: int, turns_part: bool = False) -> tuple[float, Rope]:
     """Base and `Rope` as transformers 5 writes them (``rope_parameters``) or 4 did (``rope_theta``, ``rope_scaling``).
 
-    Where both are there, transformers takes the older. Raises ConfigError for a kind that is not known.
+    Where both are there, transformers takes the older. ``turns_part``: the family's class reads
+    ``partial_rotary_factor``. Raises ConfigError for a kind that is not known, and for a key that its class does not
+    read.
     """
     given = Fields(raw.get("rope_scaling") or raw.get("rope_parameters") or {}, path, "rope_parameters.")
     kind = given.get("rope_type") or given.get("type") or "default"
@@ -60,6 +63,12 @@ def read_rope(raw: Mapping[str, Any], path: Path, *, head_dim: int) -> tuple[flo
         )
     base = float(given.get("rope_theta") or raw.get("rope_theta") or 1e4)  # of every class that names no other
     part = given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    if not turns_part and part != 1:
+        raise ConfigError(
+            f"{path}: partial_rotary_factor={shorten(part)} is not supported; allowed: 1.0, all of a head"
+        )
+    if kind in ("linear", "llama3") and given.get("mscale_all_dim"):
+        raise ConfigError(f"{path}: mscale_all_dim is not supported with rope_type={kind!r}; allowed: with 'yarn'")
     dim = int(head_dim * part)
     turning = 0 if dim == head_dim else dim
     if kind == "default":
@@ -104,11 +113,12 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def decoder_fields(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The fields of `ModelShape` that every family of grouped-query attention spells alike."""
+def decoder_fields(raw: Mapping[str, Any], path: Path, *, turns_part: bool = False) -> dict[str, Any]:
+    """The fields of `ModelShape` that every family of grouped-query attention spells alike; `read_rope` has
+    ``turns_part``."""
     heads = raw["num_attention_heads"]
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
-    theta, rope = read_rope(raw, path, head_dim=head_dim)
+    theta, rope = read_rope(raw, path, head_dim=head_dim, turns_part=turns_part)
     return {
         "family": raw["model_type"],
         "num_layers": raw["num_hidden_layers"],
@@ -160,8 +170,9 @@ def windows(raw: Mapping[str, Any], path: Path, kinds: Sequence[str] | None = No
     """Sliding windows by layer, from ``layer_types`` or, without them, ``kinds``, or for all layers."""
     window, layers = int(raw.get("sliding_window") or 0), int(raw["num_hidden_layers"])
     kinds = raw.get("layer_types") or kinds
-    if not window or raw.get("use_sliding_window") is False:
+    if not window:
         return ()
+    refuse_others(raw, path, {"use_sliding_window": True})  # which no class with these windows reads
     if kinds is None:
         return (window,) * layers
     unknown = set(kinds) - {"full_attention", "sliding_attention"}

@@ -85,7 +85,7 @@ def read_kimi(raw: dict[str, Any], path: Path) -> ModelShape:
 
 def read_glm(raw: dict[str, Any], path: Path) -> ModelShape:
     """GLM-4.7-Flash: DeepSeek-V3 with ``mlp_layer_types``, which may be ``first_k_dense_replace`` as in V3."""
-    refuse_others(raw, path, {**_V3, "partial_rotary_factor": 1.0})
+    refuse_others(raw, path, _V3)
     raw = with_defaults(raw, _GLM_DEFAULTS)
     router = Router(score="sigmoid", selection_bias=True, scaling=float(raw["routed_scaling_factor"]))
     dense = dense_first(raw, path, 1)

@@ -22,7 +22,7 @@ def read(raw: dict[str, Any], path: Path) -> ModelShape:
     raw = with_defaults(raw, _DEFAULTS)
     refuse_others(raw, path, SILU)
     return ModelShape(
-        **decoder_fields(raw, path),
+        **decoder_fields(raw, path, turns_part=True),
         num_experts=raw.get("n_routed_experts") or raw["num_local_experts"],
         experts_per_token=raw["num_experts_per_tok"],
         expert_width=raw["moe_intermediate_size"],

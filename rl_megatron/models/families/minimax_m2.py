@@ -20,7 +20,7 @@ def read(raw: dict[str, Any], path: Path) -> ModelShape:
     if raw.get("rotary_dim"):
         raw = with_defaults(raw, {"partial_rotary_factor": raw["rotary_dim"] / raw["head_dim"]})
     return ModelShape(
-        **decoder_fields(raw, path),
+        **decoder_fields(raw, path, turns_part=True),
         num_experts=raw["num_local_experts"],
         experts_per_token=raw["num_experts_per_tok"],
         expert_width=raw["intermediate_size"],

@@ -39,9 +39,11 @@ def read(raw: dict[str, Any], path: Path) -> ModelShape:
     """
     raw = with_defaults(raw, _DEFAULTS)
     refuse_others(raw, path, {**SILU, "attention_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1})
+    if raw["model_type"] != "qwen3_next":
+        refuse_others(raw, path, {"norm_topk_prob": True})  # which Qwen3.5's class does not read
     kinds = _kinds(raw, path)
     return ModelShape(
-        **decoder_fields(raw, path),
+        **decoder_fields(raw, path, turns_part=True),
         num_experts=raw.get("num_experts") or raw["num_local_experts"],
         experts_per_token=raw["num_experts_per_tok"],
         expert_width=raw["moe_intermediate_size"],

@@ -249,6 +249,15 @@ def test_transformers_4_wrote_ropes_otherwise(saved: Path, tmp_path: Path) -> No
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported; allowed: False"),
         ("llama", {"attention_bias": True}, "attention_bias=True is not supported; allowed: False"),
         ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope' is not supported; allowed: "),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported; allowed: 1.0"),
+        ("deepseek_v3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported; allowed: 1.0"),
+        (
+            "deepseek_v3",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 0.7}},
+            "mscale_all_dim is not supported with rope_type='linear'; allowed: with 'yarn'",
+        ),
+        ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported; allowed: True"),
+        ("mistral", {"sliding_window": 8, "use_sliding_window": False}, "use_sliding_window=False is not supported"),
         ("mistral", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; allowed: 'silu'"),
         ("gpt_oss", {"layer_types": ["linear_attention"] * 4}, "layer_types=.* is not supported; allowed: 'full_att"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported; allowed: 'sigmoid'"),
@@ -295,6 +304,15 @@ def test_what_the_rows_do_not_cover_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         read_shape(changed(saved / name, tmp_path / "other", **values))
+
+
+@pytest.mark.parametrize("flag", ["norm_topk_prob", "rope_interleave"])
+def test_a_null_flag_is_false(flag: str, saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(json.loads((saved / "deepseek_v3/config.json").read_text()) | {flag: None})
+    )
+    with pytest.raises(ConfigError, match=f"{flag}=None is not supported; allowed: True"):
+        read_shape(tmp_path)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
