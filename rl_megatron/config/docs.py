@@ -35,7 +35,8 @@ rl-megatron train algorithm=cispo learner.tp=2 train.steps=50
   earlier overrides set for their contrary: `model.path` the keys of `model.tiny` and `model.cache_dir`,
   `warm_start.steps=0` those of `warm_start`, a number of epochs `train.steps`.
 - Files are YAML 1.2: `3e-4` is a number, `off` and `no` are text, a key that is given twice is an error. Aliases
-  (`*name`) are refused: write the value out.
+  (`*name`) are refused: write the value out. Keys of `slurm` that are text take a number as it is written, as
+  `slurm.account=00123`.
 - `null` means "not given".
 
 One error names everything that is wrong: each key, its value, what is allowed and the nearest key. A run writes its

@@ -181,7 +181,7 @@ def _locate(loc: Iterable[int | str]) -> _Place:
     section: type[Section] | None = RunConfig
     variants: Mapping[str, type[Section]] = {}
     others: Mapping[str, type[Section]] = {}
-    is_name = False  # of a source: the mapping's sections are alternatives
+    is_name = False  # of an entry of a mapping
     for part in map(str, loc):
         if is_name:
             keys.append(part)
@@ -197,7 +197,7 @@ def _locate(loc: Iterable[int | str]) -> _Place:
         if part in section.model_fields:
             field = section.model_fields[part]
             (section, variants), others = _inside(field), {}
-            is_name = bool(variants) and not isinstance(field.discriminator, str)
+            is_name = get_origin(field.annotation) is Mapping
     return _Place(".".join(keys), section, variants, others)
 
 

@@ -1,5 +1,7 @@
 """YAML in and out, by YAML 1.2's core schema, not PyYAML's 1.1: ``3e-4`` is a number, ``off`` and ``no`` are text.
 
+A number keeps its spelling for a key whose type is text, as an account 00123 or a version 12.10.
+
 The reader bounds its input, so that no text makes it slow or large: it refuses aliases, deep nesting and long files. A
 key is text and is given once.
 """
@@ -100,6 +102,21 @@ def _where(error: Exception) -> str:
     return f"{at}{text:.300}"
 
 
+class _Spelt:
+    """A number whose text is its spelling in the file or the override, where Python's own would be another."""
+
+    spelling: str
+
+    def __repr__(self) -> str:
+        return self.spelling
+
+
+class _SpeltInteger(_Spelt, int): ...
+
+
+class _SpeltFloat(_Spelt, float): ...
+
+
 class _Loader(yaml.SafeLoader):
     """Knows only the core schema's tags."""
 
@@ -131,7 +148,11 @@ class _Loader(yaml.SafeLoader):
             if kind == "int" and len(node.value) > _MAX_DIGITS:
                 problem = f"a number of more than {_MAX_DIGITS} digits"
                 raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-        return super().construct_object(node, deep)
+        value = super().construct_object(node, deep)
+        if kind in {"int", "float"} and str(value) != node.value:
+            value = _SpeltInteger(value) if kind == "int" else _SpeltFloat(value)
+            value.spelling = node.value
+        return value
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
         text: str = super().construct_scalar(node)
@@ -163,6 +184,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.represent_text)
+_Dumper.add_multi_representer(int, _Dumper.represent_int)
+_Dumper.add_multi_representer(float, _Dumper.represent_float)
 _Loader.yaml_implicit_resolvers = {}
 for _tag, (_spelling, _first) in _CORE_SCHEMA.items():
     for _class in (_Loader, _Dumper):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rl_megatron.config import yaml_text
@@ -118,6 +118,33 @@ def test_yaml_files_read_off_as_text_and_exponents_as_numbers(conf: Path) -> Non
     (conf / "run.yaml").write_text("log: {wandb: off}\ntrain: {learning_rate: 1e-3}\nrun: {name: no}\n")
     config = load_config("run", [], conf)
     assert (config.log.wandb, config.train.learning_rate, config.run.name) == ("off", 1e-3, "no")
+
+
+@given(written=st.from_regex(r"\A[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,2})?\Z"))
+@example(written="00123")
+@example(written="12.10")
+@example(written="1e-5")
+@example(written="+5")
+@settings(max_examples=20)
+def test_a_number_for_a_key_that_is_text_is_kept_as_it_is_written(
+    tmp_path_factory: pytest.TempPathFactory, written: str
+) -> None:
+    path = tmp_path_factory.mktemp("written") / "run.yaml"
+    slurm = f"slurm: {{account: {written}, environment: {{X: {written}}}}}"
+    path.write_text(f"{slurm}\neval: {{success_reward: {written}}}\n")
+    keys = ["slurm.account", "slurm.environment.X", "eval.success_reward"]
+    for config in (load_config(str(path), []), load_config("tiny_cpu", [f"{key}={written}" for key in keys])):
+        assert (config.slurm.account, config.slurm.environment["X"]) == (written, written)
+        assert config.eval.success_reward == float(written)
+    tree = yaml_text.read(path)
+    path.write_text(yaml_text.write(tree))
+    assert yaml_text.read(path) == tree
+
+
+def test_a_variable_is_refused_by_its_name_and_may_be_empty() -> None:
+    (said,) = problems("tiny_cpu", ["slurm.environment.EMPTY="])
+    assert said.startswith("slurm.environment.EMPTY=None: must be a valid string; on the command line, quotes inside")
+    assert load_config("tiny_cpu", ["slurm.environment.EMPTY=''"]).slurm.environment == {"EMPTY": ""}
 
 
 def test_every_problem_is_named_at_once(conf: Path) -> None:
