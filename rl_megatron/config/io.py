@@ -95,6 +95,7 @@ class _Composer:
         tree = self._read(path, above, asked)
         entries = tree.pop("defaults", [])
         base: dict[str, Any] = {}
+        others: dict[str, Any] = {}
         for entry in entries if isinstance(entries, list) else [entries]:
             match entry:
                 case "_section_" if section is not None:
@@ -104,14 +105,13 @@ class _Composer:
                     parent = beside if _is_file(beside) else self._root / f"{entry}.yaml"
                     base = _merged(base, self.compose(parent, (*above, path)))
                 case dict() if len(entry) == 1 and isinstance(next(iter(entry.values())), str):
-                    others = self.choose(base, *next(iter(entry.items())))
-                    base = _merged(base, others)
+                    others = _merged(others, self.choose(base, *next(iter(entry.items()))))
                 case _:
                     self.problems.append(
                         f"{path}: defaults: {shorten(entry)} is neither a config's name nor {{group: name}}"
                     )
         given = {key: value for name, section in tree.items() for key, value in _named(name, section)}
-        return _merged(_cleared(base, given), tree)
+        return _merged(_cleared(_merged(base, others), given), tree)
 
     def choose(self, tree: dict[str, Any], group: str, choice: str) -> dict[str, Any]:
         """Replace the whole section by <group>/<choice>.yaml, or merge the file into it if it has ``_section_``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -72,6 +73,10 @@ def test_a_choice_sets_keys_of_other_sections_under_single_values_in_any_order(c
     own.write_text("defaults: [run, {algorithm: whole}]\ndata: {digits: 2}\n")
     config = load_config(str(own), [], conf)
     assert (config.seed, config.data) == (5, ArithmeticRunData(digits=2))
+    for rows in itertools.permutations(["run", "{algorithm: whole}", "{data: sums}"]):
+        own.write_text(f"defaults: [{', '.join(rows)}]\n")
+        config = load_config(str(own), [], conf)
+        assert (config.seed, config.data) == (5, ArithmeticRunData(digits=3))
 
 
 @pytest.mark.parametrize("beside", ["{algorithm: {clip_low: 1}}", "{sed: 5}", "[seed]", "5"])
