@@ -40,12 +40,13 @@ def check(subject: Subject) -> Iterator[Found]:
     except ConfigError as error:
         yield problem(str(error))
         return
-    there = has_module(module, given) if given else importlib.util.find_spec(module) is not None
+    package = module.partition(".")[0]
+    there = has_module(package, given) if given else importlib.util.find_spec(package) is not None
     if there is None:
-        yield unchecked(f"whether {module} is installed in {key}, which does not answer")
+        yield unchecked(f"whether {package} is installed in {key}, which does not answer")
     elif not there:
         yield problem(
-            f"{key}: {module} is not installed there; install it (docs/engines.md), and set "
+            f"{key}: {package} is not installed there; install it (docs/engines.md), and set "
             "rollout.python=<its environment>/bin/python"
         )
     else:
@@ -60,21 +61,14 @@ def module_of(engine: str) -> str:
     return str(adapter.module)
 
 
-def has_module(module: str, python: Path, seconds: float = ANSWER_SECONDS) -> bool | None:
-    """Whether an interpreter finds the module: by the files of its environment, or it is asked where these do not say,
-    as a system's, which has packages elsewhere. None if it does not answer in ``seconds``."""
+def has_module(package: str, python: Path, seconds: float = ANSWER_SECONDS) -> bool | None:
+    """Whether an interpreter finds the package: the files of its environment may say so, or else it is asked, from a
+    folder without modules, as packages may lie elsewhere. None if it does not answer in ``seconds``."""
     environment = python.absolute().parent.parent  # not resolved: in an environment the interpreter is a link
     packages = [*environment.glob("lib/python3*/site-packages"), *environment.glob("lib64/python3*/site-packages")]
-    if any((folder / module).is_dir() or any(folder.glob(f"{module}-*.dist-info")) for folder in packages):
+    if any((folder / package).is_dir() or any(folder.glob(f"{package}-*.dist-info")) for folder in packages):
         return True
-    marks = environment / "pyvenv.cfg"
-    alone = marks.is_file() and "include-system-site-packages = true" not in marks.read_text().lower()
-    return False if packages and alone else _says(module, python, seconds)
-
-
-def _says(module: str, python: Path, seconds: float) -> bool | None:
-    """What the interpreter itself answers, from a folder without modules."""
-    code = f"import importlib.util; print(importlib.util.find_spec({module.partition('.')[0]!r}) is not None)"
+    code = f"import importlib.util; print(importlib.util.find_spec({package!r}) is not None)"
     try:
         done = subprocess.run(
             [python.absolute(), "-c", code],

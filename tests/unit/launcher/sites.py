@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from rl_megatron.weights.bytes.dtypes import DType
@@ -29,6 +30,14 @@ def environment(folder: Path, module: str) -> Path:
     (folder / "pyvenv.cfg").write_text("include-system-site-packages = false\n")
     (folder / "lib" / "python3.11" / "site-packages" / module).mkdir(parents=True)
     return folder / "bin" / "python"
+
+
+def answering(python: Path) -> Path:
+    """The same interpreter, which is an empty file or none, as one that runs."""
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.unlink(missing_ok=True)
+    python.symlink_to(sys.executable)
+    return python
 
 
 def data_file(path: Path, *rows: object) -> Path:

@@ -20,7 +20,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.layouts.families import read_shape
-from tests.unit.launcher.sites import site
+from tests.unit.launcher.sites import answering, site
 from tests.unit.launcher.test_memory import QWEN3
 
 REWARDS = """
@@ -153,6 +153,7 @@ def test_what_would_end_the_run_late_is_told_at_once(
     if break_it is not None:
         break_it(tmp_path)
     if more == ("rollout=sglang",):
+        answering(tmp_path / "vllm" / "bin" / "python")
         more, said = (
             (*more, keys[-1], "rollout.server.tp=8"),
             "sglang is not installed there; install it (docs/engines.md",
@@ -256,7 +257,7 @@ def test_what_only_the_run_can_see_is_said_to_be_unchecked(
 
 def test_a_controllers_environment_without_torch_is_refused(keys: tuple[str, ...], tmp_path: Path) -> None:
     """Whatever runs in containers: the controller starts them, and is in none."""
-    python, packages = tmp_path / "bin" / "python", tmp_path / "lib" / "python3.11" / "site-packages"
+    python, packages = answering(tmp_path / "bin" / "python"), tmp_path / "lib" / "python3.11" / "site-packages"
     packages.mkdir(parents=True)
     (tmp_path / "pyvenv.cfg").touch()
     given = job(keys, f"slurm.python={python}", "slurm.container=/images/rl.sqsh", "slurm.engines.container=/e.sqsh")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher.preflight import devices
+from launcher.preflight import devices, engine
 from launcher.preflight.checks import preflight
 from launcher.preflight.engine import has_module
 from launcher.preflight.subject import Subject
 from rl_megatron.config.io import load_config
-from tests.unit.launcher.sites import environment
+from tests.unit.launcher.sites import answering, environment
 
 
 @pytest.mark.parametrize(
@@ -72,24 +72,41 @@ def test_a_learner_on_gpus_where_none_can_be_used_is_told_so() -> None:
 
 
 def test_an_engine_is_found_by_its_files(tmp_path: Path) -> None:
+    """Whose interpreter, here an empty file, need not answer."""
     python = environment(tmp_path / "a", "vllm")
     assert has_module("vllm", python) is True
-    assert has_module("sglang", python) is False
-    (tmp_path / "a" / "pyvenv.cfg").write_text("include-system-site-packages = true\n")
     assert has_module("sglang", python) is None
     (tmp_path / "a/lib/python3.11/site-packages/sglang-0.5.dist-info").mkdir()
     assert has_module("sglang", python) is True
     assert has_module("vllm", Path("/nowhere/bin/python")) is None
 
 
-def test_an_interpreter_whose_packages_are_elsewhere_is_asked(tmp_path: Path) -> None:
-    """As a system's. One that does not answer is not waited for."""
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.symlink_to(sys.executable)
+def test_an_interpreter_whose_packages_are_elsewhere_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a system's, or by PYTHONPATH or a .pth file. One that does not answer is not waited for."""
+    python = answering(environment(tmp_path / "a", "vllm"))
+    packages = Path(tmp_path, "a/lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
+    packages.mkdir(parents=True, exist_ok=True)
+    (packages / "editable.pth").write_text(f"{tmp_path / 'editable'}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "set"))
     assert has_module("json", python) is True
-    assert has_module("no_such_engine", python) is False
+    for folder, package in (("editable", "one_engine"), ("set", "other_engine")):
+        assert has_module(package, python) is False
+        (tmp_path / folder / package).mkdir(parents=True)
+        assert has_module(package, python) is True
     python.unlink()
     python.write_text("#!/bin/sh\nexec sleep 600\n")
     python.chmod(0o755)
     assert has_module("json", python, seconds=0.2) is None
+
+
+def test_an_engine_whose_module_is_in_a_package_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "packaged_engine.py").write_text("class Mine:\n    module = 'my_servers.http'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def problems(*keys: str) -> list[str]:
+        config = load_config("tiny_cpu", ["rollout.engine=packaged_engine:Mine", *keys])
+        return [one.text for one in engine.check(Subject(config, for_job=False)) if one.kind == "problem"]
+
+    assert problems(f"rollout.python={environment(tmp_path / 'a', 'my_servers')}") == []
+    (said,) = problems()
+    assert f"{sys.executable}: my_servers is not installed there; " in said
