@@ -89,9 +89,11 @@ def _policy(subject: Subject) -> Iterator[Found]:
 
 def _shown_by_template(config: RunConfig) -> Iterator[tuple[str, str]]:
     """What the tokenizer's chat template shows to the model: the key with its value, and what to do without one."""
-    for key, data in data_sources(config.data).items():
+    for key, data in {**data_sources(config.data), **config.eval.data_of_sets}.items():
         if isinstance(data, FileKeys) and data.chat_template:
             yield f"{key}.chat_template=true", "set it to false"
+        elif isinstance(data, FileKeys) and data.messages_field is not None:
+            yield f"{key}.messages_field={data.messages_field!r}", "give the tokenizer a template"
     for key, one in config.environments.items():
         if one.template == "chat":
             yield f"{key}.template=chat", f"set {key}.template=plain, or give the tokenizer a template"

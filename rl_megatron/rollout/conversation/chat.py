@@ -47,9 +47,7 @@ class ChatTemplate(Template):
         texts.
         """
         if not isinstance(tokenizer.chat_template, str):
-            raise ConfigError(
-                "the model's tokenizer has no chat template; give it one, or set environment.template=plain"
-            )
+            raise ConfigError("the model's tokenizer has no chat template; give it one")
         sample = "\n user: 1"
         if (back := text_of(tokenizer, tokens_of_text(tokenizer, sample), special=True)) != sample:
             raise ConfigError(
@@ -61,8 +59,7 @@ class ChatTemplate(Template):
             self._compiled = compiled(source)
         except TemplateSyntaxError as error:
             raise ConfigError(
-                f"line {error.lineno} of the model's chat template is no Jinja: {error.message}; repair it, or set "
-                "environment.template=plain"
+                f"line {error.lineno} of the model's chat template is no Jinja: {error.message}; repair it"
             ) from error
         self._variables = {"documents": None, **tokenizer.special_tokens_map, **(options or {})}
         self._reasoning = [name for name in REASONING if name in source]

@@ -9,6 +9,8 @@ import pytest
 
 from launcher.preflight.checks import preflight
 from rl_megatron.config.io import load_config
+from tests.unit.launcher.sites import data_file, model_folder
+from tests.unit.launcher.test_memory import QWEN3
 
 
 @pytest.mark.parametrize(
@@ -37,3 +39,25 @@ def test_bad_pairs_are_found_before_the_run(tmp_path: Path) -> None:
     assert "eval.jsonl:1: fields 'answer' and 'worse' are equal" in found
     found = "\n".join(preflight(load_config("reward_tiny", [*keys, "data.margin_field=m"])).texts("problem"))
     assert "train.jsonl:1: field 'm' is 1000" in found
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "given", "more"),
+    [
+        ("sft_tiny", "data", "messages_field='talk'", ()),
+        ("dpo_tiny", "data", "messages_field='talk'", ("data.rejected_field=worse",)),
+        ("reward_tiny", "data", "messages_field='talk'", ("data.rejected_field=worse",)),
+        ("tiny_cpu", "eval.sets.own.data", "chat_template=true", ()),
+    ],
+)
+def test_data_that_only_a_chat_template_shows_is_refused_without_one(
+    tmp_path: Path, name: str, key: str, given: str, more: tuple[str, ...]
+) -> None:
+    model = model_folder(tmp_path / "model", QWEN3)
+    splits = ("train", "eval") if key == "data" else ("eval",)
+    rows = [f"{key}.{split}={data_file(tmp_path / split)}" for split in splits]
+    config = load_config(name, [f"model.path={model}", f"{key}.type=files", f"{key}.{given}", *rows, *more])
+    said = f"{key}.{given}, but the tokenizer of model.path={model} has no chat template"
+    assert not any(said in text for text in preflight(config).texts("problem"))
+    (model / "chat_template.jinja").unlink()
+    assert any(said in text for text in preflight(config).texts("problem"))

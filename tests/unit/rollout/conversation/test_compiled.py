@@ -96,5 +96,5 @@ def test_a_template_may_do_what_it_may_in_transformers(source: str) -> None:
 def test_a_template_that_is_no_jinja_is_refused_with_its_line() -> None:
     tokenizer = copy.deepcopy(tokenizer_of("chatml"))
     tokenizer.chat_template = "{{ bos_token }}\n{% for one in messages %}{{ one.content }}"
-    with pytest.raises(ConfigError, match=r"line 2 of the model's chat template is no Jinja: .*repair it, or set"):
+    with pytest.raises(ConfigError, match=r"line 2 of the model's chat template is no Jinja: .*repair it$"):
         ChatTemplate(tokenizer)

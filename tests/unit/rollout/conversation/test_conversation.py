@@ -352,7 +352,7 @@ def test_tokenizers_that_cannot_splice_are_refused() -> None:
     with pytest.raises(ConfigError, match="' \\\\n user: 1' of '\\\\n user: 1', so that what its template writes"):
         ChatTemplate(tokenizer)
     tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match=r"has no chat template; give it one, or set environment\.template=plain"):
+    with pytest.raises(ConfigError, match=r"has no chat template; give it one$"):
         ChatTemplate(tokenizer)
 
 
