@@ -59,6 +59,7 @@ while kill -0 "$controller" 2>/dev/null; do wait "$controller"; done
 wait "$controller"
 status=$?
 trap '' USR1
+[ "$(newest)" = "$before" ] || rm -f "$RUN/jobs/stalled" # however this attempt ended
 
 could_run() { # with these options, as far as Slurm says here
     sbatch --test-only "$@" "$0" >/dev/null 2>&1
@@ -101,19 +102,19 @@ come_back() { # $1 is why; requeue without the nodes that failed and, as far as 
     requeue -
     exec sleep 600
 }
+preempted() { scontrol show job "$job" | grep -qE '(^|[[:space:]])PreemptTime=[0-9]'; }
 if [ -e "$attempt/requeue" ] && [ "$restart" -lt "$REQUEUES" ]; then
-    if [ "$(newest)" != "$before" ]; then
-        rm -f "$RUN/jobs/stalled"
-    elif [ -e "$RUN/jobs/stalled" ]; then
-        rm "$RUN/jobs/stalled"
-        say "failed: twice in a row its time was up before a step was made; raise slurm.time, or lower slurm.signal_seconds"
-        exit 1
-    else
-        touch "$RUN/jobs/stalled"
+    if [ "$(newest)" = "$before" ] && ! preempted; then
+        if [ "$(cat "$RUN/jobs/stalled" 2>/dev/null)" = "$job" ]; then # an earlier job's does not count
+            rm "$RUN/jobs/stalled"
+            say "failed: twice in a row its time was up before a step was made; raise slurm.time, or lower slurm.signal_seconds"
+            exit 1
+        fi
+        echo "$job" >"$RUN/jobs/stalled"
     fi
     come_back saved 1 "$(list_slow)"
 fi
-if scontrol show job "$job" | grep -qE '(^|[[:space:]])PreemptTime=[0-9]'; then
+if preempted; then
     say "preempted; Slurm brings it back"
     exec sleep 3600 # a script that ends by itself is not brought back
 fi

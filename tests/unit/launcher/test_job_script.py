@@ -28,6 +28,7 @@ SCONTROL = """#!/usr/bin/env bash
 # Refuses requeues, with a line of $RUN/refusals each.
 case $2 in
     hostnames) IFS=- read -r first last <<<"$(tr -dc 0-9- <<<"$3")"; seq -f node%g "$first" "${last:-$first}" ;;
+    job) echo "JobId=$3 PreemptTime=${PREEMPTED:-None}" ;;
     *) echo "$@" >>"$RUN/asked" ;;
 esac
 if [ "$1" = requeue ] && [ -s "$RUN/refusals" ]; then
@@ -84,6 +85,25 @@ def test_a_run_that_twice_made_no_step_does_not_come_back(tmp_path: Path) -> Non
     assert all("saved; comes back" in said for _, said, _ in done[:4])
     assert "twice in a row its time was up before a step was made; raise slurm.time" in done[4][1]
     assert attempt(tmp_path, 5)[0] == 0  # sent again by a person
+
+
+def test_only_time_limits_in_a_row_and_of_this_job_are_without_a_step(tmp_path: Path) -> None:
+    """Preemption is none, nor is what ends otherwise after a checkpoint, nor what an earlier job left."""
+
+    def comes_back(restart: int, step: str = "", **given: str) -> bool:
+        status, said, asked = attempt(tmp_path, restart, step, **given)
+        return status == 0 and asked[:1] == ["requeue 7"] and "; comes back" in said
+
+    preempted = {"PREEMPTED": "2026-01-02T03:04:05"}
+    assert comes_back(0)
+    assert comes_back(1, **preempted)
+    assert comes_back(2, "000002", FAILED="node5")
+    assert comes_back(3)
+    assert not comes_back(4)
+    (tmp_path / "run" / "jobs" / "stalled").write_text("6\n")
+    assert all(comes_back(restart, **preempted) for restart in (5, 6))
+    assert comes_back(7)
+    assert not comes_back(8)
 
 
 def test_a_node_without_the_controllers_interpreter_is_told(tmp_path: Path) -> None:
