@@ -53,14 +53,16 @@ class Recorder:
         self._file = folder / "samples.jsonl"
         self.progress, self._process = progress, process
 
-    def write(self, row: Mapping[str, JsonValue]) -> None:
-        """Record and show one row of metrics. Warns once if several steps in a row had no gradient."""
+    def write(self, row: Mapping[str, JsonValue]) -> Row:
+        """Record and show one row of metrics. Returns it as written. Warns once if several steps in a row had no
+        gradient."""
         times, Stopwatch.latest = Stopwatch.latest, None
         self._timeline.step(row, times)
-        self.progress.step(self._metrics.write({**row, **self._process()}))
+        written = self._metrics.write({**row, **self._process()})
+        self.progress.step(written)
         equal = row.get("groups/zero_advantage_fraction")
         if equal is None:
-            return
+            return written
         advantages = row.get("advantage/mean"), row.get("advantage/std")  # a critic's differ in equal groups, too
         self._idle_steps = self._idle_steps + 1 if equal == 1 and not any(advantages) else 0
         if self._idle_steps == IDLE_STEPS and not self._warned:
@@ -73,6 +75,7 @@ class Recorder:
                 IDLE_STEPS,
                 self._file,
             )
+        return written
 
     def write_samples(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Record the first ``log.samples_per_group`` completions of the first ``log.samples_per_step`` groups."""
@@ -103,9 +106,9 @@ class Recorder:
         """Have readers of the timeline see all that was done up to now."""
         await asyncio.wrap_future(self._timeline.flush())
 
-    def truncate_after(self, step: int, *, warm_start_step: int | None = None) -> None:
+    def truncate_after(self, step: int, *, warm_start_step: int | None = None, again: bool = False) -> None:
         """Prepare a resume from ``step``: remove what was recorded later, as MetricsWriter does."""
-        self._metrics.truncate_after(step, warm_start_step=warm_start_step)
+        self._metrics.truncate_after(step, warm_start_step=warm_start_step, again=again)
         self._samples.truncate_after(step)
 
     def close(self) -> None:

@@ -7,11 +7,13 @@ import logging
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
+from rl_megatron.errors import Stopped
 from rl_megatron.interfaces import PinnedEngine
 from rl_megatron.observability.recorder import Recorder, Row
 from rl_megatron.rollout.beside_training import BesideTraining
 from rl_megatron.rollout.policy_sampler import PolicySampler
 from rl_megatron.training.evaluation import Evaluation
+from rl_megatron.training.tasks import unless_stopped
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +43,12 @@ class EvaluationBeside:
     async def begin(self, step: int) -> None:
         """Evaluate the weights that were just pushed after ``step``, unless an earlier evaluation is under way.
 
-        Returns once training may go on. Raises what an earlier one raised.
+        Returns once training may go on; at once where the evaluation of ``step`` has begun. Raises what an earlier one
+        raised.
         """
         self.check()
+        if self.step == step:
+            return
         if self._running is not None:
             self.skipped += 1
             logger.warning(
@@ -63,10 +68,17 @@ class EvaluationBeside:
             ended, self._running = self._running, None
             ended.result()
 
-    async def finish(self, before: int) -> None:
-        """Wait for an evaluation of a step before this one. Raises what it raised."""
+    async def finish(self, before: int, stop: asyncio.Event | None = None) -> None:
+        """Wait for an evaluation of a step before this one, or give it up once ``stop`` is set.
+
+        Raises what it raised.
+        """
         if self._running is not None and self.step < before:
-            await asyncio.wait({self._running})
+            try:
+                await unless_stopped(stop or asyncio.Event(), asyncio.wait({self._running}))
+            except Stopped:
+                logger.warning("step %d is not evaluated: its evaluation was under way when the run stopped", self.step)
+                await self.close()
         self.check()
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import ClassVar, Literal
@@ -25,9 +25,10 @@ from rl_megatron.columns import ColumnReader, ColumnWriter
 from rl_megatron.data.problems.mixture import MixtureState
 from rl_megatron.data.problems.prompt_table import TableState
 from rl_megatron.digests import KIND, Digest, digest_of, digests, misfits
-from rl_megatron.durable import REMOVING, publish_folder, remove_folder
+from rl_megatron.durable import REMOVING, publish_folder, remove_folder, write_atomically
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner, Saving
+from rl_megatron.observability.recorder import Row
 from rl_megatron.observability.timeline import spans
 from rl_megatron.rollout.stream import StreamState
 from rl_megatron.training.credit.state import AlgorithmState
@@ -53,6 +54,7 @@ class TrainerState:
     left_out: tuple[int, ...] = ()  # PromptStream.left_out, ascending
     memory: AlgorithmState | None = None  # the algorithm's, by the name in checkpoints; None in a warm start
     table: TableState | None = None  # of data.curriculum
+    row: Row | None = None  # of this step's metrics, where a stop put off its evaluation
     warm_start_step: int | None = None  # supervised steps done in a stopped warm start; ``prompts`` is then its
 
 
@@ -274,6 +276,12 @@ def _warning(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         logger.warning("%s cannot be removed: %s; it takes room, and the next checkpoint tries again", folder, error)
+
+
+def note_accuracy(folder: Path, accuracy: float) -> None:
+    """Note the held-out accuracy of a checkpoint's weights, which was measured after it was written."""
+    manifest = replace(_manifest(folder), accuracy=accuracy)
+    write_atomically(folder / _MANIFEST_FILE, _MANIFEST.dump_json(manifest, indent=1))
 
 
 def latest(folder: Path) -> Path | None:

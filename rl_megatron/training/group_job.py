@@ -63,7 +63,7 @@ class GroupJob(ABC):
         return self.config.warm_start.steps > 0
 
     async def start(self, *, fresh: bool) -> Row | None:
-        """Load the weights of reference and critic, and evaluate the policy.
+        """Load the weights of reference and critic.
 
         Where servers take turns with the learner, they have left their GPUs to the models that were loaded, and the
         policy's weights are pushed again.
@@ -74,7 +74,7 @@ class GroupJob(ABC):
         loaded = await self.start_models(fresh=fresh)
         if loaded and self.config.rollout.server.colocated:
             await self.roles.weights.push(self.number)
-        return {"step": 0, "phase": "rl", **await self.evaluation.row(0)} if fresh else None
+        return {"step": 0, "phase": "rl"} if fresh else None
 
     async def start_models(self, *, fresh: bool) -> bool:
         """Load the weights of frozen models, and on a fresh start the critic's, which a checkpoint restores itself.
@@ -237,9 +237,10 @@ class GroupJob(ABC):
     async def evaluate(self, watch: Stopwatch) -> Row:
         """Figures of the sets that are due, of the weights that were pushed last, timed as ``eval``.
 
-        With eval.mode=beside and pinned nothing but after the last step, for the others are under way.
+        With eval.mode=beside and pinned nothing but before the first step and after the last one, for the others are
+        under way.
         """
-        if self.beside is not None and self.number < self.config.train.steps:
+        if self.beside is not None and 0 < self.number < self.config.train.steps:
             await self.beside.begin(self.number)
             return {}
         with watch("eval"):
@@ -255,11 +256,11 @@ class GroupJob(ABC):
         """The learners whose shards a checkpoint holds, keyed by subfolder."""
         return {_FOLDERS.get(role, role): learner for role, learner in self.roles.learners.items()}
 
-    async def before_save(self) -> None:
+    async def before_save(self, stop: asyncio.Event) -> None:
         """Have ``state`` know the tokens of groups that are being sampled. Waits for an evaluation of an earlier step,
-        whose weights are not in this checkpoint."""
+        whose weights are not in this checkpoint, unless ``stop`` is set."""
         if self.beside is not None:
-            await self.beside.finish(self.number)
+            await self.beside.finish(self.number, stop)
         if self.stream is not None:
             await self.stream.interrupt()
 

@@ -7,14 +7,22 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from rl_megatron.errors import Stopped, WorkerDied
 from rl_megatron.interfaces import Learner
 from rl_megatron.observability.files import JsonValue
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
-from rl_megatron.training.checkpoints import Checkpoint, CheckpointStore, Saved, TrainerState, Unfinished
+from rl_megatron.training.checkpoints import (
+    Checkpoint,
+    CheckpointStore,
+    Saved,
+    TrainerState,
+    Unfinished,
+    note_accuracy,
+)
 from rl_megatron.training.tasks import unless_stopped
 
 logger = logging.getLogger(__name__)
@@ -48,7 +56,8 @@ class Job(Protocol):
         ...
 
     async def start(self, *, fresh: bool) -> Row | None:
-        """Prepare the first step. Called after ``restore`` unless the start is ``fresh``. Returns the row of step 0."""
+        """Prepare the first step. Called after ``restore`` unless the start is ``fresh``. Returns the row of step 0,
+        which gets the figures of ``evaluate``."""
         ...
 
     async def step(self, number: int, watch: Stopwatch) -> Row:
@@ -56,15 +65,16 @@ class Job(Protocol):
         ...
 
     async def evaluate(self, watch: Stopwatch) -> Row:
-        """Metrics of the present weights on held-out data."""
+        """Metrics of the present weights on held-out data. A stop cancels it."""
         ...
 
     def enough(self, row: Row) -> bool:
         """Whether the job ends early, with the step of this row."""
         ...
 
-    async def before_save(self) -> None:
-        """Have ``state`` know all work that is under way. Called right before it."""
+    async def before_save(self, stop: asyncio.Event) -> None:
+        """Have ``state`` know all work that is under way. Called right before it. Waits for no evaluation once ``stop``
+        is set."""
         ...
 
     def state(self) -> TrainerState:
@@ -90,7 +100,10 @@ def _not_profiled(step: int) -> AbstractAsyncContextManager[None]:
 
 @dataclass(slots=True, kw_only=True)
 class Loop:
-    """Runs one job. Setting ``stop`` (Ctrl-C, SIGTERM) ends it after the current step, with a checkpoint."""
+    """Runs one job. Setting ``stop`` (Ctrl-C, SIGTERM) ends it after the current step, with a checkpoint.
+
+    Time may then be short, so an evaluation is put off until the resume, but for the last step's.
+    """
 
     job: Job
     pace: Pace
@@ -102,6 +115,8 @@ class Loop:
     done: int = 0  # steps
     saved: int | None = None  # the step of the newest checkpoint, which may be in hand; None before the first
     in_hand: Unfinished | None = None
+    put_off: Row | None = None  # the row of step ``done``, where a stop put off its evaluation
+    resumed: Path | None = None  # the checkpoint
 
     async def run(self) -> bool:
         """Make all steps. Returns False if a stop ended the job early; a checkpoint is then written.
@@ -120,18 +135,21 @@ class Loop:
             await self.job.close()
 
     async def _run(self) -> bool:
-        await self._start()
-        watch, ended = Stopwatch(), self.done >= self.pace.steps
+        ended = await self._start()
+        watch = Stopwatch()
         while not ended and not self.stop.is_set():
             self.done += 1
             async with self.profiled(self.done):
                 row = await self.job.step(self.done, watch)
             self._look_at_save(watch)
+            measured: Row | None = {}
             if self._due(self.pace.evaluations) or (self.pace.sets_due is not None and self.pace.sets_due(self.done)):
-                row |= await self.job.evaluate(watch)
+                measured = await self._evaluated(watch)
+                row |= measured or {}
             if self._due(self.pace.rows):
-                self.recorder.write(row | watch.row())  # before the checkpoint: a resume keeps rows up to its step
-                watch = Stopwatch()
+                # before the checkpoint: a resume keeps rows up to its step
+                written, watch = self.recorder.write(row | watch.row()), Stopwatch()
+                self.put_off = written if measured is None else None
             if self.pace.checkpoints is not None and self._due(self.pace.checkpoints):
                 await self.save(watch, row.get("eval/accuracy"))
             ended = self.done >= self.pace.steps or self.job.enough(row)
@@ -140,22 +158,57 @@ class Loop:
         await self._finish_save(watch)
         return ended
 
-    async def _start(self) -> None:
-        fresh, watch = self.saved is None, Stopwatch()
+    async def _start(self) -> bool:
+        """Returns whether no step is left."""
+        fresh, watch, enough = self.saved is None, Stopwatch(), False
         if fresh and self.job.first_step_is_saved:  # else a stop would lose weights that no checkpoint holds
-            await self._first_row(fresh=True)
+            row = await self.job.start(fresh=True)
+            if row is not None:
+                measured = await self._evaluated(watch)
+                written = self.recorder.write(row | (measured or {}))
+                self.put_off = written if measured is None else None
             await self.save(watch)
             await self._finish_save(watch)  # else a failure of the first steps would lose them, too
+        elif fresh:
+            await unless_stopped(self.stop, self._first_row(watch))
+            self.saved = self.done
         else:
-            await unless_stopped(self.stop, self._first_row(fresh=fresh))
-            self.saved = self.done if fresh else self.saved
+            enough = await unless_stopped(self.stop, self._make_up())
         if self.stop.is_set():
             raise Stopped(f"stopped before the first step ({self.job.name})")
+        return enough or self.done >= self.pace.steps
 
-    async def _first_row(self, *, fresh: bool) -> None:
-        row = await self.job.start(fresh=fresh)
+    async def _first_row(self, watch: Stopwatch) -> None:
+        row = await self.job.start(fresh=True)
         if row is not None:
-            self.recorder.write(row)
+            self.recorder.write(row | await self.job.evaluate(watch))
+
+    async def _make_up(self) -> bool:
+        """Begin a resume, with the evaluation that the stop put off. Returns whether the job ends with that step."""
+        await self.job.start(fresh=False)
+        row, self.put_off = self.put_off, None
+        if row is None:
+            return False
+        watch = Stopwatch()
+        row |= await self.job.evaluate(watch)
+        if isinstance(before := row.get("seconds/step"), float):  # else the row of step 0, which has no times
+            row |= (times := watch.row()) | {"seconds/step": before + times["seconds/step"]}
+        self.recorder.write(row)
+        accuracy = row.get("eval/accuracy")
+        if isinstance(accuracy, float) and self.resumed is not None and self.pace.checkpoints is not None:
+            await asyncio.to_thread(note_accuracy, self.resumed, accuracy)
+        return self.job.enough(row)
+
+    async def _evaluated(self, watch: Stopwatch) -> Row | None:
+        """Figures of the present weights. None if a stop puts them off; those of the last step it does not."""
+        if self.done == self.pace.steps:
+            return await self.job.evaluate(watch)
+        if self.stop.is_set():
+            return None
+        try:
+            return await unless_stopped(self.stop, self.job.evaluate(watch))
+        except Stopped:
+            return None
 
     def _due(self, every: int) -> bool:
         return self.done == self.pace.steps or (every > 0 and self.done % every == 0)
@@ -168,9 +221,11 @@ class Loop:
         await self._finish_save(watch)
         began = time.perf_counter()
         with watch("checkpoint"):
-            await self.job.before_save()
-            known = accuracy if isinstance(accuracy, float) else None
-            self.in_hand = await self.checkpoints.save(self.job.state(), self.job.learners(), known)
+            await self.job.before_save(self.stop)
+            known, state = accuracy if isinstance(accuracy, float) else None, self.job.state()
+            if self.put_off is not None:
+                state = replace(state, row=self.put_off)
+            self.in_hand = await self.checkpoints.save(state, self.job.learners(), known)
         watch.note("checkpoint/stage_seconds", time.perf_counter() - began)
         self.saved = self.done
         if not self.async_save:
@@ -209,3 +264,4 @@ class Loop:
         await checkpoint.load(self.job.learners())
         await self.job.restore(checkpoint.state)
         self.done = self.saved = done
+        self.put_off, self.resumed = checkpoint.state.row, checkpoint.folder

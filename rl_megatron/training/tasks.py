@@ -29,6 +29,15 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T
             task.exception()  # nothing reads an error of the cancelled work
 
 
+async def uncut(work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``. A cancellation is raised once it has ended: in it, processes wait for each other."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    finally:
+        await asyncio.wait({task})
+
+
 class AtOnce:
     """Asks several models concurrently; models that share processes answer one after the other, in the order asked.
 

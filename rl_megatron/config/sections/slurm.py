@@ -161,7 +161,7 @@ class SlurmSection(Section):
     """Jobs that this one waits for, as in afterok:123."""
     signal_seconds: Positive = 300
     """How long before the time limit the run saves a checkpoint and requests the next job; set it longer than a step
-    and a checkpoint take."""
+    and a checkpoint take. An evaluation does not count, but for the last step's."""
     requeues: NonNegative = 100
     """How many restarts a job may have had to come back after a time limit; Slurm counts those after preemption and
     failures too. Once they are used up the run is saved, and the job fails."""

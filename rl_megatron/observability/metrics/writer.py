@@ -53,16 +53,21 @@ class MetricsWriter:
             self._wandb.log(tags)
         return out
 
-    def truncate_after(self, step: int, *, warm_start_step: int | None = None) -> int:
+    def truncate_after(self, step: int, *, warm_start_step: int | None = None, again: bool = False) -> int:
         """Prepare a resume from ``step``: remove later rows and a torn last line. Returns the number of rows removed.
 
         Of the step itself the row of phase ``eval`` goes too: the resume evaluates its weights again. ``step=-1``
-        clears the file; ``warm_start_step`` is given for a checkpoint inside the warm start.
+        clears the file; ``warm_start_step`` is given for a checkpoint inside the warm start. ``again``: the row of the
+        step itself goes too, as the resume writes it with the evaluation that a stop put off.
         TensorBoard itself hides its later points, from the next row on.
         """
         if warm_start_step is not None:
-            return self._file.truncate_after(warm_start_step, "warm_start/step")
-        return self._file.truncate_after(step, late=lambda row: row.get("phase") == "eval")
+            return self._file.truncate_after(warm_start_step - again, "warm_start/step")
+
+        def written_again(row: JsonRow) -> bool:
+            return row.get("phase") == "eval" or (again and row["step"] == step and row.get("phase") != "warm_start")
+
+        return self._file.truncate_after(step, late=written_again)
 
     def close(self) -> None:
         """Flush and close all files; mark the W&B run as finished."""

@@ -16,6 +16,7 @@ from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.supervised import SupervisedSteps
+from rl_megatron.training.tasks import uncut
 from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:
@@ -47,13 +48,13 @@ class WarmStart:
     number: int = 0  # of the last step
 
     async def start(self, *, fresh: bool) -> Row | None:
-        """Push the weights, and evaluate them if a step follows."""
+        """Push the weights, unless a step follows, before which ``evaluate`` does."""
         if self.config.warm_start.steps:
             await asyncio.to_thread(self.prompts.read_ahead)
-        if not fresh:
-            return None
-        await self.roles.weights.push(0)
-        return {**self._row(), **await self.evaluation.row()} if self.config.warm_start.steps else None
+            return self._row() if fresh else None
+        if fresh:
+            await self.roles.weights.push(0)
+        return None
 
     async def step(self, number: int, watch: Stopwatch) -> Row:
         """Make an optimizer step on ``warm_start.batch_size`` problems; the loss is null if it was skipped."""
@@ -69,7 +70,7 @@ class WarmStart:
 
     async def evaluate(self, watch: Stopwatch) -> Row:
         """Push the weights, and measure held-out accuracy."""
-        await self.roles.weights.push(0)
+        await uncut(self.roles.weights.push(0))
         return await self.evaluation.row()
 
     def enough(self, row: Row) -> bool:
@@ -80,7 +81,7 @@ class WarmStart:
         """The policy alone, keyed by its subfolder of a checkpoint."""
         return {"learner": self.roles.policy}
 
-    async def before_save(self) -> None:
+    async def before_save(self, stop: asyncio.Event) -> None:
         """Nothing is under way between steps."""
 
     def state(self) -> TrainerState:

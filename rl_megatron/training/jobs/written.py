@@ -128,10 +128,10 @@ class WrittenJob:
     _maker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rows"))
 
     async def start(self, *, fresh: bool) -> Row | None:
-        """Read ahead, load other models, and measure the model that training starts from."""
+        """Read ahead, and load other models."""
         await asyncio.to_thread(self.prompts.read_ahead)
         await self.objective.begin(fresh=fresh)
-        return {**self._row(), **await self.objective.held_out()} if fresh else None
+        return self._row() if fresh else None
 
     async def step(self, number: int, watch: Stopwatch) -> Row:
         """Make an optimizer step; without a row that fits, none is made. Its loss is missing if it was skipped."""
@@ -184,7 +184,7 @@ class WrittenJob:
         """The trained model alone, keyed by its subfolder of a checkpoint."""
         return {"learner": self.roles.policy}
 
-    async def before_save(self) -> None:
+    async def before_save(self, stop: asyncio.Event) -> None:
         """What is drawn ahead is drawn again by a resume."""
 
     def state(self) -> TrainerState:

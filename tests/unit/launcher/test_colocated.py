@@ -26,6 +26,7 @@ from rl_megatron.data.packing import pack
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.interfaces import Launcher, Roles, RolloutEngine, WeightSync
 from rl_megatron.models.tiny import tiny_shape
+from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.rollout.servers import replicas
 from rl_megatron.rollout.servers.replicas import Health
 from rl_megatron.rollout.servers.weights import ReplicaWeights
@@ -162,6 +163,8 @@ def test_models_that_are_loaded_at_the_start_leave_the_gpus_before_the_first_sam
         else:
             await job.restore(TrainerState(step=3, prompts=none, stream=None))
         await job.start(fresh=fresh)
+        if fresh:
+            await job.evaluate(Stopwatch())
 
     asyncio.run(start())
     version, parked = 0 if fresh else 3, [f"{role} release" for role in models]

@@ -276,7 +276,7 @@ def test_the_row_after_a_checkpoint_has_its_bytes_and_seconds(tmp_path: Path) ->
         def learners(self) -> dict[str, Learner]:
             return {"learner": cast(Learner, Shards())}
 
-        async def before_save(self) -> None:
+        async def before_save(self, stop: asyncio.Event) -> None:
             """Nothing is under way."""
 
         async def close(self) -> None:

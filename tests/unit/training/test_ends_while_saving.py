@@ -81,7 +81,7 @@ class Failing:
     def learners(self) -> dict[str, Learner]:
         return {"learner": cast(Learner, self.shards)}
 
-    async def before_save(self) -> None:
+    async def before_save(self, stop: asyncio.Event) -> None:
         """Nothing is under way."""
 
     async def close(self) -> None:

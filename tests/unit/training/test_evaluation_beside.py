@@ -255,6 +255,34 @@ def test_a_close_leaves_nothing_under_way(tmp_path: Path) -> None:
     assert asyncio.run(asyncio.wait_for(evaluated(), 30)) == 0
 
 
+def test_a_stop_gives_it_up_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def evaluated() -> None:
+        stop, ours = asyncio.Event(), beside(tmp_path, sampler(Waits()))
+        await ours.begin(3)
+        asyncio.get_running_loop().call_soon(stop.set)
+        await ours.finish(4, stop)
+        assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("evaluation")]
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(asyncio.wait_for(evaluated(), 30))
+    assert "step 3 is not evaluated: its evaluation was under way when the run stopped" in caplog.text
+
+
+def test_one_that_a_resume_began_is_not_begun_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def evaluated() -> None:
+        engine = Waits()
+        ours = beside(tmp_path, sampler(engine))
+        await ours.begin(3)
+        await ours.begin(3)
+        engine.go.set()
+        await ours.finish(4)
+        await ours.begin(3)
+
+    asyncio.run(asyncio.wait_for(evaluated(), 30))
+    assert [row["step"] for row in rows(tmp_path)] == [3]
+    assert "not evaluated" not in caplog.text
+
+
 def test_a_resume_keeps_evaluations_of_earlier_steps_alone(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     for step, phase in ((1, "rl"), (2, "rl"), (1, "eval"), (3, "rl"), (2, "eval"), (3, "eval")):
