@@ -149,10 +149,11 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
         parts = replace(parts, config=_with_steps(parts.config, data, progress))
         section, is_taught = parts.config.log, parts.config.algorithm.needs_top
         decode, fresh = data.tokenizer.decode, start is None
-        made = Recorder(
+        recorder = Recorder(
             parts.folder, section, progress, loop_watch.row, is_taught=is_taught, decode=decode, fresh=fresh
         )
-        with contextlib.closing(made) as recorder:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(asyncio.to_thread, recorder.close)  # W&B may be slow, or away
             profiling = Profiling(parts.config, parts.folder, roles.profiled, recorder.flush_timeline)
             warm_start, loop = loops_of(parts, shape, roles, data, recorder, stop, profiling)
             loop_watch.begin()

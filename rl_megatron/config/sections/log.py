@@ -21,7 +21,8 @@ class LogSection(Section):
     tensorboard: bool = True
     """Whether to write TensorBoard files."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Send metrics to Weights & Biases (online), or store them to send later (offline)."""
+    """Send metrics to Weights & Biases (online), or store them to send later (offline). Where
+    that fails, a warning says so and the run goes on without."""
     wandb_project: str = "rl_megatron"
     """Project at Weights & Biases."""
 

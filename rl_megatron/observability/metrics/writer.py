@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,11 +18,16 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
+logger = logging.getLogger(__name__)
+
+_WANDB_SECONDS = 30.0  # to send the last rows: before a time limit each counts
+
+
 class MetricsWriter:
     """Records rows in ``folder``/metrics.jsonl, in TensorBoard files and in W&B. Controller process only.
 
     ``fresh``: the run begins or starts over, and is a new one at W&B. Raises ConfigError if ``wandb`` is requested but
-    not installed.
+    not installed; what fails at W&B later is warned of.
     """
 
     def __init__(
@@ -35,7 +42,7 @@ class MetricsWriter:
         self._file = JsonlFile(folder / "metrics.jsonl")
         self._tensorboard_folder = folder / "tensorboard" if tensorboard else None
         self._tensorboard: dict[str, SummaryWriter] = {}  # by phase
-        self._wandb = _start_wandb(folder, wandb, wandb_project, fresh=fresh) if wandb != "off" else None
+        self._wandb = _Wandb(folder, wandb, wandb_project, fresh=fresh) if wandb != "off" else None
 
     def write(self, row: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         """Append one row durably. Returns the row as written. Raises ValueError as `checked_row` does."""
@@ -70,7 +77,7 @@ class MetricsWriter:
         return self._file.truncate_after(step, late=written_again)
 
     def close(self) -> None:
-        """Flush and close all files; mark the W&B run as finished."""
+        """Flush and close all files; mark the W&B run as finished, for which it has half a minute."""
         self._file.close()
         for writer in self._tensorboard.values():
             writer.close()
@@ -98,19 +105,59 @@ def _open_tensorboard(folder: Path, *, purge_step: int) -> SummaryWriter:
     return SummaryWriter(str(folder), purge_step=purge_step)
 
 
-def _start_wandb(folder: Path, mode: str, project: str, *, fresh: bool) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise ConfigError(
-            f"log.wandb={mode} needs the package wandb, which is not installed; "
-            "install it with `pip install 'rl-megatron[wandb]'` or set log.wandb=off"
-        ) from error
-    identity = _wandb_id(folder, fresh=fresh)
-    run = wandb.init(project=project, name=folder.name, id=identity, dir=str(folder), mode=mode, resume="allow")
-    run.define_metric("warm_start/*", step_metric="warm_start/step")
-    run.define_metric("*", step_metric="step")
-    return run
+class _Wandb:
+    """W&B's run. The first of its failures is warned of, and ends what is sent there; none ends the training."""
+
+    def __init__(self, folder: Path, mode: str, project: str, *, fresh: bool) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                f"log.wandb={mode} needs the package wandb, which is not installed; "
+                "install it with `pip install 'rl-megatron[wandb]'` or set log.wandb=off"
+            ) from error
+        self._package: Any = wandb
+        self._run: Any = None  # where it did not begin
+        self._works = True
+        identity = _wandb_id(folder, fresh=fresh)
+
+        def begin() -> None:
+            self._run = run = wandb.init(
+                project=project, name=folder.name, id=identity, dir=str(folder), mode=mode, resume="allow"
+            )
+            run.define_metric("warm_start/*", step_metric="warm_start/step")
+            run.define_metric("*", step_metric="step")
+
+        self._try(begin)
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Send a row, unless something has failed."""
+        if self._run is not None and self._works:
+            self._try(lambda: self._run.log(values))
+
+    def finish(self) -> None:
+        """Send what is left, in the time that it has."""
+        if self._run is not None and not self._ends(self._run.finish, _WANDB_SECONDS):
+            self._fails(f"its last rows are not sent after {_WANDB_SECONDS:g} s")
+            self._ends(self._package.teardown, 1.0)  # else W&B waits for them when Python ends
+
+    def _ends(self, work: Callable[[], None], seconds: float) -> bool:
+        """Whether ``work`` ends in time; else its thread is left, which does not keep Python from ending."""
+        thread = threading.Thread(target=self._try, args=(work,), name="W&B", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        return not thread.is_alive()
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  `_fails` logs it
+            self._fails(f"{type(error).__name__}: {error}")
+
+    def _fails(self, why: str) -> None:
+        if self._works:
+            logger.warning("W&B gets no more of this run, which goes on; metrics.jsonl has all rows: %s", why)
+        self._works = False
 
 
 def _wandb_id(folder: Path, *, fresh: bool) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import types
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -216,3 +217,36 @@ def test_a_resume_of_a_run_without_an_id_goes_on_under_its_folders_name(
     for _ in range(2):
         MetricsWriter(tmp_path / "run", wandb="offline", fresh=False).close()
     assert given == ["run", "run"]
+
+
+@pytest.mark.parametrize("fails", ["init", "define_metric", "log", "finish"])
+def test_wandb_that_fails_is_warned_of_once_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: str
+) -> None:
+    package = MagicMock()
+    getattr(package if fails == "init" else package.init.return_value, fails).side_effect = ConnectionError("no route")
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    with caplog.at_level(logging.WARNING):
+        writer = MetricsWriter(tmp_path, wandb="online")
+        for step in (1, 2, 3):
+            writer.write({**ROW, "step": step})
+        writer.close()
+    assert [row["step"] for row in _rows(tmp_path)] == [1, 2, 3]
+    (warning,) = caplog.messages
+    assert "W&B gets no more of this run" in warning
+    assert "ConnectionError: no route" in warning
+    assert package.init.return_value.log.call_count == {"log": 1, "finish": 3}.get(fails, 0)
+
+
+def test_wandb_has_so_much_time_for_its_end_and_is_then_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    package, sent = MagicMock(), threading.Event()
+    package.init.return_value.finish = sent.wait
+    package.teardown.side_effect = sent.set  # W&B's, by which Python's end does not wait for it
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    monkeypatch.setattr("rl_megatron.observability.metrics.writer._WANDB_SECONDS", 0.01)
+    with caplog.at_level(logging.WARNING):
+        MetricsWriter(tmp_path, wandb="online").close()
+    assert "its last rows are not sent after 0.01 s" in caplog.text
+    assert sent.wait(30)
