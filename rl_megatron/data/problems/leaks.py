@@ -141,7 +141,8 @@ def leaks_named(texts: ProblemTexts, found: NDArray[np.int64], places: Sequence[
     return (
         "\n".join([*lines, *([f"... and {more} more"] if more > 0 else [])])
         + f"\n{len(found)} of {len(texts)} training problems are held out too, so evaluations would measure what "
-        "was learned by heart; set data.on_leak=drop not to train on them, or keep"
+        "was learned by heart; set data.on_leak=drop not to train on them, or keep, "
+        "with which a run that trains on them already can be resumed"
     )
 
 

@@ -17,6 +17,8 @@ from rl_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
 
+_SAME_LEAKS = "and with data.on_leak and eval.sets by which the same problems are dropped (docs/running.md)"
+
 
 class PromptStream:
     """Endless epochs over ``prompts``, each shuffled by (seed, epoch), so that a position determines the order.
@@ -113,12 +115,12 @@ class PromptStream:
         elif state["num_prompts"] != len(self._pool):
             raise CheckpointError(
                 f"the checkpoint was made with {state['num_prompts']} training prompts, but the data has "
-                f"{len(self._pool)}; resume with the same data and limits"
+                f"{len(self._pool)}; resume with the same data and limits, {_SAME_LEAKS}"
             )
         elif state.get("digest", self._short_digest) != self._short_digest:
             raise CheckpointError(
                 f"the checkpoint was made with as many training prompts ({state['num_prompts']}), but with others, by "
-                "their digest; resume with the same files"
+                f"their digest; resume with the same files, {_SAME_LEAKS}"
             )
         else:
             self._epochs[""].move(state["epoch"], state["position"])
@@ -164,7 +166,8 @@ class PromptStream:
             if (source.size, source.digest) != (size, digest):
                 raise CheckpointError(
                     f"data.sources.{name}: the checkpoint was made with {source.size} training prompts of digest "
-                    f"{source.digest}, but the source has {size} of {digest}; resume with the same file and limits"
+                    f"{source.digest}, but the source has {size} of {digest}; resume with the same file and limits, "
+                    f"{_SAME_LEAKS}"
                 )
         for name, source in state.sources.items():
             self._epochs[name].move(source.epoch, source.position)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +17,10 @@ from launcher.build.data import load_data
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import ArithmeticData, FileData, FileRunData, MixtureData, OneSource
-from rl_megatron.data.problems.leaks import ListedTexts, leaked, repeated, rows_to_keep, spaced
+from rl_megatron.data.problems.leaks import ListedTexts, OnLeak, leaked, repeated, rows_to_keep, spaced
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
-from rl_megatron.errors import DataError
+from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.types import Prompt
 from tests.unit.data.test_prompts import byte_tokenizer
 
@@ -167,3 +168,26 @@ def test_a_problem_in_two_environments_is_two_and_leaks_in_both(tmp_path: Path, 
     assert mixed({"function": "guess", "options": {"largest": 7}}) == each
     with pytest.raises(DataError, match=r"one\.\w+:1: trained on, but held out in .*two_e\.\w+:1 \(data\.sources\.two"):
         mixed({"function": "calculator"}, "a")
+
+
+@pytest.mark.parametrize("weights", [None, {"a": 1.0}])
+def test_a_resume_keeps_a_new_sets_leaks_and_is_told_so_where_it_drops_them(
+    weights: Mapping[str, float] | None,
+) -> None:
+    ours = ListedTexts([f"train.jsonl:{row}" for row in range(9)], map(str, range(9)))
+    new = {"eval.sets.new.data": ListedTexts(["new.jsonl:1"], ["7"])}
+
+    def stream(held_out: Mapping[str, ListedTexts], on_leak: OnLeak) -> PromptStream:
+        rows = np.flatnonzero(rows_to_keep(ours, ours, held_out, on_leak)).tolist()
+        prompts = [Prompt(id=f"{row}", text=f"{row}", token_ids=(row,), answer="", source="a") for row in rows]
+        return PromptStream(prompts, seed=1, weights=weights)
+
+    before = stream({}, "fail")
+    before.take(5)
+    with pytest.raises(DataError, match=r"data\.on_leak=.* or keep, with which a run .* can be resumed"):
+        stream(new, "fail")
+    kept = stream(new, "keep")
+    kept.restore(before.state())
+    assert kept.take(20) == before.take(20)
+    with pytest.raises(CheckpointError, match=r"data\.on_leak and eval\.sets by which the same problems are dropped"):
+        stream(new, "drop").restore(before.state())
