@@ -25,7 +25,7 @@ from rl_megatron.types import Prompt
 from rl_megatron.user_code import load_named
 
 METHODS = ("start", "step", "score", "close")
-OF_METHODS = ("step_seconds", "close_seconds", "max_observation_tokens")
+OF_METHODS = ("close_seconds", "max_observation_tokens")
 """Keys of limits of an environment's methods and messages, which a function of one's own has not."""
 ENVIRONMENTS: Mapping[str, Callable[..., Any]] = {
     "calculator": Calculator,

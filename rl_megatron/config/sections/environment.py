@@ -44,9 +44,11 @@ class EnvironmentSection(Section):
     max_observation_tokens: Positive = 1024
     """A longer message of an environment is cut in its middle, with a mark that says so."""
     seconds: PositiveFloat = 300.0
-    """Time limit of a trajectory, sampling included: what was sampled by then is scored and trained on."""
+    """Time limit of a trajectory, sampling included: what was sampled by then is scored and trained on. A call that has
+    begun by then keeps its own limit."""
     step_seconds: PositiveFloat = 30.0
-    """Time limit of each call of an environment's start, step and score."""
+    """Time limit of each call of an environment's start, step and score; and how long after ``seconds`` a function that
+    leads its trajectory may still return its reward."""
     close_seconds: PositiveFloat = 10.0
     """Time limit of an environment's close; then processes that it started and that still run are killed."""
     on_error: Literal["fail", "drop"] | Finite = "fail"

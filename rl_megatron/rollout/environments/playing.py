@@ -30,7 +30,6 @@ from rl_megatron.rollout.environments.threads import LoopThread, TooLate, UserCo
 from rl_megatron.types import Prompt, StopReason
 
 T = TypeVar("T")
-_ANSWERS_LIMIT = 1.0  # seconds that an agent has to return after a turn that its time limit refused
 _MOST_METRICS, _METRIC = 32, re.compile("[a-z][a-z0-9_]{0,60}")
 
 
@@ -44,12 +43,13 @@ class EnvironmentFault(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryEnd:
-    """How a trajectory ended; ``reward`` is finite."""
+    """How a trajectory ended; ``reward`` is finite. ``problem`` says what was given up at its time limit."""
 
     stop: StopReason
     reward: float
     turn_rewards: tuple[float | None, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    problem: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,31 +135,37 @@ class Playing:
     async def _led(self, agent: Agent) -> TrajectoryEnd:
         """An agent leads by itself; its calls of the model are served on this loop.
 
-        What it raises because its client was refused a turn is what the turn was refused for.
+        What it raises because its client was refused a turn is what the turn was refused for. One that has sampled and
+        does not end in time is scored as one that raises at the limit.
         """
         model = AgentModel(self.episode, self.endpoint)
-        seconds, stop, reward = self.section.seconds, "done", 0.0
+        section, stop, reward, problem = self.section, "done", 0.0, ""
         try:
-            given = await self.thread.call(lambda: agent.solve(self.task, model), seconds + _ANSWERS_LIMIT)
+            given = await self.thread.call(
+                lambda: agent.solve(self.task, model), section.seconds + section.step_seconds
+            )
             step = given if isinstance(given, EnvironmentStep) else EnvironmentStep(reward=given)
             reward = self._finite("the function", step.reward)
             self._count(step)
-        except TooLate as error:
-            raise self._fault(
-                "the function", f"did not end within environment.seconds={seconds:g}", late=True
-            ) from error
-        except UserCodeFailed as error:
+        except (TooLate, UserCodeFailed) as error:
             cause = error.__cause__
             if not isinstance(cause, (EngineError, LongPrompt, LimitReached)):
                 cause = self.episode.failed
             if isinstance(cause, (EngineError, LongPrompt)):
                 raise cause from error
-            if cause is None:
+            if isinstance(error, TooLate):
+                late = f"did not end within environment.seconds={section.seconds:g} and step_seconds after that"
+                fault = self._fault("the function", late, late=True)
+                if not self.episode.replies:
+                    raise fault from error
+                stop, problem = "seconds", str(fault)
+            elif cause is None:
                 raise self._fault("the function", str(error)) from error
         finally:
             model.close()
             self.requests = model.requests
-        return TrajectoryEnd(stop=self.episode.stop or stop, reward=reward, metrics=self.metrics)  # type: ignore[arg-type]
+        stop = self.episode.stop or stop
+        return TrajectoryEnd(stop=stop, reward=reward, metrics=self.metrics, problem=problem)  # type: ignore[arg-type]
 
     async def _reward(self, stop: StopReason) -> float:
         given = [reward for reward in self.rewards if reward is not None]
@@ -168,17 +174,15 @@ class Playing:
         env, replies = self.environment, tuple(self.episode.replies)
         assert env is not None
         seen = Transcript(task=self.task, messages=tuple(self.messages), replies=replies, stop=stop)
-        return self._finite("score", await self._call("score", lambda: env.score(seen), bounded=False))
+        return self._finite("score", await self._call("score", lambda: env.score(seen)))
 
-    async def _call(self, name: str, function: Callable[[], Awaitable[T]], *, bounded: bool = True) -> T:
-        """A call of the environment, within its time and, if ``bounded``, the trajectory's."""
-        seconds, limit = self.section.step_seconds, f"environment.step_seconds={self.section.step_seconds:g}"
-        if bounded and (left := self.episode.seconds_left) < seconds:
-            seconds, limit = max(left, 0.0), f"what was left of environment.seconds={self.section.seconds:g}"
+    async def _call(self, name: str, function: Callable[[], Awaitable[T]]) -> T:
+        """A call of the environment, within its own time: the trajectory's ends at the next turn."""
+        seconds = self.section.step_seconds
         try:
             return await self.thread.call(function, seconds)
         except TooLate as error:
-            raise self._fault(name, f"did not end within {limit}", late=True) from error
+            raise self._fault(name, f"did not end within environment.step_seconds={seconds:g}", late=True) from error
         except UserCodeFailed as error:
             raise self._fault(name, str(error)) from error
 

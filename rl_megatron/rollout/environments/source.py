@@ -209,6 +209,8 @@ class EnvironmentSampler(PolicySampler):
         on_error, fault, late = self.section.on_error, "", False
         try:
             ended = await playing.run(self.made)
+            if ended.problem:
+                logger.warning("environment %r: %s, %s", self.section.function, self._said(place), ended.problem)
         except EnvironmentFault as error:
             late = error.late
             fault = f"environment {self.section.function!r}: {self._said(place)}, {error}"

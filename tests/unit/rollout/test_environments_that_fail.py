@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from rl_megatron.environments.protocol import EnvironmentStep, Model, Observed, Reply
+from rl_megatron.environments.protocol import EnvironmentStep, Observed, Reply
 from rl_megatron.environments.registry import EnvironmentMaker
 from rl_megatron.errors import EnvironmentFailed
 from rl_megatron.rollout.batch import Answered, RolloutBatch
@@ -102,12 +102,6 @@ class IsTooLarge(Talks):
         return EnvironmentStep(reward=-1e39)  # which float32 has not
 
 
-async def agent_that_hangs(task: Prompt, model: Model) -> float:
-    await model.reply([{"role": "user", "content": task.text}])
-    await asyncio.sleep(FOR_EVER)
-    raise AssertionError
-
-
 def played(ours: Any) -> list[Answered]:
     async def groups() -> list[Answered]:
         found: list[Answered] = await ours.groups(drawn(PROMPTS[:1], 1))
@@ -153,15 +147,6 @@ def test_a_number_of_any_kind_is_a_reward(given: Any) -> None:
 
     one, *_ = trajectories(played(sampler(Scripted(lambda text: "a"), EnvironmentMaker(Gives))))
     assert (one.reward, one.metrics["own/half"]) == (0.5, 0.5)
-
-
-def test_an_agent_has_the_seconds_of_a_trajectory() -> None:
-    ours = sampler(
-        Scripted(lambda text: "a"), function=f"{__name__}:agent_that_hangs", on_error="drop", seconds=0.3, group_size=1
-    )
-    (one,) = played(ours)
-    assert one.reason == "environment_error"
-    assert "the function did not end within environment.seconds=0.3" in one.problem
 
 
 def test_others_of_the_group_are_not_held_up() -> None:

@@ -121,7 +121,10 @@ def test_a_process_that_hangs_is_given_up_and_killed(tmp_path: Path, monkeypatch
     python = fake(tmp_path, "exec sleep 60")
     adapter.interpreter_of(python)  # or its start may take all of the time
     with pytest.raises(EnvironmentFailed, match=r"did not end within environment.seconds=0\.2"):
-        played(source(Scripted(lambda text: "1"), python, seconds=0.2), [prompt({"id": "a", "args": {}, "index": 0})])
+        played(
+            source(Scripted(lambda text: "1"), python, seconds=0.2, step_seconds=0.1),
+            [prompt({"id": "a", "args": {}, "index": 0})],
+        )
     hung = adapter._running[python]
     assert hung.ended.wait(10)
     assert adapter.interpreter_of(python) is not hung
