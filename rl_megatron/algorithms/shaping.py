@@ -12,14 +12,14 @@ from rl_megatron.algorithms.segments import segment_range, sequence_ids
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: float = 4096, factor: float = 1.0) -> Tensor:
-    """Penalty [n] float32, at most 0: -factor·excess/buffer over the last ``buffer`` tokens before ``max_length``.
+    """Penalty [n] float32 in [-factor, 0]: -factor·excess/buffer over the last ``buffer`` tokens before ``max_length``.
 
     DAPO (arXiv:2503.14476), soft overlong punishment; ``lengths`` [n] are of completions. A ``buffer`` below 1 is a
     share of ``max_length``.
     """
     buffer = buffer if buffer >= 1 else buffer * max_length
     excess = lengths.double() - (max_length - buffer)
-    return (-excess / buffer * factor).clamp(max=0).float()
+    return ((-excess / buffer).clamp(-1, 0) * factor).float()
 
 
 def drop_truncated(mask: Tensor, truncated: Tensor, cu_seqlens: Tensor) -> Tensor:

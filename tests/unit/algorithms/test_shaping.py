@@ -14,6 +14,7 @@ def test_overlong_penalty_grows_over_the_buffer_before_the_limit() -> None:
     of_a_fifth = overlong_penalty(torch.tensor([100, 16384, 18432, 20480]), max_length=20480, buffer=0.2)
     assert of_a_fifth.tolist() == pytest.approx([0.0, 0.0, -0.5, -1.0])
     assert overlong_penalty(torch.tensor([8, 9, 10]), max_length=10, buffer=1).tolist() == [0.0, 0.0, -1.0]
+    assert overlong_penalty(torch.tensor([15, 20, 99]), max_length=20, buffer=10, factor=3).tolist() == [-1.5, -3, -3]
 
 
 def test_truncated_sequences_leave_the_loss() -> None:
