@@ -38,7 +38,8 @@ class EnvironmentSection(Section):
     max_turns: Positive = 8
     """Most turns of a trajectory."""
     max_tokens: Positive = 4096
-    """Most tokens of a trajectory after its first prompt, sampled and observed."""
+    """Most tokens of a trajectory after its first prompt, sampled and observed, in all its rows: what a row has in
+    common with the beginning of an earlier one is not counted again."""
     min_turn_tokens: Positive = 16
     """A trajectory that has room for fewer sampled tokens ends before its next turn."""
     max_observation_tokens: Positive = 1024

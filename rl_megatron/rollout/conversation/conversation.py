@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -167,15 +167,17 @@ class Conversation:
         """How many turns began a row behind the first, by the reason."""
         return Counter(one.branch for one in self._sampled if one.branch is not None)
 
+    def rows(self) -> Iterator[TokenIds]:
+        """The tokens of all rows so far."""
+        return (one.row for one in self._ends())
+
     def chains(self) -> tuple[Chain, ...]:
         """The rows to train on: each turn is in one of them, and is context in others that go on from it.
 
         Raises DataError for routes that do not fit.
         """
-        gone_on = {id(one.after) for one in self._sampled}
-        ends = [one for one in self._sampled if id(one) not in gone_on]
         used, rows = set[int](), []
-        for end in sorted(ends, key=lambda one: one.turn is None):
+        for end in sorted(self._ends(), key=lambda one: one.turn is None):
             row = [end]
             while (before := row[0].after) is not None:
                 row.insert(0, before)
@@ -185,6 +187,11 @@ class Conversation:
                 tokens = end.row[: turns[-1].stop]
                 rows.append(Chain(token_ids=tokens, turns=turns, routes=_routes(row, len(tokens))))
         return tuple(rows)
+
+    def _ends(self) -> list[SampledTurn]:
+        """The turns from which none goes on."""
+        gone_on = {id(one.after) for one in self._sampled}
+        return [one for one in self._sampled if id(one) not in gone_on]
 
     def _path(self, given: Sequence[ChatMessage], last: int) -> list[Node]:
         """The nodes of the messages that are known, up to the message ``last``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +44,10 @@ class TokenRows:
             self.gone_on += 1
         row.tokens, row.turns = np.concatenate((prompt, completion.token_ids)), (*row.turns, turn)
         return turn
+
+    def rows(self) -> Iterator[TokenIds]:
+        """The tokens of all rows so far."""
+        return (row.tokens for row in self._rows)
 
     def chains(self) -> tuple[Chain, ...]:
         """The rows to train on; each turn is in one."""

@@ -72,6 +72,7 @@ class Episode(Served):
         self._setting, self._place, self._turn = setting, place, asyncio.Lock()
         self._rows = TokenRows()
         self._longest: int | None = None  # tokens of a row; known with the first prompt
+        self._left = setting.section.max_tokens
         self._waited = 0.0  # seconds of the last client's request: for the turn before it, and for the engine
 
     @property
@@ -190,11 +191,11 @@ class Episode(Served):
         """
         if self.stop is not None:
             raise LimitReached(self.stop)
-        length = len(token_ids)
-        if self._longest is None:
-            self._check_first(length)
-            self._longest = length + self._setting.section.max_tokens
-        room = min(self._setting.params.max_new_tokens, self._longest - length)
+        if not self.turns:
+            self._check_first(len(token_ids))
+            self._longest = len(token_ids) + self._setting.section.max_tokens
+        read = self._observed(token_ids)
+        room = min(self._setting.params.max_new_tokens, self._left - read)
         self._check_limits(room)
         most = room if max_tokens is None else min(room, max_tokens)
         request, asked = self._request(tuple(token_ids.tolist()), most), self._loop.time()
@@ -206,6 +207,7 @@ class Episode(Served):
         self._waited += self._loop.time() - asked
         if not len(completion.token_ids):
             raise self._ended("length")
+        self._left -= read + len(completion.token_ids)
         if completion.finish_reason == "length" and most == room:
             self.stop = "length"
         elif completion.finish_reason not in ("stop", "length"):
@@ -226,6 +228,11 @@ class Episode(Served):
         return tuple(
             replace(row, turns=tuple(replace(one, reward=of.get(id(one))) for one in row.turns)) for row in rows
         )
+
+    def _observed(self, token_ids: TokenIds) -> int:
+        """The tokens of a prompt that no earlier row begins with; 0 of the first."""
+        rows = (*self.conversation.rows(), *self._rows.rows())
+        return min((len(token_ids) - _alike(row, token_ids) for row in rows), default=0)
 
     def _check_first(self, length: int) -> None:
         most = self._setting.max_prompt_tokens
@@ -256,6 +263,13 @@ class Episode(Served):
             birth=self._setting.birth,
             exact_logprobs=self._setting.exact_logprobs,
         )
+
+
+def _alike(one: TokenIds, other: TokenIds) -> int:
+    """With how many equal tokens both begin."""
+    shorter = min(len(one), len(other))
+    differ = np.flatnonzero(one[:shorter] != other[:shorter])
+    return int(differ[0]) if len(differ) else shorter
 
 
 def _unparsed(text: str) -> Parsed:

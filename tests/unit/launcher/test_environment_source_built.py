@@ -62,7 +62,7 @@ def test_turns_are_in_one_row_of_a_template_that_appends(caplog: pytest.LogCaptu
 
 
 def test_a_template_that_rewrites_what_was_read_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    ours = source_of(Scripted(lambda text: "ab"), REWRITES)
+    ours = source_of(Scripted(lambda text: "ab"), REWRITES, keys=["environment.max_tokens=99"])
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "the chat template rewrites: 2.75 rows a trajectory" in record.getMessage()

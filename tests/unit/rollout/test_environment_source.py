@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -317,6 +318,33 @@ def test_turns_that_go_on_are_those_whose_prompts_begin_with_an_earlier_row() ->
     assert "environment/kept_prefix_fraction" not in environment_row(
         trajectories(asyncio.run(once.groups(drawn(PROMPTS[:1]))))
     )
+
+
+async def branches_and_goes_on(task: Prompt, model: Model) -> float:
+    asked: list[Any] = [{"role": "user", "content": task.text}]
+    with contextlib.suppress(LimitReached):
+        while True:
+            first = (await model.reply(asked)).message
+            await model.reply([*asked, first, {"role": "user", "content": "xyz"}])
+            await model.reply([*asked, {**first, "content": "x"}, {"role": "user", "content": "yz"}])
+    return 1.0
+
+
+@pytest.mark.parametrize("most", range(8, 60, 6))
+def test_the_tokens_of_a_trajectory_are_bounded_in_all_its_rows(most: int) -> None:
+    keys = {"function": f"{__name__}:branches_and_goes_on", "max_tokens": most, "max_turns": 1000, "group_size": 1}
+    engine = Scripted(lambda text: "ab")
+    (one,) = trajectories(asyncio.run(sampler(engine, **keys).groups(drawn(PROMPTS[:1]))))
+    first, counted = engine.asked[0].token_ids, 0
+    begun = {first[:length] for length in range(1, len(first) + 1)}
+    for asked in engine.asked:
+        prompt, sampled = asked.token_ids, engine.sampled[asked.id]
+        counted += sum(prompt[:length] not in begun for length in range(1, len(prompt) + 1)) + len(sampled)
+        row = (*prompt, *sampled)
+        begun |= {row[:length] for length in range(1, len(row) + 1)}
+    assert one.stop == "tokens"
+    assert most - 3 - 4 < counted <= most  # an observation of three tokens, and min_turn_tokens=4
+    assert max(map(len, begun)) <= len(first) + most
 
 
 async def once(task: Prompt, model: Model) -> float:
