@@ -25,6 +25,8 @@ from rl_megatron.rollout.parsers.parsed import Parsed, Parser
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Chain, Completion, GenerationRequest, Prompt, SamplingParams, StopReason, Turn
 
+_OPENING = 16  # tokens at the end of a prompt that have its <think> in them, whatever the tokenizer
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaySetting:
@@ -142,17 +144,18 @@ class Episode(Served):
                 raise self._ended("bad_call") from error
             raise
         completion = await self._sample(asked.token_ids, max_tokens)
-        read = self._read(completion, tools)
+        read = self._read(asked.token_ids, completion, tools)
         reply = self._keep(self.conversation.add(asked, completion, read.message), read)
         return reply, len(asked.token_ids), len(completion.token_ids)
 
-    def _read(self, completion: Completion, tools: Sequence[Mapping[str, Any]]) -> Parsed:
+    def _read(self, prompt: TokenIds, completion: Completion, tools: Sequence[Mapping[str, Any]]) -> Parsed:
         if self._setting.parser is None:
             return _unparsed(self._setting.template.decode(completion.token_ids))
         ids = completion.token_ids
         if completion.finish_reason == "stop" and int(ids[-1]) in self._setting.params.stop_token_ids:
             ids = ids[:-1]
-        return self._setting.parser(self._setting.template.decode(ids, special=True), tools)
+        opened = self._setting.template.decode(prompt[-_OPENING:], special=True).rstrip().endswith("<think>")
+        return self._setting.parser(self._setting.template.decode(ids, special=True), tools, opened=opened)
 
     def _keep(self, turn: Turn | None, read: Parsed) -> Reply:
         assert turn is not None  # no completion is empty

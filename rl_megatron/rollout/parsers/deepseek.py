@@ -13,9 +13,9 @@ _CALL = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜
 _BLOCK = re.compile(r"([^\n]*)\n```json\n(.*)\n```", re.DOTALL)
 
 
-def deepseek(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
+def deepseek(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> Parsed:
     """A section of calls without a whole one is a problem."""
-    reasoning, rest = split_thought(text)
+    reasoning, rest = split_thought(text, _BEGIN, opened=opened)
     content, found, written = rest.partition(_BEGIN)
     if not found:
         return parsed(rest, reasoning, ())

@@ -13,9 +13,9 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
 
-def glm(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
+def glm(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> Parsed:
     """A value is JSON, or a text where it is none or where the tool's schema says string."""
-    reasoning, rest = split_thought(text)
+    reasoning, rest = split_thought(text, "<tool_call>", opened=opened)
     content, found, behind = rest.partition("<tool_call>")
     if not found:
         return parsed(rest, reasoning, ())

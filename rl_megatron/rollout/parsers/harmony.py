@@ -13,7 +13,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
-def harmony(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
+def harmony(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> Parsed:
     """``analysis`` is the reasoning; ``final``, and ``commentary`` to nobody, are content."""
     reasoning, content, calls = list[str](), list[str](), list[tuple[str, str]]()
     try:

@@ -11,9 +11,9 @@ from rl_megatron.rollout.parsers.parsed import BadCall, Parsed, call_of, parsed,
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # the last may lack its end, as vLLM allows
 
 
-def hermes(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
+def hermes(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> Parsed:
     """What stands before the first call is content; what stands behind it is not shown."""
-    reasoning, rest = split_thought(text)
+    reasoning, rest = split_thought(text, "<tool_call>", opened=opened)
     content, found, _ = rest.partition("<tool_call>")
     if not found:
         return parsed(rest, reasoning, ())

@@ -11,7 +11,7 @@ from rl_megatron.rollout.parsers.parsed import BadCall, Parsed, call_of_value, p
 _TAG = "<|python_tag|>"
 
 
-def llama3(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
+def llama3(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> Parsed:
     """Several calls stand behind each other with ``;`` between them. An answer that is other JSON is content.
 
     A turn with ``<|python_tag|>`` must be calls.

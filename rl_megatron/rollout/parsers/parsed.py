@@ -26,10 +26,11 @@ class Parsed:
 class Parser(Protocol):
     """Reads the tool calls and the reasoning of one format out of what a model wrote."""
 
-    def __call__(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
+    def __call__(self, text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> Parsed:
         """The message of a turn's ``text``, which has its special tokens, but not the stop token.
 
-        ``tools`` are the request's, for formats that do not write the types of arguments.
+        ``tools`` are the request's, for formats that do not write the types of arguments. ``opened``: the prompt ends
+        with ``<think>``.
         """
         ...
 
@@ -72,20 +73,20 @@ def parsed(content: str, reasoning: str, calls: Sequence[tuple[str, str]], probl
     return Parsed(message=message, problem=problem)
 
 
-def split_thought(text: str) -> tuple[str, str]:
+def split_thought(text: str, call: str, *, opened: bool) -> tuple[str, str]:
     """The reasoning and what is behind it, without the line breaks that templates put around both.
 
-    It ends at the first ``</think>``, and begins with the text, whose ``<think>`` may be in the prompt. A turn that was
-    cut in its reasoning has nothing else.
+    It ends at the first ``</think>``, or without one at a line that begins with ``call``, the mark of a call. A text
+    that has such a mark before ``</think>`` is no reasoning, if neither it nor its prompt opened one.
     """
     start, end = "<think>", "</think>"
     thought, found, rest = text.partition(end)
-    if found:
-        before, opened, inside = thought.partition(start)
-        return (inside if opened and not before.strip() else thought).strip("\n"), rest.lstrip("\n")
-    if text.lstrip().startswith(start):
-        return text.lstrip().removeprefix(start).strip("\n"), ""
-    return "", text
+    if not opened and not text.lstrip().startswith(start) and (not found or call in thought):
+        return "", text
+    if not found and (called := f"\n{text}".find(f"\n{call}")) >= 0:
+        thought, rest = text[:called], text[called:]
+    before, again, inside = thought.partition(start)
+    return (inside if again and not before.strip() else thought).strip("\n"), rest.lstrip("\n")
 
 
 def call_of(written: str) -> tuple[str, str]:

@@ -27,7 +27,7 @@ from rl_megatron.types import Prompt
 from tests.completions import drawn
 from tests.scripted_engine import sampler, trajectories
 from tests.unit.rollout.conversation.families import FAMILIES, TOOLS, tokenizer_of
-from tests.unit.rollout.endpoint.serving import CALLS, STOP, TOKENIZER, Saying
+from tests.unit.rollout.endpoint.serving import CALLS, STOP, TOKENIZER, Saying, episode
 from tests.unit.rollout.test_environment_source import Talks
 
 TASK = Prompt(id="p", text="1 + 22?", token_ids=(1,), answer="23")
@@ -90,6 +90,19 @@ def test_an_environment_gets_calls_and_its_results_go_on_in_one_row() -> None:
     assert [row.token_ids[turn.start : turn.stop].tolist() for turn in one.turns] == sampled
     assert environment_row([one])["environment/tool_calls"] == 2
     assert shown(found).count("<tool_response>\n23\n</tool_response>") == 2
+
+
+def test_a_thought_that_the_prompt_opened_and_that_was_cut_is_no_answer() -> None:
+    """DeepSeek's template ends prompts with ``<think>``."""
+    tokenizer = tokenizer_of("deepseek")
+    keys = {"template": ChatTemplate(tokenizer), "parser": PARSERS["deepseek"], "vocab_size": len(tokenizer)}
+
+    async def replied() -> Reply:
+        return await episode(Saying("Is it 23? " * 99), **keys).reply([{"role": "user", "content": "1 + 22?"}], ())
+
+    reply = asyncio.run(replied())
+    assert reply.finish_reason == "length"
+    assert (reply.message["content"], reply.message["reasoning_content"]) == ("", reply.text)
 
 
 def test_what_is_wrong_with_a_call_is_observed_without_a_step() -> None:

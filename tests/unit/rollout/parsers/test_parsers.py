@@ -163,5 +163,38 @@ def test_a_value_of_glm_that_is_no_json_is_its_text() -> None:
 def test_thoughts_that_the_prompt_opened_or_that_were_cut(name: str) -> None:
     opened = PARSERS[name]("Two and two.\n</think>\n\nIt is 4.").message
     assert (opened["reasoning_content"], opened["content"]) == ("Two and two.", "It is 4.")
+    assert PARSERS[name]("Perhaps 42? But", opened=True).message == {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "Perhaps 42? But",
+    }
     cut = PARSERS[name]('<think>\nMaybe <tool_call>{"name": ').message
     assert (cut["reasoning_content"], cut["content"]) == ('Maybe <tool_call>{"name": ', "")
+
+
+CALL_OF_TEXT = CALL_OF | {"glm": "<tool_call>f<arg_key>a</arg_key><arg_value>x</think>y</arg_value></tool_call>"}
+OPENINGS = {  # the reasoning, and whether the prompt opened it
+    "": ("", False),
+    "I see. ": ("", False),
+    "<think>Look.</think>": ("Look.", False),
+    "Look.</think>": ("Look.", True),
+}
+
+
+@pytest.mark.parametrize("before", OPENINGS)
+@pytest.mark.parametrize("name", ["hermes", "deepseek", "glm"])
+def test_an_argument_that_ends_thoughts_is_an_argument(name: str, before: str) -> None:
+    written = CALL_OF_TEXT[name].replace("%s", '{"a": "x</think>y"}')
+    reasoning, opened = OPENINGS[before]
+    message = plain(PARSERS[name](before + written, opened=opened).message)
+    assert message["tool_calls"] == [("function", "f", {"a": "x</think>y"})]
+    assert message.get("reasoning_content", "") == reasoning
+
+
+@pytest.mark.parametrize("start", ["", "<think>"])
+@pytest.mark.parametrize("name", ["hermes", "deepseek", "glm"])
+def test_a_line_that_begins_a_call_ends_the_thought_before_it(name: str, start: str) -> None:
+    written = CALL_OF_TEXT[name].replace("%s", '{"a": "xy"}').replace("</think>", "")
+    message = plain(PARSERS[name](f"{start}Look.\n{written}", opened=not start).message)
+    assert message["tool_calls"] == [("function", "f", {"a": "xy"})]
+    assert (message["reasoning_content"], message["content"]) == ("Look.", "")
