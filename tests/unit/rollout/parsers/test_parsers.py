@@ -198,3 +198,44 @@ def test_a_line_that_begins_a_call_ends_the_thought_before_it(name: str, start: 
     message = plain(PARSERS[name](f"{start}Look.\n{written}", opened=not start).message)
     assert message["tool_calls"] == [("function", "f", {"a": "xy"})]
     assert (message["reasoning_content"], message["content"]) == ("Look.", "")
+
+
+def called_with(schema: Any, value: str) -> Any:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}
+    text = f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
+    parsed = PARSERS["glm"](text, [{"type": "function", "function": function}])
+    assert parsed.problem is None
+    ((_, _, arguments),) = plain(parsed.message)["tool_calls"]
+    return arguments["a"]
+
+
+WRITTEN_VALUES = ["12345", "1.5", "true", "null", '{"x": 1}', "[1]", '"quoted"', "bare"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "read"),
+    [
+        ({"type": "string"}, set[str]()),
+        ({"enum": ["1", "2"]}, set[str]()),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}, {"null"}),
+        ({"oneOf": [{"enum": ["1", None]}, {"allOf": [{"type": "string"}]}]}, {"null"}),
+        ({"type": ["string", "null"]}, {"null"}),
+        ({"type": ["integer", "string"]}, {"12345"}),
+        ({"anyOf": [{"type": "string"}, {"type": "object"}]}, {'{"x": 1}'}),
+        ({}, {*WRITTEN_VALUES} - {"bare"}),
+        ({"type": "integer"}, {*WRITTEN_VALUES} - {"bare"}),
+        (None, {*WRITTEN_VALUES} - {"bare"}),
+    ],
+)
+def test_a_value_of_glm_is_a_text_where_the_schema_allows_texts_and_not_what_it_reads_as(
+    schema: Any, read: set[str]
+) -> None:
+    expected = {value: json.loads(value) if value in read else value for value in WRITTEN_VALUES}
+    assert {value: called_with(schema, value) for value in WRITTEN_VALUES} == expected
+
+
+@pytest.mark.parametrize(
+    "value", ["see <tool_call> docs", "</tool_call>", "<tool_call>f</tool_call>", "<arg_key>a</arg_key>"]
+)
+def test_a_value_of_glm_may_have_tags_in_it(value: str) -> None:
+    assert called_with({"type": "string"}, value) == value
