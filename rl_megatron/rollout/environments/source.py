@@ -20,6 +20,7 @@ from rl_megatron.environments.protocol import OpenAIMessage
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.errors import DataError, EnvironmentFailed, PoisonPrompt
 from rl_megatron.rollout.batch import Answered, Drawn, Reason
+from rl_megatron.rollout.conversation.messages import tidied
 from rl_megatron.rollout.conversation.templates import Template
 from rl_megatron.rollout.endpoint.server import Endpoint
 from rl_megatron.rollout.environments.episode import Episode, LongPrompt, PlaySetting, TrajectoryPlace
@@ -266,8 +267,9 @@ class EnvironmentSampler(PolicySampler):
 
     def _cut(self, message: OpenAIMessage) -> OpenAIMessage:
         """The message, its text cut in the middle to ``max_observation_tokens``."""
-        content, most = message.get("content"), self.section.max_observation_tokens
-        if not isinstance(content, str) or len(content) <= most // 4:  # of the shortest tokens, bytes of one character
+        (shown,), most = tidied((message,)), self.section.max_observation_tokens
+        content = shown["content"]
+        if len(content) <= most // 4:  # of the shortest tokens, bytes of one character
             return message
         ids = self.encode(content)
         if len(ids) <= most:

@@ -191,9 +191,13 @@ def test_a_limit_ends_a_trajectory_which_is_scored(section: dict[str, Any], scri
     assert one.chains[0].token_ids[-1] == (EOS if stop != "length" else engine.sampled[engine.asked[-1].id][-1])
 
 
-def test_a_long_observation_is_cut_in_its_middle() -> None:
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_long_observation_is_cut_in_its_middle(parts: bool) -> None:
     class Long(Talks):
-        said = "x" * 500 + "y" * 500
+        async def step(self, reply: Reply) -> EnvironmentStep:
+            texts = [{"type": "text", "text": letter * 500} for letter in "xy"]
+            content = texts if parts else "x" * 500 + "y" * 500
+            return EnvironmentStep(observation=Observed(said=[{"role": "user", "content": content}]))
 
     engine = Scripted(lambda text: "a")
     made = sampler(engine, EnvironmentMaker(Long), group_size=1, max_turns=2, max_observation_tokens=20)
