@@ -41,6 +41,7 @@ class _Asked:
     path: str
     headers: Mapping[bytes, bytes]
     body: bytes
+    receive: ReceivePart  # what comes behind the body
     line: OpenConversation
     read: float = field(default_factory=time.perf_counter)  # when the body was there
 
@@ -83,7 +84,8 @@ class Application:
             return b"application/json", [b'{"status":"ok"}']
         if path == "/v1/models":
             return b"application/json", [msgspec.json.encode(models(line.served.max_length))]
-        asked = _Asked(path=path, headers=headers, body=await read_body(headers, receive), line=line)
+        body = await read_body(headers, receive)
+        asked = _Asked(path=path, headers=headers, body=body, receive=receive, line=line)
         return await (self._chat(asked) if path == _ASKED[0] else self._tokens(asked))
 
     async def _chat(self, asked: _Asked) -> tuple[bytes, Iterable[bytes]]:
@@ -120,16 +122,16 @@ class Application:
     ) -> tuple[T, str, bool]:
         """The turn, its id, and whether the request is the first for it.
 
-        One that comes again gets the turn that was sampled for it, or is being sampled.
-
-        It says so itself (`_RETRY`), or says nothing while the first is under way.
-        A client that goes away ends nothing.
+        One that comes again gets the turn that was sampled for it, or is being sampled. It says so itself (`_RETRY`),
+        or says nothing, and the client of an equal one under way has gone. A client that goes away ends nothing.
         """
         digest = hashlib.sha256(asked.path.encode() + b"\n" + asked.body).digest()
         task: asyncio.Task[T] | None
-        task, said = asked.line.answers.get(digest), asked.headers.get(_RETRY)
-        again = task is not None and (not task.done() if said is None else said.strip() != b"0")
-        if task is None or not again:
+        if (said := asked.headers.get(_RETRY)) is None:
+            task = asked.line.left_turn(digest)
+        else:
+            task = None if said.strip() == b"0" else asked.line.answers.get(digest)
+        if first := task is None:
             task = asyncio.create_task(_counted(sample(), asked.line.requests), name=f"turn-{next(self._turns)}")
             asked.line.answers[digest] = task
             asked.line.sampling.add(task)
@@ -137,6 +139,7 @@ class Application:
             asked.line.requests.overridden += self._is_overridden(params, asked.line.served.params)
         else:
             asked.line.requests.retried += 1
+        watching = None if said is not None else asyncio.create_task(_leave(asked, digest, task))
         try:
             turn = await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -147,7 +150,10 @@ class Application:
             if asked.line.answers.get(digest) is task:
                 del asked.line.answers[digest]
             raise
-        return turn, task.get_name(), not again
+        finally:
+            if watching is not None:
+                watching.cancel()
+        return turn, task.get_name(), first
 
     def _is_overridden(self, params: Any, used: SamplingParams) -> bool:
         """Whether the client asks for another distribution than the run samples. The first time it is logged."""
@@ -165,6 +171,13 @@ async def _counted(sampling: Coroutine[Any, Any, T], requests: RequestCounts) ->
     turn = await sampling
     requests.answered += 1
     return turn
+
+
+async def _leave(asked: _Asked, digest: bytes, task: asyncio.Task[Any]) -> None:
+    """Note the turn as left once the client goes away."""
+    while (await asked.receive())["type"] != "http.disconnect":
+        pass
+    asked.line.left.setdefault(digest, []).append(task)
 
 
 _ASKED = ("/v1/chat/completions", "/inference/v1/generate")

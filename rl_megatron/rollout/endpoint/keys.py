@@ -34,6 +34,14 @@ class OpenConversation:
     requests: RequestCounts = field(default_factory=RequestCounts)
     answers: dict[bytes, asyncio.Task[Any]] = field(default_factory=dict)
     sampling: set[asyncio.Task[Any]] = field(default_factory=set)
+    left: dict[bytes, list[asyncio.Task[Any]]] = field(default_factory=dict)  # by what was asked: their clients went
+
+    def left_turn(self, digest: bytes) -> asyncio.Task[Any] | None:
+        """A turn that is being sampled and whose client has gone, for another client that asks the same."""
+        under_way = [task for task in self.left.pop(digest, ()) if not task.done()]
+        if len(under_way) > 1:
+            self.left[digest] = under_way[1:]
+        return under_way[0] if under_way else None
 
     def end(self) -> None:
         """Give up what is being sampled."""

@@ -8,6 +8,7 @@ import http.client
 import http.server
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -158,20 +159,49 @@ def test_a_dropped_answer_is_asked_for_again_and_is_the_same_turn(
     assert len(turns.chains()) == 2
 
 
-def test_an_equal_request_while_the_first_is_sampled_waits_for_its_turn(serving: Serving) -> None:
-    engine = Saying("one", "two")
+def test_equal_requests_at_once_are_turns_of_their_own(serving: Serving) -> None:
+    engine = Saying("one", "two", "three")
     turns = serving.turns(engine)
     served = serving.open(turns)
     body = json.dumps({"messages": ASK}).encode()
     engine.go.clear()
-    with concurrent.futures.ThreadPoolExecutor(2) as threads:
-        both = [threads.submit(post, served, body) for _ in range(2)]
-        while not serving.endpoint.requests(served[1]).retried:
-            concurrent.futures.wait(both, timeout=0.01)
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        asking = [threads.submit(post, served, body) for _ in range(3)]
+        while len(turns._turn._waiters or ()) + serving.endpoint.requests(served[1]).retried < 2:
+            concurrent.futures.wait(asking, timeout=0.01)
         engine.go.set()
-        answers = [one.result() for one in both]
-    assert answers[0] == answers[1]
-    assert len(engine.asked) == len(trained(turns)) == 1
+        answers = [one.result()[1] for one in asking]
+    assert {one["choices"][0]["message"]["content"] for one in answers} == {"one", "two", "three"}
+    assert len(trained(turns)) == 3
+
+
+def test_equal_requests_get_the_turns_whose_clients_went_away_each_one(serving: Serving) -> None:
+    engine = Saying("one", "two", "three")
+    turns = serving.turns(engine)
+    served = serving.open(turns)
+    line = serving.endpoint._keys.line({b"authorization": f"Bearer {served[1]}".encode()})
+    body = json.dumps({"messages": ASK}).encode()
+    engine.go.clear()
+    parts = urlsplit(served[0])
+    gone = [http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=30) for _ in range(2)]
+    for one in gone:
+        one.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {served[1]}"})
+    until(lambda: len(line.sampling) == 2)
+    for one in gone:
+        one.close()
+    until(lambda: sum(map(len, line.left.values())) == 2)
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        asking = [threads.submit(post, served, body) for _ in range(3)]
+        until(lambda: len(line.sampling) == 3 and line.requests.retried == 2)
+        engine.go.set()
+        answers = [one.result()[1] for one in asking]
+    assert {one["choices"][0]["message"]["content"] for one in answers} == {"one", "two", "three"}
+    assert len(engine.asked) == len(trained(turns)) == 3
+
+
+def until(so: Callable[[], bool]) -> None:
+    while not so():
+        time.sleep(0.001)
 
 
 def test_a_conversation_that_ends_gives_up_all_equal_requests_at_once(serving: Serving) -> None:
