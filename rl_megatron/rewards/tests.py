@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -20,7 +21,8 @@ from rl_megatron.json_text import parse
 from rl_megatron.sandbox.table import Sandbox
 from rl_megatron.types import Completion, Prompt, Scored
 
-_FENCED = re.compile(r"^```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)^```", re.S | re.M)
+_FENCE = re.compile(r"( *)(`{3,}(?=[^`]*$)|~{3,})(.*)")  # its indent, itself, what is said behind it
+_PYTHON = ("python", "py", "python3")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OWN_CODE = "solution.py"
 _CALLER = """import json, os, sys
@@ -80,10 +82,27 @@ class PassedTests:
 
 
 def code_of(text: str) -> str:
-    """The last block of Python between fences, behind any thinking; without fences the whole text."""
-    said = text.rpartition("</think>")[2]
-    blocks = _FENCED.findall(said)
-    return str(blocks[-1]) if blocks else said
+    """The last fenced block that is said to be Python, behind any thinking; else the last that names no language; else
+    the whole text."""
+    said = text.rpartition("</think>")[2].replace("\r\n", "\n")
+    blocks = {language in _PYTHON: block for language, block in _fenced(said) if language in ("", *_PYTHON)}
+    return blocks.get(True, blocks.get(False, said))
+
+
+def _fenced(text: str) -> Iterator[tuple[str, str]]:
+    """The language of each fenced block, in lower case, and its lines without their common indent. Fences are paired as
+    in CommonMark: one in a block neither begins one nor ends it, unless it is as long and no deeper."""
+    opened: re.Match[str] | None = None
+    lines: list[str] = []
+    for line in text.split("\n"):
+        fence = _FENCE.fullmatch(line.expandtabs(4).rstrip())
+        if opened is None:
+            opened, lines = fence, []
+        elif fence and not fence[3] and fence[2].startswith(opened[2]) and len(fence[1]) <= len(opened[1]) + 3:
+            yield "".join(opened[3].lower().split()[:1]), textwrap.dedent("".join(lines))
+            opened = None
+        else:
+            lines.append(f"{line}\n")
 
 
 def same_output(printed: str, wanted: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,6 +121,33 @@ def test_the_last_block_behind_the_thinking_is_the_code() -> None:
     assert code_of("x = 1") == "x = 1"
     assert code_of("```\nc\n```") == "c\n"
     assert code_of("```python\nd\n") == "```python\nd\n", "a block that is cut off is none"
+
+
+RIGHT = "if 1:\n    print(1)\n"
+BLOCK = f"```python\n{RIGHT}```\n"
+NESTED = 'def f():\n    """As in\n\n    ```\n    f()\n    ```\n    """\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (f"```bash\npython solve.py\n```\nThe code:\n{BLOCK}", RIGHT),
+        (f"{BLOCK}It prints\n```text\n1\n```\nand then\n```text\n2\n```\n", RIGHT),
+        (f"{BLOCK}It prints\n```\n1\n```\n", RIGHT),
+        (f"```\nwrong\n```\n{BLOCK}", RIGHT),
+        (f"```\nwrong\n```\n```\n{RIGHT}```\n```cpp\nint x;\n```", RIGHT),
+        (BLOCK.replace("python", 'Python3 title="a"'), RIGHT),
+        (BLOCK.replace("\n", "\r\n"), RIGHT),
+        ("1. So:\n" + textwrap.indent(BLOCK, "   "), RIGHT),
+        (f"````markdown\n{BLOCK}````\n~~~py\n{RIGHT}```\n~~~~  \n", f"{RIGHT}```\n"),
+        (f"```print(0)``` and\n{BLOCK}", RIGHT),
+        (f"```python\n{NESTED}```", NESTED),
+        ("```py\n" * 3 + "```", "```py\n```py\n"),
+    ],
+)
+def test_fences_are_paired_and_pythons_come_first(text: str, code: str) -> None:
+    assert code_of(text) == code
+    assert code_of(f"{text}\n```python\ncut off") == code
 
 
 @pytest.mark.parametrize(
