@@ -52,8 +52,11 @@ class PassedTests:
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
         """Raises RewardError for a problem without usable tests, SandboxError where programs cannot run."""
         tests = _tests(prompt, self._section.field)
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(self._passed(code_of(text), tests)) for text in texts]
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(self._passed(code_of(text), tests)) for text in texts]
+        except ExceptionGroup as failed:  # the first is the cause; it cancelled the others
+            raise failed.exceptions[0] from failed
         return [Scored(total=task.result()) for task in running]
 
     async def _passed(self, code: str, tests: Sequence[_Test]) -> float:

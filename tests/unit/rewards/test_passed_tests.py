@@ -17,25 +17,28 @@ from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.environments.registry import resolve_environment
-from rl_megatron.errors import ConfigError, RewardError
+from rl_megatron.errors import ConfigError, RewardError, SandboxError
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rewards.tests import code_of, same_output
 from rl_megatron.sandbox import subprocess as here
 from rl_megatron.sandbox.subprocess import why_unfenced
+from rl_megatron.sandbox.table import Sandbox
 from rl_megatron.types import Completion, Prompt, Span
 
 WHY = asyncio.run(why_unfenced())
 fenced = pytest.mark.skipif(bool(WHY), reason=f"this machine fences nothing: {WHY}")
+SANDBOX = SandboxSection()
 DOUBLE = {"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10\n"]}
 DONE = Completion(
     token_ids=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), finish_reason="stop", spans=(Span(0, 0),)
 )
 
 
-def rewarded(tests: Any, texts: Sequence[str], **keys: Any) -> list[float]:
+def rewarded(tests: Any, texts: Sequence[str], sandbox: SandboxSection = SANDBOX, **keys: Any) -> list[float]:
     section = RewardSection(function="tests", tests=keys)  # type: ignore[arg-type]
+    reward = resolve_reward(section, sandbox=Sandbox(sandbox))
     prompt = Prompt(id="p", text="", token_ids=(0,), answer="", meta={"tests": tests})
-    return [one.total for one in asyncio.run(resolve_reward(section)(prompt, [DONE] * len(texts), texts))]
+    return [one.total for one in asyncio.run(reward(prompt, [DONE] * len(texts), texts))]
 
 
 @fenced
@@ -166,6 +169,12 @@ def test_fences_are_paired_and_pythons_come_first(text: str, code: str) -> None:
 def test_a_problem_without_usable_tests_is_named(tests: Any, said: str) -> None:
     with pytest.raises(RewardError, match=f"prompt 'p'.*{said}"):
         rewarded(tests, ["x"])
+
+
+def test_a_sandbox_that_runs_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SandboxError, match="docker"):
+        rewarded(DOUBLE, ["x", "y"], SandboxSection(type="docker", image="none"))
 
 
 def test_keys_of_the_sandbox_need_a_reader() -> None:
