@@ -41,6 +41,7 @@ class _Test:
     given: str  # standard input; of a function, JSON of its name and arguments
     wanted: Any  # standard output; of a function, what it returns
     calls: bool
+    wrapped: bool = False  # APPS: what a function returns may be the first of ``wanted``
 
 
 class PassedTests:
@@ -81,7 +82,7 @@ class PassedTests:
             answer = json.loads(ran.stdout)
         except (ValueError, RecursionError):
             return False
-        return bool(answer == test.wanted)
+        return bool(answer == test.wanted or (test.wrapped and answer == test.wanted[0]))
 
 
 def code_of(text: str) -> str:
@@ -148,17 +149,19 @@ def _tests(prompt: Prompt, field: str) -> list[_Test]:
         raise RewardError(f"{where} holds no tests: give a list of {{input, output}}, or APPS's inputs and outputs")
     if function is not None and not (isinstance(function, str) and _NAME.fullmatch(function)):
         raise RewardError(f"{where}: {function!r:.80} is no name of a function")
+    apps = isinstance(value, Mapping) and "fn_name" in value
     try:
-        return [_test(row["input"], row["output"], function) for row in rows]
+        return [_test(row["input"], row["output"], function, apps=apps) for row in rows]
     except (ValueError, TypeError) as error:
         raise RewardError(f"{where}: {error}") from error
 
 
-def _test(given: Any, wanted: Any, function: str | None) -> _Test:
+def _test(given: Any, wanted: Any, function: str | None, *, apps: bool) -> _Test:
     if function is None:
         if not isinstance(given, str) or not isinstance(wanted, str):
             raise ValueError("input and output of a program are texts")
-        return _Test(given, wanted, False)
+        return _Test(given, wanted, calls=False)
     arguments = [parse(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
-    answer = parse(wanted) if isinstance(wanted, str) else wanted
-    return _Test(json.dumps([function, arguments]), json.loads(json.dumps(answer)), True)
+    answer = json.loads(json.dumps(parse(wanted) if isinstance(wanted, str) else wanted))
+    wrapped = apps and isinstance(answer, list) and bool(answer)
+    return _Test(json.dumps([function, arguments]), answer, calls=True, wrapped=wrapped)

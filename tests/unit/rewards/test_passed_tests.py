@@ -62,7 +62,21 @@ def test_functions_are_called_alone_or_as_a_method_whatever_they_print() -> None
     method = "class Solution:\n    def add(self, a, b):\n        return (*a, b)"
     prints = "def add(a, b):\n    print('[1, 2, 3]')\n    return 0"
     assert rewarded(asked, [alone, method, prints, "x = 1", "syntax error"]) == [1.0, 1.0, 0.0, 0.0, 0.0]
-    assert rewarded({"fn_name": "f", "inputs": [[1, 2]], "outputs": [3]}, ["def f(a, b): return a + b"]) == [1.0]
+
+
+@fenced
+def test_a_function_of_apps_may_return_what_its_output_wraps() -> None:
+    returns = [f"def f(): return {answer}" for answer in ("3", "[3]", "[3, 4]", "4")]
+
+    def passed(output: Any) -> list[float]:
+        return rewarded({"fn_name": "f", "inputs": [[]], "outputs": [output]}, returns)
+
+    assert passed(3) == [1.0, 0.0, 0.0, 0.0]
+    assert passed([3]) == [1.0, 1.0, 0.0, 0.0]
+    assert passed("[[3, 4]]") == [0.0, 0.0, 1.0, 0.0]
+    assert passed([]) == [0.0, 0.0, 0.0, 0.0]
+    asked = {"function": "f", "tests": [{"input": "", "output": "[3]"}]}
+    assert rewarded(asked, returns) == [0.0, 1.0, 0.0, 0.0]
 
 
 @fenced
