@@ -11,7 +11,7 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -40,6 +40,7 @@ answers.close()
 class _Test:
     given: str  # standard input; of a function, JSON of its name and arguments
     wanted: Any  # standard output; of a function, what it returns
+    length: int  # bytes that a right program prints
     calls: bool
     wrapped: bool = False  # APPS: what a function returns may be the first of ``wanted``
 
@@ -72,10 +73,11 @@ class PassedTests:
         return passed / len(tests)
 
     async def _passes(self, code: str, test: _Test) -> bool:
+        limits = replace(self._sandbox.limits, output_bytes=self._sandbox.limits.output_bytes + test.length)
         if not test.calls:
-            ran = await self._sandbox.run(code, stdin=test.given)
+            ran = await self._sandbox.run(code, stdin=test.given, limits=limits)
             return ran.ended == "done" and ran.exit == 0 and same_output(ran.stdout, test.wanted)
-        ran = await self._sandbox.run(_CALLER, stdin=test.given, files={_OWN_CODE: code})
+        ran = await self._sandbox.run(_CALLER, stdin=test.given, files={_OWN_CODE: code}, limits=limits)
         if ran.ended != "done" or ran.exit != 0:
             return False
         try:
@@ -160,8 +162,9 @@ def _test(given: Any, wanted: Any, function: str | None, *, apps: bool) -> _Test
     if function is None:
         if not isinstance(given, str) or not isinstance(wanted, str):
             raise ValueError("input and output of a program are texts")
-        return _Test(given, wanted, calls=False)
+        return _Test(given, wanted, len(wanted.encode(errors="replace")), calls=False)
     arguments = [parse(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
-    answer = json.loads(json.dumps(parse(wanted) if isinstance(wanted, str) else wanted))
+    printed = json.dumps(parse(wanted) if isinstance(wanted, str) else wanted)
+    answer = json.loads(printed)
     wrapped = apps and isinstance(answer, list) and bool(answer)
-    return _Test(json.dumps([function, arguments]), answer, calls=True, wrapped=wrapped)
+    return _Test(json.dumps([function, arguments]), answer, len(printed), calls=True, wrapped=wrapped)

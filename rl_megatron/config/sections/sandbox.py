@@ -30,7 +30,7 @@ class SandboxSection(Section):
     processes: Positive = 16
     """Most processes and threads of a program."""
     output_kb: Positive = 64
-    """Most KiB that a program may print; one that prints more is killed."""
+    """Most KiB that a program may print, beyond what its test expects; one that prints more is killed."""
     files_mb: Positive = 64
     """Most MiB of a program's files, which are in memory."""
     concurrency: Positive = 4

@@ -80,6 +80,15 @@ def test_a_function_of_apps_may_return_what_its_output_wraps() -> None:
 
 
 @fenced
+def test_output_is_limited_beyond_what_is_expected() -> None:
+    short = SandboxSection(output_kb=1)
+    printed = [f"print('é' * 3000 + ' ' * {spaces}, end='')" for spaces in (1024, 1025)]
+    assert rewarded([{"input": "", "output": "é" * 3000}], printed, short) == [1.0, 0.0]
+    returned = {"function": "f", "tests": [{"input": "", "output": json.dumps("é" * 3000)}]}
+    assert rewarded(returned, ["def f(): return 'é' * 3000"], short) == [1.0]
+
+
+@fenced
 def test_what_is_expected_never_enters_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     orders: list[bytes] = []
     real = here._order
