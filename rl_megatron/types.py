@@ -1,7 +1,6 @@
 """Every type that one room hands to another. Data only: no behaviour beyond trivial views, no torch import at run time.
 
 Engines answer in read-only numpy columns; training reads tensors.
-
 Letters: P prompts, G group size, S sequences, N tokens of a ragged batch (all sequences concatenated),
 D data-parallel ranks, M micro-batches. Log-probs are nats, float32, of the sampling distribution.
 A *position* is one (input token, target token) pair: a sequence of L tokens has L - 1 positions.
@@ -56,6 +55,7 @@ class Prompt:
     text: str
     token_ids: tuple[int, ...]
     answer: str
+    question: str = ""  # as the data has it, without templates
     rejected: tuple[str, ...] = ()  # worse answers, in data of pairs
     meta: Mapping[str, Any] = field(default_factory=dict)  # all other fields of its row, as JSON has them
     source: str = ""  # of a mixture

@@ -24,9 +24,11 @@ WHOLE = "held_out"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetResult:
-    """What was measured of one set. ``digest`` is of its problems: their ids, tokens and answers."""
+    """What was measured of one set. ``digest`` is of its problems: their ids, tokens and answers; ``questions`` of
+    their ids, questions and answers, as the data has them. Files of older versions have no ``questions``."""
 
     digest: str
+    questions: str | None = None
     section: Mapping[str, Any]  # the set's keys
     measured: MeasuredSet
     figures: Mapping[str, Interval]
@@ -64,13 +66,17 @@ _RESULTS = TypeAdapter(Results)
 
 def result_of(problems: ProblemSet, measured: MeasuredSet) -> SetResult:
     """The result of a set."""
-    told = [(one.id, one.token_ids, one.answer) for one in problems.prompts]
     return SetResult(
-        digest=digest_of(json.dumps(told).encode()).xxh3_128,
+        digest=_digest([(one.id, one.token_ids, one.answer) for one in problems.prompts]),
+        questions=_digest([(one.id, one.question, one.answer) for one in problems.prompts]),
         section={**problems.section.model_dump(mode="json"), "temperature": problems.temperature},
         measured=measured,
         figures=measured.figures(problems.section.pass_at),
     )
+
+
+def _digest(told: Sequence[tuple[object, ...]]) -> str:
+    return digest_of(json.dumps(told).encode()).xxh3_128
 
 
 def read_results(path: Path) -> Results:
@@ -95,10 +101,13 @@ def paired_figures(first: Results, second: Results) -> list[PairedFigure]:
 
 
 def _of_set(name: str, first: SetResult, second: SetResult) -> Iterator[PairedFigure]:
-    if first.digest != second.digest:
+    old = first.questions is None or second.questions is None
+    if first.digest != second.digest and (old or first.questions != second.questions):
+        tokens = ", or tokens of them, which files of older versions do not tell apart" if old else ""
         raise DataError(
             f"set {name}: the two have different problems ({len(first.measured.problems)} and "
-            f"{len(second.measured.problems)}), so nothing can be compared problem by problem; evaluate both on one"
+            f"{len(second.measured.problems)}){tokens}, so nothing can be compared problem by problem; evaluate both "
+            f"on one{', with this version' if old else ''}"
         )
     samples = min(first.measured.samples, second.measured.samples)
     for figure, (a, b, draws) in _figures(first, second, samples).items():

@@ -157,7 +157,10 @@ def _start_of(value: object) -> str:
 
 def unrendered(conversations: Sequence[Problem]) -> list[Prompt]:
     """The conversations as prompts without tokens, which whoever trains on them makes of ``text``."""
-    return [Prompt(id=one.id, text=one.text, token_ids=(), answer="", meta=one.meta) for one in conversations]
+    return [
+        Prompt(id=one.id, text=one.text, token_ids=(), answer="", question=one.raw, meta=one.meta)
+        for one in conversations
+    ]
 
 
 def tokenized(
@@ -208,6 +211,7 @@ def _prompt(problem: Problem, ids: Sequence[int] | None, max_prompt_tokens: int)
         text=problem.text,
         token_ids=tuple(ids),
         answer=problem.answer,
+        question=problem.raw,
         rejected=tuple(problem.rejected),
         meta=problem.meta,
     )

@@ -1,0 +1,67 @@
+"""Which files of results are of the same problems."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rl_megatron.config.sections.data import FileData
+from rl_megatron.config.sections.eval import EvalSetSection
+from rl_megatron.data.problems.prompts import load_prompts
+from rl_megatron.errors import DataError
+from rl_megatron.evaluation.results import Results, SetResult, paired_figures, read_results, result_of
+from rl_megatron.evaluation.sets import MeasuredSet, ProblemSet
+from rl_megatron.models.tiny import byte_tokenizer
+
+ROW = {"question": "1+1?", "answer": "2"}
+
+
+def result(folder: Path, row: dict[str, str], template: str) -> SetResult:
+    """Of a model whose chat template this is."""
+    for name in ("train", "eval"):
+        (folder / f"{name}.jsonl").write_text(json.dumps(row if name == "eval" else {"question": "x", "answer": "y"}))
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    data = FileData(type="files", train=folder / "train.jsonl", eval=folder / "eval.jsonl", chat_template=True)
+    _, prompts = load_prompts(data, tokenizer, max_prompt_tokens=50, on_long_prompt="fail", seed=0)
+    measured = MeasuredSet(
+        problems=tuple(one.id for one in prompts),
+        samples=1,
+        right=(1,),
+        votes=None,
+        errors=0,
+        length=1.0,
+        truncated=0.0,
+        seconds=0.0,
+    )
+    return result_of(ProblemSet(name="one", prompts=prompts, section=EvalSetSection(), temperature=0.0), measured)
+
+
+def compared(folder: Path, *sets: SetResult) -> int:
+    """The figures that both have, by files."""
+    read = []
+    for one in sets:
+        Results(model="", weights="", engine="", config={}, sets={"one": one}).write(folder / "one.json", private=False)
+        read.append(read_results(folder / "one.json"))
+    return len(paired_figures(*read))
+
+
+def test_problems_are_told_by_what_the_data_say_not_by_tokens(tmp_path: Path) -> None:
+    first = result(tmp_path, ROW, "<a>{{ messages[0].content }}")
+    second = result(tmp_path, ROW, "<other>{{ messages[0].content }}")
+    assert first.digest != second.digest
+    assert compared(tmp_path, first, second) == 1
+    for row in ({**ROW, "question": "1+2?"}, {**ROW, "answer": "3"}):
+        with pytest.raises(DataError, match=r"different problems \(1 and 1\), so nothing .* evaluate both on one$"):
+            compared(tmp_path, first, result(tmp_path, row, "<a>{{ messages[0].content }}"))
+
+
+def test_files_of_older_versions_are_told_by_tokens(tmp_path: Path) -> None:
+    old, new, other = (result(tmp_path, ROW, f"{mark}{{{{ messages[0].content }}}}") for mark in ("", "", "<b>"))
+    old = replace(old, questions=None)
+    assert compared(tmp_path, old, old) == compared(tmp_path, old, new) == 1
+    with pytest.raises(DataError, match=r"or tokens of them, which files of older .* on one, with this version$"):
+        compared(tmp_path, old, other)
