@@ -42,6 +42,7 @@ class Answered:
     rewards: tuple[float, ...] = ()  # of its completions, also where it is left out; none if one of them failed
     scored: tuple[Scored, ...] = ()
     greedy: tuple[Scored, ...] = ()  # of the greedy completion, if there is one
+    left_out_tokens: int = 0  # that were sampled of a group that is left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,7 @@ class RolloutBatch:
     groups: tuple[RolloutGroup, ...] = ()
     num_completions: int = 0  # scored, including those of groups that are left out
     reward_sum: float = 0.0  # of these
+    num_tokens: int = 0  # sampled, including those of groups that are left out
     reward_errors: int = 0  # completions whose reward raised, timed out or was not finite
     late_rewards: int = 0  # those that timed out
     dropped_groups: int = 0  # groups left out for another reason than the next
@@ -91,6 +93,7 @@ class RolloutBatch:
             groups=(groups := tuple(one.group for one in answered if one.group is not None)),
             num_completions=len(rewards),
             reward_sum=math.fsum(rewards),
+            num_tokens=sum(map(sampled_tokens, groups)) + sum(one.left_out_tokens for one in answered),
             reward_errors=sum(one.error is not None for one in scored),
             late_rewards=sum(one.late for one in scored),
             dropped_groups=len(answered) - len(groups) - filtered,
@@ -102,6 +105,12 @@ class RolloutBatch:
     def part_means(self) -> dict[str, float]:
         """``reward/part/<name>`` of each part, over the completions of ``reward/sampled_mean`` whose reward has it."""
         return {f"reward/part/{name}": total / self.part_counts[name] for name, total in self.part_sums.items()}
+
+
+def sampled_tokens(group: RolloutGroup) -> int:
+    """How many were sampled, those of its greedy completion too."""
+    sampled = sum(one.num_sampled for one in group.trajectories)
+    return sampled + (0 if group.greedy is None else sampled_tokens(group.greedy))
 
 
 class GroupSource(Protocol):

@@ -19,7 +19,7 @@ from rl_megatron.errors import PoisonPrompt, RewardError
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.observability.timeline.spans import FreeLanes
 from rl_megatron.rewards.scoring import errors_of, score
-from rl_megatron.rollout.batch import Answered, Drawn
+from rl_megatron.rollout.batch import Answered, Drawn, sampled_tokens
 from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.policy_sampler import PolicySampler, Tell
 from rl_megatron.seeds import text_seed
@@ -223,7 +223,8 @@ class RolloutSampler(PolicySampler):
                 raise RewardError(f"{message}; fix it, or set reward.on_error to drop or to a number")
             logger.warning("%s", message)
             if on_error == "drop":
-                return Answered(group=None, reason="reward_error", scored=scored)
+                tokens = sum(len(one.logprobs) for one in completions)
+                return Answered(group=None, reason="reward_error", scored=scored, left_out_tokens=tokens)
         rewards = tuple(one.total if one.error is None else float(on_error) for one in scored)
         group = single_turns(prompt, completions, texts, rewards)
         if self.interruption is not None and (place := self.interruption.place(request)) is not None:
@@ -259,7 +260,17 @@ def _with_greedy(sampled: Answered, greedy: Answered) -> Answered:
     if sampled.group is None or greedy.group is None:
         reason = sampled.reason or greedy.reason
         problem = sampled.problem or greedy.problem
-        return Answered(group=None, reason=reason, problem=problem, scored=sampled.scored, greedy=greedy.scored)
+        tokens = sum(
+            one.left_out_tokens if one.group is None else sampled_tokens(one.group) for one in (sampled, greedy)
+        )
+        return Answered(
+            group=None,
+            reason=reason,
+            problem=problem,
+            scored=sampled.scored,
+            greedy=greedy.scored,
+            left_out_tokens=tokens,
+        )
     return replace(sampled, group=replace(sampled.group, greedy=greedy.group), greedy=greedy.scored)
 
 

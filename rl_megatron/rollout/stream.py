@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import EngineError
-from rl_megatron.rollout.batch import POISON_SHARE, Answered, Drawn, GroupSource, RolloutBatch, Waiting
+from rl_megatron.rollout.batch import POISON_SHARE, Answered, Drawn, GroupSource, RolloutBatch, Waiting, sampled_tokens
 from rl_megatron.rollout.ledger import Ledger, LedgerState
 from rl_megatron.rollout.stream_times import StreamTimes
 from rl_megatron.types import RolloutGroup
@@ -290,7 +290,7 @@ class Stream:
         """Buffer the group; or leave it out, and open its place where ``dynamic_sampling`` says so."""
         section, group = self._section, answered.group
         if section.dynamic_sampling != "off" and group is not None and not self._teaches([group])[0]:
-            answered = replace(answered, group=None, reason="equal_rewards")
+            answered = replace(answered, group=None, reason="equal_rewards", left_out_tokens=sampled_tokens(group))
         if answered.reason == "poison":
             self._prompts.leave_out(place.drawn.prompt)
             self._count_poison(place.drawn, answered.problem)

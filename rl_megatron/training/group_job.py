@@ -154,7 +154,7 @@ class GroupJob(ABC):
             "groups/trained": len(rollouts.groups),
             "groups/dropped": rollouts.dropped_groups,
             "groups/filtered": rollouts.filtered_groups,
-            "tokens/rollout": 0,
+            "tokens/rollout": rollouts.num_tokens,
             **(self._describe_groups(rollouts.groups) if rollouts.groups else {}),
             **self._describe_sources(rollouts),
         }
@@ -214,7 +214,6 @@ class GroupJob(ABC):
             **interrupted_row(trajectories, self.config.rollout),
             **environment_row(trajectories),
             **(self._describe_ages(trajectories, staleness) if self.config.train.max_staleness else {}),
-            "tokens/rollout": int(lengths.sum()),
         }
 
     def _describe_ages(self, trajectories: Sequence[Trajectory], staleness: NDArray[np.int64]) -> Row:

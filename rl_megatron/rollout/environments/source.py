@@ -295,6 +295,7 @@ def _answered(prompt: Prompt, members: Sequence[Sequence[tuple[int, Played]]], c
     kept = tuple(one.trajectory for one in played if one.trajectory is not None)
     if len(kept) < count:
         left = next(one for one in played if one.trajectory is None)
-        return Answered(group=None, reason=left.reason, problem=left.problem, scored=scored)
+        tokens = sum(one.num_sampled for one in kept)
+        return Answered(group=None, reason=left.reason, problem=left.problem, scored=scored, left_out_tokens=tokens)
     group = RolloutGroup(prompt=prompt, trajectories=kept)
     return Answered(group=group, rewards=group.rewards, scored=scored)

@@ -160,6 +160,7 @@ def test_a_failing_reward_fails_drops_or_gets_the_number(
     dropped = sampled(sampler(make_engine, reward, on_error="drop"), PROMPTS, 0)
     assert [group.prompt.id for group in dropped.groups] == ["p0", "p1", "p3", "p4"]
     assert (dropped.reward_errors, dropped.dropped_groups) == (errors, 1)
+    assert dropped.num_tokens == sampled(sampler(make_engine, length_reward), PROMPTS, 0).num_tokens
 
     numbered = sampled(sampler(make_engine, reward, on_error=-1.0), PROMPTS, 0)
     expected = (1.0, -1.0, 2.0, -1.0) if errors == 2 else (-1.0,) * 4
@@ -175,6 +176,18 @@ def test_greedy_completions_without_a_reward_are_counted_and_get_the_number(make
     batch = sampled(ours, PROMPTS, 0)
     assert (batch.reward_errors, batch.dropped_groups, batch.num_completions) == (10, 0, 20)
     assert [(group.rewards[0], group.greedy.rewards) for group in batch.groups] == [(-1.0, (-1.0,))] * 5
+
+
+def test_tokens_of_a_group_that_its_greedy_completion_drops_are_counted(make_engine: MakeEngine) -> None:
+    def reward(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+        return [math.nan] * len(texts) if len(texts) == 1 else length_reward(prompt, completions, texts)
+
+    whole = sampled(replace(sampler(make_engine, length_reward), greedy_baseline=True), PROMPTS, 0)
+    ours = replace(sampler(make_engine, reward, on_error="drop"), greedy_baseline=True)
+    batch = sampled(ours, PROMPTS, 0)
+    assert (batch.groups, batch.dropped_groups) == ((), 5)
+    groups = [one for group in whole.groups for one in (group, group.greedy) if one is not None]
+    assert batch.num_tokens == whole.num_tokens == sum(len(said.split()) for one in groups for said in texts_of(one))
 
 
 def test_a_late_reward_is_named(make_engine: MakeEngine) -> None:

@@ -123,6 +123,7 @@ def test_a_refill_draws_as_many_prompts_as_were_left_out(tmp_path: Path) -> None
     scored = [group.rewards for group in (EQUAL, TEACHES)]
     wanted = (3 * sum(scored[0]) + 4 * sum(scored[1])) / (7 * len(scored[0]))
     assert row["reward/sampled_mean"] == pytest.approx(wanted)
+    assert row["tokens/rollout"] == 7 * sum(one.num_sampled for one in TEACHES.trajectories)
 
 
 @pytest.mark.parametrize("mode", ["refill", "drop"])
@@ -132,6 +133,7 @@ def test_a_step_without_a_group_that_teaches_is_skipped(
     """At a pass rate of 0 or 1 a run of days goes on: the next prompts may teach."""
     row, taken = step(tmp_path, answers(*[EQUAL] * 8), rollout={"dynamic_sampling": mode})
     assert (row["groups/trained"], row["groups/filtered"], row["tokens/train"], taken) == (0, 8, 0, 0)
+    assert row["tokens/rollout"] == 8 * sum(one.num_sampled for one in EQUAL.trajectories)
     assert "step 1 has no token to train on and is skipped" in caplog.text
 
 

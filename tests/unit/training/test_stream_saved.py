@@ -89,6 +89,14 @@ def test_groups_that_wait_without_a_finite_reward_are_read_as_they_were_saved(
     assert repr(read.scored) == repr(answered.scored)  # NaN is not equal to NaN
 
 
+def test_a_checkpoint_that_counts_no_left_out_tokens_is_still_read(stream: StreamState) -> None:
+    left_out = replace(stream.places[0], answered=Answered(group=None, reason="equal_rewards", left_out_tokens=5))
+    older = json.loads(AS_JSON.dump_json(replace(stream, left_out=(left_out,))))
+    assert older["left_out"][0]["answered"].pop("left_out_tokens") == 5
+    (read,) = AS_JSON.validate_python(older).left_out
+    assert read.answered == Answered(group=None, reason="equal_rewards")
+
+
 def put(folder: Path, name: str, data: bytes, without: tuple[str, ...] = ()) -> None:
     """Replace a file, and say so in the manifest, which then lists no file of ``without``."""
     (folder / name).write_bytes(data)
