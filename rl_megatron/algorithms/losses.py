@@ -46,13 +46,12 @@ class PolicyLoss:
     ``proximal_share``, the old log-probs are interpolated by it. ``max_new_tokens`` is the fixed length for a row
     without ``max_length``.
 
-    Means: ``entropy``, ``kl/old_policy`` (k3 of KL(old‖current), from tokens the old policy sampled), ``kl/rollout``
-    (k3 of KL(rollout‖old)) and ``mismatch/logprob_abs_mean`` (|old - rollout|) over tokens; ``ratio/mean``,
-    ``ratio/second_moment``, ``ratio/clamped_fraction`` (log-ratio beyond ±``LOG_RATIO_BOUND``), ``clip_fraction`` and
-    its two sides over tokens at token level, else over sequences, each the mean of its tokens; with a correction,
-    ``correction/weight_mean`` and ``correction/dropped_fraction`` over tokens; with a KL or an NLL term, ``loss/kl``
-    and ``loss/nll``, their parts of the loss.
-    Minima ``ratio/min`` and maxima ``ratio/max``, ``mismatch/logprob_abs_max`` are ±inf where a micro-batch is empty.
+    Means: ``entropy`` and ``kl/old_policy`` (k3 of KL(old‖current), from tokens the old policy sampled) over tokens;
+    ``ratio/mean``, ``ratio/second_moment``, ``ratio/clamped_fraction`` (log-ratio beyond ±``LOG_RATIO_BOUND``),
+    ``clip_fraction`` and its two sides over tokens at token level, else over sequences, each the mean of its tokens;
+    with a correction, ``correction/weight_mean`` and ``correction/dropped_fraction`` over tokens; with a KL or an NLL
+    term, ``loss/kl`` and ``loss/nll``, their parts of the loss.
+    The minimum ``ratio/min`` and the maximum ``ratio/max`` are ±inf where a micro-batch is empty.
     The histogram ``ratio`` counts the log-ratios of tokens.
     """
 
@@ -110,7 +109,6 @@ class PolicyLoss:
         """The metrics, with a loss of 0."""
         log_ratio = raw.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         ratio = log_ratio.exp()
-        mismatch = (inputs.old_logprobs - inputs.rollout_logprobs).abs()
         over_tokens, over_ratios = (
             AGGREGATIONS[name](inputs, lengths, 0) for name in ("token_mean", _RATIO_MEANS[self.row.ratio_level])
         )
@@ -123,8 +121,6 @@ class PolicyLoss:
             "ratio/mean": (ratio * over_ratios).sum(),
             "ratio/second_moment": (ratio.square() * over_ratios).sum(),
             "ratio/clamped_fraction": ((raw.abs() > LOG_RATIO_BOUND) * over_ratios).sum(),
-            "kl/rollout": (k3(inputs.rollout_logprobs, inputs.old_logprobs) * over_tokens).sum(),
-            "mismatch/logprob_abs_mean": (mismatch * over_tokens).sum(),
         }
         if correction is not None:
             means["correction/weight_mean"] = (correction * over_tokens).sum()
@@ -135,7 +131,6 @@ class PolicyLoss:
                 **{name: Metric(value=share) for name, share in means.items()},
                 "ratio/min": Metric(value=-_masked_max(-ratio, inputs.mask), over="min"),
                 "ratio/max": Metric(value=_masked_max(ratio, inputs.mask), over="max"),
-                "mismatch/logprob_abs_max": Metric(value=_masked_max(mismatch, inputs.mask), over="max"),
                 "ratio": Metric(value=histogram(log_ratio, inputs.mask), over="histogram"),
             },
         )

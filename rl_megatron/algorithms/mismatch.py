@@ -24,7 +24,8 @@ _LEAST_TOKENS = 32  # of an expert whose mean counts
 
 
 def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor) -> dict[str, float]:
-    """k1 of KL(engine || learner), quantiles of |d|, and its mean by place in the completion; [N] each, [S + 1].
+    """k1 and k3 of KL(engine || learner); mean, greatest and quantiles of |d|, and its mean by place in the completion;
+    [N] each, [S + 1].
 
     Empty if the engine sampled nothing; leaves out a bucket of places that no completion reaches. Sums are float64.
     Numpy makes a few passes over parts that stay in the processor's cache: a bucket is a run of a sequence's sampled
@@ -37,19 +38,22 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, c
         return {}
     ours, theirs = logprobs.numpy(), rollout_logprobs.numpy()
     absolute = np.empty(count, np.result_type(ours, theirs))
-    sums, total, done = np.zeros(len(POSITIONS)), 0.0, 0
+    sums, total, total_k3, done = np.zeros(len(POSITIONS)), 0.0, 0.0, 0
     for sequences, positions in whole_sequences(cu_seqlens):
         d = (ours[positions] - theirs[positions])[chosen[positions]]
         part = absolute[done : done + len(d)]
         done += len(d)
         total += float(d.sum(dtype=np.float64))
         np.abs(d, out=part)
+        bounded = d.clip(-_MOST_LOG_RATIO, _MOST_LOG_RATIO, dtype=np.float64)
+        total_k3 += float((np.expm1(bounded) - bounded).sum())
         firsts, buckets = _segments(sampled[sequences])
         sums += np.bincount(buckets, np.add.reduceat(part, firsts, dtype=np.float64), len(POSITIONS))
     reached = np.clip(sampled[:, None] - _BOUNDS, 0, [*np.diff(_BOUNDS), count]).sum(0)
     places = (torch.tensor(list(QUANTILES.values())) * (count - 1)).round().long().numpy()
     absolute.partition(places)
-    row = {"mismatch/k1": -total / count}
+    row = {"mismatch/k1": -total / count, "kl/rollout": total_k3 / count}
+    row |= {"mismatch/logprob_abs_mean": float(sums.sum()) / count, "mismatch/logprob_abs_max": float(absolute.max())}
     row |= dict(zip(QUANTILES, absolute[places].tolist(), strict=True))
     of_buckets = zip(POSITIONS, sums.tolist(), reached.tolist(), strict=True)
     return row | {f"mismatch/position/{name}": its / number for name, its, number in of_buckets if number}

@@ -233,12 +233,6 @@ def test_metrics_equal_plain_means_and_extremes(loss: PolicyLoss, seed: int, len
     output = loss(tensors(sequences))
     num = max(len(kept), 1)
     close(output.metrics["entropy"].value, sum(t.entropy for t in kept) / num)
-    close(output.metrics["mismatch/logprob_abs_mean"].value, sum(abs(t.old - t.rollout) for t in kept) / num)
-    close(
-        output.metrics["mismatch/logprob_abs_max"].value, max((abs(t.old - t.rollout) for t in kept), default=-math.inf)
-    )
-    gaps = [t.old - t.rollout for t in kept]
-    close(output.metrics["kl/rollout"].value, sum(math.exp(gap) - gap - 1 for gap in gaps) / num)
     deltas = [clamp(t.logprob - t.old, -20, 20) for t in kept]
     close(output.metrics["kl/old_policy"].value, sum(math.exp(d) - d - 1 for d in deltas) / num)
     if loss.row.ratio_level == "token":

@@ -117,7 +117,11 @@ LEARNING = (
     ("kl/coefficient", "", "weight of the KL to the reference in this step"),
     ("kl/old_policy", "nats", "KL(old || current) per token: k3 estimate from the samples, mean over the minibatches"),
     ("kl/stopped_at", "nats", "kl/old_policy of the minibatch at which it passed algorithm.old_kl_limit; only then"),
-    ("kl/rollout", "nats", "KL(engine || learner) per token before the update: k3 estimate of their mismatch"),
+    (
+        "kl/rollout",
+        "nats",
+        "KL(engine || learner) per token before the update: k3 estimate; where there is mismatch/k1",
+    ),
     ("entropy", "nats", "mean entropy of the policy's next-token distribution at sampled positions"),
     ("entropy/coefficient", "", "weight of the entropy bonus in this step; only with algorithm.entropy_target"),
     ("clip_fraction", "", "share of tokens (of sequences, for a sequence ratio) whose gradient the clip removes"),

@@ -50,9 +50,14 @@ SAMPLING = (
         "servers",
     ),
     ("idle/engine_fraction", "", "share of the servers' slots without a completion, in the mean of that time"),
-    ("mismatch/logprob_abs_mean", "nats", "mean |learner - engine| log-prob of a sampled token, equal weights"),
+    (
+        "mismatch/logprob_abs_mean",
+        "nats",
+        "mean |learner - engine| log-prob of a sampled token, equal weights; all of mismatch/ are from "
+        "before the update, and absent where the learner does not score the batch (docs/mismatch.md)",
+    ),
     ("mismatch/logprob_abs_max", "nats", "greatest such difference"),
-    ("mismatch/logprob_abs_p50", "nats", "median of such differences; this and the rest are from before the update"),
+    ("mismatch/logprob_abs_p50", "nats", "median of such differences"),
     ("mismatch/logprob_abs_p90", "nats", "90 % of the differences are below this"),
     ("mismatch/logprob_abs_p99", "nats", "99 % of the differences are below this"),
     ("mismatch/k1", "nats", "k1 estimate of KL(engine || learner) per token: mean engine - learner log-prob"),

@@ -39,6 +39,8 @@ def test_every_metric_is_that_of_a_loop_over_tokens() -> None:
     row = mismatch_metrics(learner, engine, mask, bounds)
     sizes = sorted(abs(d) for d in differences)
     expected = {"mismatch/k1": -sum(differences) / len(differences)}
+    expected["kl/rollout"] = sum(math.exp(d) - 1 - d for d in differences) / len(differences)
+    expected |= {"mismatch/logprob_abs_mean": sum(sizes) / len(sizes), "mismatch/logprob_abs_max": sizes[-1]}
     for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
         expected[f"mismatch/logprob_abs_{name}"] = sizes[round(share * (len(sizes) - 1))]
     expected |= {f"mismatch/position/{name}": sum(v) / len(v) for name, v in by_bucket.items()}
@@ -138,7 +140,9 @@ def test_places_are_counted_on_from_one_part_of_a_large_batch_to_the_next() -> N
     expected = {f"mismatch/position/{name}": mean for name, mean in middles.items()}
     expected["mismatch/position/t4096_up"] = sum(last) / len(last)
     every = sorted([*range(5000)] * (number // 2) + [*range(4900)] * (number // 2))
-    expected["mismatch/k1"] = sum(every) / len(every)
+    expected["mismatch/k1"] = expected["mismatch/logprob_abs_mean"] = sum(every) / len(every)
+    expected["mismatch/logprob_abs_max"] = every[-1]
+    expected["kl/rollout"] = math.fsum(math.expm1(-min(d, 20)) + min(d, 20) for d in every) / len(every)
     expected |= {f"mismatch/logprob_abs_p{p}": every[round(p / 100 * (len(every) - 1))] for p in (50, 90, 99)}
     assert row == pytest.approx(expected, rel=1e-12)
 

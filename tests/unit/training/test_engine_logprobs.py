@@ -156,5 +156,27 @@ def test_the_row_tells_how_many_tokens_m2po_leaves_out() -> None:
 def test_the_row_tells_the_mismatch_of_the_batch() -> None:
     row, every = update(), [gap for of_sequence in gaps() for gap in of_sequence]
     assert row["mismatch/k1"] == pytest.approx(-sum(every) / len(every), rel=1e-5)
+    assert of_gaps(row) == pytest.approx(of_gaps_expected(), rel=1e-5)
     firsts = [abs(of_sequence[0]) for of_sequence in gaps()]
     assert row["mismatch/position/t0"] == pytest.approx(sum(firsts) / len(firsts), rel=1e-5)
+
+
+OF_GAPS = ("mismatch/logprob_abs_mean", "mismatch/logprob_abs_max", "kl/rollout")
+
+
+def of_gaps(row: Row) -> list[Any]:
+    return [row[name] for name in OF_GAPS]
+
+
+def of_gaps_expected() -> list[float]:
+    every = [gap for of_sequence in gaps() for gap in of_sequence]
+    sizes = [abs(gap) for gap in every]
+    return [sum(sizes) / len(every), max(sizes), sum(math.expm1(gap) - gap for gap in every) / len(every)]
+
+
+def test_old_logprobs_of_the_engine_have_the_learners_gap_where_it_scores_and_else_none() -> None:
+    """0 would say that both agree, though nobody compared them."""
+    keys = {"objective": "importance", "old_logprobs": "rollout"}
+    assert not update(**keys).keys() & OF_GAPS
+    row = update(**keys, tokens={"choose": "second_moment", "limit": 0.5})
+    assert of_gaps(row) == pytest.approx(of_gaps_expected(), rel=1e-5)
