@@ -76,7 +76,7 @@ class Stream:
         self._ledger, self._keep_tokens = ledger, keep_tokens
         self._size, self._most = section.prompts_per_step, max_staleness
         self._apart = section.served  # sampling goes on while the learner trains and weights are pushed
-        self._drawn = self._opened = self._calm = 0
+        self._drawn = self._opened = self._calm = self._met = 0  # met: groups that the last push met
         self._credit = (max_staleness + 1) * self._refills
         self._ahead = min(1, max_staleness) if self._apart else max_staleness
         self._batch: list[str] = []
@@ -163,6 +163,7 @@ class Stream:
         Without staleness, and in the learner's processes, the next ``take`` admits.
         """
         self.version, self._last = version, last
+        self._met = self._ledger.row()["ledger/in_flight"]
         self._credit = min((self._most + 1) * self._refills, self._credit + self._refills)
         if self._apart and self._most:
             self.admit()
@@ -172,8 +173,8 @@ class Stream:
         row, times = dict[str, float](self._ledger.row()), self._times.row(sampling=bool(self._tasks))
         if not self._most:
             return row
-        in_flight = row["ledger/in_flight"] * self._section.group_size
-        return row | times | {"staleness/allowed": self._ahead, "in_flight/completions": in_flight}
+        met = self._met * self._section.group_size
+        return row | times | {"staleness/allowed": self._ahead, "in_flight/completions": met}
 
     async def interrupt(self) -> None:
         """Have ``state`` know every token of the completions that are being sampled, where it shall have them."""
