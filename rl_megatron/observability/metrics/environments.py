@@ -23,7 +23,12 @@ ENVIRONMENTS = (
         "",
         "of turns after a trajectory's first, those whose prompt begins with an earlier turn's row, token by token",
     ),
-    ("environment/observation_tokens", "tokens", "tokens of a trajectory that it read after its first prompt, mean"),
+    (
+        "environment/observation_tokens",
+        "tokens",
+        "tokens of a trajectory that it read after its first prompt, mean; of a later row, those behind what it begins "
+        "with in common with an earlier one",
+    ),
     ("environment/untrained_fraction", "", "these over all tokens after first prompts; they are never trained on"),
     ("environment/seconds_mean", "s", "mean duration of a trajectory, sampling included"),
     ("environment/seconds_p99", "s", "its 99th percentile"),

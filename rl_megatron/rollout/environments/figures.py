@@ -33,7 +33,8 @@ def environment_row(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     turns = np.array([len(one.turns) for one in led])
     rows = np.array([len(one.chains) for one in led])
     seconds = np.array([one.metrics[SECONDS] for one in led])
-    read = np.array([_read(one) for one in led])
+    known = [_known(one) for one in led]
+    read = np.array([_read(*pair) for pair in zip(led, known, strict=True)])
     sampled = np.array([one.num_sampled for one in led])
     named = sorted({name for one in led for name in one.metrics if name.startswith((BRANCHES, OWN))})
     served = [one.metrics for one in led if f"{ENDPOINT}answered" in one.metrics]
@@ -42,7 +43,7 @@ def environment_row(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "environment/turns_mean": float(turns.mean()),
         "environment/turns_max": int(turns.max()),
         "environment/rows_mean": float(rows.mean()),
-        "environment/row_inflation": _inflation(led),
+        "environment/row_inflation": _inflation(led, sum(map(sum, known))),
         **_kept_prefix(led),
         "environment/observation_tokens": float(read.mean()),
         "environment/untrained_fraction": float(read.sum() / (read.sum() + sampled.sum())),
@@ -68,16 +69,25 @@ def _overhead(took: Sequence[float]) -> dict[str, float]:
     return {f"endpoint/overhead_ms_{name}": float(np.quantile(took, q, method="higher")) for name, q in at.items()}
 
 
-def _inflation(led: Sequence[Trajectory]) -> float:
-    """Tokens of all rows over those that differ: what rows of a trajectory begin with in common counts once."""
-    tokens = shared = 0
-    for one in led:
-        rows = [row.token_ids for row in one.chains]
-        tokens += sum(map(len, rows))
-        if len(rows) > 1:
-            rows.sort(key=lambda row: row.tobytes())
-        shared += sum(_common(*pair) for pair in pairwise(rows))
+def _inflation(led: Sequence[Trajectory], shared: int) -> float:
+    """Tokens of all rows over those that differ, of which ``shared`` are in an earlier row too."""
+    tokens = sum(len(row.token_ids) for one in led for row in one.chains)
     return tokens / (tokens - shared)
+
+
+def _known(one: Trajectory) -> list[int]:
+    """How many tokens each row begins with in common with one before it. Of rows in the order of their tokens,
+    neighbours have most in common: the last row is compared with its two, and taken out, and so on."""
+    rows = [row.token_ids for row in one.chains]
+    order = sorted(range(len(rows)), key=lambda place: rows[place].tobytes()) if len(rows) > 1 else [0]
+    between = [0, *(_common(rows[a], rows[b]) for a, b in pairwise(order)), 0]  # each row and the one before it
+    found = []
+    for place in reversed(range(len(rows))):
+        at = order.index(place)
+        found.append(max(between[at : at + 2]))
+        between[at : at + 2] = [min(between[at : at + 2])]
+        del order[at]
+    return found[::-1]
 
 
 def _common(one: TokenIds, other: TokenIds) -> int:
@@ -87,7 +97,8 @@ def _common(one: TokenIds, other: TokenIds) -> int:
     return int(differ[0]) if len(differ) else length
 
 
-def _read(one: Trajectory) -> int:
-    """Tokens of its rows after their first turn's start that are not sampled."""
-    after = sum(len(row.token_ids) - row.turns[0].start for row in one.chains)
-    return after - one.num_sampled
+def _read(one: Trajectory, known: Sequence[int]) -> int:
+    """Tokens of its rows that are not sampled, after the first row's prompt, or what is ``known`` of a later one's."""
+    prompts = [row.turns[0].start for row in one.chains]
+    before = [prompts[0], *map(min, known[1:], prompts[1:])]  # a row may sample again what one before it did
+    return sum(len(row.token_ids) for row in one.chains) - sum(before) - one.num_sampled

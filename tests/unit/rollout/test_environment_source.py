@@ -21,7 +21,7 @@ from rl_megatron.rollout.environments.figures import environment_row
 from rl_megatron.rollout.environments.source import EnvironmentSampler
 from rl_megatron.rollout.environments.threads import Threads
 from rl_megatron.rollout.environments.waves import Waves
-from rl_megatron.types import Completion, GenerationRequest, Prompt
+from rl_megatron.types import Chain, Completion, GenerationRequest, Prompt, Span, Trajectory, Turn
 from tests.completions import drawn
 from tests.scripted_engine import EOS, Scripted, sampler, trajectories
 
@@ -297,6 +297,28 @@ def test_why_rows_begin_and_what_they_repeat_is_measured() -> None:
         "environment/branches/again": 1.0,
         "environment/branches/edited": 1.0,
     }
+    assert row["environment/observation_tokens"] == len("xy")  # the same prompt again is not read again
+
+
+def test_what_a_later_row_reads_is_behind_its_longest_common_beginning_with_an_earlier_one() -> None:
+    rng, metrics = np.random.default_rng(0), dict.fromkeys(("seconds", "tool_calls", "bad_calls", "gone_on"), 0.0)
+
+    def turn(start: int, tokens: int) -> Turn:
+        logprobs = np.zeros(tokens, np.float32)
+        return Turn(start=start, logprobs=logprobs, finish_reason="stop", spans=(Span(0, 0),), text="")
+
+    for _ in range(50):
+        rows = [rng.integers(0, 2, rng.integers(8, 16)).astype(np.int32) for _ in range(rng.integers(1, 6))]
+        starts = [int(rng.integers(1, 6)) for _ in rows]
+        read = len(rows[0]) - starts[0] - 2
+        for i, row in enumerate(rows[1:], 1):
+            ends = range(len(row) + 1)
+            common = max(n for before in rows[:i] for n in ends if row[:n].tolist() == before[:n].tolist())
+            read += len(row) - min(common, starts[i]) - 2
+        chains = tuple(Chain(token_ids=row, turns=(turn(at, 2),)) for row, at in zip(rows, starts, strict=True))
+        found = environment_row([Trajectory(chains=chains, reward=0.0, metrics=metrics)])
+        assert found["environment/observation_tokens"] == read
+        assert found["environment/untrained_fraction"] == pytest.approx(read / (read + 2 * len(rows)))
 
 
 async def goes_on_edits_and_splits(task: Prompt, model: Model) -> float:
