@@ -63,7 +63,13 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
         )
         start = find(config, folder) if resume else None
         save_resolved(config, folder / "config.yaml")
-        progress = Progress(config.train.steps, config.log.progress, config.run.name, run_folder=folder)
+        progress = Progress(
+            config.train.steps,
+            config.log.progress,
+            config.run.name,
+            run_folder=folder,
+            needs_differences=config.algorithm.needs_differences,
+        )
         with run_log(folder, role="controller"), progress, stop_signals(progress) as stop:
             _plan(config, folder)
             loop_watch = LoopWatch(config, folder / "stacks")
@@ -147,7 +153,8 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
     """Train, and export the model unless the run will soon be resumed. Returns whether every step was made."""
     async with started(parts, progress, stop) as (roles, data, shape):
         parts = replace(parts, config=_with_steps(parts.config, data, progress))
-        section, is_taught = parts.config.log, parts.config.algorithm.needs_top
+        section, a = parts.config.log, parts.config.algorithm
+        is_taught = a.needs_top or a.nll_coefficient > 0
         decode, fresh = data.tokenizer.decode, start is None
         recorder = Recorder(
             parts.folder, section, progress, loop_watch.row, is_taught=is_taught, decode=decode, fresh=fresh

@@ -215,17 +215,10 @@ def _group_problems(c: RunConfig) -> list[str]:
             f"rollout.prompts_per_step=1 and rollout.group_size=1 with {', '.join(over_batch)}: the batch has no "
             "second completion to compare with, so all advantages are 0 and nothing is trained; raise one of the two"
         )
-    teachers = {
-        "algorithm.credit=gae": a.credit == "gae",
-        f"algorithm.advantage_mean={a.advantage_mean}": a.advantage_mean in {"greedy", "batch", "moving", "tracked"},
-        f"algorithm.kl.placement={a.kl.placement}": a.kl.coefficient > 0 and a.kl.placement != "loss",
-        f"algorithm.kl.estimator={a.kl.estimator}": a.needs_top,
-        f"algorithm.nll_coefficient={a.nll_coefficient:g}": a.nll_coefficient > 0,
-    }
-    if r.dynamic_sampling != "off" and any(teachers.values()):
+    if r.dynamic_sampling != "off" and a.taught_by_equal:
         out.append(
             f"rollout.dynamic_sampling={r.dynamic_sampling} drops groups of equal rewards, from which "
-            f"{', '.join(key for key, does in teachers.items() if does)} learns too; set rollout.dynamic_sampling=off"
+            f"{', '.join(a.taught_by_equal)} learns too; set rollout.dynamic_sampling=off"
         )
     return out
 

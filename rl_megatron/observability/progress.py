@@ -24,9 +24,10 @@ from rl_megatron.observability.files import JsonValue
 from rl_megatron.observability.metrics.table import STEPS
 
 _BARS = "▁▂▃▄▅▆▇█"
+_EQUAL = "groups/zero_advantage_fraction"
 _LINE = (
     ("reward", "reward/mean"),
-    ("learn", "groups/zero_advantage_fraction"),
+    ("learn", _EQUAL),
     ("accuracy", "eval/accuracy"),
     ("loss", "loss"),
     ("loss", "warm_start/loss"),
@@ -38,7 +39,10 @@ _LINE = (
 
 
 class Progress:
-    """Shows a run's progress, as a context manager. ``auto`` means live on a terminal and plain elsewhere."""
+    """Shows a run's progress, as a context manager. ``auto`` means live on a terminal and plain elsewhere.
+
+    ``needs_differences``: groups of equal rewards give no gradient, so the share of the others is shown.
+    """
 
     def __init__(
         self,
@@ -47,12 +51,13 @@ class Progress:
         title: str = "",
         *,
         run_folder: Path | None = None,
+        needs_differences: bool = True,
         console: Console | None = None,
     ) -> None:
         self._console = console or Console()
         self.total = total_steps  # may be known only once the data is read
         self._title = title
-        self._folder = run_folder
+        self._folder, self._needs_differences = run_folder, needs_differences
         self._warm_total: int | None = None
         self._row: Mapping[str, JsonValue] = {"step": 0}
         self._rewards: deque[float] = deque(maxlen=40)
@@ -125,7 +130,7 @@ class Progress:
         return f"{'warm_start' if warm else 'step'} {self._row.get(at, 0)}" + (f"/{total}" if total else "")
 
     def _line(self) -> str:
-        fields = [f"{label}={self._shown(name)}" for label, name in _LINE if name in self._row]
+        fields = [f"{label}={self._shown(name)}" for label, name in _LINE if name in self._row and self._says(name)]
         if (speed := self._tokens_per_second()) is not None:
             fields.append(f"tokens/s={speed:.0f}")
         if self._row.get("phase") != "warm_start":
@@ -134,9 +139,12 @@ class Progress:
             fields.append(f"checkpoint={self._checkpoint}")
         return " ".join([self._position(), *fields])
 
+    def _says(self, name: str) -> bool:
+        return self._needs_differences or name != _EQUAL
+
     def _shown(self, name: str) -> str:
         """A figure of the row; for groups the share with different rewards."""
-        share = _teaching(self._row) if name == "groups/zero_advantage_fraction" else None
+        share = _teaching(self._row) if name == _EQUAL else None
         return _show(self._row[name]) if share is None else f"{share:.0%}"
 
     def _tokens_per_second(self) -> float | None:
@@ -178,7 +186,7 @@ class Progress:
             reward.append(_sparkline(list(self._rewards)), style="green")
             reward.append(f"  {min(self._rewards):.3g} to {max(self._rewards):.3g}", style="not bold dim")
             facts.append(("reward", reward))
-        if (share := _teaching(self._row)) is not None:
+        if self._says(_EQUAL) and (share := _teaching(self._row)) is not None:
             text = f"{share:.0%} of the groups teach" + ("" if share else ": each group's rewards are equal")
             facts.append(("learn", Text(text, style="" if share else "bold red")))
         if self._accuracy is not None:
@@ -196,7 +204,7 @@ class Progress:
 
 def _teaching(row: Mapping[str, JsonValue]) -> float | None:
     """Share of a step's groups whose rewards differ, so that they give a gradient."""
-    equal = _number(row, "groups/zero_advantage_fraction")
+    equal = _number(row, _EQUAL)
     return None if equal is None else 1 - equal
 
 

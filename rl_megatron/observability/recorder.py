@@ -42,8 +42,9 @@ class Recorder:
         decode: Callable[[list[int]], str] | None = None,
         fresh: bool = True,
     ) -> None:
-        """``is_taught``: a teacher's distribution is learnt from, whatever the rewards. ``decode`` gives the text of
-        what a model read between turns; without it samples have no turns. ``fresh``: the run begins, or starts over."""
+        """``is_taught``: texts are learnt from, a teacher's distribution or right answers, whatever the advantages.
+        ``decode`` gives the text of what a model read between turns; without it samples have no turns. ``fresh``: the
+        run begins, or starts over."""
         self._metrics = MetricsWriter(
             folder, tensorboard=log.tensorboard, wandb=log.wandb, wandb_project=log.wandb_project, fresh=fresh
         )

@@ -184,6 +184,24 @@ class AlgorithmSection(Section):
         """Whether the loss needs the reference's most probable tokens."""
         return self.kl.coefficient > 0 and self.kl.estimator == "top_k"
 
+    @property
+    def taught_by_equal(self) -> list[str]:
+        """The keys, with their values, that make groups of equal rewards worth keeping: they give a gradient too."""
+        keys = {
+            "algorithm.credit=gae": self.credit == "gae",
+            f"algorithm.advantage_mean={self.advantage_mean}": self.advantage_mean
+            in {"greedy", "batch", "moving", "tracked"},
+            f"algorithm.kl.placement={self.kl.placement}": self.kl.coefficient > 0 and self.kl.placement != "loss",
+            f"algorithm.kl.estimator={self.kl.estimator}": self.needs_top,
+            f"algorithm.nll_coefficient={self.nll_coefficient:g}": self.nll_coefficient > 0,
+        }
+        return [key for key, teaches in keys.items() if teaches]
+
+    @property
+    def needs_differences(self) -> bool:
+        """Whether only groups with different rewards give a gradient; without a baseline every reward gives one."""
+        return self.advantage_mean != "none" and not self.taught_by_equal
+
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
         problems = [*_credit_problems(self), *_ratio_problems(self), *_kl_problems(self)]

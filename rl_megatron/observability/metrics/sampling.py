@@ -94,7 +94,12 @@ SAMPLING = (
     ("groups/trained", "groups", "groups that the step trains on; 0 if it is skipped because there are none"),
     ("groups/dropped", "groups", "groups left out: failed rewards if the config says so, and `poison` prompts"),
     ("groups/filtered", "groups", "groups of equal shaped rewards, left out by rollout.dynamic_sampling"),
-    ("groups/zero_advantage_fraction", "", "share of groups whose rewards are all equal, so they give no gradient"),
+    (
+        "groups/zero_advantage_fraction",
+        "",
+        "share of groups whose rewards are all equal: no gradient where a group's mean is the baseline, but with a "
+        "critic, another baseline or none, a KL in the reward, a teacher's distribution or algorithm.nll_coefficient",
+    ),
     (
         "ledger/<name>",
         "prompts",

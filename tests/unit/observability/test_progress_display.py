@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 from contextlib import closing
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from rich.console import Console
 
+from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.log import LogSection
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
@@ -74,6 +76,30 @@ def test_the_panel_says_that_no_group_teaches() -> None:
     with Progress(10, "live", console=console) as progress:
         progress.step({**RL, EQUAL: 1.0})
     assert "0% of the groups teach: each group's rewards are equal" in file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ([], True),
+        (["algorithm=dapo"], True),
+        *[
+            ([f"algorithm={name}"], False)
+            for name in ("spo", "reinforce", "reinforce_plus_plus", "remax", "ppo", "vapo", "distill")
+        ],
+        (["algorithm.advantage_mean=moving", "algorithm.baseline_decay=0.9", "algorithm.advantage_std=none"], False),
+        (["algorithm=grpo", "algorithm.nll_coefficient=0.1"], False),
+    ],
+)
+@pytest.mark.parametrize("mode", ["live", "plain"])
+def test_groups_of_equal_rewards_that_teach_are_not_said_to_teach_nothing(
+    keys: list[str], said: bool, mode: Literal["live", "plain"]
+) -> None:
+    console, file = _console(terminal=mode == "live")
+    section = load_config("tiny_cpu", keys).algorithm
+    with Progress(10, mode, console=console, needs_differences=section.needs_differences) as progress:
+        progress.step({**RL, EQUAL: 1.0})
+    assert ("learn=0%" in file.getvalue() or "0% of the groups teach" in file.getvalue()) is said
 
 
 @pytest.mark.parametrize(
