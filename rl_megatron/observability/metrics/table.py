@@ -22,6 +22,10 @@ from rl_megatron.observability.metrics.sampling import SAMPLING
 logger = logging.getLogger(__name__)
 
 
+_TIMED_UNITS = ("s", "ms", "tokens/s", "rank", "s/s")
+_TIMED = ("overlap/", "idle/", "checkpoint/", "memory/", "mfu/", "plane/", "endpoint/")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documented:
     """One documented metric, or a family with a ``<name>`` or ``<k>``. ``unit`` is "" for a ratio or count."""
@@ -34,9 +38,7 @@ class Documented:
     def is_timing(self) -> bool:
         """Whether it depends on the clock, on when the run saved, on what ranks hold or on connections, and not on the
         data alone."""
-        return self.unit in ("s", "ms", "tokens/s", "rank", "s/s") or self.name.startswith(
-            ("overlap/", "idle/", "checkpoint/", "memory/", "mfu/", "plane/", "endpoint/")
-        )
+        return self.unit in _TIMED_UNITS or self.name.startswith(_TIMED)
 
 
 METRICS: Mapping[str, Documented] = {
@@ -82,13 +84,14 @@ def deterministic(row: JsonRow) -> dict[str, JsonValue]:
 
 def render_docs() -> str:
     """docs/metrics.md, from the table."""
-    head = """# Metrics
+    head = f"""# Metrics
 
 `runs/<name>/metrics.jsonl` holds one JSON object per line: one for each recorded supervised step of the warm start,
 then one for each step of the job. Names are stable. A value that was NaN or infinite is `null`. TensorBoard tags and
 W&B keys are the same names, prefixed by `warm_start/` in rows of the warm start. Log-probs, entropies and KLs are in
-nats. Metrics in s, ms, s/s, tokens/s and rank, and mfu, depend on the clock, those of a checkpoint on when the run
-saved; all others are equal to the bit in equal runs, but where servers sample ahead, whose answers arrive by the clock.
+nats. Metrics in {", ".join(_TIMED_UNITS)}, and those of {", ".join(f"`{name}`" for name in _TIMED)}
+depend on the clock, on when the run saved, on what ranks hold or on connections; all others are equal to the bit in
+equal runs, but where servers sample ahead, whose answers arrive by the clock.
 
 A metric that a run cannot have is absent, not 0: what says "with max_staleness" where train.max_staleness is 0, what
 needs servers where the learner's processes sample.

@@ -115,6 +115,13 @@ def test_deterministic_leaves_out_the_clock_alone() -> None:
     assert deterministic({"tokens/rollout": 5, "weights/bytes": 8}) == {"tokens/rollout": 5, "weights/bytes": 8}
 
 
+def test_the_head_of_the_docs_names_what_depends_on_the_clock() -> None:
+    said = render_docs().split("Metrics in ")[1].split("depend on the clock")[0]
+    units, names = said.split(", and those of ")
+    for name, metric in METRICS.items():
+        assert metric.is_timing == (metric.unit in units.split(", ") or f"`{name.split('/')[0]}/`" in names), name
+
+
 def test_a_resume_writes_the_rows_of_a_run_that_was_never_stopped(tmp_path: Path) -> None:
     def steps(first: int, last: int) -> list[dict[str, float | str]]:
         return [{"step": s, "phase": "rl", "loss": 1.0 / s} for s in range(first, last + 1)]
