@@ -58,7 +58,7 @@ def cispo(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: Algorithm
     """-sg(clip(rho, cap_low, cap_high)) A log pi (arXiv:2506.13585): no token loses its gradient."""
     ratio = log_ratio.detach().exp()
     capped = ratio.clamp(row.cap_low, row.cap_high)
-    return -capped * inputs.advantages * inputs.logprobs, capped != ratio
+    return -capped * inputs.advantages * inputs.logprobs, (capped != ratio) & (inputs.advantages != 0)
 
 
 def topr(log_ratio: Tensor, inputs: LossInputs, lengths: Tensor, row: AlgorithmSection) -> TokenLosses:

@@ -148,7 +148,7 @@ def token_term(row: AlgorithmSection, logprob: float, delta: float, advantage: f
         return -advantage * logprob, -advantage, False
     if row.objective in ("cispo", "topr"):
         capped = clamp(ratio, row.cap_low, row.cap_high)
-        return -capped * advantage * logprob, -capped * advantage, capped != ratio
+        return -capped * advantage * logprob, -capped * advantage, capped != ratio and advantage != 0
     clipped = clamp(ratio, 1 - row.clip_low, 1 + row.clip_high)
     if clipped * advantage < ratio * advantage:
         return -clipped * advantage, 0.0, True

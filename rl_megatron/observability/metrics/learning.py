@@ -124,7 +124,12 @@ LEARNING = (
     ),
     ("entropy", "nats", "mean entropy of the policy's next-token distribution at sampled positions"),
     ("entropy/coefficient", "", "weight of the entropy bonus in this step; only with algorithm.entropy_target"),
-    ("clip_fraction", "", "share of tokens (of sequences, for a sequence ratio) whose gradient the clip removes"),
+    (
+        "clip_fraction",
+        "",
+        "share of tokens (of sequences, for a sequence ratio) whose gradient the clip removes, or a cap of the ratio "
+        "makes another (cispo, scalerl, topr, dppo_tv, dppo_kl); none of advantage 0",
+    ),
     ("clip_fraction/low", "", "the part of clip_fraction with a ratio below 1"),
     ("clip_fraction/high", "", "the part of clip_fraction with a ratio of 1 or above"),
     ("ratio/mean", "", "mean importance ratio, current over old policy, at the algorithm's level"),

@@ -132,6 +132,14 @@ def test_cispo_caps_are_absolute_ratios_and_keep_every_gradient() -> None:
     assert output.metrics["clip_fraction"].value.item() == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("objective", ["clip", "cispo", "topr", "dppo_tv", "dppo_kl"])
+def test_a_token_of_advantage_zero_has_no_gradient_to_limit(objective: str) -> None:
+    far = math.log(9)
+    inputs = batch([[-3 + far, -3 - far]], old=[[-3, -3]], advantages=[[0.0, 0.0]])
+    assert policy_loss(objective=objective).row.cap_high < 9
+    assert policy_loss(objective=objective)(inputs).metrics["clip_fraction"].value.item() == 0.0
+
+
 def test_gspo_is_grpo_with_a_sequence_ratio() -> None:
     grpo = policy_loss(aggregation="seq_mean_token_mean", clip_low=3e-4, clip_high=4e-4)
     assert changed(grpo, ratio_level="sequence") == GSPO
