@@ -62,13 +62,14 @@ class SubprocessExecutor(Executor):
 
 
 async def why_unfenced() -> str:
-    """Why this machine cannot fence a program, by a trial of it; empty if it can."""
-    program, limits = SandboxProgram(argv=["true"]), Limits.of(SandboxSection())
+    """Why this machine cannot fence a program of Python, by a trial of it; empty if it can."""
+    program, limits = SandboxProgram(argv=None, files={PYTHON: b""}), Limits.of(SandboxSection())
     try:
-        await SubprocessExecutor(SandboxSection()).execute(program, limits)
+        ran = await SubprocessExecutor(SandboxSection()).execute(program, limits)
     except SandboxError as error:
         return str(error)
-    return ""
+    ended = f"ends as {ran.ended!r} with status {ran.exit}: {ran.stderr}"
+    return "" if ran.exit == 0 else f"sandbox.type=subprocess: an empty program of {sys.executable} {ended}"
 
 
 def _order(program: SandboxProgram, limits: Limits, *, fenced: bool) -> bytes:
@@ -86,7 +87,7 @@ def _order(program: SandboxProgram, limits: Limits, *, fenced: bool) -> bytes:
 
 def _readable() -> list[str]:
     """Folders, files and links that a program may read; none lies in another's folder."""
-    own = [sys.base_prefix, os.path.realpath(sys.base_prefix), sys.prefix]
+    own = [path for prefix in (sys.base_prefix, sys.prefix) for path in (prefix, os.path.realpath(prefix))]
     there = list(dict.fromkeys(path for path in (*_SYSTEM, *own) if os.path.exists(path)))
     folders = [path for path in there if not os.path.islink(path)]
     return [path for path in there if not any(other != path and Path(path).is_relative_to(other) for other in folders)]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
@@ -62,6 +63,19 @@ def test_a_program_has_its_input_its_files_and_nothing_of_this_process() -> None
     assert (wrong.ended, wrong.exit, wrong.stdout) == ("done", 3, "a\n")
     assert ran(["sh", "-c", "echo $0 $HOME >&2"]).stderr == "sh /box\n"
     assert ran(["no-such-program"]).exit == 127
+
+
+@fenced
+def test_an_environment_may_be_a_link_and_python_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    with TemporaryDirectory(dir="/var/tmp") as folder:  # a program's /tmp is its own
+        link = Path(folder, "environment")
+        link.symlink_to(sys.prefix)
+        monkeypatch.setattr(sys, "prefix", str(link))
+        monkeypatch.setattr(sys, "executable", str(link / "bin" / "python"))
+        assert asyncio.run(why_unfenced()) == ""
+        assert ran("print(1)").stdout == "1\n"
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    assert "/no/python ends as 'done' with status 127" in asyncio.run(why_unfenced())
 
 
 @fenced
