@@ -76,6 +76,49 @@ def test_math_verify_knows_equal_expressions() -> None:
     assert score("math_verify", "x+1", "$1+x$", "$x-1$") == [1, 0]
 
 
+LATEX = (
+    *(r"\frac{1}{2}", r"\frac12", r"- \frac{35}{9}", r"3 \frac{1}{2}", r"3\sqrt{13}", r"70 \sqrt{2}", r"2\pi", "e^2"),
+    *("p - q", "2k+2", "y = 2x + 3", "x=5", "6 - 5i", "3R^2", "2*x+1", "sqrt(2)", "5!", "2^{10}", r"\log_2 3", "3:2"),
+    *(
+        r"\left( 3, \frac{\pi}{2} \right)",
+        "[0,1)",
+        r"(-\infty,3]",
+        r"x \in [-2,7]",
+        "x<5",
+        r"\{1,2,3\}",
+        "1,2,3",
+        "-2,1",
+    ),
+    *(r"1\pm\sqrt{19}", r"3 \times 10^8", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"90^\circ", r"\text{(C)}", "25_8"),
+    *(r"5.4 \text{ cents}", r"10\%", r"\$18.90", "58,500", "5 cm", "120 degrees", "-5", "\u22125", "+5", "7th", "yes"),
+)
+
+
+@pytest.mark.parametrize("answer", LATEX)
+def test_math_verify_reads_latex_without_dollars_as_latex(answer: str) -> None:
+    assert score("math_verify", answer, rf"The answer is $\boxed{{{answer}}}$.") == [1]
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (r"3\sqrt{13}", r"\sqrt{117}", "3"),
+        ("6 - 5i", "-5i + 6", "5"),
+        ("2k+2", "2(k+1)", "2"),
+        ("1,2,3", "3, 2, 1", "1.2"),
+        (r"1\frac{4}{5}", "1.8", "0.8"),
+        ("10 or 12", "10, 12", "12"),
+        ("10,000 dollars", "10000", "10"),
+        ("1.5 million dollars", "1.5", "1"),
+        ("1 000 000", "1000000", "0"),
+        ("25%", r"25\%", "20"),
+        ("£5", "5", "6"),
+    ],
+)
+def test_math_verify_reads_the_whole_answer(answer: str, right: str, wrong: str) -> None:
+    assert score("math_verify", answer, rf"$\boxed{{{right}}}$", rf"$\boxed{{{wrong}}}$", f"so {wrong}") == [1, 0, 0]
+
+
 def test_math_verify_refuses_an_answer_it_cannot_read() -> None:
     with pytest.raises(RewardError, match="'train:7'"):
         score("math_verify", "", "1")
