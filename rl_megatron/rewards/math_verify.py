@@ -1,58 +1,95 @@
-"""Rewards a completion whose last expression equals the answer mathematically, by the math-verify library."""
+"""Rewards a completion whose last expression equals the answer mathematically, by the math-verify library.
+
+The library runs in a few processes (math_verify_worker.py): its regular expressions and powers of integers hold
+Python's lock, for hours on some texts, and would stop the event loop. A thread waits for each process.
+"""
 
 from __future__ import annotations
 
-import logging
-import re
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rl_megatron.errors import ConfigError, RewardError
-from rl_megatron.rewards.threads import in_daemon_thread
 from rl_megatron.types import Completion, Prompt, Scored
 
-_MARKED = ("$", r"\boxed", r"\(", r"\[")  # by which the package knows LaTeX
-_MEASURE = re.compile(  # a number, with its thousands and words for its unit, of which LaTeX would make products
-    r"[-+]?[€£¥]?(?:\d{1,3}(?:[ ,]\d{3})+|\d*)(?:\.\d+)?\s*%?(?:\s+[A-Za-z]{3,})*", re.ASCII
-)
+LIMIT_SECONDS = 3.0  # of a processor, for one completion: 100 kB of ordinary text take 0.02
+_PROCESSES = min(4, len(os.sched_getaffinity(0)))
+_COMMAND = (sys.executable, "-P", "-m", "rl_megatron.rewards.math_verify_worker")
 
 
 async def math_verify(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
-    """1.0 if math-verify finds the two equal, else 0.0, also for a text that it cannot parse.
+    """1.0 if math-verify finds the two equal, else 0.0, also for a text that it cannot parse or not in 3 s of a
+    processor.
 
-    The answer may be a number, LaTeX with or without its dollars, or GSM8K's (the part after ``####``). math-verify's
-    own time limits need the main thread's signals, so they are off: ``reward.timeout_seconds`` bounds this call.
+    The answer may be a number, LaTeX with or without its dollars, or GSM8K's (the part after ``####``).
     Raises RewardError for an answer that is not an expression, ConfigError if the library is missing.
     """
-    return await in_daemon_thread(partial(_score, prompt, list(texts)))
-
-
-def _score(prompt: Prompt, texts: Sequence[str]) -> list[Scored]:
-    try:
-        from math_verify import parse, verify
-    except ImportError as error:
-        raise ConfigError(
-            f"reward.function=math_verify needs the math-verify library ({error}); pip install math-verify"
-        ) from error
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
     answer = prompt.answer.rsplit("####", 1)[-1].strip()
-    if not (wanted := _expression(answer)):
+    if not (await _asked(answer, None)).get("known"):
         raise RewardError(f"prompt {prompt.id!r}: math-verify finds no expression in its answer {answer!r:.80}")
-    out = []
-    for text in texts:
-        read = parse(text, parsing_timeout=None)
-        right = verify(wanted, read, timeout_seconds=None, raise_on_error=False)
-        out.append(Scored(total=float(right), answer=str(read[0]) if read else ""))
-    return out
+    told = await asyncio.gather(*(_asked(answer, text) for text in texts))
+    return [Scored(total=one.get("total", 0.0), answer=one.get("answer", "")) for one in told]
 
 
-def _expression(answer: str) -> list[Any]:
-    """What the package reads in an answer; empty if it reads nothing. It takes the bare numbers out of LaTeX without
-    dollars, so only a number is read as plain text first."""
-    from math_verify import parse
+async def _asked(answer: str, text: str | None) -> dict[str, Any]:
+    """What a process says; empty if it ended over this."""
+    told = await asyncio.wrap_future(_threads.submit(_mine.ask, answer, text))
+    if "missing" in told:
+        raise ConfigError(
+            f"reward.function=math_verify needs the math-verify library ({told['missing']}); pip install math-verify"
+        )
+    return told
 
-    readings = [answer, f"${answer}$"]
-    if not _MEASURE.fullmatch(answer) and not any(mark in answer for mark in _MARKED):
-        readings.reverse()
-    return next(filter(None, (parse(one, parsing_timeout=None) for one in readings)), [])
+
+class _Worker(threading.local):
+    """The process of the calling thread, which ends with it; another one where the last has ended."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, answer: str, text: str | None) -> dict[str, Any]:
+        line = json.dumps([LIMIT_SECONDS, answer, text]).encode() + b"\n"
+        for _ in range(2):  # what ended it without its own limit may have nothing to do with this text
+            process = self._process = self._process or _started()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(line)
+                process.stdin.flush()
+                said = process.stdout.readline()
+            except BrokenPipeError:
+                said = b""
+            if said.endswith(b"\n"):
+                told: dict[str, Any] = json.loads(said)
+                return told
+            self._process = None
+            process.kill()
+            process.communicate()
+            if process.returncode == -signal.SIGPROF:
+                return {}
+            if process.returncode >= 0:
+                raise RewardError(f"the process of math-verify ended with status {process.returncode}")
+        return {}
+
+
+def _started() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        _COMMAND,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "LANG": "C.UTF-8"},
+    )
+
+
+_threads = ThreadPoolExecutor(_PROCESSES, "math-verify")
+_mine = _Worker()
