@@ -12,16 +12,18 @@ from rl_megatron.types import Completion, Prompt, Scored
 
 MAX_DIGITS = 1000  # a sampled number with more equals no answer; Python refuses to parse 4300 and more
 
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+"
+_POWER = r"(?:[eE][-+]?\d{1,3}(?!\w|\.\d))?"  # of ten; more digits would make integers of any size
+_DIGITS = rf"(?:(?:\d{{1,3}}(?:(?:,|\{{,\}})\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+){_POWER}"
 # A minus is a sign unless it subtracts from something before it: "5-3" ends in 3, "= -3" in -3.
 _NUMBER = re.compile(
-    rf"(?P<sign>(?<![\w.)%])[-+\u2212])?\$?(?P<inner>(?<=\$)[-+\u2212])?(?P<top>{_DIGITS})(?:/(?P<bottom>\d+(?:\.\d+)?))?",
+    rf"(?P<sign>(?<![\w.)%])[-+\u2212])?\$?(?P<inner>(?<=\$)[-+\u2212])?(?P<top>{_DIGITS})(?:/(?P<bottom>\d+(?:\.\d+)?{_POWER}))?",
     re.ASCII,
 )
 
 
 async def final_number(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
-    """1.0 if the numbers are equal as exact fractions, else 0.0: ``0.5``, ``1/2``, ``.50`` and ``$0.50`` are equal.
+    """1.0 if the numbers are equal as exact fractions, else 0.0: ``0.5``, ``1/2``, ``.50``, ``5e-1`` and ``$0.50`` are
+    equal.
 
     Ignores units (``%`` and ``$``) and commas between thousands. Raises RewardError if the answer holds no number.
     """
@@ -42,7 +44,7 @@ def last_number(text: str) -> Fraction | None:
         pass
     if last is None or len(last[0]) > MAX_DIGITS:
         return None
-    value = Fraction(last["top"].replace(",", ""))
+    value = Fraction(last["top"].replace("{,}", "").replace(",", ""))
     if last["bottom"] is not None:
         divisor = Fraction(last["bottom"])
         if divisor == 0:

@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import sys
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +24,7 @@ _MARKED = ("$", r"\boxed", r"\(", r"\[")  # by which the package knows LaTeX
 _MEASURE = re.compile(  # a number, with its thousands and words for its unit, of which LaTeX would make products
     r"[-+]?[€£¥]?(?:\d{1,3}(?:[ ,]\d{3})+|\d*)(?:\.\d+)?\s*%?(?:\s+[A-Za-z]{3,})*", re.ASCII
 )
+_SCIENTIFIC = re.compile(r"(?<![\w.])\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\w|\.\d)", re.ASCII)
 
 
 def main() -> int:
@@ -51,7 +53,7 @@ def _told(seconds: float, answer: str, text: str | None) -> dict[str, Any]:
     if text is None:
         told: dict[str, Any] = {"known": bool(wanted)}
     else:
-        read = parse(text, parsing_timeout=None)
+        read = parse(_positional(text), parsing_timeout=None)
         told = {"total": float(verify(wanted, read, timeout_seconds=None, raise_on_error=False)), "answer": ""}
         with contextlib.suppress(ValueError, RecursionError):  # too deep, or too many digits, to be written
             told["answer"] = str(read[0]) if read else ""
@@ -65,10 +67,16 @@ def _expression(answer: str) -> list[Any]:
     dollars, so only a number is read as plain text first."""
     from math_verify import parse
 
+    answer = _positional(answer)
     readings = [answer, f"${answer}$"]
     if not _MEASURE.fullmatch(answer) and not any(mark in answer for mark in _MARKED):
         readings.reverse()
     return next(filter(None, (parse(one, parsing_timeout=None) for one in readings)), [])
+
+
+def _positional(text: str) -> str:
+    """The text with 0.001 in place of 1e-3, in which the package reads Euler's number, or 1."""
+    return _SCIENTIFIC.sub(lambda number: format(Decimal(number[0]), "f"), text)
 
 
 if __name__ == "__main__":

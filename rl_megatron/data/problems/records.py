@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import islice
 from typing import Any
 
@@ -44,11 +45,16 @@ def record_of(row: Mapping[str, object], fields: tuple[str, ...]) -> Record | st
                 wanted = _NO_VALUE if value is None else NESTED if isinstance(value, list | dict) else _QUOTED
                 return f"field {name!r} is {value!r:.40} ({type(value).__name__}); {wanted}"
             others[name] = value
-            value = json.dumps(value, ensure_ascii=False)
+            value = _positional(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
         if not value.strip():
             return f"field {name!r} is empty"
         texts.append(value)
     return Record(tuple(texts), others)
+
+
+def _positional(number: float) -> str:
+    """Its digits without a power of ten, in which many read another number: 0.00001, not 1e-05."""
+    return format(Decimal(repr(number)), "f")
 
 
 def values_of(column: Any) -> list[Any]:

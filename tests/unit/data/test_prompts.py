@@ -244,7 +244,16 @@ def test_all_other_fields_of_a_row_are_the_prompts_meta(tmp_path: Path, suffix: 
 
 
 @pytest.mark.parametrize(
-    ("answer", "text"), [(0.5, "0.5"), (["a", "é"], '["a", "é"]'), ({"x": 1}, '{"x": 1}'), (True, "true"), ("7", "7")]
+    ("answer", "text"),
+    [
+        (0.5, "0.5"),
+        (1e-05, "0.00001"),
+        (-2.5e16, "-25000000000000000"),
+        (["a", "é"], '["a", "é"]'),
+        ({"x": 1}, '{"x": 1}'),
+        (True, "true"),
+        ("7", "7"),
+    ],
 )
 def test_an_answer_that_is_no_text_is_the_text_that_json_has_for_it(tmp_path: Path, answer: object, text: str) -> None:
     path = tmp_path / "rows.jsonl"

@@ -48,6 +48,12 @@ def test_exact_match_looks_past_white_space_only() -> None:
         ("1,2345", "2345"),
         ("#### 1,000,000", "1000000"),
         ("version 1.2.3", "3"),
+        ("1e-05", "1/100000"),
+        ("-2.5E+16.", "-25000000000000000"),
+        ("1/2e3", "1/2000"),
+        ("1e5000", "5000"),
+        ("2e-3x", "3"),
+        ("$1{,}000{,}000$", "1000000"),
     ],
 )
 def test_the_last_number_is_read_exactly(text: str, value: str) -> None:
@@ -117,6 +123,21 @@ def test_math_verify_reads_latex_without_dollars_as_latex(answer: str) -> None:
 )
 def test_math_verify_reads_the_whole_answer(answer: str, right: str, wrong: str) -> None:
     assert score("math_verify", answer, rf"$\boxed{{{right}}}$", rf"$\boxed{{{wrong}}}$", f"so {wrong}") == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("1e-3", "0.001", "1"),
+        ("0.00001", "1e-05", "1"),
+        ("1.5e+16", r"1.5 \times 10^{16}", "1.5"),
+        ("e-3", "e-3", "0.001"),
+        (r"2e^{-3}", r"\frac{2}{e^3}", "0.002"),
+        ("1,000", "1{,}000", "1"),
+    ],
+)
+def test_math_verify_reads_powers_of_ten(answer: str, right: str, wrong: str) -> None:
+    assert score("math_verify", answer, rf"$\boxed{{{right}}}$", rf"$\boxed{{{wrong}}}$") == [1, 0]
 
 
 def test_math_verify_refuses_an_answer_it_cannot_read() -> None:
