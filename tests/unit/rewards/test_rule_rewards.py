@@ -61,7 +61,7 @@ def test_a_function_without_its_options_says_which(name: str, message: str) -> N
         (["reward.parts.Format=1"], r"reward\.parts\.Format.*text that matches"),
         (["reward.parts.format.weights=1"], r"reward\.parts\.format\.weights=1: no such key.*weight"),
         (["reward.parts.format=yes"], r"reward\.parts\.format='yes': a section, not one value"),
-        (["reward.parts.format=.nan"], r"reward\.parts\.format\.weight=nan: must be a finite number"),
+        (["reward.parts.format=.nan"], r"reward\.parts\.format\.weight=\.nan: must be a finite number"),
     ],
 )
 def test_what_cannot_run_is_refused_with_its_key(overrides: list[str], message: str) -> None:
