@@ -101,7 +101,7 @@ def test_a_base_is_beside_the_study(tmp_path: Path) -> None:
         ({"axes": {"a": [3]}}, r"axes\.a\.0: 3: must be an override as text, a list of them, or one label"),
         ({"axes": {"a": []}}, r"axes\.a=\[\]: must be at least one$"),
         ({"contrasts": {"c": {}}}, r"contrasts\.c=\{\}: must be at least one$"),
-        ({"contrasts": {"c": {"base": float("inf")}}}, r"contrasts\.c\.base=inf: must be a finite number"),
+        ({"contrasts": {"c": {"base": float("inf")}}}, r"contrasts\.c\.base=\.inf: must be a finite number"),
         ({"axes": {"a": [{"x": "train.steps=3", "y": "train.steps=4"}]}}, r"axes\.a: .*one label with its overrides"),
         ({"axes": {"a": ALGORITHMS, "b": RATES[:1]}, "combine": "zip"}, r"equally many levels; a has 2, b has 1"),
         ({"axes": {"a": ALGORITHMS, "b": ["algorithm=ppo"]}}, r"axes\.b and axes\.a both set algorithm"),

@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -129,12 +130,14 @@ def test_completions_without_a_finite_part_count_for_no_part(
 
 
 def test_a_batch_counts_what_was_scored_of_groups_that_are_left_out() -> None:
-    kept = Answered(group=cast(Any, "kept"), rewards=(0.1, 0.2), scored=(Scored(total=0.1, parts={"a": -1.0}),) * 2)
-    equal = replace(kept, group=None, reason="equal_rewards")
+    group = cast(Any, SimpleNamespace(trajectories=[SimpleNamespace(num_sampled=n) for n in (3, 4)], greedy=None))
+    kept = Answered(group=group, rewards=(0.1, 0.2), scored=(Scored(total=0.1, parts={"a": -1.0}),) * 2)
+    equal = replace(kept, group=None, reason="equal_rewards", left_out_tokens=5)
     failed = Answered(group=None, reason="reward_error", scored=(Scored(total=math.nan, error="why"),) * 2)
     batch = RolloutBatch.of([kept, equal, failed, kept])
-    assert (batch.groups, batch.filtered_groups, batch.dropped_groups) == (("kept", "kept"), 1, 1)
+    assert (batch.groups, batch.filtered_groups, batch.dropped_groups) == ((group, group), 1, 1)
     assert (batch.num_completions, batch.reward_sum, batch.reward_errors) == (6, 0.9, 2)
+    assert batch.num_tokens == 2 * (3 + 4) + 5
     assert batch.part_means() == {"reward/part/a": -1.0}
     assert RolloutBatch().part_means() == {}
 
