@@ -253,7 +253,6 @@ class ServedBench:
 
     async def sampling(self, *running: asyncio.Task[Any]) -> None:
         """Until every server has told thrice that it made tokens, behind prompts so, or one of the requests is over."""
-        spare_a_core()
         for server in self.engine.servers:
             told = {await self.engine.adapter.tokens(server)}
             while len(told) <= 3 and not any(task.done() for task in running):
@@ -292,6 +291,7 @@ def spare_a_core() -> None:
 
     Linux shares cores between sessions, and lets a server's have all of them for seconds: with two other busy processes
     a test that wants to meet a request of a second heard of it when it was over, 21 times of 22; of 60 so, never.
+    Not for servers of several processes, which wait for each other by spinning: one core makes them crawl.
     """
     cores = os.sched_getaffinity(0)
     for process in psutil.Process().children(recursive=True):

@@ -12,7 +12,7 @@ from launcher.servers.engines import SERVERS
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.layouts.families import read_shape
-from tests.engines.benches import Bench, LocalBench, ServedBench, interpreter, served
+from tests.engines.benches import Bench, LocalBench, ServedBench, interpreter, served, spare_a_core
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +32,7 @@ def start(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
             if name not in running and name in SERVERS:
                 needs(name)
                 running[name] = stack.enter_context(served(name, models[0], tmp_path_factory.mktemp(name)))
+                spare_a_core()
             return running.setdefault(name, LocalBench(read_shape(models[0])))
 
         yield get

@@ -33,7 +33,7 @@ from rl_megatron.weights.layouts.lora import hf_adapters, ranks_of_parts
 from rl_megatron.weights.servers.beside import ADAPTERS, AdapterWeights, adapters_folder
 from tests.completions import completion
 from tests.e2e.processes import REWARDS
-from tests.engines.benches import MAX_LENGTH, NEW, FolderSync, ServedBench, logprobs_of, request, served
+from tests.engines.benches import MAX_LENGTH, NEW, FolderSync, ServedBench, logprobs_of, request, served, spare_a_core
 from tests.engines.conftest import needs
 from tests.engines.learned import save_model
 from tests.engines.reads_adapters import TEXT
@@ -130,6 +130,7 @@ def pushed_meanwhile(bench: ServedBench, weights: AdapterWeights) -> tuple[int, 
     """The version that was pushed under a request, this, which began before, and one that began behind it."""
 
     async def both(new: int, version: int) -> tuple[Completion, Completion] | None:
+        spare_a_core()
         running = asyncio.create_task(bench.engine.generate(request(new=new)))
         await bench.sampling(running)
         await weights.push(version)

@@ -19,7 +19,7 @@ from launcher.servers.engines import SERVERS
 from rl_megatron.rollout.servers.replicas import Health
 from rl_megatron.types import Completion, GenerationRequest
 from tests.e2e.processes import alive, eventually
-from tests.engines.benches import NEW, ServedBench, logprobs_of, request, served, words_of
+from tests.engines.benches import NEW, ServedBench, logprobs_of, request, served, spare_a_core, words_of
 from tests.engines.conftest import needs
 from tests.engines.straight import FolderSender, direct
 from tests.engines.test_faults import start
@@ -48,6 +48,7 @@ def while_sampling(server: ServedBench, do: Callable[[], None]) -> Answered:
     """Long requests under which something happens, and their answers."""
 
     async def both(asked: Sequence[GenerationRequest]) -> Answered | None:
+        spare_a_core()
         running = [asyncio.create_task(server.engine.generate(r)) for r in asked]
         await server.sampling(*running)
         met = not any(task.done() for task in running)
@@ -68,6 +69,7 @@ def pushed_while_sampling(server: ServedBench, folder: Path, version: int) -> An
     servers, adapter = server.engine.servers, server.engine.adapter
 
     async def both(asked: Sequence[GenerationRequest]) -> Answered | None:
+        spare_a_core()
         running = [asyncio.create_task(server.engine.generate(r)) for r in asked]
         await server.sampling(*running)
         await asyncio.gather(*(adapter.pause(one, "recompute") for one in servers))
