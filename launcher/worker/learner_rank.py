@@ -109,6 +109,7 @@ class Worker(RankModels):
         from rl_megatron.weights.formats.served import FORMATS
         from rl_megatron.weights.plans.copies import plan_into_copies
         from rl_megatron.weights.plans.plan import plan
+        from rl_megatron.weights.servers.mirror import claim_folder
         from rl_megatron.weights.transports.commit import Staging
         from rl_megatron.weights.transports.connect import Ends, make_transport
 
@@ -128,6 +129,7 @@ class Worker(RankModels):
         )
         section, folder = config.weights.filling(served=config.fills_files), versions_folder(config, run_folder)
         if section.transport == "file" and section.folder is not None and self._rank == 0:
+            claim_folder(folder)
             self._ends.enter_context(removed(folder))
         ends = Ends(
             section=section.model_copy(update={"verify": section.verify and not self._sealed}),

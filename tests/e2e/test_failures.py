@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import psutil
 
+from launcher.runs.folder import versions_folder
+from rl_megatron.config.io import load_config
 from tests.e2e.processes import Place, alive
 from tests.exposure import check_secrets, check_sockets, family, ports_of
 
@@ -105,3 +107,16 @@ def _files(name: str) -> tuple[str, ...]:
         "reward.function=final_number",
         ONE,
     )
+
+
+def test_a_folder_of_versions_that_another_put_there_is_refused(place: Place) -> None:
+    shared, others = place.folder / "shared", place.folder / "others"
+    keys = (ONE, "weights.transport=file", f"weights.folder={shared}", "warm_start.steps=0", "train.steps=1")
+    name = versions_folder(load_config("tiny_cpu", list(keys)), place.folder / "runs" / "taken").name
+    for folder in (shared, others):
+        folder.mkdir()
+    (shared / name).symlink_to(others)
+    run = place.fork("taken", *keys)
+    assert run.end() == 1
+    assert f"{shared / name}, the folder for weights: it is there, but is no folder of user" in run.text()
+    assert not [*others.iterdir()]

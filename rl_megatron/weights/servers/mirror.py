@@ -80,13 +80,7 @@ class Mirror:
         Called by one process of a node, before any opens it. Raises SyncError if the folder of ``path`` already exists
         and other users can access it: they can guess its name.
         """
-        try:
-            private_folder(path.parent)
-        except PermissionError as error:
-            raise SyncError(
-                f"{path.parent}, the folder for weights: {error.strerror}. Whoever made it could read and change "
-                "them; remove it, or set weights.folder to another folder"
-            ) from error
+        claim_folder(path.parent)
         for left in path.parent.glob(f"{path.name}*.json"):  # of a run that was killed
             left.unlink()
         quantization = None if kind is None else kind.config(shapes)
@@ -103,9 +97,9 @@ class Mirror:
         The first time it takes all of the file's memory. Raises SyncError where there is no room for it.
         """
         _note(self.path, self._writer).unlink(missing_ok=True)
-        while self._sparse:
-            _take_room(self._sparse[0])
-            del self._sparse[0]
+        for path in self._sparse:
+            _take_room(path)
+        self._sparse = []
 
     def serve(self, version: int) -> None:
         """Mark what this writer wrote as ``version``'s, once all have written. Raises SyncError that names a tensor
@@ -144,6 +138,18 @@ def _entries(shapes: Mapping[str, Shape], dtype: torch.dtype, kind: Format | Non
 
 def _head(entries: Stored) -> bytes:
     return header_bytes([(name, given, shape) for name, (given, shape) in entries.items()])
+
+
+def claim_folder(folder: Path) -> None:
+    """Make a folder for weights, for this user alone: others can foretell its name. Raises SyncError if one is there
+    that others can access."""
+    try:
+        private_folder(folder)
+    except PermissionError as error:
+        raise SyncError(
+            f"{folder}, the folder for weights: {error.strerror}. Whoever made it could read and change them; remove "
+            "it, or set weights.folder to another folder"
+        ) from error
 
 
 def _empty_file(path: Path, entries: Stored) -> None:
