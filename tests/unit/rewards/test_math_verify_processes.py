@@ -6,12 +6,15 @@ import asyncio
 import math
 import os
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
+from rl_megatron.errors import RewardError
 from rl_megatron.rewards import math_verify
 from rl_megatron.rewards.scoring import score
 from rl_megatron.types import Prompt, Scored
@@ -23,12 +26,12 @@ STARTER = """
 import asyncio, sys
 from rl_megatron.rewards import math_verify
 from rl_megatron.types import Prompt
-start = math_verify._started
-def started():
-    process = start()
+start = math_verify.new_process
+def noted(log):
+    process = start(log)
     print(process.pid, flush=True)
     return process
-math_verify._started = started
+math_verify.new_process = noted
 asyncio.run(math_verify.math_verify(Prompt(id="a", text="", token_ids=(1,), answer="8"), [None], [sys.argv[1]]))
 """
 
@@ -58,6 +61,28 @@ def test_a_process_that_was_killed_is_replaced() -> None:
         assert worker._process is not None
         worker._process.kill()
         worker._process.wait()
+
+
+def test_a_process_that_was_stopped_is_waited_for_no_longer_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_verify, "WAIT_SECONDS", 0.5)
+    worker = math_verify._Worker()
+    processes = []
+
+    def stopped(log: IO[bytes]) -> subprocess.Popen[bytes]:
+        processes.append(process := start(log))
+        process.send_signal(signal.SIGSTOP)
+        return process
+
+    start = math_verify.new_process
+    monkeypatch.setattr(math_verify, "new_process", stopped)
+    assert worker.ask("8", "$8$") == {}
+    assert [one.returncode for one in processes] == [-signal.SIGKILL] * 2
+
+
+def test_a_process_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_verify, "_COMMAND", (sys.executable, "-c", "raise SystemExit('no room here')"))
+    with pytest.raises(RewardError, match="ended with status 1: no room here"):
+        math_verify._Worker().ask("8", "$8$")
 
 
 def test_processes_end_with_the_one_that_started_them() -> None:
