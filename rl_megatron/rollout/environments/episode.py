@@ -21,7 +21,7 @@ from rl_megatron.rollout.conversation.messages import MessagesRefused
 from rl_megatron.rollout.conversation.templates import Template
 from rl_megatron.rollout.endpoint.served import RequestRefused, Served, ServedTokens, ServedTurn
 from rl_megatron.rollout.endpoint.tokens import TokenRows
-from rl_megatron.rollout.parsers.parsed import Parsed, Parser
+from rl_megatron.rollout.parsers.parsed import Parsed, Parser, opens_thought
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Chain, Completion, GenerationRequest, Prompt, SamplingParams, StopReason, Turn
 
@@ -154,7 +154,7 @@ class Episode(Served):
         ids = completion.token_ids
         if completion.finish_reason == "stop" and int(ids[-1]) in self._setting.params.stop_token_ids:
             ids = ids[:-1]
-        opened = self._setting.template.decode(prompt[-_OPENING:], special=True).rstrip().endswith("<think>")
+        opened = opens_thought(self._setting.template.decode(prompt[-_OPENING:], special=True))
         return self._setting.parser(self._setting.template.decode(ids, special=True), tools, opened=opened)
 
     def _keep(self, turn: Turn | None, read: Parsed) -> Reply:
@@ -234,8 +234,14 @@ class Episode(Served):
 
     def _observed(self, token_ids: TokenIds) -> int:
         """The tokens of a prompt that no earlier row begins with; 0 of the first."""
-        rows = (*self.conversation.rows(), *self._rows.rows())
-        return min((len(token_ids) - _alike(row, token_ids) for row in rows), default=0)
+        rows = [*self.conversation.rows(), *self._rows.rows()]
+        if not rows:
+            return 0
+        known = 0
+        for row in reversed(rows):  # the newest has most in common; of the others one token says that it has no more
+            if known < min(len(row), len(token_ids)) and row[known] == token_ids[known]:
+                known = max(known, _alike(row, token_ids))
+        return len(token_ids) - known
 
     def _check_first(self, length: int) -> None:
         most = self._setting.max_prompt_tokens

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 MOST_DEEP = 64
+_THINK = "<think>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,19 +74,23 @@ def parsed(content: str, reasoning: str, calls: Sequence[tuple[str, str]], probl
     return Parsed(message=message, problem=problem)
 
 
+def opens_thought(prompt: str) -> bool:
+    """Whether the turn behind the prompt's text begins in reasoning."""
+    return prompt.rstrip().endswith(_THINK)
+
+
 def split_thought(text: str, call: str, *, opened: bool) -> tuple[str, str]:
     """The reasoning and what is behind it, without the line breaks that templates put around both.
 
     It ends at the first ``</think>``, or without one at a line that begins with ``call``, the mark of a call. A text
     that has such a mark before ``</think>`` is no reasoning, if neither it nor its prompt opened one.
     """
-    start, end = "<think>", "</think>"
-    thought, found, rest = text.partition(end)
-    if not opened and not text.lstrip().startswith(start) and (not found or call in thought):
+    thought, found, rest = text.partition("</think>")
+    if not opened and not text.lstrip().startswith(_THINK) and (not found or call in thought):
         return "", text
     if not found and (called := f"\n{text}".find(f"\n{call}")) >= 0:
         thought, rest = text[:called], text[called:]
-    before, again, inside = thought.partition(start)
+    before, again, inside = thought.partition(_THINK)
     return (inside if again and not before.strip() else thought).strip("\n"), rest.lstrip("\n")
 
 
