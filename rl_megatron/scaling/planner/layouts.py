@@ -19,7 +19,9 @@ from rl_megatron.types import ParallelDims
 Goal = Literal["tokens", "memory", "step"]
 Timed = tuple[float, dict[str, object]]
 """Seconds of training in a step, and the keys of the layout."""
-_MOST_STAGES = 32
+CUTS = (1, 2, 4, 8)
+"""Degrees of tensor and context parallelism that are tried."""
+MOST_STAGES, MOST_EXPERT_RANKS = 32, 128
 _USUAL = 8192  # tokens of a micro-batch, from which longer ones make products no faster
 _FEW_EXPERTS = 16  # of a layer, up to which each is large enough to cut (etp)
 _AXES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
@@ -98,7 +100,7 @@ def layouts(wanted: Wanted, world: int) -> Iterator[dict[str, object]]:
     longest = base.longest_sequence
     heads = [shape.num_heads, shape.num_kv_heads if shape.latent is None else shape.num_heads]
     heads += [] if shape.delta is None else [shape.delta.key_heads]
-    tps = [tp for tp in (1, 2, 4, 8) if tp <= wanted.per_node and all(n % tp == 0 for n in heads)]
+    tps = [tp for tp in CUTS if tp <= wanted.per_node and all(n % tp == 0 for n in heads)]
     cuts = 0 < shape.num_experts <= _FEW_EXPERTS and not (shape.expert_bias or shape.stacked_experts)
 
     def etps(tp: int) -> list[int]:
@@ -106,10 +108,10 @@ def layouts(wanted: Wanted, world: int) -> Iterator[dict[str, object]]:
             return [tp]
         return sorted({1, int(str(wanted.given.get("learner.etp", tp if cuts else 1)))})
 
-    cps = [cp for cp in (1, 2, 4, 8) if cp == 1 or longest / cp >= 8192 or wanted.given.get("learner.cp") == cp]
+    cps = [cp for cp in CUTS if cp == 1 or longest / cp >= 8192 or wanted.given.get("learner.cp") == cp]
     vpps = sorted({1, 2, 4, int(str(wanted.given.get("learner.vpp", 1)))})
     for tp, cp in product(tps, cps):
-        for pp in range(1, min(_MOST_STAGES, shape.num_layers) + 1):
+        for pp in range(1, min(MOST_STAGES, shape.num_layers) + 1):
             if world % (tp * cp * pp):
                 continue
             dp = world // (tp * cp * pp)
@@ -146,7 +148,9 @@ def _with_work(wanted: Wanted, longest: int, degrees: Mapping[str, int]) -> Iter
 def _expert_degrees(wanted: Wanted) -> list[int]:
     """Degrees that divide the experts: powers of two and multiples of 24, at most 128, and the user's."""
     count, given = wanted.shape.num_experts, wanted.given.get("learner.ep")
-    usual = [ep for ep in range(1, min(count, 128) + 1) if ep & (ep - 1) == 0 or ep % 24 == 0 or ep == given]
+    usual = [
+        ep for ep in range(1, min(count, MOST_EXPERT_RANKS) + 1) if ep & (ep - 1) == 0 or ep % 24 == 0 or ep == given
+    ]
     return [ep for ep in usual if count % ep == 0] or [1]
 
 

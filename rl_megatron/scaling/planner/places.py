@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from itertools import product
 
 from rl_megatron.scaling.memory import GB, weights_on_gpu, weights_served
-from rl_megatron.scaling.planner.layouts import Wanted
+from rl_megatron.scaling.planner.layouts import CUTS, Wanted
 from rl_megatron.scaling.rl_step import MOST_STALENESS, rollout_seconds, server_shape
 from rl_megatron.scaling.rollouts import Sampled
 
+SERVER_DP = (1, 2, 4, 8, 16, 32)
+"""Degrees of a server's data parallelism that are tried."""
 _SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the nodes that servers may have for themselves
 _FRACTIONS = (0.6, 0.4, 0.25)  # of a GPU for a server that takes turns with the learner
 _CACHE = 0.12  # of a GPU that a server's cache and kernels take at least
@@ -62,7 +64,7 @@ def _servers(wanted: Wanted, gpus: int, fraction: float) -> tuple[Sampled, dict[
     best: tuple[Sampled, dict[str, object]] | None = None
     shape, base = wanted.shape, wanted.base
     weights = weights_served(base, shape)
-    for tp, dp in product((1, 2, 4, 8), (1, 2, 4, 8, 16, 32)):
+    for tp, dp in product(CUTS, SERVER_DP):
         ranks = tp * dp
         spread = dp > 1 and (not shape.num_experts or shape.num_experts % ranks)
         if ranks > gpus or tp > wanted.per_node or shape.num_heads % tp or spread:

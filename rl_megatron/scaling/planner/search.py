@@ -15,8 +15,17 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.options import table as options
 from rl_megatron.scaling.host_memory import copies_bytes, host_bytes
 from rl_megatron.scaling.memory import CHANGES, GB, Footprint, fullest
-from rl_megatron.scaling.planner.layouts import Timed, Wanted, described, timed_layouts, with_keys
-from rl_megatron.scaling.planner.places import placements
+from rl_megatron.scaling.planner.layouts import (
+    CUTS,
+    MOST_EXPERT_RANKS,
+    MOST_STAGES,
+    Timed,
+    Wanted,
+    described,
+    timed_layouts,
+    with_keys,
+)
+from rl_megatron.scaling.planner.places import SERVER_DP, placements
 from rl_megatron.scaling.rl_step import RlStep, rl_step
 
 NEAR = 1.3
@@ -24,10 +33,10 @@ NEAR = 1.3
 _CHECKED = 24  # layouts of a placement whose memory is planned, at most
 _OF_HOST = 0.8  # of a node's memory that the learner may take; processes, files in /dev/shm and caches have the rest
 _SEARCHED: Mapping[str, str] = {
-    **dict.fromkeys(("learner.tp", "learner.cp", "rollout.server.tp"), "1, 2, 4 or 8"),
-    "learner.ep": "a divisor of the experts, at most 128",
-    "learner.pp": "up to 32",
-    "rollout.server.dp": "1, 2, 4, 8, 16 or 32",
+    **dict.fromkeys(("learner.tp", "learner.cp", "rollout.server.tp"), ", ".join(map(str, CUTS))),
+    "learner.ep": f"a divisor of the experts, at most {MOST_EXPERT_RANKS}",
+    "learner.pp": f"up to {MOST_STAGES}",
+    "rollout.server.dp": ", ".join(map(str, SERVER_DP)),
     "weights.transport": "cuda_ipc or carried with servers on the learner's GPUs, process_group with servers apart",
 }
 """The values that are tried of keys that a user may give, for messages."""

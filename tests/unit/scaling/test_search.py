@@ -227,7 +227,7 @@ def test_rejected_layouts_say_why_and_what_would_help() -> None:
         (("deepseek-v3", "gpus=8", "gpu=h100"), "on 8 GPUs of 80 GB was tried: servers' weights fit in none"),
         ((*SMALL, "learner.max_tokens_per_micro_batch=8192", "learner.ep=3"), "or these keys leave none: rollout."),
         ((*SMALL, "weights.transport=file"), "weights.transport is tried as cuda_ipc or carried with servers on"),
-        ((*SMALL, "rollout.server.tp=3"), "leave one out; rollout.server.tp is tried as 1, 2, 4 or 8"),
+        ((*SMALL, "rollout.server.tp=3"), "leave one out; rollout.server.tp is tried as 1, 2, 4, 8"),
         ((*SMALL, "rollout.server.pp=2"), "scale plans servers of one stage"),
         ((*SMALL, "learner.lora.rank=16"), "learner.lora.rank=16: scale predicts seconds of training and pushing all"),
         ((*SMALL, "goal=step", "train.max_staleness=2"), "goal=step is synchronous, but train.max_staleness=2"),
