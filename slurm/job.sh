@@ -32,6 +32,7 @@ outlive() { # in a step, which its node's loss does not end
     exec env --unset=SLURM_GPUS_PER_NODE srun "${group[@]}" --overlap --no-kill --nodelist="$(IFS=,; echo "$*")" \
         --nodes="$#" --ntasks="$#" --ntasks-per-node=1 --cpus-per-task=1 --mem=0 \
         bash -c "$(declare -f for_good)"'
+            why=
             while sleep "$((15 + 5 * SLURM_PROCID))"; do
                 left=$(squeue --noheader --job="$1" --states=all --format=%N) &&
                     left=$(for each in $left; do scontrol show hostnames "$each" || exit; done) && [ -n "$left" ] || continue

@@ -37,6 +37,11 @@ async def check_interpreter(python: Path, adapter: Adapter) -> None:
         )
 
 
+def show_package(packages: Path) -> None:
+    """Have the empty folder ``packages`` hold this package alone, for an interpreter that must not get those beside."""
+    (packages / "rl_megatron").symlink_to(Path(__file__).resolve().parents[2] / "rl_megatron")
+
+
 def python_path(packages: Path) -> str:
     """A PYTHONPATH with ``packages`` before the user's own entries."""
     return os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))

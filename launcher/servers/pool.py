@@ -19,7 +19,7 @@ from launcher.servers.checks import ServerChecks
 from launcher.servers.degrees import degree_problems
 from launcher.servers.engines import adapter_places, longest_sequence
 from launcher.servers.fleet import Fleet
-from launcher.servers.interpreter import check_interpreter, python_path
+from launcher.servers.interpreter import check_interpreter, python_path, show_package
 from launcher.servers.kernels import folder_of_server
 from launcher.servers.site import MoreSites, Site, Sites, elsewhere, vacated
 from launcher.servers.supervisor import Attached, Standing, Started, Supervisor
@@ -170,11 +170,11 @@ class ServedEngines:
         return Server(url, token=token, timeout_seconds=self._section.timeout_seconds)
 
     async def _prepare(self, packages: Path) -> None:
-        """Prepare a start. The engine's interpreter sees this package alone, never the packages beside it."""
+        """Prepare a start."""
         if self._config.slurm.engines.container is None:
             await check_interpreter(self._python, self._adapter)
             await self._compare()
-        (packages / "rl_megatron").symlink_to(Path(__file__).resolve().parents[2] / "rl_megatron")
+        show_package(packages)
         self._write_models(packages)
 
     async def _compare(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from launcher.processes.guards import Guard, Order
 from launcher.processes.last_words import end_of
 from launcher.processes.scratch import scratch
-from launcher.servers.interpreter import python_path
+from launcher.servers.interpreter import python_path, show_package
 from launcher.servers.site import Site
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.services import ServiceSection
@@ -79,7 +79,7 @@ class RunningServices:
         async with contextlib.AsyncExitStack() as stack:
             if self._replicas:
                 self._packages = stack.enter_context(scratch(within=self._folder))
-                (self._packages / "rl_megatron").symlink_to(Path(__file__).resolve().parents[2] / "rl_megatron")
+                show_package(self._packages)
             for one in self._replicas:
                 stack.push_async_callback(one.end)
             try:
@@ -130,7 +130,7 @@ class RunningServices:
         port = one.ports.enter_context(site.ports())
         words = [word.format(host=site.host, port=port) for word in shlex.split(one.section.command)]
         own = {"SERVICE_HOST": site.host, "SERVICE_PORT": str(port), "SERVICE_KEY": key}
-        own["PYTHONPATH"] = python_path(self._packages)  # this package alone, for any interpreter
+        own["PYTHONPATH"] = python_path(self._packages)
         one.guard = await site.start(
             Order(
                 before=site.before,
