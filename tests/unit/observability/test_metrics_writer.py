@@ -200,30 +200,30 @@ def test_wandb_gets_the_run_its_axes_and_its_rows(tmp_path: Path, monkeypatch: p
     assert calls[4:] == [("log", {"step": 1, "loss": 0.5}), ("finish", None)]
 
 
-def test_wandb_has_one_run_for_each_that_starts_anew_whatever_its_folder_is_called(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def ids(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ids by which W&B's runs were begun."""
     given: list[str] = []
     package = types.ModuleType("wandb")
     package.init = lambda **options: given.append(options["id"]) or MagicMock()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", package)
+    return given
+
+
+def test_wandb_has_one_run_for_each_that_starts_anew_whatever_its_folder_is_called(
+    tmp_path: Path, ids: list[str]
+) -> None:
     for of, fresh in (("a", True), ("a", False), ("b", True), ("b", False), ("a", False), ("a", True), ("a", False)):
         MetricsWriter(tmp_path / of / "run", wandb="offline", fresh=fresh).close()
-    (first, *_), (other, *_), (again, *_) = given, given[2:], given[5:]
-    assert given == [first, first, other, other, first, again, again]
+    first, _, other, _, _, again, _ = ids
+    assert ids == [first, first, other, other, first, again, again]
     assert len({first, other, again, "run"}) == 4
 
 
-def test_a_resume_of_a_run_without_an_id_goes_on_under_its_folders_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[str] = []
-    package = types.ModuleType("wandb")
-    package.init = lambda **options: given.append(options["id"]) or MagicMock()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", package)
+def test_a_resume_of_a_run_without_an_id_goes_on_under_its_folders_name(tmp_path: Path, ids: list[str]) -> None:
     for _ in range(2):
         MetricsWriter(tmp_path / "run", wandb="offline", fresh=False).close()
-    assert given == ["run", "run"]
+    assert ids == ["run", "run"]
 
 
 @pytest.mark.parametrize("fails", ["init", "define_metric", "log", "finish"])
