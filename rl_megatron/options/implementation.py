@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from rl_megatron.models.shape import ModelShape
 
 
+GROUPED_COLUMNS = 8
+"""Of what columns grouped products take multiples: rows must be aligned to 16 bytes, and elements are bfloat16."""
+
+
 def uses_transformer_engine(learner: LearnerSection, shape: ModelShape) -> bool:
     """Whether to use TransformerEngine's layers. Raises ConfigError if they are requested, but missing."""
     there = importlib.util.find_spec("transformer_engine") is not None
@@ -28,6 +32,16 @@ def wants_transformer_engine(learner: LearnerSection, shape: ModelShape) -> bool
     """Whether to use TransformerEngine's layers where it is installed: for plans, which a login node makes."""
     able = torch_only(shape) is None and not half_attention_alone(learner)
     return able and learner.device == "cuda" and learner.layers in ("auto", "transformer_engine")
+
+
+def multiplies_at_once(learner: LearnerSection, shape: ModelShape) -> bool:
+    """Whether torch's layers multiply by all experts of a rank in one call, as `learner.model.kernels.grouped` does on
+    GPUs, and hold the results of all; else by one after the other."""
+    d = learner.dims
+    cut = 1 if shape.expert_bias or shape.stacked_experts else d.etp
+    sizes = (shape.hidden_size, shape.expert_width // cut)
+    on_gpu = learner.device == "cuda" and learner.dtype == "bfloat16" and not wants_transformer_engine(learner, shape)
+    return on_gpu and all(size % GROUPED_COLUMNS == 0 for size in sizes)
 
 
 def torch_only(shape: ModelShape) -> str | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rl_megatron.options.implementation import wants_transformer_engine
+from rl_megatron.options.implementation import multiplies_at_once, wants_transformer_engine
 from rl_megatron.options.option import BYTES
 
 if TYPE_CHECKING:
@@ -216,9 +216,11 @@ def _experts(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
     scores_all = shape.router.score == "sigmoid" or not shape.normalize_top_k
     router = shape.num_experts * (12 if fused else 9 if scores_all else 5)
     product = width if fused else 0
-    rows = (hidden * learner.dims.etp + product) * _given(learner, fused) + 2 * width * size  # the rest: gate and up
+    rows: float = (hidden * learner.dims.etp + product) * _given(
+        learner, fused
+    ) + 2 * width * size  # the rest: gate and up
     if shape.expert_bias:
-        rows = (2 * hidden + 7 * width) * size
+        rows = (hidden + _biased(learner, shape)) * size
     places = 24  # bytes of a choice: its expert, weight and place among the rows
     return router + chosen * (rows + places) + _shared(shape, learner, fused)
 
@@ -226,5 +228,13 @@ def _experts(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
 def _activated(learner: LearnerSection, shape: ModelShape, fused: bool) -> float:
     """What experts keep besides their rows: TransformerEngine's keep gate and up even where they are recomputed."""
     width = shape.expert_width * (_given(learner, fused) if fused else 2 * BYTES[learner.dtype])
-    own = (shape.hidden_size + 7 * shape.expert_width) * BYTES[learner.dtype]
+    own = _biased(learner, shape) * BYTES[learner.dtype]
     return shape.experts_per_token * (own if shape.expert_bias else width)
+
+
+def _biased(learner: LearnerSection, shape: ModelShape) -> float:
+    """Elements of a row that experts with biases keep besides it: all at once, which expert is its own, twice; one
+    after the other, the output too."""
+    if multiplies_at_once(learner, shape):
+        return 8 * shape.expert_width + 2 * shape.num_experts / learner.ep
+    return shape.hidden_size + 7 * shape.expert_width

@@ -14,6 +14,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
+from rl_megatron.learner.model.kernels import grouped
 from rl_megatron.learner.model.kernels.fused import expert_mlp
 
 _ALPHA = 1.702  # gate * sigmoid(alpha * gate)
@@ -69,13 +70,26 @@ class FusedExperts(TogetherExperts):
 
     def _compute(self, counts: list[int], x: Tensor, probs: Tensor) -> Tensor:
         weights = (self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias)
+        if grouped.takes(x, self.gate_up_proj, self.down_proj):
+            return self._together(counts, x, probs)
         out = []
         for rows, prob, fc1, bias1, fc2, bias2 in zip(x.split(counts), probs.split(counts), *weights, strict=True):
-            inside = torch.addmm(bias1, rows, fc1)
-            gate, up = inside[:, ::2].clamp(max=self.limit), inside[:, 1::2].clamp(-self.limit, self.limit)
-            active = (up + 1) * gate * torch.sigmoid(_ALPHA * gate)
+            active = self._gated(torch.addmm(bias1, rows, fc1))
             out.append((torch.addmm(bias2, active, fc2) * prob[:, None]).to(x.dtype))
         return torch.cat(out)
+
+    def _together(self, counts: list[int], x: Tensor, probs: Tensor) -> Tensor:
+        """As a loop over experts, on a GPU in calls for all."""
+        groups = grouped.groups_of(counts, x)
+        own = grouped.own(groups, x)
+        active = self._gated(grouped.multiply(x, self.gate_up_proj, groups) + own @ self.gate_up_proj_bias)
+        active, own = ((part * probs[:, None]).to(x.dtype) for part in (active, own))
+        out: Tensor = grouped.multiply(active, self.down_proj, groups) + own @ self.down_proj_bias
+        return out
+
+    def _gated(self, inside: Tensor) -> Tensor:
+        gate, up = inside[:, ::2].clamp(max=self.limit), inside[:, 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(_ALPHA * gate)
 
 
 class StackedExperts(TogetherExperts):
@@ -87,5 +101,5 @@ class StackedExperts(TogetherExperts):
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Tokens [n, h] sorted by expert -> ([n, h], None), scaled by ``probs`` [n]."""
-        weights = [*self.gate_up_proj.unbind()], [*self.down_proj.unbind()]
+        weights = self.gate_up_proj, self.down_proj
         return expert_mlp(x, probs, tokens_per_expert.tolist(), *weights, recompute=self.recompute), None

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.implementation import wants_transformer_engine
+from rl_megatron.options.implementation import multiplies_at_once, wants_transformer_engine
 from rl_megatron.options.kept import delta_bytes, freed, halves, kept, probabilities
 from rl_megatron.options.option import BYTES, Rank
 
 _ALONE = {"moe_act"}
-"""Modules that torch's layers compute again for one expert after the other."""
+"""Modules that torch's layers compute again for one expert after the other, but where they take all at once."""
 
 
 def beside_kept(learner: LearnerSection, shape: ModelShape, rank: Rank) -> float:
@@ -54,7 +54,8 @@ def _one(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> 
         again, attention = sum(parts.values()), parts["attention"]
     else:
         frees = freed(learner, shape, layer, rank.longest)
-        again = attention = sum(frees.get(module, 0.0) for module in {*learner.recompute.modules} - _ALONE)
+        alone = set() if multiplies_at_once(learner, shape) else _ALONE
+        again = attention = sum(frees.get(module, 0.0) for module in {*learner.recompute.modules} - alone)
     mlp = (_experts if layer in shape.moe_layers else _dense)(learner, shape, rank, layer)
     gradients = sum(_attention(shape, layer)) * BYTES[learner.dtype] / learner.tp
     gradients += delta_bytes(learner, shape, layer)
@@ -65,13 +66,23 @@ def _one(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> 
 def _experts(learner: LearnerSection, shape: ModelShape, rank: Rank, layer: int) -> float:
     """Bytes beside what a layer with experts keeps: in its forward pass rows as sorted, as they arrived, as they left
     the experts and as sorted back; in the backward pass the gradients of outputs and inputs, of all
-    experts' weights, which return together, and one expert's products."""
+    experts' weights, which return together, and one expert's products.
+
+    Or the products of all experts at once, with their weights laid side by side: at first four as wide as experts, six
+    of those with biases, and then the gradients of two, beside those of the weights
+    (tests/unit/options/test_grouped_bytes.py measures it)."""
     d, size = learner.dims, BYTES[learner.dtype]
     rows = rank.tokens * shape.experts_per_token / d.tp
     one = rows * shape.hidden_size * size
     apart = d.ep * d.etp > 1
     forward = 2 * one * (1 + d.etp) if apart else one
     forward += rank.tokens * shape.hidden_size / d.tp * size if shape.shared_width else 0.0
+    if multiplies_at_once(learner, shape):
+        inside = rows * shape.expert_width * size
+        together = shape.expert_bias or shape.stacked_experts
+        first = one * d.etp + (6 if shape.expert_bias else 4) * inside + _gradients(learner, shape, layer, matrices=3)
+        last = 2 * one * d.etp + 2 * inside + _gradients(learner, shape, layer, matrices=3 if together else 5)
+        return max(forward, first, last)
     gradients = _gradients(learner, shape, layer, matrices=3)
     products = 8 * rows * shape.expert_width * d.ep / shape.num_experts * size
     return max(forward, 2 * one * d.etp + gradients + products)
@@ -91,7 +102,8 @@ def _gradients(learner: LearnerSection, shape: ModelShape, layer: int, *, matric
     of all its experts."""
     d, size = learner.dims, BYTES[learner.dtype]
     if layer in shape.moe_layers:
-        matrices *= 2 if shape.stacked_experts else 1  # which are then put together
+        apart = shape.stacked_experts and not multiplies_at_once(learner, shape)
+        matrices *= 2 if apart else 1  # which are then put together
         return matrices * shape.hidden_size * shape.expert_width * shape.num_experts / d.ep / d.etp * size
     return matrices * shape.hidden_size * shape.dense_width / d.tp * size
 

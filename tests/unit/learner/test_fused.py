@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_megatron.learner.model.kernels import fused
+from rl_megatron.learner.model.kernels import fused, grouped
 from rl_megatron.learner.packed import Slots
 from rl_megatron.models import linear
 
@@ -71,18 +72,21 @@ def test_rotate() -> None:
 
 
 @pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("function", [fused.expert_mlp, grouped.grouped_mlp], ids=["one by one", "in one call"])
 @pytest.mark.parametrize(
     "counts", [[200, 0, 37, 64], [0, 0, 0, 5], [1, 130, 2, 300]], ids=["an empty expert", "one expert", "uneven"]
 )
-def test_expert_mlp(counts: list[int]) -> None:
+def test_expert_mlp(counts: list[int], function: Callable[..., Tensor]) -> None:
+    """One expert after the other, as on CPUs, and torch's grouped products, which GPUs have."""
     experts, hidden, width = len(counts), 24, 16
     n = sum(counts)
     weights = [random(2 * width, hidden, seed=e) for e in range(experts)]
     weights += [random(hidden, width, seed=e) for e in range(experts)]
 
-    def ours(x: Tensor, probs: Tensor, *weights: Tensor, recompute: bool = False) -> Tensor:
-        fc1, fc2 = list(weights[:experts]), list(weights[experts:])
-        return fused.expert_mlp(x, probs, counts, fc1, fc2, recompute=recompute)
+    def ours(x: Tensor, probs: Tensor, *weights: Tensor, recompute: bool = False, stacked: bool = False) -> Tensor:
+        halves = weights[:experts], weights[experts:]
+        fc1, fc2 = map(torch.stack, halves) if stacked else map(list, halves)
+        return function(x, probs, counts, fc1, fc2, recompute=recompute)
 
     def plain(x: Tensor, probs: Tensor, *weights: Tensor) -> Tensor:
         out = []
@@ -96,8 +100,45 @@ def test_expert_mlp(counts: list[int]) -> None:
     inputs = [random(n, hidden), random(n).sigmoid(), *(w / 4 for w in weights)]
     assert_equal_with_gradients(ours, plain, inputs)
     leaves = [x.clone().requires_grad_() for x in inputs]
-    kept, recomputed = (torch.autograd.grad(ours(*leaves, recompute=r).sum(), leaves) for r in (False, True))
-    assert all(map(torch.equal, kept, recomputed))
+    kept = torch.autograd.grad(ours(*leaves).sum(), leaves)
+    for other in (partial(ours, recompute=True), partial(ours, stacked=True)):
+        assert all(map(torch.equal, kept, torch.autograd.grad(other(*leaves).sum(), leaves)))
+
+
+def test_grouped_products_with_biases() -> None:
+    counts, inside, outside = [3, 0, 40, 5], 24, 16
+
+    def ours(x: Tensor, weights: Tensor, biases: Tensor) -> Tensor:
+        groups = grouped.groups_of(counts, x)
+        return grouped.multiply(x, weights, groups) + grouped.own(groups, x) @ biases
+
+    def plain(x: Tensor, weights: Tensor, biases: Tensor) -> Tensor:
+        return torch.cat([rows @ w + b for rows, w, b in zip(x.split(counts), weights, biases, strict=True)])
+
+    assert_equal_with_gradients(ours, plain, [random(48, inside), random(4, inside, outside), random(4, outside)])
+
+
+@pytest.mark.parametrize("counts", [[0, 5, 0], [8, 4, 9]])
+def test_an_expert_without_rows_has_no_gradient_whatever_torch_leaves(
+    counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch 2.13 does on Blackwell."""
+    multiply = F.grouped_mm
+
+    def leaving(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        out = multiply(a, b, offs=offs)
+        if b.ndim == 2:
+            out[[expert for expert, count in enumerate(counts) if not count]] = torch.nan
+        return out
+
+    monkeypatch.setattr(F, "grouped_mm", leaving)
+    given = [random(sum(counts), 8), random(sum(counts)), random(3, 16, 8), random(3, 8, 8)]
+    x, probs, fc1, fc2 = (tensor.requires_grad_() for tensor in given)
+    out = grouped.grouped_mlp(x, probs, counts, fc1, fc2, recompute=False)
+    out = grouped.multiply(out, fc2, grouped.groups_of(counts, x))
+    for grad in torch.autograd.grad(out.sum(), (fc1, fc2)):
+        assert [bool(one.any()) for one in grad] == [count > 0 for count in counts]
+        assert grad.isfinite().all()
 
 
 def test_slots_and_back() -> None:

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_megatron.learner.model.kernels import grouped
+from rl_megatron.learner.model.kernels.grouped import Weights
 from rl_megatron.learner.packed import Slots
 from rl_megatron.models.linear import through_onednn
 
@@ -158,13 +160,15 @@ class _FromSlots(torch.autograd.Function):
 
 
 def expert_mlp(
-    x: Tensor, probs: Tensor, counts: list[int], fc1: list[Tensor], fc2: list[Tensor], *, recompute: bool = False
+    x: Tensor, probs: Tensor, counts: list[int], fc1: Weights, fc2: Weights, *, recompute: bool = False
 ) -> Tensor:
     """``probs * fc2(silu(gate) * up)`` with ``gate, up = fc1(x)`` for rows [n, h] sorted by expert -> [n, h].
 
     ``counts`` [E] rows of each expert, ``fc1[e]`` [2f, h], ``fc2[e]`` [h, f], ``probs`` [n]. With ``recompute`` only
     ``x`` and ``probs`` are kept, and the backward pass multiplies by ``fc1`` again, to the same bits.
     """
+    if grouped.takes(x, fc1[0]):
+        return grouped.grouped_mlp(x, probs, counts, fc1, fc2, recompute=recompute)
     out: Tensor = _ExpertMLP.apply(x, probs, counts, recompute, *fc1, *fc2)  # type: ignore[no-untyped-call]
     return out
 
