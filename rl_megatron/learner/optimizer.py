@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import megatron.core.optimizer.clip_grads as clip_grads
 import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.utils import local_multi_tensor_l2_norm
 
 from rl_megatron.learner.adam.float8 import keep_float8, tensors_in
 from rl_megatron.learner.adam.groups import overrides, set_decay
@@ -29,6 +31,8 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
     """The optimizer of this rank's chunks. Every rank calls it. The learning rate is set before each step."""
     _fix_torch_adam()
     _fix_places_of_state()
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # where neither TransformerEngine nor apex has a kernel
+        clip_grads.l2_norm_impl = l2_norm
     HybridDeviceOptimizer._move_new_state_to_right_device = _move_state
     settings = with_dtypes(given.optimizer)
     if "muon_use_nesterov" in settings and "muon_nesterov" in inspect.signature(OptimizerConfig).parameters:
@@ -97,6 +101,13 @@ def keeps_weights(part: MegatronOptimizer) -> bool:
 
 def _keeps_weights(adam: torch.optim.Optimizer) -> bool:
     return getattr(adam, "use_decoupled_grad", False)
+
+
+def l2_norm(
+    chunk: int, overflow: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], *_: object
+) -> tuple[torch.Tensor, None]:
+    """The norm [1] of a list of tensors, as megatron-core asks apex for it. Its own waits for a GPU at each tensor."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm([*lists[0]]))).reshape(1), None
 
 
 def norm_of(optimizer: MegatronOptimizer) -> float:

@@ -51,7 +51,7 @@ def install(hidden: Sequence[int]) -> None:
     random.CudaRNGStatesTracker.fork = _unforked
     buffers._coalescing_manager = _one_by_one
     attention.__dict__["is_long"] = lambda *_: False
-    clip_grads.l2_norm_impl = _norm
+    clip_grads.l2_norm_impl = optimizer.l2_norm
     dist.__dict__["all_gather_object"] = _all_alike  # which megatron calls on the names of parameters
     optimizer.__dict__["get_megatron_optimizer"] = partial(get_megatron_optimizer, use_gloo_process_groups=False)
     torch.nn.functional.scaled_dot_product_attention = _attention  # type: ignore[assignment]
@@ -149,11 +149,6 @@ class _Done:
 def _one_by_one(*_: object, **__: object) -> Iterator[_Done]:
     """Coalesced collectives have no rule for tensors without data."""
     yield _Done()
-
-
-def _norm(chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], *_: object) -> tuple[Tensor, None]:
-    """Megatron's makes a tensor of numbers that it reads one by one."""
-    return torch.linalg.vector_norm(torch.stack([x.norm() for x in lists[0]])).reshape(1), None
 
 
 def _all_alike(out: list[Any], mine: Any, group: object = None) -> None:
