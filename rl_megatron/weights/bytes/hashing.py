@@ -6,7 +6,7 @@ them, so hash a piece of at most `PIECE_BYTES` right after it was copied. Both e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ def digest(data: memoryview) -> int:
     return xxh3_64_intdigest(data)
 
 
-def tensor_digests(tensors: Sequence[Tensor]) -> Tensor:
-    """[len(tensors)] int64 on their device, without waiting for it.
+def tensor_digests(tensors: Iterable[Tensor]) -> Tensor:
+    """[number of tensors] int64 on their device, without waiting for it. Takes one of them after the other.
 
     A tensor's digest is the sum of its mixed words, each times an odd number of its position, modulo 2**64. One wrong
     word always changes it; several, or words that changed places, change it except in about one case in 2**63.

@@ -34,6 +34,7 @@ from rl_megatron.weights.transports.buckets import Bucket, BucketPart, cut_into_
 from rl_megatron.weights.transports.words import Peers
 
 _WORD = 8  # bytes of a digest
+_DEVICE_PIECE_BYTES = 2**26  # of a GPU's local copy: a digest widens its words, and takes four times as much for that
 _MOST_TOLD = 10  # problems of a process that an error lists
 
 
@@ -137,7 +138,8 @@ class PlanEnds:
         for t in (*receives, *sends):
             if t.src_rank != t.dst_rank:
                 self._pairs.setdefault((t.src_rank, t.dst_rank), []).append(t)
-        pieces = cut_into_buckets(local, partial(self._dtype, rank), PIECE_BYTES)
+        piece = PIECE_BYTES if self.device.type == "cpu" else _DEVICE_PIECE_BYTES
+        pieces = cut_into_buckets(local, partial(self._dtype, rank), piece)
         self._local = [part for bucket in pieces for part in bucket.parts]
         self._local_src = [view(self.src[part.src_param], part.src_box) for part in self._local]
         self._local_dst = [view(self.dst[part.dst_param], part.dst_box) for part in self._local]
@@ -204,6 +206,9 @@ class PlanEnds:
             if self._local:
                 torch._foreach_copy_(self._local_dst, self._local_src)
             return
+        if self.device.type != "cpu":
+            self._copy_on_device()
+            return
         for part, source, target in zip(self._local, self._local_src, self._local_dst, strict=True):
             target.copy_(source)
             started = time.perf_counter()
@@ -211,6 +216,21 @@ class PlanEnds:
             self._verify_seconds += time.perf_counter() - started
             if held != wanted:
                 self._failures.append(self._difference(part, self.rank))
+
+    def _copy_on_device(self) -> None:
+        """Do the local copies, and wait once for all of their digests."""
+        if not self._local:
+            return
+        torch._foreach_copy_(self._local_dst, self._local_src)
+        started = time.perf_counter()
+        wanted = tensor_digests(
+            source.to(self.device, target.dtype)
+            for source, target in zip(self._local_src, self._local_dst, strict=True)
+        )
+        held = tensor_digests(target.to(self.device) for target in self._local_dst)
+        wrong = (held != wanted).nonzero().flatten().tolist()
+        self._verify_seconds += time.perf_counter() - started
+        self._failures += (self._difference(self._local[i], self.rank) for i in wrong)
 
     def pack(self, parcel: Parcel, version: int) -> None:
         """Fill the parcel's buffer."""
