@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from rl_megatron.errors import CorruptionError
 from tests.gpu import branch
 
 PROMPTS = ((65, 66, 67), (1, 2, 3, 4, 5, 6, 7))
@@ -59,7 +60,25 @@ def engine_main(rank: int, folder: Path, keys: Mapping[str, Any]) -> None:
     words = flipped.view(torch.int32).view(-1)
     words[-1] = words[-1] ^ 4
     seen["flipped"] = {name: checksum(flipped, tuple(flipped.shape))}
+    if device.type != "cpu":  # CPUs verify another way
+        section = WeightsSection(transport="memory")
+        seen["refused"] = _flipped_on_the_way(make_transport(Ends(section=section, moves=moves, **given)))
     branch.end(folder, seen)
+
+
+def _flipped_on_the_way(transport: Any) -> str:
+    """What a push within the process says after a bit flipped between copying and verification."""
+    copy = torch._foreach_copy_
+
+    def flipping(to: list[torch.Tensor], frm: list[torch.Tensor]) -> None:
+        copy(to, frm)
+        to[0].view(torch.int32).bitwise_xor_(4)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch, "_foreach_copy_", flipping)
+        with pytest.raises(CorruptionError) as refused:
+            transport.move(2)
+    return str(refused.value)
 
 
 def ipc_main(rank: int, folder: Path, uuid: str) -> None:
@@ -86,7 +105,6 @@ def ipc_main(rank: int, folder: Path, uuid: str) -> None:
 
 def _flip(rank: int) -> None:
     """A bit flips between the wire and the receiver's tensors: rank 0 refuses the version."""
-    from rl_megatron.errors import CorruptionError
     from rl_megatron.types import ParallelDims
     from tests.distributed import test_transport as base
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -9,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,33 +29,37 @@ class Machine:
 
     pretended: bool = False
 
-    def run(self, worlds: Sequence[World]) -> None:
-        """Run the ranks of one world after the other, in processes that have not used CUDA; fails if one does."""
+    def run(self, worlds: Sequence[World], at_once: int = 1) -> None:
+        """Run the ranks of so many worlds, then those of the next, in processes that have not used CUDA. Fails if one
+        of them does."""
         if self.pretended:
             run_worlds(worlds)
             return
-        spawn = multiprocessing.get_context("spawn")
-        for world in worlds:
-            ranks = [spawn.Process(target=world.main, args=(rank, *world.arguments)) for rank in range(world.size)]
-            for process in ranks:
-                process.start()
-            until = time.monotonic() + LIMIT
-            for process in ranks:
-                process.join(max(0.0, until - time.monotonic()))
-            codes = [process.exitcode for process in ranks]
-            for process in ranks:
-                process.kill()
-            assert codes == [0] * world.size, f"{world.main.__name__}: {codes}; None has not ended in {LIMIT:g} s"
+        wrong = [line for first in range(0, len(worlds), at_once) for line in _run(worlds[first : first + at_once])]
+        assert not wrong, "\n".join(wrong)
 
-    def seen(self, folder: Path, calls: Mapping[str, tuple[Any, ...]]) -> dict[str, dict[str, Any]]:
+    def seen(
+        self, folder: Path, calls: Mapping[str, tuple[Any, ...]], *, together: bool = False
+    ) -> dict[str, dict[str, Any]]:
         """What one process for each call wrote to seen.json, by the call's name.
 
-        A call is ``main`` and its arguments after rank and folder, a new one in ``folder`` for each.
+        A call is ``main`` and its arguments after rank and folder, a new one in ``folder`` for each. ``together``: the
+        calls need nothing of each other and measure nothing, so as many run at once as half of the cores.
         """
-        for name in calls:
-            (folder / name).mkdir(parents=True, exist_ok=True)
-        self.run([World(main=m, size=1, arguments=(folder / name, *rest)) for name, (m, *rest) in calls.items()])
+        at_once = max(1, len(os.sched_getaffinity(0)) * 3 // 4) if together else 1
+        self.run(_worlds(folder, calls), at_once)
         return {name: json.loads((folder / name / "seen.json").read_text()) for name in calls}
+
+    def tried(self, folder: Path, calls: Mapping[str, tuple[Any, ...]]) -> dict[str, dict[str, Any] | str]:
+        """As `seen` with ``together``, but a call that fails has its last words there."""
+        with contextlib.suppress(AssertionError):
+            self.seen(folder, calls, together=True)
+        out: dict[str, dict[str, Any] | str] = {}
+        for name in calls:
+            said, words = folder / name / "seen.json", folder / name / "error.txt"
+            failed = words.read_text() if words.exists() else "it ended without a word"
+            out[name] = json.loads(said.read_text()) if said.exists() else failed
+        return out
 
     def command(self, *arguments: str, folder: Path, environment: Mapping[str, str] = {}, seconds: float = 60) -> str:
         """What ``python ARGUMENTS`` of the kit's interpreter prints in ``folder``; fails with its output."""
@@ -69,6 +75,42 @@ class Machine:
         )
         assert done.returncode == 0, done.stdout[-8000:]
         return done.stdout
+
+
+def _worlds(folder: Path, calls: Mapping[str, tuple[Any, ...]]) -> list[World]:
+    for name in calls:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    return [World(main=_told, size=1, arguments=(main, folder / n, *rest)) for n, (main, *rest) in calls.items()]
+
+
+def _told(rank: int, main: Callable[..., None], folder: Path, *rest: Any) -> None:
+    """Run a call, and keep what it raises in its folder."""
+    try:
+        main(rank, folder, *rest)
+    except BaseException:
+        (folder / "error.txt").write_text(traceback.format_exc())
+        raise
+
+
+def _run(worlds: Sequence[World]) -> list[str]:
+    """Run these at once. Returns lines about those that failed."""
+    spawn = multiprocessing.get_context("spawn")
+    ranks = [[spawn.Process(target=w.main, args=(rank, *w.arguments)) for rank in range(w.size)] for w in worlds]
+    processes = [process for some in ranks for process in some]
+    for process in processes:
+        process.start()
+    until = time.monotonic() + LIMIT
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+    codes = [[process.exitcode for process in some] for some in ranks]
+    for process in processes:
+        process.kill()
+    pairs = zip(worlds, codes, strict=True)
+    return [
+        f"{w.main.__name__}{w.arguments}: {found}; None has not ended in {LIMIT:g} s"
+        for w, found in pairs
+        if any(code != 0 for code in found)
+    ]
 
 
 MACHINE = Machine()

@@ -24,7 +24,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory, machine: Machine) -> dict[str
         "recomputed": (branch.policy_main, {**branch.FLOAT32, "recompute": {"block": 2}}, 2),
         "critic": (branch.critic_main, branch.FLOAT32),
     }
-    return machine.seen(tmp_path_factory.mktemp("float32"), calls)
+    return machine.seen(tmp_path_factory.mktemp("float32"), calls, together=True)
 
 
 @pytest.mark.parametrize("name", ["policy", "recomputed"])

@@ -30,6 +30,12 @@ def test_a_flipped_bit_changes_the_checksum(seen: Any) -> None:
     assert found != seen["memory"][name]
 
 
+def test_a_bit_that_flips_in_a_copy_within_the_process_is_found(seen: Any) -> None:
+    head, line = seen["refused"].splitlines()
+    assert head == "version 2 did not arrive whole at rank 0 and is not served:"
+    assert line.endswith("as rank 0 sent it")
+
+
 def test_greedy_tokens_are_those_of_the_cpu(seen: Any) -> None:
     wanted = json.loads(FILE.read_text())["engine"]
     assert seen["tokens"] == wanted["tokens"]

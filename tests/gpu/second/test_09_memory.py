@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,23 @@ from tests.gpu.machine import Machine, note, versions
 
 pytestmark = pytest.mark.gpu
 SHORT = {"max_prompt_tokens": 8, "max_new_tokens": 8}  # of an engine that is not there
-CASES = {"all kept": {}, "layers recomputed": {"recompute": {"uniform": 1}}}
+TE = {"layers": "transformer_engine"}
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "all kept": {},
+    "layers recomputed": {"recompute": {"uniform": 1}},
+    "TransformerEngine's layers": TE,
+    "TransformerEngine's layers, activations on the host": {
+        **TE,
+        "offload": {"activations": {"attention": True, "moe": True}},
+    },
+    "TransformerEngine's layers, float8 by block": {**TE, "fp8": "blockwise"},
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_holds_what_is_planned(name: str, machine: Machine, tmp_path: Path) -> None:
+    if "layers" in CASES[name] and (machine.pretended or importlib.util.find_spec("transformer_engine") is None):
+        pytest.skip("no TransformerEngine here")
     tokens = 256 if machine.pretended else 8192
     keys: dict[str, Any] = {**branch.BFLOAT16, **CASES[name], "max_tokens_per_micro_batch": tokens}
     calls = {"step": (sizes.step_main, keys, tokens, tokens, machine.pretended)}

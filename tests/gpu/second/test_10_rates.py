@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
-from tests.gpu import branch, sizes
+from tests.gpu import branch, experts, sizes
 from tests.gpu.machine import Machine, note
 
 pytestmark = pytest.mark.gpu
@@ -21,14 +22,27 @@ def test_pushes_checksums_and_log_probs(machine: Machine, tmp_path: Path) -> Non
     assert min(seen[what] for what in ("push, verify=false", "push, verify=true", "checksums", "log-probs")) > 0
 
 
+@pytest.mark.parametrize("layers", ["torch", "transformer_engine"])
 @pytest.mark.parametrize("length", [512, 4096])
-def test_steps_of_packed_sequences(length: int, machine: Machine, tmp_path: Path) -> None:
+def test_steps_of_packed_sequences(length: int, layers: str, machine: Machine, tmp_path: Path) -> None:
+    if layers != "torch" and (machine.pretended or importlib.util.find_spec(layers) is None):
+        pytest.skip("no TransformerEngine here")
     tokens = 256 if machine.pretended else 16384
     each = length // 64 if machine.pretended else length
-    keys = {**branch.BFLOAT16, "recompute": {"uniform": 1}, "max_tokens_per_micro_batch": tokens}
+    keys = {**branch.BFLOAT16, "layers": layers, "recompute": {"uniform": 1}, "max_tokens_per_micro_batch": tokens}
     calls = {"step": (sizes.step_main, keys, tokens, each, machine.pretended)}
     seen = machine.seen(tmp_path, calls)["step"]
-    note(f"step of {tokens // each} sequences of {each}", f"{tokens / seen['step']:.0f} tokens/s")
-    note(f"forward of {tokens // each} sequences of {each}", f"{tokens / seen['score']:.0f} tokens/s")
+    what = f"{tokens // each} sequences of {each}, layers={layers}"
+    note(f"step of {what}", f"{tokens / seen['step']:.0f} tokens/s")
+    note(f"forward of {what}", f"{tokens / seen['score']:.0f} tokens/s")
     waits = ", ".join(f"{line} {count}" for line, count in list(seen["waits"].items())[:8])
     note(f"waits of the host in that step: {sum(seen['waits'].values())}", waits or "none")
+
+
+def test_experts_in_one_call_are_those_one_by_one(machine: Machine, tmp_path: Path) -> None:
+    calls = {"experts": (experts.experts_main, branch.BFLOAT16, machine.pretended)}
+    seen = machine.seen(tmp_path, calls)["experts"]
+    assert seen["without rows"] > 0
+    for name in experts.NAMES:
+        note(f"experts {name}, forward and backward", f"{seen[name]['seconds'] * 1e3:.1f} ms")
+        assert seen[name]["far"] < 0.02, name
