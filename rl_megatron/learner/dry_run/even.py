@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from rl_megatron.learner import optimizer
 from rl_megatron.learner.dry_run.meter import Meter
 from rl_megatron.learner.model import attention
+from rl_megatron.learner.model.kernels import grouped
 
 
 class WithoutData(Meter):
@@ -42,8 +43,9 @@ class WithoutData(Meter):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def install(hidden: Sequence[int]) -> None:
-    """Replace what reads tensors' values. ``hidden`` is the shape of what pipeline stages send each other."""
+def install(hidden: Sequence[int], *, at_once: bool) -> None:
+    """Replace what reads tensors' values. ``hidden`` is the shape of what pipeline stages send each other. ``at_once``:
+    experts' products are in one call, as on GPUs."""
     dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _even_counts
     others = (None, None) if "align_size" in inspect.signature(dispatcher.permute).parameters else ()  # of padding
     dispatcher.permute, dispatcher.sort_chunks_by_idxs = partial(_permute, others), _sort_chunks
@@ -51,6 +53,7 @@ def install(hidden: Sequence[int]) -> None:
     random.CudaRNGStatesTracker.fork = _unforked
     buffers._coalescing_manager = _one_by_one
     attention.__dict__["is_long"] = lambda *_: False
+    grouped.__dict__["takes"] = lambda *_: at_once
     clip_grads.l2_norm_impl = optimizer.l2_norm
     dist.__dict__["all_gather_object"] = _all_alike  # which megatron calls on the names of parameters
     optimizer.__dict__["get_megatron_optimizer"] = partial(get_megatron_optimizer, use_gloo_process_groups=False)

@@ -17,6 +17,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner import cpu
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.fusion import FusionSection
+from rl_megatron.options.implementation import multiplies_at_once
 from rl_megatron.types import DryRun, LossInputs, LossOutput, Samples
 
 cpu.install()  # before the modules below bind megatron's functions
@@ -77,12 +78,13 @@ def dry_run(shape: ModelShape, learner: LearnerSection, rank: int, *, sequence: 
     This process is of no use for anything else afterwards. Raises what a real rank would raise for sizes that do not
     divide.
     """
+    at_once = multiplies_at_once(learner.model_copy(update={"layers": "torch"}), shape)
     learner = learner.model_copy(update={"device": "cpu", "layers": "torch", **_WITHOUT})
     _join(learner, rank)
     packed = micro_batch(learner, sequence)
     if shape.delta is not None:  # which reads lengths
         packed.attention.chunks = cut_into_chunks(packed.attention.cu_seqlens_q, gap=shape.delta.kernel - 1)
-    even.install((len(packed.input_ids) // learner.tp, 1, shape.hidden_size))
+    even.install((len(packed.input_ids) // learner.tp, 1, shape.hidden_size), at_once=at_once)
     logprobs.CPU_CHUNK_BYTES = 1 << 62  # as many positions at once as a GPU takes
     meter = even.WithoutData()
     with FakeTensorMode(allow_non_fake_inputs=True), meter:
