@@ -274,9 +274,10 @@ class Worker(RankModels):
 
     def checksums(self) -> dict[str, int]:
         """The checksum of each Hugging Face tensor that a push wrote here, as the engine holds it."""
-        from rl_megatron.weights.checks.checksums import checksum
+        from rl_megatron.weights.checks.checksums import box_checksums
 
-        return {name: checksum(tensor, tuple(tensor.shape)) for name, tensor in self._held.items()}
+        sums = box_checksums((tensor, tuple(tensor.shape), ()) for tensor in self._held.values())
+        return dict(zip(self._held, sums, strict=True))
 
     def close(self) -> None:
         """Wait for every rank, then leave the process groups."""

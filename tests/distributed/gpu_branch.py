@@ -16,6 +16,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data.packing import pack
 from rl_megatron.training.measures import Made
 from rl_megatron.types import Samples
+from rl_megatron.weights.checks.checksums import box_checksums, checksum
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from tests.distributed.ragged import ragged_samples
 from tests.optimizer_step import train_step
@@ -82,5 +83,9 @@ def rank_main(rank: int, learner: LearnerSection, folder: Path, model: Path) -> 
         seen["waits"] = dict(Counter(WAITS) - before)
         if isinstance(made, Made):
             seen["steps"].append((made.loss, made.step.grad_norm))
+    before = Counter(WAITS)
+    seen["sums"] = box_checksums((tensor, tuple(tensor.shape), ()) for tensor in policy.tensors.values())
+    seen["waits for sums"] = (Counter(WAITS) - before).total()
+    seen["sums on the host"] = [checksum(tensor.cpu(), tuple(tensor.shape)) for tensor in policy.tensors.values()]
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
     world.leave()

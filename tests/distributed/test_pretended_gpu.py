@@ -160,6 +160,14 @@ def test_a_step_makes_the_host_wait_no_more_often_than_is_known(seen: Any) -> No
     assert not found - Counter(WAITS), f"more than is known, by line: {by_line}"
 
 
+def test_checksums_of_all_tensors_are_the_hosts_and_waited_for_once(seen: Any) -> None:
+    for name in LAYOUTS:
+        for rank in seen[name]:
+            assert rank["sums"] == rank["sums on the host"]
+            if rank["device"] != "cpu":
+                assert rank["waits for sums"] == 1
+
+
 def test_all_ranks_make_the_first_call_of_the_default_group(seen: Any) -> None:
     """NCCL connects them in it; a push's first call comes from some of them."""
     assert [rank["first"] for name in LAYOUTS for rank in seen[name]] == [["allreduce_"]] * 11

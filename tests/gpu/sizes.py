@@ -119,7 +119,7 @@ def push_main(rank: int, folder: Path, keys: Mapping[str, Any], small: bool) -> 
     learner, device = branch.begin(rank, folder, keys)
     from rl_megatron.learner.logprobs import token_logprobs
     from rl_megatron.learner.megatron import make_frozen
-    from rl_megatron.weights.checks.checksums import checksum
+    from rl_megatron.weights.checks.checksums import box_checksums
     from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
     from rl_megatron.weights.plans.plan import plan
     from rl_megatron.weights.transports.memory import MemoryTransport
@@ -138,7 +138,7 @@ def push_main(rank: int, folder: Path, keys: Mapping[str, Any], small: bool) -> 
     for verify in (False, True):
         transport = MemoryTransport(moves, src=src, dst=dst, verify=verify)
         seen[f"push, verify={str(verify).lower()}"] = timed(lambda made=transport: made.move(1))
-    seen["checksums"] = timed(lambda: [checksum(t, tuple(t.shape)) for t in dst.values()])
+    seen["checksums"] = timed(lambda: box_checksums((t, tuple(t.shape), ()) for t in dst.values()))
     tokens = 64 if small else 8192
     logits = torch.randn(tokens, shape.vocab_size, device=device, dtype=dtype).requires_grad_()
     targets = torch.zeros(tokens, dtype=torch.int64, device=device)

@@ -10,7 +10,7 @@ places, change it except in about one case in 2**63. It reads memory as fast as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import gcd, prod
 
 import numpy as np
@@ -30,6 +30,21 @@ def checksum(box: Tensor, whole: tuple[int, ...], start: tuple[int, ...] = ()) -
 
     Only dims 0 and 1 may be cut. Raises ValueError if a row's share is not made of whole words.
     """
+    return box_checksums([(box, whole, start)])[0]
+
+
+def box_checksums(boxes: Iterable[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]) -> list[int]:
+    """The `checksum` of each box of one device, given with the shape of its tensor and its start there. A GPU is waited
+    for once, after the last."""
+    factors = _FactorsOnDevice()
+    found = [_sum(*one, factors) for one in boxes]
+    on_device = [one for one in found if isinstance(one, Tensor)]
+    read = iter(torch.stack(on_device).tolist() if on_device else ())
+    return [(next(read) if isinstance(one, Tensor) else one) % _MODULUS for one in found]
+
+
+def _sum(box: Tensor, whole: tuple[int, ...], start: tuple[int, ...], factors: _FactorsOnDevice) -> int | Tensor:
+    """As a number, or of a GPU's tensor, without waiting for it, [] int64."""
     if not box.numel():
         return 0
     if box.ndim < 2:  # a row
@@ -45,7 +60,7 @@ def checksum(box: Tensor, whole: tuple[int, ...], start: tuple[int, ...] = ()) -
         matrix = matrix.contiguous() if matrix.stride(1) != 1 else matrix.clone(memory_format=torch.contiguous_format)
     words = (first // size, (first + width) // size)
     if matrix.device.type != "cpu":
-        return _on_device(matrix.view(_INTS[size]), at[0], words)
+        return _on_device(matrix.view(_INTS[size]), at[0], words, factors)
     seen = np.from_dlpack(matrix.view(_INTS[size]))  # .numpy() would make the storage unresizable
     return _on_cpu(seen.view(_WORDS[size]), at[0], words)
 
@@ -69,15 +84,15 @@ def _on_cpu(matrix: NDArray[np.unsignedinteger], row: int, words: tuple[int, int
     return int((sums * _factors(row + len(matrix), 29)[row : row + len(matrix)]).sum())
 
 
-def _on_device(matrix: Tensor, row: int, words: tuple[int, int]) -> int:
-    device, mask = matrix.device, (1 << 8 * matrix.dtype.itemsize) - 1
-    rows = torch.from_numpy(_factors(row + len(matrix), 29)[row : row + len(matrix)].view(np.int64).copy()).to(device)
-    total = torch.zeros((), dtype=torch.int64, device=device)
+def _on_device(matrix: Tensor, row: int, words: tuple[int, int], factors: _FactorsOnDevice) -> Tensor:
+    mask = (1 << 8 * matrix.dtype.itemsize) - 1
+    rows = factors(matrix.device, 29, row, row + len(matrix))
+    total = torch.zeros((), dtype=torch.int64, device=matrix.device)
     for low, high in _blocks(words, max(1, _PIECE // len(matrix))):
-        columns = torch.from_numpy(_factors(high, 31)[low:high].view(np.int64).copy()).to(device)
         block = matrix[:, low - words[0] : high - words[0]].to(torch.int64)
-        total += ((block & mask if mask < _MODULUS - 1 else block) * columns).sum(1).mul_(rows).sum()
-    return int(total) % _MODULUS
+        block = block & mask if mask < _MODULUS - 1 else block
+        total += (block * factors(matrix.device, 31, low, high)).sum(1).mul_(rows).sum()
+    return total
 
 
 def _blocks(words: tuple[int, int], size: int) -> Iterator[tuple[int, int]]:
@@ -96,3 +111,18 @@ def _factors(count: int, shift: int) -> NDArray[np.uint64]:
         numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(0xBF58476D1CE4E5B9)
         made = _MADE[shift] = (numbers ^ (numbers >> np.uint64(27))) | np.uint64(1)
     return made
+
+
+class _FactorsOnDevice:
+    """`_factors` on GPUs, for one call: a copy of each from the host would wait for the GPU."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[torch.device, int], Tensor] = {}
+
+    def __call__(self, device: torch.device, shift: int, low: int, high: int) -> Tensor:
+        """[high - low] int64."""
+        made = self._made.get((device, shift))
+        if made is None or len(made) < high:
+            numbers = _factors(high, shift)[: 2 * high].view(np.int64).copy()
+            made = self._made[device, shift] = torch.from_numpy(numbers).to(device)
+        return made[low:high]

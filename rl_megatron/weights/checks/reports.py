@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.weights.boxes import Box, Shape, whole_box
-from rl_megatron.weights.checks.checksums import aligned, checksum
+from rl_megatron.weights.checks.checksums import aligned, box_checksums, checksum
 from rl_megatron.weights.checks.places import Held
 
 BoxSum = tuple[str, str, Box, int]
@@ -159,12 +159,11 @@ def not_private(held: Sequence[Held], private: Collection[str]) -> list[Held]:
 
 def checksums_of(held: Sequence[Held], params: Mapping[str, Tensor]) -> Report:
     """Checksums of every box whose parameter is in ``params`` and large enough to hold it."""
-    started, rows = time.perf_counter(), []
-    for one in held:
-        tensor = params.get(one.param)
-        if tensor is not None and fits(one, tensor) and whole_words(one, tensor.dtype.itemsize):
-            sum_ = checksum(one.of(tensor), one.whole, tuple(low for low, _ in one.box))
-            rows.append((one.param, one.hf, one.box, sum_))
+    started = time.perf_counter()
+    there = [(one, tensor) for one in held if (tensor := params.get(one.param)) is not None]
+    there = [(one, t) for one, t in there if fits(one, t) and whole_words(one, t.dtype.itemsize)]
+    sums = box_checksums((one.of(t), one.whole, tuple(low for low, _ in one.box)) for one, t in there)
+    rows = [(one.param, one.hf, one.box, found) for (one, _), found in zip(there, sums, strict=True)]
     return Report(rows=rows, seconds=time.perf_counter() - started)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from rl_megatron.weights.boxes import Box, Shape
-from rl_megatron.weights.checks.checksums import aligned, checksum
+from rl_megatron.weights.checks.checksums import aligned, box_checksums
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.layout import Layout
 
@@ -46,11 +46,18 @@ def sent_checksums(
     sources: Sequence[Source], tensors: Mapping[str, Tensor], sent: Callable[[Source, Tensor], Tensor]
 ) -> Report:
     """Checksums of what engines receive of the learner's boxes: ``sent`` makes it of a box's values."""
-    started, rows = time.perf_counter(), []
-    for one in sources:
-        box = sent(one, tensors[one.param].detach()[tuple(slice(low, high) for low, high in one.place)])
-        if add_up([one], box.dtype.itemsize):
-            rows.append((one.param, one.hf, one.box, checksum(box, one.whole, tuple(low for low, _ in one.box))))
+    started = time.perf_counter()
+    added: list[Source] = []
+
+    def boxes() -> Iterator[tuple[Tensor, Shape, tuple[int, ...]]]:
+        for one in sources:
+            box = sent(one, tensors[one.param].detach()[tuple(slice(low, high) for low, high in one.place)])
+            if add_up([one], box.dtype.itemsize):
+                added.append(one)
+                yield box, one.whole, tuple(low for low, _ in one.box)
+
+    sums = box_checksums(boxes())
+    rows = [(one.param, one.hf, one.box, found) for one, found in zip(added, sums, strict=True)]
     return Report(rows=rows, seconds=time.perf_counter() - started)
 
 

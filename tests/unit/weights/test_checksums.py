@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.weights.checks import checksums
-from rl_megatron.weights.checks.checksums import add, checksum
+from rl_megatron.weights.checks.checksums import add, box_checksums, checksum
 
 SHAPE = (24, 40)
 
@@ -61,7 +61,17 @@ def test_an_accelerator_has_the_same(size: int, monkeypatch: pytest.MonkeyPatch)
     kind = checksums._INTS[size]
     words = made().view(torch.uint8).view(kind)
     expected = checksums._on_cpu(words.numpy().view(checksums._WORDS[size]), 3, (5, 5 + words.shape[1]))
-    assert checksums._on_device(words, 3, (5, 5 + words.shape[1])) == expected
+    found = checksums._on_device(words, 3, (5, 5 + words.shape[1]), checksums._FactorsOnDevice())
+    assert int(found) % 2**64 == expected
+
+
+def test_of_many_boxes_it_is_that_of_each() -> None:
+    boxes = [(made()[low:], SHAPE, (low, 0)) for low in (0, 7)] + [
+        (made(shape=(9,)), (9,), ()),
+        (made()[:0], SHAPE, ()),
+    ]
+    assert box_checksums(iter(boxes)) == [checksum(*box) for box in boxes]
+    assert box_checksums([]) == []
 
 
 def test_what_corrupts_weights_changes_it() -> None:
