@@ -96,16 +96,44 @@ def _sums(x: Tensor, local: Tensor, here: Tensor) -> Tensor:
     return torch.stack([weight.sum(1), weight.mul_(x).sum(1), target])
 
 
-def _logits_gradient(
-    x: Tensor, local: Tensor, here: Tensor, grad: Tensor, entropy: Tensor, entropy_grad: Tensor | None
-) -> Tensor:
-    """[c, V] from the log-probs ``x`` [c, V], which it overwrites."""
-    if entropy_grad is None:
-        x.exp_().mul_(-grad[:, None])
-    else:  # dH/dx = -p (log p + H)
-        factor = (x + entropy[:, None]).mul_(entropy_grad[:, None]).add_(grad[:, None])
-        x.exp_().mul_(factor.neg_())
-    return x.scatter_add_(1, local[:, None].clamp(0, x.shape[1] - 1), (grad * here)[:, None])
+def _shifted(logits: Tensor, scale: float, shift: Tensor) -> Tensor:
+    """``logits * scale - shift`` [c, V] in float32: on GPUs in one pass over memory, on CPUs while a copy is cached."""
+    if not logits.is_cpu:
+        return torch.add(-shift[:, None], logits, alpha=scale)
+    x = logits.to(torch.float32, copy=True)
+    return torch.add(-shift[:, None], x, alpha=scale, out=x)
+
+
+def _write_gradient(
+    out: Tensor,
+    x: Tensor,
+    *,
+    local: Tensor,
+    here: Tensor,
+    grad: Tensor,
+    entropy: Tensor,
+    entropy_grad: Tensor | None,
+) -> None:
+    """Write the gradient of ``x`` [c, V], log-probs, which it overwrites, to ``out``, which may be ``x``."""
+    at = local[:, None].clamp(0, x.shape[1] - 1)
+    factor = -grad[:, None]
+    if entropy_grad is not None:  # dH/dx = -p (log p + H)
+        factor = (x + entropy[:, None]).mul_(-entropy_grad[:, None]).add_(factor)
+    if out is x or x.is_cpu:
+        x.exp_().mul_(factor).scatter_add_(1, at, (grad * here)[:, None])
+        if out is not x:
+            out.copy_(x)
+    else:  # as many bytes less to write and read again as x has
+        own = (grad * here)[:, None] + factor.expand_as(x).gather(1, at) * x.gather(1, at).exp()
+        torch.mul(x.exp_(), factor, out=out).scatter_(1, at, own.to(out.dtype))
+
+
+def _scaled(
+    grad: Tensor | None, entropy_grad: Tensor | None, like: Tensor, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of log-probs and entropy, as those of logits times ``scale`` have them."""
+    grad = torch.zeros_like(like) if grad is None else grad * scale
+    return grad, None if entropy_grad is None else entropy_grad * scale
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -129,7 +157,7 @@ class _TokenLogprobs(torch.autograd.Function):
         here = (local >= 0) & (local < valid)
         sums = torch.zeros(3, len(logits), dtype=torch.float32, device=logits.device)  # sum e^x, sum x e^x, x[target]
         for a in range(0, len(logits) if valid else 0, chunk):
-            x = real[a : a + chunk].to(torch.float32, copy=True).mul_(scale).sub_(peak[a : a + chunk, None])
+            x = _shifted(real[a : a + chunk], scale, peak[a : a + chunk])
             sums[:, a : a + chunk] = _sums(x, local[a : a + chunk], here[a : a + chunk])
         if group is not None:
             dist.all_reduce(sums, group=group)
@@ -145,16 +173,20 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, local, here, log_norm, entropy = ctx.saved_tensors
         valid, chunk = ctx.valid, ctx.chunk
-        if grad is None:
-            grad = torch.zeros_like(log_norm)
+        grad, entropy_grad = _scaled(grad, entropy_grad, log_norm, ctx.scale)
         out = torch.empty_like(logits)
         out[:, valid:] = 0
         for a in range(0, len(logits) if valid else 0, chunk):
             cut = slice(a, a + chunk)
-            x = logits[cut, :valid].to(torch.float32, copy=True).mul_(ctx.scale).sub_(log_norm[cut, None])
-            of_entropy = None if entropy_grad is None else entropy_grad[cut]
-            x = _logits_gradient(x, local[cut], here[cut], grad[cut], entropy[cut], of_entropy)
-            out[cut, :valid] = x.mul_(ctx.scale)
+            _write_gradient(
+                out[cut, :valid],
+                _shifted(logits[cut, :valid], ctx.scale, log_norm[cut]),
+                local=local[cut],
+                here=here[cut],
+                grad=grad[cut],
+                entropy=entropy[cut],
+                entropy_grad=None if entropy_grad is None else entropy_grad[cut],
+            )
         return out, None, None, None, None, None, None
 
 
@@ -204,8 +236,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, local, here, log_norm, entropy = ctx.saved_tensors
         whole: Tensor = ctx.weight
         weight = whole.detach()[: ctx.valid]
-        if grad is None:
-            grad = torch.zeros_like(log_norm)
+        grad, entropy_grad = _scaled(grad, entropy_grad, log_norm, ctx.scale)
         main_grad: Tensor | None = getattr(whole, "main_grad", None)
         direct = main_grad is not None and main_grad.dtype == torch.float32
         of_weight: Tensor | None = None
@@ -215,8 +246,15 @@ class _HeadLogprobs(torch.autograd.Function):
         for a in range(0, len(hidden) if ctx.valid else 0, ctx.chunk):
             cut = slice(a, a + ctx.chunk)
             x = float32_logits(hidden[cut], weight).mul_(ctx.scale).sub_(log_norm[cut, None])
-            of_entropy = None if entropy_grad is None else entropy_grad[cut]
-            x = _logits_gradient(x, local[cut], here[cut], grad[cut], entropy[cut], of_entropy).mul_(ctx.scale)
+            _write_gradient(
+                x,
+                x,
+                local=local[cut],
+                here=here[cut],
+                grad=grad[cut],
+                entropy=entropy[cut],
+                entropy_grad=None if entropy_grad is None else entropy_grad[cut],
+            )
             of_hidden[cut] = sum(x[:, rows] @ weight[rows].float() for rows in _blocks(ctx.valid))
             if of_weight is not None:
                 of_weight[: ctx.valid].addmm_(x.T, hidden[cut].float())
