@@ -35,8 +35,8 @@ def wants_transformer_engine(learner: LearnerSection, shape: ModelShape) -> bool
 
 
 def multiplies_at_once(learner: LearnerSection, shape: ModelShape) -> bool:
-    """Whether torch's layers multiply by all experts of a rank in one call, as `learner.model.kernels.grouped` does on
-    GPUs, and hold the results of all; else by one after the other."""
+    """Whether torch's layers multiply by all experts of a rank in one call (`learner.model.kernels.grouped`), and hold
+    the results of all; else by one after the other. Plans take GPUs for those of Hopper or Blackwell."""
     d = learner.dims
     cut = 1 if shape.expert_bias or shape.stacked_experts else d.etp
     sizes = (shape.hidden_size, shape.expert_width // cut)

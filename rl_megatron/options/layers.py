@@ -19,10 +19,10 @@ class LayersKeys(Section):
 
     layers: Literal["auto", "torch", "transformer_engine"] | OwnCode = "auto"
     """Implementation of the decoder layers. auto: TransformerEngine's if it is installed, device=cuda, and it supports
-    the model (it has no float32 attention with cp > 1), else torch's. Both group experts' products in one call on GPUs;
-    torch's are one expert after the other on CPUs and in float32. ``package.module:name`` is a function of your own,
-    ``(shape, layer) -> ModuleSpec`` of megatron's, called for each decoder layer from 0 on (docs/weights.md). Its code
-    is run."""
+    the model (it has no float32 attention with cp > 1), else torch's. It groups experts' products in one call, as
+    torch's do in bfloat16 on Hopper and Blackwell; else torch's are one expert after the other. ``package.module:name``
+    is a function of your own, ``(shape, layer) -> ModuleSpec`` of megatron's, called for each decoder layer from 0 on
+    (docs/weights.md). Its code is run."""
 
     @property
     def own_layers(self) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rl_megatron.learner.dry_run.meter import Meter
 from rl_megatron.learner.model.experts import FusedExperts
 from rl_megatron.learner.model.kernels import grouped
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.implementation import multiplies_at_once
 from rl_megatron.options.kept import halves
 from rl_megatron.scaling.layers.peaks import _experts
 from tests.small_models import TINY_MOE
@@ -48,6 +50,19 @@ def computing(shape: ModelShape) -> Compute:
     else:
         given = [[one.clone().requires_grad_() for one in some] for some in (fc1, fc2)]
     return lambda counts, x, probs: grouped.grouped_mlp(x, probs, counts, *given, recompute=False)
+
+
+@pytest.mark.parametrize(("width", "etp"), [(32, 1), (12, 1), (20, 1), (24, 1), (24, 2), (88, 2), (96, 2)])
+@pytest.mark.parametrize("generation", [8, 9, 10, 12])
+def test_what_is_planned_is_what_the_learner_does(
+    width: int, etp: int, generation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Hopper and Blackwell; torch has no kernel for others."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
+    rows: Any = MagicMock(is_cuda=True, dtype=torch.bfloat16, __len__=lambda self: 5)
+    fc1 = torch.empty(2 * width // etp, TINY_MOE.hidden_size), torch.empty(TINY_MOE.hidden_size, width // etp)
+    planned = multiplies_at_once(GPU.model_copy(update={"etp": etp}), replace(TINY_MOE, expert_width=width))
+    assert grouped.takes(rows, *fc1) == (planned and generation in (9, 10))
 
 
 @pytest.mark.parametrize("width", [32, 128])

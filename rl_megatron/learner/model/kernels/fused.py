@@ -167,7 +167,7 @@ def expert_mlp(
     ``counts`` [E] rows of each expert, ``fc1[e]`` [2f, h], ``fc2[e]`` [h, f], ``probs`` [n]. With ``recompute`` only
     ``x`` and ``probs`` are kept, and the backward pass multiplies by ``fc1`` again, to the same bits.
     """
-    if grouped.takes(x, fc1[0]):
+    if grouped.takes(x, fc1[0], fc2[0]):
         return grouped.grouped_mlp(x, probs, counts, fc1, fc2, recompute=recompute)
     out: Tensor = _ExpertMLP.apply(x, probs, counts, recompute, *fc1, *fc2)  # type: ignore[no-untyped-call]
     return out

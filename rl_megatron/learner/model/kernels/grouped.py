@@ -18,12 +18,18 @@ from rl_megatron.options.implementation import GROUPED_COLUMNS
 
 Weights = Sequence[Tensor] | Tensor
 """Of experts: a matrix each, or one tensor whose first dimension they are."""
+_GENERATIONS = (9, 10)  # compute capabilities of Hopper, and of Blackwell in data centres
 
 
 def takes(x: Tensor, *weights: Tensor) -> bool:
-    """Whether rows ``x`` and experts' ``weights`` have a device, dtype and sizes that grouped products take."""
-    sizes = (size for weight in weights for size in weight.shape[-2:])
-    return x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0 and all(size % GROUPED_COLUMNS == 0 for size in sizes)
+    """Whether rows ``x`` and experts' ``weights`` have a device, dtype and sizes for which torch has a grouped kernel.
+
+    On other GPUs it loops over experts itself, and waits for their counts first.
+    """
+    if not (x.is_cuda and x.dtype == torch.bfloat16 and len(x)):
+        return False
+    aligned = all(size % GROUPED_COLUMNS == 0 for weight in weights for size in weight.shape[-2:])
+    return aligned and torch.cuda.get_device_capability(x.device)[0] in _GENERATIONS
 
 
 class Groups(NamedTuple):
