@@ -44,7 +44,7 @@ class Machine:
         """What one process for each call wrote to seen.json, by the call's name.
 
         A call is ``main`` and its arguments after rank and folder, a new one in ``folder`` for each. ``together``: the
-        calls need nothing of each other and measure nothing, so as many run at once as half of the cores.
+        calls need nothing of each other and measure nothing, so three run at once for four cores.
         """
         at_once = max(1, len(os.sched_getaffinity(0)) * 3 // 4) if together else 1
         self.run(_worlds(folder, calls), at_once)

@@ -34,7 +34,7 @@ from rl_megatron.weights.transports.buckets import Bucket, BucketPart, cut_into_
 from rl_megatron.weights.transports.words import Peers
 
 _WORD = 8  # bytes of a digest
-_DEVICE_PIECE_BYTES = 2**26  # of a GPU's local copy: a digest widens its words, and takes four times as much for that
+_DEVICE_PIECE_BYTES = 2**26  # of a GPU's local copy, which an error names
 _MOST_TOLD = 10  # problems of a process that an error lists
 
 
