@@ -33,6 +33,7 @@ from rl_megatron.weights.transports.words import GroupPeers, Peers
 
 SLOTS = 2
 _STEP, _GAVE_UP = b".", b"!"
+_CLOSED = "its connection is closed"
 _PAGE = 4096
 _HELLO = struct.Struct("=qqq")  # the sender's rank, bytes of a slot, bytes that follow
 _CREDENTIALS = struct.Struct("=iii")  # pid, uid, gid (SO_PEERCRED)
@@ -84,7 +85,7 @@ class Link:
         except OSError as error:
             raise _LostError(self.peer, str(error)) from error
         if not said:
-            raise _LostError(self.peer, "its connection is closed")
+            raise _LostError(self.peer, _CLOSED)
         steps, gave_up, lost = said.partition(_GAVE_UP)
         if gave_up:
             raise _LostError(int(lost), f"rank {self.peer} says so")
@@ -106,7 +107,7 @@ class Rings:
     """The rings of one process; making them is collective over ``peers``.
 
     ``slots``: for each pair (sender, receiver) with this process, the bytes of a slot. After a process is lost the
-    others need new rings. A process silent for ``timeout_seconds`` is lost.
+    others need new rings. A process silent for ``timeout_seconds`` is lost, also while they are made: SyncError.
     """
 
     name, device_type = "shared_memory", "cpu"
@@ -188,7 +189,7 @@ class Rings:
         )
 
     def _connect(self, slots: Mapping[tuple[int, int], int], peers: Peers) -> list[Link]:
-        """A link for every pair; sending links first, each process beginning with a different peer."""
+        """A link for every pair, sending links first; each process begins with another peer. Raises SyncError."""
         rank = self.ends.rank
         if self.ends.device.type != self.device_type:
             raise WeightError(
@@ -209,8 +210,24 @@ class Rings:
                     f"{self.name} needs one machine, but rank {rank} is on another than rank {far[0]}; "
                     "use process_group"
                 )
-            links = [self._offer(to, bytes.fromhex(places[to][1]), slots[rank, to]) for to in receivers]
-            return links + [self._accept(listener) for _ in senders]
+            links, missing = list[Link](), [*receivers, *senders]
+            try:
+                for to in receivers:
+                    links.append(self._offer(to, bytes.fromhex(places[to][1]), slots[rank, to]))
+                    missing.remove(to)
+                while missing:
+                    links.append(self._accept(listener))
+                    missing.remove(links[-1].peer)
+            except (ConnectionError, TimeoutError) as error:
+                for link in links:
+                    link.give_up(missing[0])
+                offering = len(missing) > len(senders)
+                awaited = f"{missing[0]} to take" if offering else f"{' or '.join(map(str, missing))} to offer"
+                raise SyncError(
+                    f"not connected: rank {rank} waited for rank {awaited} a ring of slots, and that is lost or late: "
+                    f"{error}. Start the lost process again and connect again"
+                ) from error
+            return links
 
     def _offer(self, to: int, address: bytes, num_bytes: int) -> Link:
         slot = -(-num_bytes // _PAGE) * _PAGE
@@ -233,10 +250,14 @@ class Rings:
             raise WeightError("a process of another user offered weights; nothing was taken from it")
         hello, handles, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
         try:
+            if len(hello) < _HELLO.size:
+                raise ConnectionError(_CLOSED)
             frm, slot, length = _HELLO.unpack(hello)
             told = b""
             while len(told) < length:
-                told += connection.recv(length - len(told))
+                if not (part := connection.recv(length - len(told))):
+                    raise ConnectionError(_CLOSED)
+                told += part
             ring = self._open_ring(slot * SLOTS, told, handles)
             return Link(frm, connection, self._bind(frm, ring.view(SLOTS, -1), False), leaving=False)
         finally:
