@@ -108,8 +108,8 @@ class ConfigFields(FamilyField):
     num_local_experts: _Count = None
     n_routed_experts: _Count = None
     num_experts_per_tok: _Count = None
-    n_shared_experts: _Some = None
-    num_shared_experts: _Some = None
+    n_shared_experts: _Count = None  # 0: transformers has MLPs of no width, or of the dense width in Hunyuan 3
+    num_shared_experts: _Count = None
     expert_hidden_dim: _Width = None
     first_k_dense_replace: _Some = None
     n_group: _Count = None

@@ -284,6 +284,8 @@ def test_transformers_4_wrote_ropes_otherwise(saved: Path, tmp_path: Path) -> No
         ("deepseek_v32", {"q_lora_rank": None}, "no q_lora_rank; fetch the file again"),
         ("hy_v3", {"route_norm": False}, "route_norm=False is not supported; allowed: True"),
         ("hy_v3", {"qk_norm": False}, "qk_norm=False is not supported; allowed: True"),
+        ("hy_v3", {"num_shared_experts": 0}, "num_shared_experts=0: Input should be greater than or equal to 1"),
+        ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts=0: Input should be greater than or equal to 1"),
         ("kimi_k25", {"text_config": None}, "no text_config; fetch the file again"),
         (
             "glm4_moe",
