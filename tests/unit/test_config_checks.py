@@ -43,6 +43,7 @@ def problem(*keys: str) -> str | None:
         (["algorithm=ppo", REFILL], "from which algorithm.credit=gae learns"),
         (["algorithm=remax", REFILL], "from which algorithm.advantage_mean=greedy learns"),
         (["algorithm=reinforce", "rollout.dynamic_sampling=drop"], "from which algorithm.advantage_mean=batch learns"),
+        (["algorithm=reinforce_plus_plus", REFILL], "from which algorithm.whiten=true learns"),
         (["algorithm=gkd", "algorithm.kl.reference=.", REFILL], "from which algorithm.kl.estimator=top_k learns"),
         (["algorithm=grpo", "algorithm.nll_coefficient=0.1", REFILL], "which algorithm.nll_coefficient=0.1 learns"),
         (
@@ -64,6 +65,7 @@ def test_groups_that_teach_nothing_and_those_that_do_are_not_mistaken(keys: list
         ["algorithm=remax", *SINGLE],
         ["algorithm=reinforce_plus_plus", "algorithm.gamma=0.9", *SINGLE],
         ["algorithm=grpo", REFILL],
+        ["algorithm=reinforce_plus_plus_baseline", REFILL],
         ["algorithm=dpo", REFILL],
         ["algorithm=reinforce", "algorithm.advantage_mean=none", REFILL],  # REINFORCE-Rej, arXiv:2504.11343
     ],

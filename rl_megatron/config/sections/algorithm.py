@@ -191,6 +191,10 @@ class AlgorithmSection(Section):
             "algorithm.credit=gae": self.credit == "gae",
             f"algorithm.advantage_mean={self.advantage_mean}": self.advantage_mean
             in {"greedy", "batch", "moving", "tracked"},
+            "algorithm.whiten=true": self.whiten
+            and self.whiten_mean == "batch"
+            and self.advantage_mean == "none"
+            and self.credit != "gae",
             f"algorithm.kl.placement={self.kl.placement}": self.kl.coefficient > 0 and self.kl.placement != "loss",
             f"algorithm.kl.estimator={self.kl.estimator}": self.needs_top,
             f"algorithm.nll_coefficient={self.nll_coefficient:g}": self.nll_coefficient > 0,
