@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from launcher.hosts.sites import service_sites
 from launcher.preflight import engine, problems_of_data, reward
 from launcher.preflight.subject import Subject
 from launcher.processes.scratch import scratch
+from launcher.runs.lock import lock
 from launcher.servers.services import RunningServices, unless_given_up
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import digest_of
@@ -42,10 +44,8 @@ from rl_megatron.weights.layouts.learner import job_shape
 async def measure_model(target: TrainedModel, name: str | None) -> Path:
     """Measure all sets, print the table and write the results. Returns their file. Raises RLMegatronError."""
     path = target.out / f"{name or target.name}.json"
-    if path.exists():
-        raise ConfigError(f"{path} exists; remove it, or give another name with --name")
     _check(target.config)
-    with scratch() as spare, run_log(target.out, role="eval"):
+    with _claimed(path), scratch() as spare, run_log(target.out, role="eval"):
         folder = hugging_face(target, spare)
         config = of_folder(target.config, folder)
         shape = job_shape(config, read_shape(folder, config.learner.model))
@@ -58,14 +58,14 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
             measuring = _measured(config, sampling, data, services, vocab_size=shape.vocab_size)
             sets = await unless_given_up(measuring, watching)
         weights = _digest(folder, config, hf_layout(shape).local_shapes(0))
-    results = Results(
-        model=str(target.source),
-        weights=weights,
-        engine=config.rollout.engine,
-        config=target.config.model_dump(mode="json"),
-        sets=sets,
-    )
-    results.write(path, private=target.config.private)
+        results = Results(
+            model=str(target.source),
+            weights=weights,
+            engine=config.rollout.engine,
+            config=target.config.model_dump(mode="json"),
+            sets=sets,
+        )
+        results.write(path, private=target.config.private)
     _show(results)
     print(f"written: {path}")
     return path
@@ -99,6 +99,22 @@ def show_compared(first: Path, second: Path) -> None:
     Console(markup=False).print(table)
     for name in sorted(one.sets.keys() ^ other.sets.keys()):
         print(f"left out: {name}, which one of the two has not")
+
+
+@contextlib.contextmanager
+def _claimed(path: Path) -> Iterator[None]:
+    """Keep other evaluations from the results' file while the context is open. Raises ConfigError if it is there, or
+    another evaluation is to write it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("ab") as file:
+        if not lock(file):
+            raise ConfigError(
+                f"{path}: an evaluation that still runs will write it; wait for its end, or give another name with "
+                "--name"
+            )
+        if path.exists():
+            raise ConfigError(f"{path} exists; remove it, or give another name with --name")
+        yield
 
 
 def _check(config: RunConfig) -> None:

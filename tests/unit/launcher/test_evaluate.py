@@ -3,6 +3,7 @@ it; its file, its refusals, and the comparison of two files. tests/e2e/test_resu
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Sequence
@@ -16,8 +17,10 @@ from transformers import AutoModelForCausalLM
 from launcher.__main__ import main
 from launcher.build.data import load_data
 from launcher.build.model import starting_folder
+from launcher.build.trained import trained_model
+from launcher.programs.evaluate import measure_model
 from rl_megatron.config.io import load_config, save_resolved
-from rl_megatron.errors import DataError
+from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.evaluation.bounds import difference_interval, share_interval
 from rl_megatron.evaluation.results import WHOLE, paired_figures, read_results
 
@@ -172,6 +175,19 @@ def test_what_cannot_be_compared_or_evaluated_is_refused(
     status, text = said(capsys, str(folder), *KEYS)
     assert status == 1
     assert "exists; remove it, or give another name with --name" in " ".join(text.split())
+
+
+def test_of_two_at_once_with_one_name_the_second_is_refused(folder: Path, here: Path) -> None:
+    target = trained_model(folder, None, ["data.num_eval=2", "rollout.max_new_tokens=2"])
+
+    async def at_once(*names: str) -> list[Path | BaseException]:
+        return await asyncio.gather(*(measure_model(target, name) for name in names), return_exceptions=True)
+
+    first, other, second = asyncio.run(at_once("a", "b", "a"))
+    assert (first, other) == (Path("eval/a.json"), Path("eval/b.json"))
+    assert str(second).startswith("eval/a.json: an evaluation that still runs will write it; wait for its end, or give")
+    assert isinstance(second, ConfigError)
+    assert sorted((here / "eval").glob("*.json")) == [here / "eval" / "a.json", here / "eval" / "b.json"]
 
 
 def test_it_starts_services_for_as_long_as_it_measures(
