@@ -94,16 +94,13 @@ class _Building:
     data: Data
     rows: _Rows
     attention_cost: float
+    steps: OptimizerSteps
 
     def held_out(self, units_of: UnitsOf, samples_of: SamplesOf) -> list[Samples]:
         return held_out_parts(self.data.held_out, units_of, samples_of, self.parts.config)
 
     def packer(self, unit: int = 1, role: str = LEARNER) -> Packer:
         return packer_of(self.parts.config.learner_of(role), attention_cost=self.attention_cost, unit=unit)
-
-    @property
-    def steps(self) -> OptimizerSteps:
-        return OptimizerSteps(name="policy", most=self.parts.config.train.most_skipped)
 
 
 def _fine_tuning(b: _Building) -> tuple[UnitsOf, FineTuning]:
@@ -158,8 +155,9 @@ def written_job(parts: Parts, shape: ModelShape, roles: Roles, data: Data, *, at
     }
     rows = _Rows(data=data, margin_fields=fields)
     name, built = _OBJECTIVES[config.job]
+    steps = OptimizerSteps(name="policy", most=config.train.most_skipped)
     units_of, objective = built(
-        _Building(parts=parts, roles=roles, data=data, rows=rows, attention_cost=attention_cost)
+        _Building(parts=parts, roles=roles, data=data, rows=rows, attention_cost=attention_cost, steps=steps)
     )
     return WrittenJob(
         config=config,
@@ -168,6 +166,7 @@ def written_job(parts: Parts, shape: ModelShape, roles: Roles, data: Data, *, at
         size=len(data.train),
         units_of=units_of,
         objective=objective,
+        optimizer_steps=steps,
         name=name,
         seconds_at_peak=seconds_at_peak(shape, roles.gpus),
         training_flops=partial(training_flops, shape),

@@ -14,7 +14,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import ClassVar, Literal
@@ -54,6 +54,7 @@ class TrainerState:
     left_out: tuple[int, ...] = ()  # PromptStream.left_out, ascending
     memory: AlgorithmState | None = None  # the algorithm's, by the name in checkpoints; None in a warm start
     table: TableState | None = None  # of data.curriculum
+    skipped: dict[str, int] = field(default_factory=dict)  # optimizer steps in a row until now, by model
     row: Row | None = None  # of this step's metrics, where a stop put off its evaluation
     warm_start_step: int | None = None  # supervised steps done in a stopped warm start; ``prompts`` is then its
 

@@ -271,6 +271,7 @@ class GroupJob(ABC):
             left_out=tuple(sorted(self.prompts.left_out)),
             stream=None if self.stream is None else self.stream.state(),
             memory=self.update.state,
+            skipped={one.name: one.in_a_row for one in self.update.of_models},
             table=None if self.prompts.table is None else self.prompts.table.state(),
         )
 
@@ -292,6 +293,8 @@ class GroupJob(ABC):
             await asyncio.to_thread(self.stream.restore, state.stream)  # reads all of the ledger
         if state.memory is not None:
             self.update.state = state.memory
+            for one in self.update.of_models:
+                one.in_a_row = state.skipped.get(one.name, 0)
         await self.roles.weights.push(self.number)
         if self.beside is not None and 0 < self.number < self.config.train.steps and self.evaluation.due(self.number):
             await self.beside.begin(self.number)  # its row, if there was one, is gone: `Recorder.truncate_after`

@@ -85,6 +85,11 @@ class Update:
             OptimizerSteps(name=name, most=self.config.train.most_skipped) for name in ("policy", "critic")
         )
 
+    @property
+    def of_models(self) -> tuple[OptimizerSteps, OptimizerSteps]:
+        """The optimizer steps of each model."""
+        return self.policy_steps, self.critic_steps
+
     async def __call__(self, groups: Sequence[RolloutGroup], step: int, watch: Stopwatch) -> Row:
         """Train on a rollout batch. Returns its metrics. Makes no optimizer step if no token is left to train on: there
         is no group, no completion beats another, or all are left out."""

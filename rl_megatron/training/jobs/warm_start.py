@@ -86,12 +86,15 @@ class WarmStart:
 
     def state(self) -> TrainerState:
         """The position in the data."""
-        prompts = self.prompts.state()
-        return TrainerState(step=0, prompts=prompts, stream=None, warm_start_step=self.number)
+        prompts, steps = self.prompts.state(), self.supervised.optimizer_steps
+        skipped = {steps.name: steps.in_a_row}
+        return TrainerState(step=0, prompts=prompts, stream=None, skipped=skipped, warm_start_step=self.number)
 
     async def restore(self, state: TrainerState) -> None:
         """Continue from ``state``, and push the weights."""
         self.number = state.warm_start_step or 0
+        steps = self.supervised.optimizer_steps
+        steps.in_a_row = state.skipped.get(steps.name, 0)
         await asyncio.to_thread(self.prompts.digest)
         self.prompts.restore(state.prompts)
         await self.roles.weights.push(0)

@@ -21,6 +21,7 @@ from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.measures import Made, policy_row
+from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.training.schedule import learning_rate
 from rl_megatron.types import Prompt, Samples
 
@@ -117,6 +118,8 @@ class WrittenJob:
     size: int  # of the data, in rows
     units_of: UnitsOf
     objective: JobObjective
+    optimizer_steps: OptimizerSteps
+    """Those of the objective."""
     name: str
     seconds_at_peak: Callable[[Iterable[int]], float] | None = None
     """Seconds at the GPUs' peak of training on sequences of these lengths; None where that is not known."""
@@ -190,11 +193,13 @@ class WrittenJob:
     def state(self) -> TrainerState:
         """The position in the data behind the last step."""
         prompts = self.prompts.state() if self._next is None else self._next.before
-        return TrainerState(step=self.number, prompts=prompts, stream=None)
+        skipped = {self.optimizer_steps.name: self.optimizer_steps.in_a_row}
+        return TrainerState(step=self.number, prompts=prompts, stream=None, skipped=skipped)
 
     async def restore(self, state: TrainerState) -> None:
         """Continue from ``state``."""
         self.number = state.step
+        self.optimizer_steps.in_a_row = state.skipped.get(self.optimizer_steps.name, 0)
         await asyncio.to_thread(self.prompts.digest)
         self.prompts.restore(state.prompts)
 

@@ -5,17 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from rl_megatron.algorithms.losses import CrossEntropy
-from rl_megatron.config.run import TrainSection
+from rl_megatron.config.run import RunConfig, TrainSection
 from rl_megatron.data.packing import pack
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.samples import select
 from rl_megatron.errors import RLMegatronError
-from rl_megatron.interfaces import Learner
+from rl_megatron.interfaces import Learner, Roles
+from rl_megatron.training.checkpoints import TrainerState
+from rl_megatron.training.jobs.rl import Reinforcement
+from rl_megatron.training.jobs.supervised import SupervisedSteps
+from rl_megatron.training.jobs.warm_start import WarmStart
+from rl_megatron.training.jobs.written import WrittenJob
 from rl_megatron.training.measures import Made
 from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.types import (
@@ -30,6 +40,7 @@ from rl_megatron.types import (
     SkippedStep,
     StepResult,
 )
+from tests.unit.training.test_little_to_train_on import Steps, job
 
 PROMPTS = [
     Prompt(id=name, text=name, token_ids=tokens, answer="")
@@ -106,4 +117,54 @@ def test_too_many_in_a_row_end_the_run(key: str, left_out: int) -> None:
     for _ in range(left_out):
         made(steps, bad(1))
     with pytest.raises(RLMegatronError, match=rf"'other'\).*{left_out + 1} optimizer .*on_nonfinite={key}:"):
+        made(steps, bad(1))
+
+
+NONE = cast(Any, None)
+Started = tuple[WrittenJob | WarmStart | Reinforcement, OptimizerSteps]
+
+
+def written(folder: Path) -> Started:
+    prompts, steps = PromptStream(PROMPTS, seed=0), OptimizerSteps(name="policy", most=3)
+    fields: dict[str, Any] = {"config": RunConfig(), "roles": NONE, "units_of": NONE, "objective": NONE}
+    return WrittenJob(prompts=prompts, size=3, optimizer_steps=steps, name="", **fields), steps
+
+
+def warm(folder: Path) -> Started:
+    prompts, steps, learner = PromptStream(PROMPTS, seed=0), OptimizerSteps(name="policy", most=3), cast(Any, Steps())
+    roles = Roles(learners={"policy": learner}, frozen={}, engine=learner, weights=learner)
+    supervised = SupervisedSteps(learner=learner, packer=NONE, optimizer_steps=steps)
+    fields: dict[str, Any] = {"config": RunConfig(), "tokenizer": NONE, "targets": NONE, "evaluation": NONE}
+    return WarmStart(roles=roles, prompts=prompts, supervised=supervised, **fields), steps
+
+
+def of_policy(folder: Path) -> Started:
+    its = job(folder, [], Steps())
+    return its, its.update.policy_steps
+
+
+def of_critic(folder: Path) -> Started:
+    its = job(folder, [], Steps())
+    return its, its.update.critic_steps
+
+
+@pytest.mark.parametrize("start", [written, warm, of_policy, of_critic])
+def test_a_resume_goes_on_counting(start: Callable[[Path], Started], tmp_path: Path) -> None:
+    """A run that is resumed after each optimizer step skips no more of them in a row than one that is not."""
+    checkpoint = TypeAdapter(TrainerState)
+
+    async def after(state: TrainerState | None) -> tuple[TrainerState, OptimizerSteps]:
+        its, steps = start(tmp_path)
+        if state is not None:
+            await its.restore(checkpoint.validate_json(checkpoint.dump_json(replace(state, stream=None))))
+        if steps.in_a_row < 3:
+            assert await steps.step(Answers(bad(1)), BATCH, CrossEntropy(), 1.0, PROMPTS) is None
+        return its.state(), steps
+
+    state = None
+    for count in (1, 2, 3):
+        state, steps = asyncio.run(after(state))
+        assert steps.in_a_row == count
+    _, steps = asyncio.run(after(state))
+    with pytest.raises(RLMegatronError, match=rf"the {steps.name}'s .* 4 optimizer steps in a row"):
         made(steps, bad(1))

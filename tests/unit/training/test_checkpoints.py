@@ -234,7 +234,7 @@ def test_the_first_step_waits_for_no_checkpoint_where_a_resume_makes_the_start_a
         stream=stream_of(config, prompts, sampler, Ledger()),
         prompts=prompts,
         evaluation=cast(Any, SimpleNamespace(row=row)),
-        update=cast(Any, SimpleNamespace(state=None)),
+        update=cast(Any, SimpleNamespace(state=None, of_models=())),
         start_folder=tmp_path / "hf_start",
         recorder=recorder,
         route="file",
