@@ -234,8 +234,11 @@ class Running(Protocol):
         ...
 
     async def begin_profile(self, server: Server) -> None:
-        """Have it record by torch's profiler from now on, if it was started with a ``profile_folder``."""
-        ...
+        """Have it record by torch's profiler from now on, if it was started with a ``profile_folder``.
+
+        Raises EngineError if it cannot, as any engine whose file does not have this.
+        """
+        raise EngineError("its engine's file has no begin_profile")
 
     async def end_profile(self, server: Server) -> None:
         """Have it write what it recorded into its ``profile_folder``: gzip files of torch's profiler, one a process."""

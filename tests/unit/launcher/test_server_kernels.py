@@ -96,3 +96,17 @@ def test_a_server_that_is_lost_as_it_records_is_left_out(
     run(test)
     assert "replica 0" in caplog.text
     assert "RemoteProtocolError" in caplog.text
+
+
+def test_an_engine_that_records_none_is_not_waited_for(
+    fake: Fake, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        async with bed([fake], []) as it:
+            await it.push(4)
+            recorder = ServerKernels(Words(), it.engine.replicas, tmp_path)
+            await recorder.begin([0])
+            assert await recorder.end(tmp_path / "kernels") == []
+
+    run(test)
+    assert "replica 0 does not record its kernels: its engine's file has no begin_profile" in caplog.text
