@@ -22,7 +22,7 @@ from rl_megatron.weights.checkpoints.torch_dist import (
     write_index,
     write_tensor,
 )
-from rl_megatron.weights.formats.hf_folder import raise_uncounted
+from rl_megatron.weights.formats.hf_folder import raise_lines, raise_uncounted
 from rl_megatron.weights.layouts.families import family_of, hf_layout, megatron_layout
 from rl_megatron.weights.layouts.family import as_held
 from rl_megatron.weights.layouts.layout import Layout
@@ -47,7 +47,7 @@ def megatron_copies(source: Path, shape: ModelShape) -> tuple[list[Copy], Files]
 
 def copies_between(source: Path, hf: Layout, megatron: Layout) -> tuple[list[Copy], Files]:
     """As `megatron_copies`, the tensors of ``hf`` from a checkpoint of those of ``megatron``: each of one rank, which
-    has the rows in the order of any file."""
+    has the rows in the order of any file. Raises WeightError also where parts of one tensor have several dtypes."""
     sizes, chunks = read_index(source)
     raise_uncounted(source, sum(prod(size) for size in sizes.values()), megatron)
     homes = find_homes(source, megatron, sizes, {chunk.key: chunk.dtype for chunk in chunks})
@@ -59,7 +59,7 @@ def copies_between(source: Path, hf: Layout, megatron: Layout) -> tuple[list[Cop
         for index in _indices(chunk, depths[chunk.key]):
             at.setdefault((chunk.key, index), []).append(chunk)
     fragments: dict[str, list[Fragment]] = {}
-    kinds: dict[str, DType] = {}
+    kinds: dict[str, set[DType]] = {}
     for piece in plan(hf, megatron).receives(0):
         for home in homes[piece.dst_param]:
             for chunk in at.get((home.key, home.index), []):
@@ -68,7 +68,7 @@ def copies_between(source: Path, hf: Layout, megatron: Layout) -> tuple[list[Cop
                     view = partial(read_tensor, files[source / chunk.file], chunk)
                     fragment = _fragment(cut, chunk, home, piece.dst_box, piece.src_box, view)
                     fragments.setdefault(piece.src_param, []).append(fragment)
-                    kinds[piece.src_param] = chunk.dtype
+                    kinds.setdefault(piece.src_param, set()).add(chunk.dtype)
     wanted = hf.local_shapes(0)
     short = [
         f"{name}: {sum(volume(p.box) for p in fragments.get(name, ()))} of {prod(size)} elements"
@@ -77,8 +77,10 @@ def copies_between(source: Path, hf: Layout, megatron: Layout) -> tuple[list[Cop
     ]
     if short:
         raise WeightError("\n  ".join([f"{source} does not hold these whole:", *short[:20]]))
+    mixed = [f"{name}: {' and '.join(sorted(found))}" for name, found in kinds.items() if len(found) > 1]
+    raise_lines(f"{source}: parts of these have several dtypes; save them again in one", mixed)
     tensors = [
-        Copy(name=name, shape=size, dtype=kinds[name], fragments=tuple(fragments[name]))
+        Copy(name=name, shape=size, dtype=min(kinds[name]), fragments=tuple(fragments[name]))
         for name, size in wanted.items()
     ]
     return tensors, files

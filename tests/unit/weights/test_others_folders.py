@@ -8,17 +8,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import RLMegatronError, WeightError
-from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.models.tiny import make_tiny_model, tiny_shape
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.kind import newest_in
+from rl_megatron.weights.checkpoints.megatron import copies_between
 from rl_megatron.weights.checkpoints.megatron_names import find_homes
-from rl_megatron.weights.checkpoints.torch_dist import read_index
+from rl_megatron.weights.checkpoints.torch_dist import Chunk, read_index, write_index, write_tensor
 from rl_megatron.weights.layouts.families import megatron_layout, read_shape
+from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Piece
 
 SPEC = TinyModelSection(hidden_size=32, expert_width=16, num_layers=2, num_experts=2)
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -123,3 +126,39 @@ def test_tensors_are_listed_that_the_model_lacks_and_state_is_not(megatron: Path
         find_homes(megatron, layout, {key: size for key, size in sizes.items() if key != norm}, dtypes)
     other = replace(layout, vocab_multiple=128)
     assert find_homes(megatron, other, sizes, dtypes) == homes
+
+
+@pytest.mark.parametrize("odd", [DType.F16, DType.F32])
+def test_parts_of_one_tensor_in_several_dtypes_are_refused(odd: DType, tmp_path: Path) -> None:
+    """As a family of one's own may divide it: float16's bits, as wide as bfloat16's, would have been read as those."""
+
+    def row(name: str, start: int, stop: int) -> ParamSpec:
+        band = (Piece(hf="fused", start=start, stop=stop),)
+        return ParamSpec(name=name, bands=lambda _m, _d: (band,), others=lambda _m: (3,))
+
+    shape = tiny_shape(SPEC)
+    hf, parts = (Layout(table=rows, shape=shape) for rows in ([row("fused", 0, 4)], [row("a", 0, 2), row("b", 2, 4)]))
+
+    def saved_in(folder: Path, dtypes: dict[str, DType]) -> Path:
+        folder.mkdir()
+        with (folder / "__0_0.distcp").open("wb") as file:
+            chunks = [
+                Chunk(
+                    key=key,
+                    offsets=(0, 0),
+                    sizes=(2, 3),
+                    dtype=dtype,
+                    file="__0_0.distcp",
+                    start=file.tell(),
+                    length=write_tensor(file, dtype, (2, 3), [np.ones((2, 3), dtype.bits)]),
+                )
+                for key, dtype in dtypes.items()
+            ]
+        write_index(folder, chunks, {chunk.key: chunk.sizes for chunk in chunks})
+        return folder
+
+    (one,), _ = copies_between(saved_in(tmp_path / "one", {"a": odd, "b": odd}), hf, parts)
+    assert (one.name, one.shape, one.dtype) == ("fused", (4, 3), odd)
+    for number, dtypes in enumerate([{"a": odd, "b": DType.BF16}, {"a": DType.BF16, "b": odd}]):
+        with pytest.raises(WeightError, match=rf"save them again in one:\n  fused: bfloat16 and {odd}$"):
+            copies_between(saved_in(tmp_path / f"mixed_{number}", dtypes), hf, parts)
