@@ -203,6 +203,5 @@ def _with_steps(config: RunConfig, data: Data, progress: Progress) -> RunConfig:
 
 async def _restore(loop: Loop, start: Checkpoint) -> None:
     done = start.state.warm_start_step
-    again = start.state.row is not None
-    await asyncio.to_thread(loop.recorder.truncate_after, start.state.step, warm_start_step=done, again=again)
+    await asyncio.to_thread(loop.recorder.truncate_after, start.state.step, warm_start_step=done)
     await loop.restore(start, start.state.step if done is None else done)

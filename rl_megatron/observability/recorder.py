@@ -54,12 +54,12 @@ class Recorder:
         self._file = folder / "samples.jsonl"
         self.progress, self._process = progress, process
 
-    def write(self, row: Mapping[str, JsonValue]) -> Row:
-        """Record and show one row of metrics. Returns it as written. Warns once if several steps in a row had no
-        gradient."""
+    def write(self, row: Mapping[str, JsonValue], *, again: bool = False) -> Row:
+        """Record and show one row of metrics, ``again`` as MetricsWriter does. Returns it as written. Warns once if
+        several steps in a row had no gradient."""
         times, Stopwatch.latest = Stopwatch.latest, None
         self._timeline.step(row, times)
-        written = self._metrics.write({**row, **self._process()})
+        written = self._metrics.write({**row, **self._process()}, again=again)
         self.progress.step(written)
         equal = row.get("groups/zero_advantage_fraction")
         if equal is None:
@@ -107,9 +107,9 @@ class Recorder:
         """Have readers of the timeline see all that was done up to now."""
         await asyncio.wrap_future(self._timeline.flush())
 
-    def truncate_after(self, step: int, *, warm_start_step: int | None = None, again: bool = False) -> None:
+    def truncate_after(self, step: int, *, warm_start_step: int | None = None) -> None:
         """Prepare a resume from ``step``: remove what was recorded later, as MetricsWriter does."""
-        self._metrics.truncate_after(step, warm_start_step=warm_start_step, again=again)
+        self._metrics.truncate_after(step, warm_start_step=warm_start_step)
         self._samples.truncate_after(step)
 
     def close(self) -> None:

@@ -193,7 +193,7 @@ class Loop:
         row |= await self.job.evaluate(watch)
         if isinstance(before := row.get("seconds/step"), float):  # else the row of step 0, which has no times
             row |= (times := watch.row()) | {"seconds/step": before + times["seconds/step"]}
-        self.recorder.write(row)
+        self.recorder.write(row, again=True)  # until now without it, as this resume too may be stopped before
         accuracy = row.get("eval/accuracy")
         if isinstance(accuracy, float) and self.resumed is not None and self.pace.checkpoints is not None:
             await asyncio.to_thread(note_accuracy, self.resumed, accuracy)

@@ -44,9 +44,12 @@ class MetricsWriter:
         self._tensorboard: dict[str, SummaryWriter] = {}  # by phase
         self._wandb = _Wandb(folder, wandb, wandb_project, fresh=fresh) if wandb != "off" else None
 
-    def write(self, row: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """Append one row durably. Returns the row as written. Raises ValueError as `checked_row` does."""
+    def write(self, row: Mapping[str, JsonValue], *, again: bool = False) -> dict[str, JsonValue]:
+        """Append one row durably, with ``again`` in place of the last one, where that is of the same phase and step.
+        Returns the row as written. Raises ValueError as `checked_row` does."""
         out = checked_row(row)
+        if again:
+            self._remove(out)
         self._file.append([out])
         tags, x = _tagged(out)
         if self._tensorboard_folder is not None:
@@ -60,21 +63,22 @@ class MetricsWriter:
             self._wandb.log(tags)
         return out
 
-    def truncate_after(self, step: int, *, warm_start_step: int | None = None, again: bool = False) -> int:
+    def truncate_after(self, step: int, *, warm_start_step: int | None = None) -> int:
         """Prepare a resume from ``step``: remove later rows and a torn last line. Returns the number of rows removed.
 
         Of the step itself the row of phase ``eval`` goes too: the resume evaluates its weights again. ``step=-1``
-        clears the file; ``warm_start_step`` is given for a checkpoint inside the warm start. ``again``: the row of the
-        step itself goes too, as the resume writes it with the evaluation that a stop put off.
-        TensorBoard itself hides its later points, from the next row on.
+        clears the file; ``warm_start_step`` is given for a checkpoint inside the warm start. TensorBoard itself hides
+        its later points, from the next row on.
         """
         if warm_start_step is not None:
-            return self._file.truncate_after(warm_start_step - again, "warm_start/step")
+            return self._file.truncate_after(warm_start_step, "warm_start/step")
+        return self._file.truncate_after(step, late=lambda row: row.get("phase") == "eval")
 
-        def written_again(row: JsonRow) -> bool:
-            return row.get("phase") == "eval" or (again and row["step"] == step and row.get("phase") != "warm_start")
-
-        return self._file.truncate_after(step, late=written_again)
+    def _remove(self, written: JsonRow) -> None:
+        """Remove the row of that phase and step; rows of other phases at the step stay."""
+        axis = "warm_start/step" if written["phase"] == "warm_start" else "step"
+        place = {name: written[name] for name in ("phase", axis)}
+        self._file.truncate_after(int(str(written[axis])), axis, late=lambda row: place.items() <= row.items())
 
     def close(self) -> None:
         """Flush and close all files; mark the W&B run as finished, for which it has half a minute."""

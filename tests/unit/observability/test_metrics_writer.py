@@ -140,6 +140,21 @@ def test_a_resume_writes_the_rows_of_a_run_that_was_never_stopped(tmp_path: Path
     assert (tmp_path / "killed" / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.parametrize("row", [WARM, {**ROW, "step": 0}, ROW])
+def test_a_row_that_is_written_again_takes_the_place_of_its_step_and_phase_alone(
+    row: dict[str, float | str], tmp_path: Path
+) -> None:
+    """Not that of the warm start at step 0, nor that of an evaluation beside the steps, whichever was first."""
+    before = [{**WARM, "warm_start/step": 20}] if row is WARM else [WARM]
+    beside = [] if row is WARM else [{"step": row["step"], "phase": "eval", "eval/accuracy": 0.25}]
+    for number, rows in enumerate([[*before, row, *beside], [*before, *beside, row], [*before, *beside]]):
+        writer = MetricsWriter(tmp_path / str(number))
+        for each in rows:
+            writer.write(each)
+        writer.write({**row, "eval/accuracy": 0.75}, again=True)
+        assert _rows(tmp_path / str(number)) == [*before, *beside, {**row, "eval/accuracy": 0.75}]
+
+
 def test_tensorboard_shows_each_step_once_after_a_resume_and_keeps_the_warm_start(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     first = MetricsWriter(tmp_path, tensorboard=True)

@@ -145,7 +145,7 @@ def run(folder: Path, at: str, *, saved: bool = True) -> tuple[bool | None, list
         newest = checkpoints.latest(folder / "checkpoints")
         if newest is not None:
             start = checkpoints.read(newest)
-            recorder.truncate_after(start.state.step, again=start.state.row is not None)
+            recorder.truncate_after(start.state.step)
             await loop.restore(start, start.state.step)
         try:
             async with asyncio.timeout(30):
@@ -176,7 +176,9 @@ def test_a_stop_waits_for_no_evaluation_and_its_resume_makes_it(tmp_path: Path, 
     assert run(stopped, at) == (False, [0])
     rows, _ = recorded(stopped)
     assert [(row["step"], row.get("eval/accuracy")) for row in rows] == [(0, 1.0), (1, None), (2, None)]
-    assert run(stopped, "start 2") == (None, [])  # again, before it could be made
+    for again in ("start 2", "evaluate 2"):  # before it could be made
+        assert run(stopped, again) == (None, [])
+        assert recorded(stopped)[0] == rows
     assert run(stopped, "never") == (True, [2, 4, 6])
     assert recorded(stopped) == recorded(whole)
     assert set(recorded(stopped)[1]) == {"step_000002", "step_000006"}  # the best is no worse for the stop
