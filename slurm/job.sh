@@ -7,6 +7,11 @@ if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then # one task of the array has the array'
     job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 fi
 attempt=$RUN/jobs/$job-$restart
+if [ -e "$attempt" ]; then # an earlier job had this number: Slurm gives them out again once its counter begins again
+    earlier=$RUN/jobs/earlier-$(date +%s)
+    mkdir -m 700 "$earlier" && mv "$RUN/jobs/$job"-* "$earlier"
+    rm -f "$RUN/jobs/stalled"
+fi
 mkdir -p -m 700 "$attempt"
 echo "$job" >"$RUN/jobs/id"
 if [ -f /dev/stdout ] && [ ! -e "$RUN/jobs/$job.txt" ]; then # its output is elsewhere; by this `status` knows the job

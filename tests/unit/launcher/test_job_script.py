@@ -106,6 +106,19 @@ def test_only_time_limits_in_a_row_and_of_this_job_are_without_a_step(tmp_path: 
     assert not comes_back(8)
 
 
+def test_a_job_of_an_earlier_jobs_number_counts_none_of_its_attempts(tmp_path: Path) -> None:
+    """Slurm's counter began again. The earlier job saved, and lost as many nodes as it might."""
+    assert "saved; comes back" in attempt(tmp_path, 0, "000001")[1]
+    assert all("comes back" in attempt(tmp_path, n, FAILED="node5")[1] for n in (1, 2, 3))
+    status, said, asked = attempt(tmp_path, 0, ENDS="well")
+    assert (status, asked, said[-6:]) == (0, [], " done\n")
+    assert all("comes back" in attempt(tmp_path, n, FAILED="node6")[1] for n in (1, 2, 3))
+    jobs, every = tmp_path / "run" / "jobs", ["7-0", "7-1", "7-2", "7-3"]
+    (earlier,) = jobs.glob("earlier-*")
+    assert [sorted(path.name for path in folder.glob("*-?")) for folder in (earlier, jobs)] == [every, every]
+    assert (earlier / "7-0" / "requeue").exists()
+
+
 def test_a_node_without_the_controllers_interpreter_is_told(tmp_path: Path) -> None:
     status, said, _ = attempt(tmp_path, 0, python="gone")
     assert status == 127
