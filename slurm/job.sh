@@ -121,8 +121,9 @@ if [ -e "$attempt/requeue" ] && [ "$restart" -lt "$REQUEUES" ]; then
     come_back saved 1 "$(list_slow)"
 fi
 if preempted; then
-    say "preempted; Slurm brings it back"
-    exec sleep 3600 # a script that ends by itself is not brought back
+    say "preempted; comes back"
+    requeue - # Slurm itself would not where its PreemptMode is CANCEL
+    exec sleep 600
 fi
 reason=$(grep -a '^error:' "$attempt/controller.txt" | tail -n 1)
 command -v "$PYTHON" >/dev/null || reason="$PYTHON, in which the controller runs, is not on this node; set slurm.python"

@@ -325,7 +325,7 @@ def test_seconds_of_a_task_count_by_its_own_lines_in_any_zone_and_whatever_ended
     lines = [  # 300 seconds, and of the second attempt 240, though the clock was set to another zone meanwhile
         "[2026-01-02T03:00:00+0500] job 12_0, restart 0: starts on n1",
         "[2026-01-02T03:04:00+0500] job 12_0, restart 0: the time limit or preemption is near: the run saves",
-        "[2026-01-02T03:05:00+0500] job 12_0, restart 0: preempted; Slurm brings it back",
+        "[2026-01-02T03:05:00+0500] job 12_0, restart 0: preempted; comes back",
         "[2026-01-02T03:06:00+0500] job 12_0, restart 1: starts on n2",
         "[2026-01-01T22:10:00+0000] job 12_0, restart 1: failed with status 1: error",
     ]

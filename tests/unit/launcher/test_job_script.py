@@ -106,6 +106,13 @@ def test_only_time_limits_in_a_row_and_of_this_job_are_without_a_step(tmp_path: 
     assert not comes_back(8)
 
 
+def test_a_preempted_job_asks_to_come_back_itself(tmp_path: Path) -> None:
+    """With PreemptMode=CANCEL Slurm would end it for good. It was asked to stop, not to save for a restart."""
+    status, said, asked = attempt(tmp_path, 0, ENDS="well", PREEMPTED="2026-01-02T03:04:05")
+    assert (status, asked) == (0, ["requeue 7"]), said
+    assert "preempted; comes back" in said
+
+
 def test_a_job_of_an_earlier_jobs_number_counts_none_of_its_attempts(tmp_path: Path) -> None:
     """Slurm's counter began again. The earlier job saved, and lost as many nodes as it might."""
     assert "saved; comes back" in attempt(tmp_path, 0, "000001")[1]
