@@ -29,7 +29,9 @@ rl-megatron train algorithm=cispo learner.tp=2 train.steps=50
 - `group=name` replaces a whole section by `conf/<group>/<name>.yaml`; the files of `conf/rollout/` start with
   `defaults: [_section_]` and change only the keys that they name. A group's file may set keys of other sections too, in
   `beside:`, as `algorithm=dapo` sets `rollout.dynamic_sampling`: over what configuration files say, under
-  `section.key=value`. Another row that is chosen later leaves those as they are.
+  `section.key=value`. Another row that is chosen later leaves those as they are, and so does a later `group=name` for
+  their section whose file lacks them: over a file with `{algorithm: scalerl}`, `data=gsm8k` keeps the row's
+  `data.curriculum.retire_above`.
 - `defaults: [base, {algorithm: gspo}]` in a YAML file starts from other files.
 - A key that is set and that nothing would read is refused with the reason. Three take away what files below or
   earlier overrides set for their contrary: `model.path` the keys of `model.tiny` and `model.cache_dir`,

@@ -2,7 +2,8 @@
 
 ``group=name`` replaces that whole section by conf/<group>/<name>.yaml; ``a.b=v`` sets one value; groups apply before
 values, in any order of arguments. A YAML file may start from others with ``defaults: [base, {group: name}]``; a group's
-file that starts from ``_section_`` changes only the keys that it names, and its ``beside`` sets keys of other sections.
+file that starts from ``_section_`` changes only the keys that it names, and its ``beside`` sets keys of other sections,
+which stay where such a section is replaced later.
 A model's path, a warm start of no steps and a number of epochs also take away what was set before for their contrary.
 Only the sections define defaults of keys; errors.py words the schema's errors; yaml_text.py reads YAML.
 """
@@ -85,6 +86,7 @@ class _Composer:
         self._root = root
         self._files = 0  # that were asked for
         self._unread: set[str] = set()  # sections whose file could not be read
+        self._beside: dict[str, Any] = {}  # what groups' files have set in other sections
 
     def compose(
         self, path: Path, above: tuple[Path, ...] = (), asked: str = "", section: Mapping[str, Any] | None = None
@@ -114,19 +116,22 @@ class _Composer:
         return _merged(_cleared(_merged(base, others), given), tree)
 
     def choose(self, tree: dict[str, Any], group: str, choice: str) -> dict[str, Any]:
-        """Replace the whole section by <group>/<choice>.yaml, or merge the file into it if it has ``_section_``.
+        """Replace the section by <group>/<choice>.yaml, or merge the file into it if it has ``_section_``. Keys that
+        another group's ``beside`` has set in it stay as they are, unless the file has them.
 
         Returns what its ``beside`` sets in other sections.
         """
         path, before = self._root / group / f"{choice}.yaml", tree.get(group)
         kept = before if isinstance(before, dict) else {}
-        tree[group] = section = self.compose(path, asked=f"{group}={choice}: ", section=kept)
+        section = self.compose(path, asked=f"{group}={choice}: ", section=kept)
         beside = section.pop("beside", {})
+        tree[group] = _merged(_common({group: kept}, self._beside), {group: section})[group]
         others = set(RunConfig.model_fields) - {group}
         wrong = [key for key in beside if key not in others] if isinstance(beside, dict) else [beside]
         if wrong:
             self.problems.append(f"{path}: beside: {shorten(wrong[0])} is not the name of another section")
             return {}
+        self._beside = _merged(self._beside, beside)
         return dict(beside)
 
     def put(self, tree: dict[str, Any], key: str, value: object) -> None:
@@ -195,6 +200,15 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(out.get(key), dict)
         out[key] = _merged(out[key], value) if both else value
+    return out
+
+
+def _common(tree: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of ``tree`` at those ``keys``, of sections in sections, that it has."""
+    out: dict[str, Any] = {}
+    for key in (key for key in keys if key in tree):
+        both = isinstance(tree[key], dict) and isinstance(keys[key], dict)
+        out[key] = _common(tree[key], keys[key]) if both else tree[key]
     return out
 
 

@@ -79,6 +79,30 @@ def test_a_choice_sets_keys_of_other_sections_under_single_values_in_any_order(c
         assert (config.seed, config.data) == (5, ArithmeticRunData(digits=3))
 
 
+@pytest.mark.parametrize("spelling", ["above", "command line"])
+def test_what_a_choice_set_in_a_section_stays_when_that_is_replaced(spelling: str, conf: Path, tmp_path: Path) -> None:
+    """Wherever both are chosen, with the value that it has by then; a file that has the key itself replaces it."""
+    (conf / "algorithm" / "whole.yaml").write_text("beside: {data: {curriculum: {retire_above: 0.9}}}\n")
+    (conf / "data" / "plain.yaml").write_text("type: arithmetic\n")
+    (conf / "data" / "named.yaml").write_text("type: arithmetic\ncurriculum: {retire_above: 0.7}\n")
+    own, above = tmp_path / "own.yaml", tmp_path / "above.yaml"
+
+    def retires(choice: str, then: str = "") -> tuple[float | None, int, int]:
+        own.write_text(f"defaults: [run, {{algorithm: whole}}]\ndata: {{num_eval: 7, digits: 3{then}}}\n")
+        above.write_text(f"defaults: [own, {{data: {choice}}}]\n")
+        if spelling == "above":
+            data = load_config(str(above), [], conf).data
+        else:
+            data = load_config(str(own), [f"data={choice}"], conf).data
+        assert isinstance(data, ArithmeticRunData)
+        return data.curriculum.retire_above, data.digits, data.num_eval
+
+    usual = ArithmeticRunData()
+    assert retires("plain") == (0.9, usual.digits, usual.num_eval)
+    assert retires("plain", ", curriculum: {retire_above: 0.5, min_seen: 4}") == (0.5, usual.digits, usual.num_eval)
+    assert retires("named") == (0.7, usual.digits, usual.num_eval)
+
+
 @pytest.mark.parametrize("beside", ["{algorithm: {clip_low: 1}}", "{sed: 5}", "[seed]", "5"])
 def test_a_choice_sets_keys_of_known_other_sections_alone(conf: Path, beside: str) -> None:
     (conf / "algorithm" / "whole.yaml").write_text(f"beside: {beside}\n")
