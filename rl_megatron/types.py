@@ -139,6 +139,7 @@ class Turn:
     spans: tuple[Span, ...]  # counted from its first token
     text: str  # decoded without special tokens
     reward: float | None = None  # its part of the trajectory's reward; None: it has none of its own
+    number: int = 0  # its place in the order of sampling; turns of equal numbers are in that of their rows
 
     def __post_init__(self) -> None:
         freeze(self.logprobs)
@@ -173,8 +174,8 @@ class Trajectory:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns of all rows."""
-        return tuple(turn for chain in self.chains for turn in chain.turns)
+        """The turns of all rows, in the order in which they were sampled."""
+        return tuple(sorted((turn for row in self.chains for turn in row.turns), key=lambda turn: turn.number))
 
     @property
     def num_sampled(self) -> int:
@@ -291,8 +292,7 @@ class LossInputs:
 
 
 Over = Literal["sum", "mean", "min", "max", "histogram"]
-Counts = tuple[float, ...]
-"""Of a histogram's bins (`algorithms.quantiles`)."""
+Counts = tuple[float, ...]  # of a histogram's bins (`algorithms.quantiles`)
 V_co = TypeVar("V_co", covariant=True)
 
 

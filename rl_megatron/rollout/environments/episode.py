@@ -224,13 +224,10 @@ class Episode(Served):
 
     def chains(self, rewards: Sequence[float | None] = ()) -> tuple[Chain, ...]:
         """The rows to train on; ``rewards`` are of the first turns."""
-        of = {id(turn): reward for turn, reward in zip(self.turns, rewards, strict=False) if reward is not None}
+        given = dict(enumerate(rewards))
+        of = {id(one): replace(one, number=place, reward=given.get(place)) for place, one in enumerate(self.turns)}
         rows = (*self.conversation.chains(), *self._rows.chains())
-        if not of:
-            return rows
-        return tuple(
-            replace(row, turns=tuple(replace(one, reward=of.get(id(one))) for one in row.turns)) for row in rows
-        )
+        return tuple(replace(row, turns=tuple(of[id(one)] for one in row.turns)) for row in rows)
 
     def _observed(self, token_ids: TokenIds) -> int:
         """The tokens of a prompt that no earlier row begins with; 0 of the first."""

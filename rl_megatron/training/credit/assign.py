@@ -146,7 +146,7 @@ def _by_turn(samples: Samples, turns: RewardedTurns, section: AlgorithmSection) 
     )
     of_turns = turn_advantages(above, turns.each, gamma=section.gamma_turn)
     advantages = torch.zeros_like(samples.advantages)
-    advantages[samples.mask] = torch.repeat_interleave(of_turns, turns.lengths)
+    advantages[samples.mask] = torch.repeat_interleave(of_turns[turns.in_rows], turns.lengths[turns.in_rows])
     return replace(samples, advantages=advantages)
 
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,10 +103,11 @@ def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardedTurns:
-    """The turns of all trajectories, in order, and what each was rewarded."""
+    """The turns of all trajectories, in the order in which they were sampled, and what each was rewarded."""
 
     rewards: Tensor  # [n]
     lengths: Tensor  # [n] tokens
+    in_rows: Tensor  # [n] their places here, in the order of rows
     group_of: Tensor  # [n]
     baseline_of: Tensor  # [n] those with an equal number are compared
     each: Tensor  # [K] turns of each trajectory
@@ -117,6 +119,8 @@ def turns_of(groups: Sequence[RolloutGroup], judged: Tensor, section: AlgorithmS
     Sums are Python's floats, so that equal rewards stay equal in float32; ``judged`` [K] is taken where shaping acted.
     """
     trajectories = [one for group in groups for one in group.trajectories]
+    turns = [turn for one in trajectories for turn in one.turns]
+    numbers = [turn.number for one in trajectories for row in one.chains for turn in row.turns]
     each = torch.tensor([len(one.turns) for one in trajectories])
     own = []
     for one in trajectories:
@@ -132,7 +136,8 @@ def turns_of(groups: Sequence[RolloutGroup], judged: Tensor, section: AlgorithmS
     by_index = section.turn_baseline == "index"
     return RewardedTurns(
         rewards=rewards,
-        lengths=torch.tensor([len(turn.logprobs) for one in trajectories for turn in one.turns]),
+        lengths=torch.tensor([len(turn.logprobs) for turn in turns]),
+        in_rows=torch.from_numpy(np.lexsort((np.array(numbers), trajectory_of.numpy())).argsort()),
         group_of=group_of,
         baseline_of=group_of * int(each.max()) + index if by_index else group_of,
         each=each,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from dataclasses import replace
 from itertools import pairwise
@@ -202,6 +203,22 @@ def test_a_branched_trajectory_has_the_advantages_of_one_row(section: dict[str, 
     (one, _), (other, _) = (credit(section, sampled, max_new_tokens=99) for sampled in (whole, apart))
     assert other.num_sequences > one.num_sequences
     assert torch.equal(trained(one), trained(other))
+
+
+@pytest.mark.parametrize("baseline", ["all", "index"])
+def test_turns_follow_each_other_as_they_were_sampled_whatever_the_order_of_their_rows(baseline: str) -> None:
+    rng, sampled, mixed, orders = random.Random(7), groups(5), list[RolloutGroup](), list[list[int]]()
+    for g in sampled:
+        apart = []
+        for one in map(branched, g.trajectories):
+            numbered = [replace(c, turns=(replace(c.turns[0], number=n),)) for n, c in enumerate(one.chains)]
+            orders.append(rng.sample(range(len(numbered)), len(numbered)))
+            apart.append(replace(one, chains=tuple(numbered[n] for n in orders[-1])))
+        mixed.append(replace(g, trajectories=tuple(apart)))
+    assert any(order != sorted(order) for order in orders)
+    section = {"gamma_turn": 0.5, "turn_baseline": baseline}
+    wanted, found = by_turn(sampled, **section), by_turn(mixed, **section)
+    assert found == [[of[n] for n in order] for of, order in zip(wanted, orders, strict=True)]
 
 
 def trained(samples: Samples) -> torch.Tensor:

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
 from rl_megatron.rollout.conversation.templates import PlainText, text_of
 from rl_megatron.rollout.local.engine import LocalEngine
-from rl_megatron.types import Completion, GenerationRequest, SamplingParams
+from rl_megatron.types import Completion, GenerationRequest, SamplingParams, Trajectory
 from tests.unit.rollout.conversation.families import TOOLS
 from tests.unit.rollout.endpoint.serving import (
     ASK,
@@ -36,6 +36,7 @@ from tests.unit.rollout.endpoint.serving import (
     Saying,
     Serving,
     client_of,
+    episode,
     post,
     trained,
 )
@@ -228,6 +229,21 @@ def test_an_engine_that_fails_is_said_and_not_tried_again(serving: Serving) -> N
         client.chat.completions.create(model="policy", messages=ASK)
     assert len(engine.asked) == 1
     assert client.chat.completions.create(model="policy", messages=ASK).choices[0].message.content == "well"
+
+
+def test_turns_are_in_the_order_of_sampling_whatever_rows_they_are_in() -> None:
+    async def played() -> Trajectory:
+        turns = episode(Saying("begun", "helped", "read", "answered"))
+        begun = await turns.complete([5, 6], None)
+        await turns.complete([7], None)
+        await turns.reply(ASK, ())
+        await turns.complete([5, 6, *begun.completion.token_ids.tolist(), 8], None)
+        return Trajectory(chains=turns.chains((0.0, 0.1, None)), reward=1.0)
+
+    one = asyncio.run(played())
+    assert [[turn.text for turn in row.turns] for row in one.chains] == [["read"], ["begun", "answered"], ["helped"]]
+    assert [turn.text for turn in one.turns] == ["begun", "helped", "read", "answered"]
+    assert [turn.reward for turn in one.turns] == [0.0, 0.1, None, None]
 
 
 def test_tokens_in_are_rows_by_prefix(serving: Serving) -> None:
