@@ -110,6 +110,6 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 def adaptive_beta(beta: float, kl: float, *, target: float, num_samples: int, horizon: int = 10_000) -> float:
-    """The next coefficient: beta·(1 + clip(kl/target - 1, ±0.2)·num_samples/horizon) (arXiv:1909.08593)."""
+    """The next coefficient: beta·(1 + clip(kl/target - 1, ±0.2)·min(num_samples/horizon, 1)) (arXiv:1909.08593)."""
     error = min(max(kl / target - 1, -0.2), 0.2)
-    return beta * (1 + error * num_samples / horizon)
+    return beta * (1 + error * min(num_samples / horizon, 1.0))

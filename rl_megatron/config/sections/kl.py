@@ -34,7 +34,8 @@ class KLSection(Section):
     """KL in nats (each completion's mean over tokens, averaged) that an adaptive coefficient aims at; null: the
     coefficient is fixed."""
     horizon: Positive = 10_000
-    """Number of completions over which the adaptive coefficient corrects the error."""
+    """Number of completions over which the adaptive coefficient corrects the error; a step counts as that many at
+    most."""
     reference: Path | None = None
     """Hugging Face folder of the reference; null: the policy at the start of reinforcement learning."""
     teachers: Mapping[EntryName, TeacherSection] = Field(default_factory=dict)

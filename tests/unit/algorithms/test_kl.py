@@ -112,3 +112,9 @@ def test_kl_in_the_loss_is_a_term_under_its_coefficient_and_ignores_garbage_outs
 )
 def test_adaptive_beta(kl: float, expected: float) -> None:
     assert adaptive_beta(0.2, kl, target=0.1, num_samples=500) == pytest.approx(expected)
+
+
+def test_a_step_of_more_completions_than_the_horizon_corrects_the_error_once() -> None:
+    for num_samples in (10_000, 50_000, 10**9):
+        assert adaptive_beta(0.2, 0.0, target=0.1, num_samples=num_samples) == pytest.approx(0.2 * 0.8)
+        assert adaptive_beta(0.2, 9.0, target=0.1, num_samples=num_samples) == pytest.approx(0.2 * 1.2)
