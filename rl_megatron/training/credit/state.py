@@ -37,20 +37,22 @@ class AlgorithmState:
 
 
 def controlled(state: AlgorithmState, samples: Samples, section: AlgorithmSection, row: Row) -> AlgorithmState:
-    """The state with the next step's coefficients, which follow this step's KL and entropy where these have targets.
+    """The state with the next step's coefficients, which follow this step's KL and entropy where these have targets,
+    if the policy made a step.
 
     Reads the row's ``entropy``; writes the KL and the coefficients that acted in this step into it.
     """
+    entropy = row.get("entropy")  # the policy made no step without it
     if section.entropy_target is not None:
         row["entropy/coefficient"] = state.entropy_weight(section)
-        if isinstance(entropy := row.get("entropy"), float):  # no step was made without it
+        if isinstance(entropy, float):
             change = section.entropy_step * float(np.sign(section.entropy_target - entropy))
             state = replace(state, entropy=entropy, entropy_coefficient=max(state.entropy_coefficient + change, 0.0))
     if not section.kl.coefficient:
         return state
     kl = mean_over_completions(reference_kl(samples, section), samples)
     row |= {"kl/reference": kl, "kl/coefficient": state.kl_coefficient}
-    if section.kl.target is None:
+    if section.kl.target is None or not isinstance(entropy, float):
         return state
     beta = adaptive_beta(
         state.kl_coefficient,

@@ -91,7 +91,8 @@ class PlainUpdate:
             if self.a.needs_critic:
                 (gradient,) = torch.autograd.grad(self._value_loss(said, critic), critic)
                 self.critic = self.critic - self.config.train.learning_rate * gradient
-        self._control(said)
+        if self.steps_made:
+            self._control(said)
         if self.a.entropy_target is not None:
             seen, self.entropies = statistics.fmean(self.entropies), []
             self.bonus_acts = seen <= self.a.entropy_target

@@ -34,6 +34,11 @@ PATHS: dict[str, dict[str, Any]] = {
     | {"gamma": 0.9, "lam": 0.8, "critic": {"clip": 0.05, "lam": 0.95}},
     "ppo, KL in the reward of a token": CRITIC | REWARDED_KL | {"whiten": True},
     "the critic alone at first": CRITIC | {"unfinished_reward": 0.0, "critic": {"only_steps": 3}},
+    "an adaptive KL waits for the policy": CRITIC
+    | {
+        "critic": {"only_steps": 3},
+        "kl": {"coefficient": 0.3, "placement": "token_reward", "estimator": "k1", "target": 9.0, "horizon": 16},
+    },
     "m2po": ALIKE | {"objective": "importance", "tokens": M2PO, "old_logprobs": "rollout"},
     "m2po by the learner's old policy": {"objective": "importance", "tokens": M2PO},
     "the tokens of most entropy": {"tokens": {"choose": "top_entropy", "share": 0.3}},
