@@ -233,6 +233,13 @@ def _credit_problems(a: AlgorithmSection) -> list[str]:
             f"algorithm.advantage_mean=greedy with advantage_std={a.advantage_std}: the difference from the greedy "
             "completion is not divided; set advantage_std=none"
         )
+    if a.advantage_mean == "tracked":
+        out += [
+            f"algorithm.advantage_mean=tracked with algorithm.{key}: the baseline is of rewards as they are given, and "
+            "would be subtracted from rewards of another range; leave it out, or set another advantage_mean"
+            for key, acts in {**_mapped(a), f"reward_scale={a.reward_scale:g}": a.reward_scale != 1}.items()
+            if acts
+        ]
     if a.preference_beta is not None and a.old_logprobs == "interpolated":
         out.append(
             "algorithm.old_logprobs=interpolated with preference_beta: pairs have no ratio to an old policy; set "
@@ -256,12 +263,7 @@ def _turn_problems(a: AlgorithmSection) -> list[str]:
             f"algorithm.turn_baseline=index with advantage_mean={a.advantage_mean}, advantage_std={a.advantage_std}: "
             "turns of one number are compared within their group; set these to group or none, or turn_baseline=all"
         )
-    changes = {
-        "whiten_rewards=true": a.whiten_rewards,
-        f"normalise_rewards={a.normalise_rewards}": a.normalise_rewards != "none",
-        f"reward_bias={a.reward_bias:g}": a.reward_bias != 0,
-        f"reward_clip={a.reward_clip or 0:g}": a.reward_clip is not None,
-    }
+    changes = {**_mapped(a), f"reward_bias={a.reward_bias:g}": a.reward_bias != 0}
     out += [
         f"{given} with algorithm.{key}: it changes the sum of a completion's rewards, and its last turn would have the "
         "whole change; leave it out, or set credit=completion"
@@ -274,6 +276,15 @@ def _turn_problems(a: AlgorithmSection) -> list[str]:
             "last; set kl.placement=loss"
         )
     return out
+
+
+def _mapped(a: AlgorithmSection) -> dict[str, bool]:
+    """Whether each key that maps rewards to another range acts."""
+    return {
+        "whiten_rewards=true": a.whiten_rewards,
+        f"normalise_rewards={a.normalise_rewards}": a.normalise_rewards != "none",
+        f"reward_clip={a.reward_clip or 0:g}": a.reward_clip is not None,
+    }
 
 
 def _ratio_problems(a: AlgorithmSection) -> list[str]:
