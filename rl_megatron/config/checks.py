@@ -205,12 +205,13 @@ def _group_problems(c: RunConfig) -> list[str]:
     if a.whiten and a.credit == "completion" and a.whiten_mean != "none":
         (over_batch if a.whiten_mean == "batch" else over_group).append("algorithm.whiten=true")
     of_turns = a.credit == "turn" and a.turn_baseline == "all"  # which one trajectory has several of
-    if r.group_size == 1 and over_group and a.preference_beta is None and not of_turns:
+    compares = not a.needs_top  # else a teacher trains every token
+    if compares and r.group_size == 1 and over_group and a.preference_beta is None and not of_turns:
         out.append(
             f"rollout.group_size=1 with {', '.join(over_group)}: a group has no second completion to compare with, so "
             "all advantages are 0 and nothing is trained; set rollout.group_size=2 or more, or batch or none for group"
         )
-    if r.group_size * r.prompts_per_step == 1 and over_batch:
+    if compares and r.group_size * r.prompts_per_step == 1 and over_batch:
         out.append(
             f"rollout.prompts_per_step=1 and rollout.group_size=1 with {', '.join(over_batch)}: the batch has no "
             "second completion to compare with, so all advantages are 0 and nothing is trained; raise one of the two"

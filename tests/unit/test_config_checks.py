@@ -67,6 +67,8 @@ def test_groups_that_teach_nothing_and_those_that_do_are_not_mistaken(keys: list
         ["algorithm=grpo", REFILL],
         ["algorithm=reinforce_plus_plus_baseline", REFILL],
         ["algorithm=dpo", REFILL],
+        ["algorithm=gkd", "algorithm.kl.reference=.", ONE],
+        ["algorithm=gkd", "algorithm.kl.reference=.", "algorithm.advantage_mean=batch", *SINGLE],
         ["algorithm=reinforce", "algorithm.advantage_mean=none", REFILL],  # REINFORCE-Rej, arXiv:2504.11343
     ],
 )
