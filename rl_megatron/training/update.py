@@ -274,8 +274,8 @@ class Update:
         """Make the optimizer steps of policy and critic; of each, None if it was skipped.
 
         The policy makes none from the minibatch on at which it is further from the old one than
-        ``algorithm.old_kl_limit``; the critic makes all. Writes work that was done, and where the policy ended, into
-        the row.
+        ``algorithm.old_kl_limit``; a critic that is a second model makes all. Writes work that was done, and where the
+        policy ended, into the row.
         """
         section, roles = self.config.algorithm, self.roles
         rate, critic_rate = learning_rate(self.config, step), critic_learning_rate(self.config, step)
