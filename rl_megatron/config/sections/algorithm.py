@@ -109,7 +109,8 @@ class AlgorithmSection(Section):
     ] = "token_mean"
     """How token losses are aggregated into the batch's loss; a sequence is a trajectory, whatever rows it has."""
     max_length: Positive | None = None
-    """aggregation=seq_mean_token_sum_norm: the divisor of token sums; null: rollout.max_new_tokens."""
+    """aggregation=seq_mean_token_sum_norm: the divisor of token sums; null: the most that is sampled of a completion,
+    rollout.max_new_tokens, or with an environment its max_tokens; of a mixture, the greatest of its sources."""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus, in nats; with ``entropy_target``, the weight at first."""
     entropy_target: PositiveFloat | None = None
@@ -140,11 +141,11 @@ class AlgorithmSection(Section):
     whiten_rewards: bool = False
     """Whether to whiten rewards by the mean and the standard deviation over all steps so far."""
     overlong_buffer: NonNegativeFloat = 0.0
-    """Penalise completions that reach into the last this many tokens before rollout.max_new_tokens (DAPO), or below 1,
-    into the last this share of them; 0 is off."""
+    """Penalise completions that reach into the last this many tokens of the most that is sampled (see ``max_length``;
+    DAPO), or below 1, into the last this share of them; 0 is off."""
     overlong_factor: NonNegativeFloat = 1.0
-    """Penalty of a completion of rollout.max_new_tokens; it grows linearly over ``overlong_buffer``, with the length
-    alone: one that rollout.max_seconds ended has none if it is short."""
+    """Penalty of a completion of that length; it grows linearly over ``overlong_buffer``, with the length alone: one
+    that rollout.max_seconds ended has none if it is short."""
     drop_truncated: bool = False
     """Whether to leave completions truncated at rollout.max_new_tokens or by rollout.max_seconds out of the loss."""
     unfinished_reward: Finite | None = None
