@@ -147,11 +147,12 @@ class AlgorithmSection(Section):
     """Penalty of a completion of that length; it grows linearly over ``overlong_buffer``, with the length alone: one
     that rollout.max_seconds ended has none if it is short."""
     drop_truncated: bool = False
-    """Whether to leave completions truncated at rollout.max_new_tokens or by rollout.max_seconds out of the loss."""
+    """Whether to leave completions truncated at rollout.max_new_tokens or by rollout.max_seconds out of the loss; with
+    an environment, trajectories that did not end as done: by its limits, a bad call or a fault, too."""
     unfinished_reward: Finite | None = None
-    """Reward of a completion truncated at rollout.max_new_tokens or by rollout.max_seconds, in place of its own; with
-    credit=gae the truncation then counts as an end. null: its own reward, to which credit=gae adds the critic's value
-    of the last state."""
+    """Reward of a completion that ``drop_truncated`` would leave out, in place of its own; with credit=gae the
+    truncation then counts as an end. null: its own reward, to which credit=gae adds the critic's value of the last
+    state."""
     old_logprobs: Literal["learner", "rollout", "interpolated"] = "learner"
     """Who computes the old policy's log-probs: the learner, or the engine while it samples; interpolated: neither, they
     are interpolated between the engine's and the current ones by weight version (decoupled PPO on stale rollouts)."""
