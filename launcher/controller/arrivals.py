@@ -11,7 +11,6 @@ import socket
 import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
@@ -40,6 +39,7 @@ from rl_megatron.placement.ranks import Placement
 logger = logging.getLogger(__name__)
 
 _HELLO_BYTES = 4096
+_STRANGERS = 64  # streams beyond one for each rank: few of the files that `limits` keeps for the controller
 _TAIL_SECONDS = 0.5  # to read the end of a dead rank's output
 
 
@@ -216,14 +216,19 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 
 async def _welcome(listener: socket.socket, awaited: Awaited, arrived: dict[tuple[str, int], ConnectedRank]) -> None:
-    """Accept streams until every rank has one; each is authenticated in a thread, so that none delays the others."""
+    """Accept streams until every rank has one. Those that prove nothing delay no other: the oldest make room."""
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
     everybody, where = asyncio.Event(), awaited.where()
+    unproven: dict[socket.socket, None] = {}  # the oldest first
 
     async def prove(accepted: socket.socket) -> None:
         try:
-            rank = await loop.run_in_executor(pool, _hear, accepted, awaited.token)
+            try:
+                connection = await channel.accept(accepted, awaited.token)
+            finally:
+                unproven.pop(accepted, None)
+            rank = await _hear(connection)
         except (OSError, EOFError, ValueError, TypeError) as error:
             logger.warning("a stream was refused: %s", error)
             return
@@ -239,19 +244,31 @@ async def _welcome(listener: socket.socket, awaited: Awaited, arrived: dict[tupl
     async def accept() -> None:
         while True:
             accepted, _ = await loop.sock_accept(listener)
-            tasks.append(asyncio.create_task(prove(accepted)))
+            unproven[accepted] = None
+            task = asyncio.create_task(prove(accepted))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            if len(arrived) + len(unproven) > len(where) + _STRANGERS:
+                oldest = next(iter(unproven))
+                del unproven[oldest]
+                with contextlib.suppress(OSError):  # unless it hung up first
+                    oldest.shutdown(socket.SHUT_RDWR)
+            await asyncio.sleep(0)  # sock_accept lets nobody else run while strangers keep coming
 
-    pool = ThreadPoolExecutor(32, thread_name_prefix="welcome")
-    tasks = [asyncio.create_task(accept())]
+    tasks = {asyncio.create_task(accept())}
     try:
         await everybody.wait()
     finally:
         for task in tasks:
             task.cancel()
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _hear(accepted: socket.socket, token: bytes) -> ConnectedRank:
-    accepted.setblocking(True)
-    connection = channel.accept(accepted, token)
+async def _hear(connection: Connection) -> ConnectedRank:
+    """The rank that has proved itself, once it greets: in one packet, so that reading it does not wait."""
+    loop, greets = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection.fileno(), greets.set)
+    try:
+        await greets.wait()
+    finally:
+        loop.remove_reader(connection.fileno())
     return ConnectedRank(connection, Hello(**json.loads(connection.recv_bytes(_HELLO_BYTES))))

@@ -6,15 +6,18 @@ over both sides' random numbers. Messages are not encrypted: they are as private
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import secrets
 import socket
+import time
 from multiprocessing.connection import Connection
 
 PROOF_BYTES = 32
 TOKEN_BYTES = 32
-HANDSHAKE_SECONDS = 10.0
+HANDSHAKE_SECONDS = 10.0  # for all of it
+_PAUSE_SECONDS = 1.0  # between two tries to connect
 _SILENCE_SECONDS = 60  # bytes unacknowledged for so long end a stream: the other node is gone
 _TCP_USER_TIMEOUT = 18  # Linux; socket has no name for it before Python 3.12
 
@@ -31,36 +34,51 @@ def listen(host: str, *, backlog: int) -> socket.socket:
     return listener
 
 
-def accept(accepted: socket.socket, token: bytes) -> Connection:
+async def accept(accepted: socket.socket, token: bytes) -> Connection:
     """The controller's end, after authentication. Raises OSError, for example NotProven, after closing the stream."""
-    return _proven(accepted, token, ours=b"controller", theirs=b"rank")
+    return await _proven(accepted, token, ours=b"controller", theirs=b"rank")
 
 
-def connect(host: str, port: int, token: bytes) -> tuple[Connection, str]:
-    """A rank's end, after authentication, and this machine's address towards the controller. Raises OSError."""
-    stream = socket.create_connection((host, port), timeout=HANDSHAKE_SECONDS)
-    address = str(stream.getsockname()[0])
-    return _proven(stream, token, ours=b"rank", theirs=b"controller"), address
+def connect(host: str, port: int, token: bytes, *, seconds: float) -> tuple[Connection, str]:
+    """A rank's end, after authentication, and this machine's address towards the controller. Raises OSError.
+
+    Strangers can make the controller late: tries are repeated for ``seconds``, unless nothing listens there.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            stream = socket.create_connection((host, port), timeout=HANDSHAKE_SECONDS)
+            address = str(stream.getsockname()[0])
+            return asyncio.run(_proven(stream, token, ours=b"rank", theirs=b"controller")), address
+        except (TimeoutError, ConnectionError) as error:
+            if isinstance(error, ConnectionRefusedError) or time.monotonic() + _PAUSE_SECONDS > end:
+                raise
+        time.sleep(_PAUSE_SECONDS)
 
 
-def _proven(stream: socket.socket, token: bytes, *, ours: bytes, theirs: bytes) -> Connection:
+async def _proven(stream: socket.socket, token: bytes, *, ours: bytes, theirs: bytes) -> Connection:
     """Authenticate: both send a random number, then an HMAC of both numbers and their role."""
+    loop = asyncio.get_running_loop()
     try:
-        stream.settimeout(HANDSHAKE_SECONDS)
+        stream.setblocking(False)
         nonce = secrets.token_bytes(PROOF_BYTES)
-        stream.sendall(nonce)
-        challenge = _exactly(stream, PROOF_BYTES)
-        if ours == b"rank":  # the connecting side proves itself first, so that a stranger learns nothing
-            stream.sendall(_proof(token, ours, challenge, nonce))
-        if not hmac.compare_digest(_exactly(stream, PROOF_BYTES), _proof(token, theirs, nonce, challenge)):
-            raise NotProven("the other side does not have this job's token")
-        if ours == b"controller":
-            stream.sendall(_proof(token, ours, challenge, nonce))
-        stream.settimeout(None)
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            await loop.sock_sendall(stream, nonce)
+            challenge = await _exactly(stream, PROOF_BYTES)
+            if ours == b"rank":  # the connecting side proves itself first, so that a stranger learns nothing
+                await loop.sock_sendall(stream, _proof(token, ours, challenge, nonce))
+            if not hmac.compare_digest(await _exactly(stream, PROOF_BYTES), _proof(token, theirs, nonce, challenge)):
+                raise NotProven("the other side does not have this job's token")
+            if ours == b"controller":
+                await loop.sock_sendall(stream, _proof(token, ours, challenge, nonce))
+        stream.setblocking(True)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         stream.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, _SILENCE_SECONDS * 1000)
-    except BaseException:
+    except BaseException as error:
         stream.close()
+        if isinstance(error, TimeoutError):
+            late = f"the other side did not prove within {HANDSHAKE_SECONDS:g} s that it has this job's token"
+            raise TimeoutError(late) from error
         raise
     return Connection(stream.detach())
 
@@ -70,11 +88,11 @@ def _proof(token: bytes, role: bytes, asked: bytes, asking: bytes) -> bytes:
     return hmac.new(token, b"|".join((b"rl_megatron", role, asked, asking)), hashlib.sha256).digest()
 
 
-def _exactly(stream: socket.socket, count: int) -> bytes:
-    data = b""
+async def _exactly(stream: socket.socket, count: int) -> bytes:
+    loop, data = asyncio.get_running_loop(), b""
     while len(data) < count:
-        part = stream.recv(count - len(data))
+        part = await loop.sock_recv(stream, count - len(data))
         if not part:
-            raise NotProven("the other side hung up before it proved that it has this job's token")
+            raise NotProven("the stream ended before the other side proved that it has this job's token")
         data += part
     return data

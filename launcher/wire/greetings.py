@@ -18,6 +18,7 @@ class Call:
     host: str
     port: int
     token: str  # hexadecimal
+    seconds: float  # for which the rank tries to connect
     threads: int
     device: str  # learner.device
     role: str = LEARNER

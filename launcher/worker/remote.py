@@ -40,7 +40,7 @@ def serve(call: Call, rank: int) -> None:
     """Run as ``rank`` until the controller requests the end or is gone. Called in a main thread."""
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # one thread waits for them and passes them on
     limits.raise_open_files()
-    connection, address = channel.connect(call.host, call.port, bytes.fromhex(call.token))
+    connection, address = channel.connect(call.host, call.port, bytes.fromhex(call.token), seconds=call.seconds)
     os.environ.update(variables(threads=call.threads, device=call.device))
     interface = interface_of(address)
     assert interface is not None  # the stream leaves through it

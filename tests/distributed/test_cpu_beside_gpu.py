@@ -65,7 +65,7 @@ node.main()
 
 @pytest.mark.parametrize(("device", "sees"), [("cpu", ""), ("cuda", "0")])
 def test_a_nodes_ranks_see_no_gpu_before_it_imports_torch(device: str, sees: str) -> None:
-    call = Call(host="127.0.0.1", port=1, token="", threads=1, device=device)
+    call = Call(host="127.0.0.1", port=1, token="", seconds=0, threads=1, device=device)
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS],
         input=Muster(call=call, nodes=("here",), ranks_per_node=1, folder="/nowhere").line().decode(),

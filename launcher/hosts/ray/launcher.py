@@ -77,6 +77,7 @@ class RayLauncher(Launcher):
                 host=cluster.host,
                 port=listener.getsockname()[1],
                 token=token.hex(),
+                seconds=config.learner.timeout_seconds,
                 threads=threads,
                 device=config.learner.device,
             )

@@ -63,6 +63,7 @@ class SlurmLauncher(Launcher):
                     host=host,
                     port=port,
                     token=token.hex(),
+                    seconds=config.learner.timeout_seconds,
                     threads=threads,
                     device=config.learner.device,
                     role=each.role,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 import socket
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from launcher.controller.arrivals import Awaited, ConnectedRank, arrivals
+from launcher.controller.arrivals import _STRANGERS, Awaited, ConnectedRank, arrivals
 from launcher.processes import limits
 from launcher.wire import channel
 from launcher.wire.greetings import Hello
@@ -56,7 +57,7 @@ def connect(listener: socket.socket, ranks: Collection[int], held: dict[int, Con
 
     def greet(mine: list[tuple[int, socket.socket]]) -> None:
         for rank, stream in mine:
-            held[rank] = channel._proven(stream, TOKEN, ours=b"rank", theirs=b"controller")
+            held[rank] = asyncio.run(channel._proven(stream, TOKEN, ours=b"rank", theirs=b"controller"))
             hello = Hello(rank=rank, node=NODES[rank // EACH], pid=rank, store="", step="", hindered="a thread")
             held[rank].send_bytes(hello.line())
 
@@ -122,10 +123,41 @@ def test_384_ranks_arrive_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     ranks = arrived(tmp_path, (), [])
     assert list(ranks) == list(range(RANKS))
     assert {rank.hello.node for rank in ranks.values()} == set(NODES)
-    assert threading.active_count() <= before + 32
+    assert threading.active_count() <= before + 1  # of asyncio.to_thread, in this test
     assert [record.getMessage() for record in caplog.records] == [
         f"ranks on {', '.join(NODES)} start slower, each with imports of its own: a thread"
     ]
+
+
+def test_strangers_that_say_nothing_hold_up_no_rank(tmp_path: Path) -> None:
+    """As many as there is room for stay, since each has 10 s to prove itself; of more the oldest are hung up on."""
+    blamed: list[str] = []
+
+    async def main(listener: socket.socket, strangers: list[socket.socket]) -> None:
+        awaited = Awaited(
+            placement=place(ParallelDims(), ["node0"], 1),
+            token=TOKEN,
+            started=asyncio.get_running_loop().create_future(),
+            seconds=600,
+            folder=tmp_path,
+            files="rank-*.txt",
+            blame=blamed.append,
+            name_slow=lambda _: None,
+        )
+        waiting = asyncio.create_task(arrivals(listener, awaited))
+        for stranger in strangers[: -1 - _STRANGERS]:
+            assert len(await asyncio.to_thread(stranger.recv, 100)) == channel.PROOF_BYTES
+            assert await asyncio.to_thread(stranger.recv, 100) == b""
+        connection, _ = await asyncio.to_thread(channel.connect, *listener.getsockname(), TOKEN, seconds=0)
+        with connection:
+            connection.send_bytes(Hello(rank=0, node="node0", pid=1, store="", step="").line())
+            assert [rank.rank for rank in await waiting] == [0]
+
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(channel.listen("127.0.0.1", backlog=200))
+        connected = [socket.create_connection(listener.getsockname(), 5) for _ in range(100)]
+        asyncio.run(main(listener, [stack.enter_context(stranger) for stranger in connected]))
+    assert not blamed
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import pickle
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 import pytest
@@ -22,7 +25,7 @@ def accepted(client: Callable[[str, int], None]) -> Connection | Exception:
         thread.start()
         stream, _ = listener.accept()
         try:
-            return channel.accept(stream, TOKEN)
+            return asyncio.run(channel.accept(stream, TOKEN))
         except OSError as error:
             return error
         finally:
@@ -33,14 +36,14 @@ def test_both_sides_with_the_token_talk() -> None:
     got = []
 
     def client(host: str, port: int) -> None:
-        connection, address = channel.connect(host, port, TOKEN)
+        connection, address = channel.connect(host, port, TOKEN, seconds=0)
         connection.send_bytes(b"x" * 1_000_000)
         got.append((connection.recv_bytes(), address))
 
     with channel.listen("127.0.0.1", backlog=1) as listener:
         thread = threading.Thread(target=client, args=listener.getsockname())
         thread.start()
-        connection = channel.accept(listener.accept()[0], TOKEN)
+        connection = asyncio.run(channel.accept(listener.accept()[0], TOKEN))
         assert connection.recv_bytes() == b"x" * 1_000_000
         connection.send_bytes(b"back")
         thread.join(20)
@@ -59,7 +62,7 @@ def test_another_token_is_refused_on_both_sides() -> None:
 
     def client(host: str, port: int) -> None:
         try:
-            channel.connect(host, port, b"u" * channel.TOKEN_BYTES)
+            channel.connect(host, port, b"u" * channel.TOKEN_BYTES, seconds=0)
         except OSError as error:
             seen.append(error)
 
@@ -110,3 +113,33 @@ def test_one_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> 
                 pass
 
     assert isinstance(accepted(client), TimeoutError)
+
+
+def test_all_of_a_handshake_has_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the other side sends a byte of it."""
+    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.1)
+
+    def client(host: str, port: int) -> None:
+        with socket.create_connection((host, port), 0.02) as stream, contextlib.suppress(ConnectionError):
+            said = b"-"
+            while said:
+                stream.sendall(b"x")
+                with contextlib.suppress(TimeoutError):
+                    said = stream.recv(100)
+
+    assert isinstance(accepted(client), TimeoutError)
+
+
+def test_a_rank_tries_again_until_the_controller_has_time_or_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "_PAUSE_SECONDS", 0.0)
+    with channel.listen("127.0.0.1", backlog=1) as listener, ThreadPoolExecutor() as pool:
+        listener.settimeout(20)
+        where = listener.getsockname()
+        connecting = pool.submit(channel.connect, *where, TOKEN, seconds=600)
+        for _ in range(3):
+            listener.accept()[0].close()
+        with asyncio.run(channel.accept(listener.accept()[0], TOKEN)) as ours, connecting.result(60)[0] as theirs:
+            theirs.send_bytes(b"here")
+            assert ours.recv_bytes() == b"here"
+    with pytest.raises(ConnectionRefusedError):
+        channel.connect(*where, TOKEN, seconds=600)

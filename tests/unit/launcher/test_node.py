@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -61,7 +62,7 @@ def started(folder: Path, planted: str, port: int) -> Iterator[subprocess.Popen[
     """The task of node "b", the second of two with two ranks each, which imports a module."""
     (folder / "planted.py").write_text(planted)
     path = os.pathsep.join((str(folder), str(Path(__file__).parents[3])))
-    call = Call(host="127.0.0.1", port=port, token=TOKEN.hex(), threads=2, device="cpu")
+    call = Call(host="127.0.0.1", port=port, token=TOKEN.hex(), seconds=60, threads=2, device="cpu")
     task = subprocess.Popen(
         [sys.executable, "-c", NODE],
         stdin=subprocess.PIPE,
@@ -92,7 +93,7 @@ def test_it_forks_its_ranks_where_it_may_and_ends_with_the_first_that_fails(
         started(tmp_path, planted, listener.getsockname()[1]) as task,
     ):
         listener.settimeout(600)
-        streams = [channel.accept(listener.accept()[0], TOKEN) for _ in range(2)]
+        streams = [asyncio.run(channel.accept(listener.accept()[0], TOKEN)) for _ in range(2)]
         hellos = sorted((Hello(**json.loads(stream.recv_bytes())) for stream in streams), key=lambda hello: hello.rank)
         assert [(hello.rank, hello.node, hello.hindered) for hello in hellos] == [(n, "b", hindered) for n in (2, 3)]
         ranks = [psutil.Process(hello.pid) for hello in hellos]
@@ -134,7 +135,7 @@ def test_with_flash_attention_nothing_that_initialises_cuda_is_imported(monkeypa
 
 
 def test_a_node_of_another_step_is_named() -> None:
-    call = Call(host="h", port=1, token="", threads=1, device="cpu")
+    call = Call(host="h", port=1, token="", seconds=0, threads=1, device="cpu")
     muster = Muster.read(Muster(call=call, nodes=("a", "b"), ranks_per_node=4, folder="/f").line().decode())
     assert [list(muster.ranks_of(node)) for node in "ab"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     with pytest.raises(ValueError, match="this node, c, is none of the step's: a, b"):
