@@ -3,8 +3,8 @@
 Each pair has a ring of slots, small enough to stay in the cores' shared cache, so that main memory is only read at the
 source and written at the destination. A Unix socket carries a byte for each slot filled or emptied; it wakes the other
 process, orders the accesses, and closes at once when a process dies. Rings are anonymous files passed through the
-socket (memfd_create, SCM_RIGHTS), and sockets have unguessable abstract names: none are in the file system, and the
-kernel removes them with their processes.
+socket (memfd_create, SCM_RIGHTS), and sockets have abstract names: none are in the file system, and the kernel removes
+them with their processes. Every user of the node can read these names and connect, and is turned away.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ SLOTS = 2
 _STEP, _GAVE_UP = b".", b"!"
 _CLOSED = "its connection is closed"
 _PAGE = 4096
+_TURN_SECONDS = 0.05  # of waiting for a connection
 _HELLO = struct.Struct("=qqq")  # the sender's rank, bytes of a slot, bytes that follow
 _CREDENTIALS = struct.Struct("=iii")  # pid, uid, gid (SO_PEERCRED)
 
@@ -197,7 +198,7 @@ class Rings:
                 f"{self.ends.device}; use process_group"
             )
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.settimeout(self._timeout)
+            listener.settimeout(_TURN_SECONDS)
             listener.bind(b"\0rl_megatron-" + secrets.token_hex(16).encode())
             listener.listen(peers.size)
             here = [Path("/proc/sys/kernel/random/boot_id").read_text(), listener.getsockname().hex()]
@@ -210,30 +211,73 @@ class Rings:
                     f"{self.name} needs one machine, but rank {rank} is on another than rank {far[0]}; "
                     "use process_group"
                 )
-            links, missing = list[Link](), [*receivers, *senders]
-            try:
-                for to in receivers:
-                    links.append(self._offer(to, bytes.fromhex(places[to][1]), slots[rank, to]))
-                    missing.remove(to)
-                while missing:
-                    links.append(self._accept(listener))
-                    missing.remove(links[-1].peer)
-            except (ConnectionError, TimeoutError) as error:
-                for link in links:
-                    link.give_up(missing[0])
-                offering = len(missing) > len(senders)
-                awaited = f"{missing[0]} to take" if offering else f"{' or '.join(map(str, missing))} to offer"
-                raise SyncError(
-                    f"not connected: rank {rank} waited for rank {awaited} a ring of slots, and that is lost or late: "
-                    f"{error}. Start the lost process again and connect again"
-                ) from error
-            return links
+            return self._links(
+                listener, [(to, bytes.fromhex(places[to][1]), slots[rank, to]) for to in receivers], senders
+            )
 
-    def _offer(self, to: int, address: bytes, num_bytes: int) -> Link:
+    def _links(
+        self, listener: socket.socket, receivers: Sequence[tuple[int, bytes, int]], senders: Sequence[int]
+    ) -> list[Link]:
+        """A link to each receiver (its rank, its socket's address, bytes of a slot), then from each sender."""
+        links, missing = list[Link](), [*(to for to, _, _ in receivers), *senders]
+        arrived: list[socket.socket] = []
+        try:
+            for to, address, num_bytes in receivers:
+                links.append(self._offer(to, self._reach(address, listener, arrived), num_bytes))
+                missing.remove(to)
+            end = time.monotonic() + self._timeout
+            while missing:
+                if arrived:
+                    links.append(self._taken(arrived.pop(0)))
+                    missing.remove(links[-1].peer)
+                elif time.monotonic() > end:
+                    raise TimeoutError("timed out")
+                else:
+                    self._admit(listener, arrived)
+        except (ConnectionError, TimeoutError) as error:
+            for link in links:
+                link.give_up(missing[0])
+            offering = len(missing) > len(senders)
+            awaited = f"{missing[0]} to take" if offering else f"{' or '.join(map(str, missing))} to offer"
+            raise SyncError(
+                f"not connected: rank {self.ends.rank} waited for rank {awaited} a ring of slots, and that is lost or "
+                f"late: {error}. Start the lost process again and connect again"
+            ) from error
+        finally:
+            for connection in arrived:
+                connection.close()
+        return links
+
+    def _reach(self, address: bytes, listener: socket.socket, arrived: list[socket.socket]) -> socket.socket:
+        """A connection to another process. While strangers fill its queue this process empties its own."""
+        end = time.monotonic() + self._timeout
+        while True:
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(self._timeout)
+            try:
+                connection.connect(address)
+                return connection
+            except BlockingIOError as error:
+                connection.close()
+                if time.monotonic() > end:
+                    raise TimeoutError("the queue of its socket stays full; see who connects to it (ss -xp)") from error
+            self._admit(listener, arrived)
+
+    def _admit(self, listener: socket.socket, arrived: list[socket.socket]) -> None:
+        """Accept a connection, if there is one soon; nothing is read from another user's."""
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            return
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[1] == os.getuid():
+            connection.settimeout(self._timeout)
+            arrived.append(connection)
+        else:
+            connection.close()
+
+    def _offer(self, to: int, connection: socket.socket, num_bytes: int) -> Link:
         slot = -(-num_bytes // _PAGE) * _PAGE
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(self._timeout)
-        connection.connect(address)
         ring, told, handles = self._new_ring(slot * SLOTS)
         try:
             socket.send_fds(connection, [_HELLO.pack(self.ends.rank, slot, len(told)), told], handles)
@@ -242,12 +286,8 @@ class Rings:
             for handle in handles:
                 os.close(handle)
 
-    def _accept(self, listener: socket.socket) -> Link:
-        connection, _ = listener.accept()
-        connection.settimeout(self._timeout)
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
-            raise WeightError("a process of another user offered weights; nothing was taken from it")
+    def _taken(self, connection: socket.socket) -> Link:
+        """What another process offers."""
         hello, handles, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
         try:
             if len(hello) < _HELLO.size:
