@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +22,8 @@ from rl_megatron.rollout.endpoint.served import Served
 logger = logging.getLogger(__name__)
 
 _CLOSING_SECONDS = 2
+_FILES_SHARE = 4  # connections have at most one in so many of this process's files
+_BACKLOG = 1024
 _HEAD_SECONDS = 30.0  # from a connection's beginning, or a head's, until that head is there
 
 
@@ -43,7 +47,7 @@ class HttpServer:
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             listening.bind(("127.0.0.1", port))
-            listening.listen(1024)
+            listening.listen(_BACKLOG)
         except OSError:
             listening.close()
             raise
@@ -59,6 +63,7 @@ class HttpServer:
             server_header=False,
             timeout_keep_alive=60,
             timeout_graceful_shutdown=_CLOSING_SECONDS,
+            backlog=min(_BACKLOG, _most_connections()),  # asyncio accepts so many before the first is counted
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(_serve(self._server, listening), name="endpoint")
@@ -106,13 +111,23 @@ async def _serve(server: uvicorn.Server, listening: socket.socket) -> None:
             logger.exception("the endpoint ends")
 
 
+def _most_connections() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft // _FILES_SHARE
+
+
 class _Protocol(H11Protocol):
-    """Closes connections that ask nothing, which need no key to be there, and those whose next head never ends."""
+    """Closes connections that ask nothing, which need no key to be there, and those whose next head never ends.
+
+    So many may come that the process has no file left: beyond their share each new one takes the place of another.
+    """
 
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._late: asyncio.TimerHandle | None = self.loop.call_later(_HEAD_SECONDS, self._close_unasked)
+        if len(self.connections) > _most_connections():
+            self._make_room()
 
     @override
     def data_received(self, data: bytes) -> None:
@@ -130,6 +145,12 @@ class _Protocol(H11Protocol):
     def _is_waiting(self) -> bool:
         """Whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete  # uvicorn's, of the last request
+
+    def _make_room(self) -> None:
+        """Close a connection on which no request is being answered: this one, if there is no other."""
+        others = (other for other in self.connections if isinstance(other, _Protocol) and other is not self)
+        idle = (other for other in others if other._is_waiting() and not other.transport.is_closing())
+        next(idle, self).transport.close()
 
     def _in_time(self) -> None:
         if self._late is not None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import resource
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import openai
@@ -81,3 +85,29 @@ def test_a_body_or_a_head_that_does_not_arrive_holds_nothing(serving: Serving, m
             assert said.read(1) == b""
     assert not engine.asked
     assert post(served, json.dumps({"messages": ASK}).encode())[0] == 200
+
+
+def test_connections_that_say_nothing_use_up_no_files_and_keep_nobody_out(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond a quarter of them one that asks nothing is closed, never one that is being answered."""
+    engine = Saying("fine")
+    served = url, _ = serving.open(serving.turns(engine))
+    address = urlsplit(url).hostname, urlsplit(url).port
+    engine.go.clear()
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
+        stack.callback(engine.go.set)
+        answered = pool.submit(post, served, json.dumps({"messages": ASK}).encode())
+        while not engine.asked:
+            serving.do(asyncio.sleep(0))
+        monkeypatch.setattr(resource, "getrlimit", lambda which: (16, 16))
+        silent = [stack.enter_context(socket.create_connection(address, 30)) for _ in range(40)]
+        assert post(served, None, "/health", "GET") == (200, {"status": "ok"})
+        ended = 0
+        for stream in silent:
+            stream.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                ended += stream.recv(1) == b""
+        assert 38 <= ended < 40  # there are four: that of the turn, that of /health, and two of these
+        engine.go.set()
+        assert answered.result(30)[0] == 200
