@@ -63,7 +63,7 @@ class Application:
         try:
             line = self._keys.line(dict(scope["headers"]))
             kind, parts = await self._answer(scope, receive, line)
-        except (RequestRefused, MessagesRefused) as error:
+        except (RequestRefused, MessagesRefused, RecursionError) as error:  # read, but too deep to be written again
             status = error.status if isinstance(error, RequestRefused) else 400
             kind, parts = b"application/json", [msgspec.json.encode(refused_body(status, str(error)))]
             if line is not None:

@@ -52,7 +52,7 @@ def read_request(body: bytes, kind: type[R]) -> R:
     """The request. Raises RequestRefused."""
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestRefused(400, f"the body is no request of this path: {error}") from error
 
 

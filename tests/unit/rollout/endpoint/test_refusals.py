@@ -39,6 +39,9 @@ def test_keys_and_bodies_that_are_refused_cost_no_turn(serving: Serving) -> None
     wrong: list[bytes] = [good[:end] for end in range(0, len(good), 2)]
     wrong += [b"\xff\xfe", b"[]", b"null", b'{"messages": []}', b'{"messages": [1]}', b'{"messages": [{"role": 1}]}']
     wrong += [
+        b'{"messages": [{"role": "user", "content": %s}]}' % (b"[" * deep + b"]" * deep) for deep in (2000, 10**6)
+    ]
+    wrong += [
         json.dumps({"messages": ASK, **given}).encode()
         for given in (
             {"n": 2},
@@ -111,3 +114,15 @@ def test_connections_that_say_nothing_use_up_no_files_and_keep_nobody_out(
         assert 38 <= ended < 40  # there are four: that of the turn, that of /health, and two of these
         engine.go.set()
         assert answered.result(30)[0] == 200
+
+
+def test_what_can_be_read_but_is_too_deep_to_be_written_is_refused(serving: Serving) -> None:
+    """The deepest that are read leave no room for the template, which writes them from deeper in the stack."""
+    statuses = []
+    for deep in range(940, 1000, 5):
+        nested = b'{"a":' * deep + b"1" + b"}" * deep
+        tool = b'{"type": "function", "function": {"name": "f", "parameters": %s}}' % nested
+        body = b'{"messages": [{"role": "user", "content": "x"}], "tools": [%s]}' % tool
+        served = serving.open(serving.turns(Saying("fine"), str(deep), max_prompt_tokens=100_000))
+        statuses.append(post(served, body)[0])
+    assert set(statuses) <= {200, 400}, statuses
