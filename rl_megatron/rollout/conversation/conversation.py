@@ -111,7 +111,7 @@ class Conversation:
         given = tidied(messages)
         last = _last_turn(given)
         path = self._path(given, last)
-        if len(path) <= last or path[last].sampled is None:
+        if not 0 <= last < len(path) or path[last].sampled is None:
             return False
         try:
             self._template.begin(given[:last], tools)

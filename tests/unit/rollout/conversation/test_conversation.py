@@ -346,6 +346,10 @@ def test_messages_that_cannot_be_a_prompt_are_refused(messages: list[Any], words
         opened("gptoss").prompt_for(messages)
 
 
+def test_no_turn_is_to_blame_where_a_template_refuses_messages_before_the_first() -> None:
+    assert not opened("gptoss").cannot_show_turn([{"role": "tool", "content": "1"}])
+
+
 def test_tokenizers_that_cannot_splice_are_refused() -> None:
     tokenizer = copy.deepcopy(tokenizer_of("chatml"))
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
