@@ -217,10 +217,10 @@ def _polished(inner: Array, x: Array, y: Array, limits: tuple[float, float] | No
 
 
 def _covariance(curves: Sequence[SeedCurve], residual: Array, slopes: Array, free: NDArray[np.bool_]) -> Array | None:
-    """Of the free inner parameters, clustered by seed, zeros for the others; None where nothing determines them."""
+    """Of the free inner parameters, clustered by seed, zeros for the others; None where none is free, or determined."""
     count, out, slopes = len(curves), np.zeros((4, 4)), slopes[:, free]
     normal = slopes.T @ slopes
-    if count < 2 or np.linalg.cond(normal) > _WORST_CONDITION:
+    if count < 2 or not free.any() or np.linalg.cond(normal) > _WORST_CONDITION:
         return None
     ends = np.cumsum([len(curve.compute) for curve in curves])[:-1]
     parts = zip(np.split(slopes, ends), np.split(residual, ends), strict=True)

@@ -153,6 +153,17 @@ def test_a_fit_is_not_refused_where_they_can() -> None:
     assert why_not([], RATE) == "no run has a value"
 
 
+@pytest.mark.parametrize("reached", [np.zeros(40), np.ones(40), (COMPUTE > 30.0).astype(float)], ids="01s")
+def test_seeds_that_never_leave_a_limit_are_refused_with_a_reason(reached: np.ndarray) -> None:
+    """Of zeros all four parameters are at bounds; a step that only the last third has is zeros to the forecast."""
+    curves = [SeedCurve(compute=COMPUTE, reached=reached)] * 3
+    assert why_not(curves, RATE) is not None
+    found = forecast(curves, RATE)
+    assert found is not None
+    assert found.errors["sigmoid"] is None
+    assert found.reason is not None
+
+
 def test_the_forecast_is_of_what_was_not_seen() -> None:
     """Exact where the law is the truth; the others' errors are by hand from their formulas."""
     curve = SeedCurve(compute=COMPUTE, reached=sigmoid(COMPUTE, *TRUTH))
