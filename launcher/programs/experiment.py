@@ -186,6 +186,7 @@ class _Series:
         output.parent.mkdir(parents=True, exist_ok=True)
         printed = output.stat().st_size if output.is_file() else 0  # by earlier starts
         resume = ["--resume"] if cell.folder.is_dir() else []
+        used = states.seconds_of(cell, last) if last else 0.0  # asked before the process makes the folder
         save_resolved(cell.config, states.config_path(cell))
         given = ["--config", str(states.config_path(cell)), "log.progress=plain"]
         child = await self.start(["train", *given, *resume], output)
@@ -196,7 +197,7 @@ class _Series:
             pid=child.pid,
             began=_began(child.pid),
             starts=(last.starts if last else 0) + 1,
-            seconds=states.seconds_of(cell, last) if last else 0.0,
+            seconds=used,
         )
         states.write_record(cell, record)
         self.display.note(f"{cell.name}: {'goes on' if resume else 'starts'}")

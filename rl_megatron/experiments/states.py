@@ -49,8 +49,9 @@ STARTABLE = (CellState.STOPPED, CellState.WAITING, CellState.LOST)
 class CellRecord:
     """What a study knows of a cell: the process of its last start, and how that ended.
 
-    ``status`` is its exit status, below 0 a signal's number; None while it runs. ``seconds`` are those of all starts.
-    ``step`` is the last one recorded when it ended: a failed run that has a later one was resumed by hand.
+    ``status`` is its exit status, below 0 a signal's number; None while it runs. ``seconds`` are those of all starts
+    since its folder was made. ``step`` is the last one recorded when it ended: a failed run that has a later one was
+    resumed by hand.
     A cell in Slurm's hands has no process here: ``task`` is its array's task, as 12_3, which may run for ``granted``
     seconds (None: as long as it needs), not counted in ``seconds``.
     """
@@ -148,7 +149,9 @@ def last_step(cell: Cell) -> int:
 
 
 def seconds_of(cell: Cell, record: CellRecord) -> float:
-    """Of all its starts, those by Slurm too."""
+    """Of all its starts, those by Slurm too; none where its folder was removed, so that it begins again."""
+    if not cell.folder.is_dir():
+        return 0.0
     return record.seconds + (read_task(cell, record.task).seconds if record.task else 0.0)
 
 
@@ -246,7 +249,7 @@ def _state(study: Study, cell: Cell, record: CellRecord | None, step: int, *, en
     if ended:
         return CellState.DONE, ""
     limit = study.budget.cell_minutes
-    if record is not None and limit is not None and record.seconds >= 60 * limit:
+    if record is not None and limit is not None and seconds_of(cell, record) >= 60 * limit:
         late = f"; {record.reason}" if record.reason else ""
         return CellState.SPENT, f"budget.cell_minutes={limit:g} are over{late}"
     return (CellState.STOPPED if cell.folder.is_dir() else CellState.WAITING), ""

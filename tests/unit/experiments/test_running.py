@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import re
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.console import Console
 from launcher.programs.experiment import Start, run_cells
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.experiments.cells import Cell, cells_of
-from rl_megatron.experiments.states import CellStanding, find_states, output_path, read_record
+from rl_megatron.experiments.states import CellRecord, CellStanding, find_states, output_path, read_record, write_record
 from rl_megatron.experiments.study import Study, read_study
 
 LIMIT = 300.0  # seconds
@@ -149,6 +150,17 @@ def test_a_cell_that_does_not_stop_when_its_minutes_are_over_is_ended(tmp_path: 
     assert f"{late} (pid {record.pid})" in said.getvalue()
     with pytest.raises(ProcessLookupError):
         os.kill(record.pid, 0)
+
+
+def test_a_cell_whose_folder_was_removed_has_its_whole_time_again(tmp_path: Path) -> None:
+    study, cells = study_of(tmp_path, budget={"cell_minutes": 1})
+    cells[0].folder.mkdir(parents=True)
+    write_record(cells[0], CellRecord(pid=1, began=0.0, starts=1, seconds=60.0, status=0, step=1))
+    assert find_states(study, cells)[0].state.value == "spent"
+    shutil.rmtree(cells[0].folder)
+    (found,) = ran(study, cells, shell(row(2)))
+    assert (found.state.value, found.step) == ("done", 2)
+    assert found.seconds < 60
 
 
 def test_a_budget_of_time_holds_while_a_file_is_broken(tmp_path: Path) -> None:

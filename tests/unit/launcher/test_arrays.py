@@ -306,8 +306,10 @@ def test_a_cell_that_somebody_holds_is_named(
 def test_cells_with_less_time_left_are_in_the_same_array(cluster: Path) -> None:
     keys = {"overrides": ["slurm.signal_seconds=90", "slurm.time=1:00:00"], "budget": {"cell_minutes": 30}}
     study = study_of(cluster, **keys)
-    for cell, seconds in zip(cells_of(study), (0.0, 600.0, 1200.0, 600.0), strict=True):
+    for cell, seconds in zip(cells_of(study), (1200.0, 600.0, 1200.0, 600.0), strict=True):
+        cell.folder.mkdir(parents=True)
         write_record(cell, CellRecord(pid=0, began=0.0, starts=1, seconds=seconds, status=0))
+    cells_of(study)[0].folder.rmdir()  # to repeat it: it has all its time
     (array,) = sent_as(study)
     assert (options(array)["array"], options(array)["time"]) == ("0-3", "32")
     send(study, [array])
