@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,7 +192,8 @@ def _results_panel(
     last = study.evaluation.last
     which = "the last value" if last == 1 else f"the mean of the last {last} values"
     notes = [f"A run's result is {which} of {study.evaluation.metric}: {metric.meaning if metric else ''}."]
-    notes += [note for each in found if (note := _remark(study, results, each))]
+    measured = {run.standing.cell.name for run in runs if run.points}
+    notes += [note for each in found if (note := _remark(study, results, each, measured))]
     notes += [f"{each.cell.name}: {line}" for each in found if each.state in COUNTED if (line := drift_of(each.cell))]
     notes.append("The last three columns: a run's tokens sampled, seconds times learner processes, and training FLOPs.")
     rows = []
@@ -214,15 +215,16 @@ def _results_panel(
     )
 
 
-def _remark(study: Study, results: StudyResults, each: CellStanding) -> str | None:
-    """What a reader must know of a cell whose result is not that of a whole run."""
+def _remark(study: Study, results: StudyResults, each: CellStanding, measured: Set[str]) -> str | None:
+    """What a reader must know of a cell whose result is not that of a whole run; ``measured`` have a finite value."""
     at = f" at step {each.step} of {each.cell.config.train.steps}" if each.recorded else ""
     why = f": {each.reason}" if each.reason else ""
     named = f"{each.cell.name} ({each.state}{at}{why})"
     if each.state not in COUNTED:
         return f"Not in means, differences and fits: {named}"
     if each.cell.seed not in results.results[each.cell.arm]:
-        return f"Without a value of {study.evaluation.metric}, so not in means, differences and fits: {named}"
+        lacks = "finite last values" if each.cell.name in measured else "a value"
+        return f"Without {lacks} of {study.evaluation.metric}, so not in means, differences and fits: {named}"
     return f"Counted as it is: {named}" if each.state is CellState.SPENT else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -137,7 +138,8 @@ def _uncounted(cell: Cell, row: JsonRow) -> bool:
 def results_of(study: Study, arms: Sequence[str], runs: Sequence[CellRun]) -> StudyResults:
     """Compare and fit what has ended; a run that has not is only in the survival curves, where it is censored."""
     of = {arm: [each for each in runs if each.standing.cell.arm == arm] for arm in arms}
-    results = {arm: {e.standing.cell.seed: _last(study, e) for e in of[arm] if e.counted and e.points} for arm in arms}
+    lasts = {arm: {e.standing.cell.seed: _last(study, e) for e in of[arm] if e.counted} for arm in arms}
+    results = {arm: {s: last for s, last in by_seed.items() if last is not None} for arm, by_seed in lasts.items()}
     return StudyResults(
         results=results,
         means={arm: mean_interval(list(by_seed.values())) for arm, by_seed in results.items() if by_seed},
@@ -160,7 +162,9 @@ def curves_for_fit(study: Study, runs: Sequence[CellRun]) -> list[SeedCurve]:
 
 
 def points_for_fit(study: Study, each: CellRun) -> list[tuple[float, float, float]]:
-    """(step, compute, value) of those points."""
+    """(step, compute, value) of those points; none of a run whose last values are not finite."""
+    if _last(study, each) is None:
+        return []
     return [point for point in each.points if point[1] > 0 and point[1] >= study.evaluation.from_compute]
 
 
@@ -172,9 +176,12 @@ def _contrasts(study: Study, arms: Sequence[str]) -> Iterator[tuple[str, Mapping
     yield from study.contrasts.items()
 
 
-def _last(study: Study, each: CellRun) -> float:
-    values = [value for _, _, value in each.points][-study.evaluation.last :]
-    return sum(values) / len(values)
+def _last(study: Study, each: CellRun) -> float | None:
+    """The mean of its last values; None where it has none, or one of them is not finite, as after it diverged."""
+    metric = study.evaluation.metric
+    found = [number(row, metric) for row in each.run.rl if metric in row][-study.evaluation.last :]
+    values = [value for value in found if value is not None]
+    return sum(values) / len(values) if values and len(values) == len(found) else None
 
 
 def _fit(study: Study, runs: Sequence[CellRun]) -> ArmFit:
@@ -189,8 +196,8 @@ def _fit(study: Study, runs: Sequence[CellRun]) -> ArmFit:
 
 def _lifetime(study: Study, rows: Sequence[JsonRow]) -> Lifetime:
     rule = study.collapse
-    values = ((number(row, "step") or 0.0, number(row, rule.metric)) for row in rows)
-    points = [(step, value) for step, value in values if value is not None]
+    values = ((number(row, "step") or 0.0, number(row, rule.metric)) for row in rows if rule.metric in row)
+    points = [(step, -math.inf if value is None else value) for step, value in values]
     return lifetime(points, below=rule.below, least=rule.least)
 
 

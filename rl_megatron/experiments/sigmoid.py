@@ -98,7 +98,7 @@ def fit_sigmoid(curves: Sequence[SeedCurve], limits: tuple[float, float] | None 
 def why_not(curves: Sequence[SeedCurve], limits: tuple[float, float] | None = None) -> str | None:
     """Why the points cannot carry this fit, in words for the reader; None where they can."""
     if not curves:
-        return "no run has a value"
+        return "no run has values to fit"
     for curve in curves:
         if len(curve.compute) < LEAST_POINTS:
             return f"a run has {len(curve.compute)} values; a fit of 4 parameters needs {LEAST_POINTS} of each"

@@ -73,7 +73,7 @@ class CellRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellStanding:
-    """A cell and what has become of it. ``value`` is the last of the study's metric."""
+    """A cell and what has become of it. ``value`` is the last of the study's metric, None if that is not finite."""
 
     cell: Cell
     state: CellState
@@ -206,8 +206,9 @@ def _found(study: Study, cell: Cell, queue: Mapping[str, Queued] | None) -> Cell
     record, recorded, value, broken = read_record(cell), False, None, ""
     try:
         for row in _rows(cell):
-            recorded, value = True, number(row, study.evaluation.metric)
-            if value is not None:
+            recorded = True
+            if study.evaluation.metric in row:
+                value = number(row, study.evaluation.metric)
                 break
     except DataError as error:
         broken = str(error)

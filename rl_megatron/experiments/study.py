@@ -38,7 +38,7 @@ class Outcome(Section):
     metric: str = "eval/accuracy"
     """Metric that is compared between arms and fitted."""
     last: Positive = 1
-    """A run's result is the mean of the metric's last so many values."""
+    """A run's result is the mean of the metric's last so many values; it has none if one of them is not finite."""
     compute: Literal["steps", "tokens", "device_seconds", "flops"] = "steps"
     """The compute C of a fit: RL steps, tokens sampled, seconds times learner processes, or FLOPs of training."""
     from_compute: NonNegativeFloat = 0.0
@@ -51,7 +51,7 @@ class Outcome(Section):
 
 
 class Collapse(Section):
-    """When a run counts as collapsed: the metric falls below a share of its greatest value so far."""
+    """When a run counts as collapsed: the metric falls below a share of its greatest value so far, or is not finite."""
 
     metric: str = "eval/accuracy"
     """Metric that is watched."""

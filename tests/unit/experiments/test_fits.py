@@ -150,7 +150,7 @@ def test_a_fit_is_refused_where_the_data_cannot_carry_it(compute: np.ndarray, re
 def test_a_fit_is_not_refused_where_they_can() -> None:
     rng = np.random.default_rng(3)
     assert [why_not(seeds_of(rng), RATE) for _ in range(10)] == [None] * 10
-    assert why_not([], RATE) == "no run has a value"
+    assert why_not([], RATE) == "no run has values to fit"
 
 
 @pytest.mark.parametrize("reached", [np.zeros(40), np.ones(40), (COMPUTE > 30.0).astype(float)], ids="01s")

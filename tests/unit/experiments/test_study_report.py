@@ -18,7 +18,7 @@ from rl_megatron.errors import DataError
 from rl_megatron.experiments.cells import Cell, cells_of
 from rl_megatron.experiments.report import figure_files, write_study_report
 from rl_megatron.experiments.results import points_of
-from rl_megatron.experiments.states import CellRecord, drift_of, write_record
+from rl_megatron.experiments.states import CellRecord, drift_of, find_states, write_record
 from rl_megatron.experiments.study import Study, read_study
 from rl_megatron.observability.history import load_runs
 from rl_megatron.observability.metrics.writer import MetricsWriter
@@ -243,9 +243,33 @@ def test_no_ended_cell_is_left_out_or_counted_silently(tmp_path: Path) -> None:
         in notes
     )
     assert whole.name not in " ".join(notes)
-    assert "mute: refused, as no run has a value." in notes
+    assert "mute: refused, as no run has values to fit." in notes
     results = json.loads((tmp_path / "results.json").read_text())["cells"]
     assert [(each["state"], each["result"]) for each in results] == [("spent", 0.2), ("done", None), ("done", 0.3)]
+
+
+@pytest.mark.parametrize("last", [1, 3])
+def test_a_run_whose_last_value_is_not_finite_has_no_result(tmp_path: Path, last: int) -> None:
+    """Its values from before it diverged stand for nothing; rows without the metric measured nothing."""
+    axes = {"a": [{name: f"train.learning_rate={i}e-3"} for i, name in enumerate(("diverged", "whole"), 1)]}
+    keys = {"overrides": [f"train.steps={STEPS}"], "seeds": [0], "axes": axes, "evaluation": {"last": last}}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump({"folder": str(tmp_path / "runs"), **keys}, sort_keys=False))
+    read = read_study(tmp_path / "s.yaml")
+    diverged, whole = cells_of(read)
+    values = 0.1 + 0.6 / (1 + (6 / np.maximum(AT, 0.01)) ** 1.6)
+    recorded(diverged, np.append(values[:-1], np.nan))
+    recorded(whole, values)
+    MetricsWriter(whole.folder).write({"phase": "rl", "step": STEPS, "reward/mean": 0.5})
+    page = write_study_report(read, [diverged, whole], tmp_path / "report.html").read_text()
+    notes = re.findall(r'<p class="note">([^<]*)', page)
+    why = "Without finite last values of eval/accuracy, so not in means, differences and fits"
+    assert f"{why}: {diverged.name} (done at step {STEPS} of {STEPS})" in notes
+    assert "diverged: refused, as no run has values to fit." in notes
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert [each["result"] for each in found["cells"]] == [None, pytest.approx(values[-last:].mean())]
+    assert found["fits"]["whole"]["refused"] is None
+    assert [row["share"] for row in found["survival"]["diverged"]] == [1.0, 0.0]
+    assert [each.value for each in find_states(read, [diverged, whole])] == [None, pytest.approx(values[-1])]
 
 
 def test_the_mean_under_a_fit_is_taken_step_by_step(tmp_path: Path) -> None:
