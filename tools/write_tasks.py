@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from rl_megatron.durable import write_atomically
 from rl_megatron.environments.adapters import nemo_gym, openenv, reasoning_gym, verifiers
 from rl_megatron.errors import ConfigError
 from rl_megatron.user_code import load_named
@@ -41,7 +42,10 @@ def main(
 
 
 def run(folder: Path, source: str, keys: Iterable[str] = ()) -> None:
-    """Write both files. Raises ConfigError for an unknown source, keys that it does not take, and files that exist."""
+    """Write both files, or neither.
+
+    Raises ConfigError for an unknown source, keys that it does not take, and files that exist.
+    """
     function = SOURCES.get(source) or load_named(source, "SOURCE", "function", callable)
     paths = folder / "train.jsonl", folder / "eval.jsonl"
     if there := [str(path) for path in paths if path.exists()]:
@@ -52,8 +56,14 @@ def run(folder: Path, source: str, keys: Iterable[str] = ()) -> None:
         raise ConfigError(f"{source}: {error}") from error
     texts = ["".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) for rows in splits]
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for path, text in zip(paths, texts, strict=True):  # half of a surrogate pair is written as JSON escapes it
+            write_atomically(path, text.encode(errors="backslashreplace"))
+    except BaseException:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise
     for path, text in zip(paths, texts, strict=True):
-        path.write_text(text, encoding="utf-8")
         print(f"{path}: {text.count(chr(10))} problems")
 
 

@@ -1,0 +1,44 @@
+"""Problems of a function of one's own, written as both files or as none."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.write_tasks import run
+
+HALF = "price: 3 € and \ud83d"  # a lone surrogate, as a reply that was cut has it
+Rows = list[dict[str, Any]]
+
+
+def problems(question: str = HALF, held_out: int = 1) -> tuple[Rows, Rows]:
+    row = {"question": question, "answer": "3"}
+    return [row], [row] * held_out
+
+
+def given(folder: Path, *keys: str) -> None:
+    run(folder, f"{__name__}:problems", keys)
+
+
+def test_half_of_a_surrogate_pair_is_written_and_read_as_it_is(tmp_path: Path) -> None:
+    given(tmp_path)
+    for path in sorted(tmp_path.iterdir()):
+        assert json.loads(path.read_text(encoding="utf-8"))["question"] == HALF
+        assert "3 € and \\ud83d" in path.read_text(encoding="utf-8")
+
+
+def test_a_disk_that_is_full_leaves_nothing_that_keeps_from_repeating_it(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # bytes of a file: enough for one problem
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            given(tmp_path, "question=2 + 1", "held_out=500")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+    given(tmp_path, "question=2 + 1", "held_out=500")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["eval.jsonl", "train.jsonl"]
