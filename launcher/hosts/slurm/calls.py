@@ -18,6 +18,7 @@ def call_slurm(command: Sequence[str]) -> str:
     has waited for in vain."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
     kept |= {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}  # but none of a surrounding job
+    kept["SLURM_BITSTR_LEN"] = "0"  # else lists of an array's tasks are cut at 64 characters
     seconds, shown = SENT_SECONDS if command[0] == "sbatch" else ANSWER_SECONDS, shlex.join(command)
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=kept, timeout=seconds)

@@ -53,8 +53,10 @@ def log_file(run: Path, which: str) -> Path:
 
 
 def cancel(run: Path) -> str:
-    """Cancel the run's job for good. Returns its id."""
+    """Cancel the run's job for good. Returns its id. Raises ConfigError where it has ended: another may have its id."""
     job = job_of(run)
+    if (status := status_of(job, run)).over:
+        raise ConfigError(f"{run}: job {job} has ended: {status.text}; nothing is left to cancel")
     call_slurm(["scancel", job])
     return job
 
@@ -94,7 +96,6 @@ class Status:
         return self.name in _OVER
 
 
-_SACCT = ("env", "SLURM_BITSTR_LEN=0", "sacct", "-X", "-n", "-P")  # else it cuts lists of tasks at 64 characters
 _OVER = {
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"),
     *("DEADLINE", "REVOKED", "GONE"),
@@ -110,7 +111,7 @@ def status_of(job: str, run: Path) -> Status:
     shown = _known("scontrol", "show", "job", "-o", job).splitlines()
     # The first entry of a name counts, because a later comment may hold any text. An array shows all tasks.
     parts = [dict(reversed(re.findall(r"(\S+?)=(\S*)", line))) for line in shown]
-    named = [part for part in parts if job in (part.get("JobId"), part.get("HetJobId"), _task(part))]
+    named = [part for part in parts if job in (part.get("JobId"), part.get("HetJobId"), *_tasks(part))]
     if parts := [part for part in named if _prints_for(run, job, part.get("StdOut", ""))]:
         found = parts[0]
         waits = f" ({found['Reason']})" if found.get("Reason", "None") != "None" else ""
@@ -118,7 +119,7 @@ def status_of(job: str, run: Path) -> Status:
         on = f" on {' and '.join(nodes)}" if nodes else ""
         name = found["JobState"]
         return Status(name=name, text=f"{name}{waits}{on}, restart {found.get('Restarts', '0')}")
-    if shutil.which("sacct"):
+    if not named and shutil.which("sacct"):  # else it would speak of the job that has the number now
         said = _known("sacct", "-X", "-n", "-P", "-j", job, "-o", "State").split("\n")[0]
         if said:
             return Status(name=said.split()[0], text=said)
@@ -151,7 +152,7 @@ def states_of(tasks: Sequence[str], job_name: str) -> dict[str, Status]:
                 found[task] = Status(name=name, text=f"{name} on {where}" if where[:1].isalnum() else f"{name} {where}")
     missing = {task.partition("_")[0] for task in tasks if task not in found}  # each task is forgotten on its own
     for array in sorted(missing) if shutil.which("sacct") else ():
-        said = _known(*_SACCT, "-j", array, "-o", "JobID,State,JobName")
+        said = _known("sacct", "-X", "-n", "-P", "-j", array, "-o", "JobID,State,JobName")
         for row, text, of in (line.split("|", 2) for line in said.splitlines()):
             for task in _tasks_of(row) if text and of == job_name else ():
                 found.setdefault(task, Status(name=text.split()[0], text=text))
@@ -159,7 +160,7 @@ def states_of(tasks: Sequence[str], job_name: str) -> dict[str, Status]:
 
 
 def _tasks_of(row: str) -> Iterator[str]:
-    """12_3, or all of 12_[0,4-8:2%4], as sacct names tasks that were cancelled before they started."""
+    """12_3, or all of 12_[0,4-8:2%4], as Slurm names tasks that have not started."""
     array, bracket, listed = row.partition("_[")
     if not bracket:
         yield row
@@ -181,6 +182,6 @@ def _known(*command: str) -> str:
         raise
 
 
-def _task(part: Mapping[str, str]) -> str:
-    """The name of an array's task, as 12_3, of what scontrol shows of it."""
-    return f"{part.get('ArrayJobId')}_{part.get('ArrayTaskId')}"
+def _tasks(part: Mapping[str, str]) -> Iterator[str]:
+    """The names, as 12_3, of an array's task, or of all that have not begun, of what scontrol shows of them."""
+    return _tasks_of(f"{part.get('ArrayJobId')}_[{part.get('ArrayTaskId')}]")

@@ -11,7 +11,7 @@ import pytest
 
 from launcher.hosts.slurm import calls
 from launcher.hosts.slurm.attach import Follower
-from launcher.hosts.slurm.jobs import describe, log_file, status_of
+from launcher.hosts.slurm.jobs import cancel, describe, log_file, status_of
 from launcher.hosts.slurm.script import PACKAGE, job_script
 from rl_megatron.errors import ConfigError
 from tests.unit.launcher.slurm_jobs import config_of
@@ -35,6 +35,8 @@ def stand_in(path: Path, script: str) -> None:
         ("unavailable", "10", "PENDING (ReqNodeNotAvail,_May_be_reserved_for_other_job), restart 0", False),
         ("heterogeneous", "11", "RUNNING on n1 and n3, restart 0", False),
         ("array", "1", "PENDING (JobArrayTaskLimit), restart 0", False),  # the other task of it runs on n1
+        ("array", "1_2", "PENDING (JobArrayTaskLimit), restart 0", False),
+        ("array", "1_0", "RUNNING on n1, restart 0", False),
         ("held, 22.05", "1", "PENDING (JobHeldUser), restart 0", False),
     ],
 )
@@ -103,6 +105,26 @@ def test_a_job_that_prints_elsewhere_is_known_by_what_its_script_notes(
         assert describe(run).splitlines()[-1] == written.read_text().splitlines()[-1]
     stand_in(tmp_path / "scontrol", f"echo JobId=7 JobState=RUNNING NodeList=n1 StdOut={tmp_path}/other-7.txt")
     assert status_of("7", run).name == "GONE"
+
+
+@pytest.mark.parametrize(("log", "state"), [("other/out.txt", "RUNNING"), ("runs/mine/jobs/7.txt", "COMPLETED")])
+def test_a_job_that_has_ended_is_not_cancelled_by_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str, state: str
+) -> None:
+    """Another job may have it, which accounting then speaks of, and cancelling would end that one."""
+    run = tmp_path / "runs" / "mine"
+    (run / "jobs").mkdir(parents=True)
+    (run / "jobs" / "id").write_text("7\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    stand_in(tmp_path / "sacct", f"echo {state}")
+    stand_in(tmp_path / "scancel", f'echo "$@" >>{tmp_path}/called')
+    stand_in(tmp_path / "scontrol", f"echo JobId=7 JobState={state} NodeList=n1 Restarts=0 StdOut={tmp_path}/{log}")
+    with pytest.raises(ConfigError, match=r"mine: job 7 has ended: .*; nothing is left to cancel"):
+        cancel(run)
+    assert not (tmp_path / "called").exists()
+    stand_in(tmp_path / "scontrol", f"echo JobId=7 JobState=PENDING Restarts=1 StdOut={run}/jobs/7.txt")
+    assert cancel(run) == "7"
+    assert (tmp_path / "called").read_text() == "7\n"
 
 
 def test_the_log_of_an_arrays_task_is_found_in_the_folder_of_its_own_run(
