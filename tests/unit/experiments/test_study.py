@@ -50,9 +50,16 @@ def test_zip_takes_the_levels_in_step(tmp_path: Path) -> None:
     assert named(cells) == [("grpo learning_rate=1e-3", 0), ("gspo fast", 0)]
 
 
-def test_arms_that_are_not_paired_have_seeds_of_their_own(tmp_path: Path) -> None:
-    cells = cells_of(study_of(tmp_path, axes={"a": ALGORITHMS}, seeds=[0, 5], paired=False))
-    assert sorted(named(cells)) == [("grpo", 0), ("grpo", 5), ("gspo", 6), ("gspo", 11)]
+def test_arms_that_are_not_paired_have_seeds_of_their_own_that_no_other_arm_or_seed_moves(tmp_path: Path) -> None:
+    before = cells_of(study_of(tmp_path, axes={"a": ALGORITHMS, "rate": RATES}, seeds=[0, 5], paired=False))
+    seeds = {cell.seed for cell in before}
+    assert (len(seeds), max(seeds) < 2**31) == (8, True)
+    assert all(cell.config.seed == cell.seed for cell in before)
+    labelled = ["algorithm=cispo", {"mine": "algorithm=gspo"}, "algorithm=grpo"]
+    more = {"axes": {"a": labelled, "rate": ["train.learning_rate=9e-3", *RATES]}, "seeds": [7, 0, 5]}
+    after = cells_of(study_of(tmp_path, **more, paired=False))
+    assert len(after) == len({cell.seed for cell in after}) == 27
+    assert {config_digest(cell.config) for cell in before} <= {config_digest(cell.config) for cell in after}
 
 
 def test_a_cell_is_a_run_in_the_studys_folder(tmp_path: Path) -> None:
