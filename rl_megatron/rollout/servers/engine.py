@@ -12,6 +12,8 @@ import logging
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.servers.adapter import Adapter
@@ -162,9 +164,10 @@ class ServedEngine:
 
     def _check(self, request: GenerationRequest) -> None:
         prompt, new = request.token_ids, request.params.max_new_tokens
+        ids = np.fromiter(prompt, np.int64, len(prompt))
         if request.begun is not None and request.num_completions != 1:
             problem = f"num_completions={request.num_completions}, but what was begun is one completion"
-        elif not prompt or min(prompt) < 0 or max(prompt) >= self._vocab_size:
+        elif not prompt or ids.min() < 0 or ids.max() >= self._vocab_size:
             problem = f"the prompt must have one or more token ids in [0, {self._vocab_size}), got {prompt[:8]}..."
         elif len(prompt) + new > self._max_length:
             problem = (

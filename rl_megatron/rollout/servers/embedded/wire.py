@@ -41,7 +41,7 @@ def asked(name: str, request: GenerationRequest) -> dict[str, object]:
     """A request that the server knows by ``name``."""
     return {
         "name": name,
-        "token_ids": list(request.token_ids),
+        "token_ids": request.token_ids,
         "num_completions": request.num_completions,
         "params": asdict(request.params),
         "routes": request.routes,

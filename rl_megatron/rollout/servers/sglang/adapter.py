@@ -199,7 +199,7 @@ class SGLangAdapter(Adapter):
         places = range(request.num_completions)
         body = {
             "rid": ask.names(request, request_id),
-            "input_ids": [list(request.token_ids) for _ in places],  # the radix cache shares the prompt
+            "input_ids": [request.token_ids for _ in places],  # the radix cache shares the prompt
             # Read in its deterministic mode alone, where a seed that is not given is 42, and a group's answers are one.
             "sampling_params": [sampling | {"sampling_seed": completion_seed(p.seed, place)} for place in places],
             "return_logprob": True,

@@ -179,7 +179,7 @@ class VLLMAdapter(Adapter):
         }
         body: dict[str, object] = {
             "request_id": request_id,
-            "token_ids": list(request.token_ids),
+            "token_ids": request.token_ids,
             "sampling_params": sampling,
             **_salted(server),
             **loras.named(request.adapters),
