@@ -180,7 +180,7 @@ class Trajectory:
     @property
     def num_sampled(self) -> int:
         """Number of sampled tokens."""
-        return sum(len(turn.logprobs) for turn in self.turns)
+        return sum(len(turn.logprobs) for row in self.chains for turn in row.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

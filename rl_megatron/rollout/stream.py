@@ -119,11 +119,12 @@ class Stream:
             chosen = await self._next(step)
         dropped = [*(one for one in chosen if not one.kept), *self._left_out]
         self._left_out = []
-        self._ledger.end(step, kept, dropped)
+        await asyncio.to_thread(self._ledger.end, step, kept, dropped)
         self._ledger.check(self._drawn)
         self._adapt()
         places = (*kept, *dropped)
-        return replace(RolloutBatch.of([one.answered for one in places if one.answered is not None]), places=places)
+        batch = await asyncio.to_thread(RolloutBatch.of, [one.answered for one in places if one.answered is not None])
+        return replace(batch, places=places)
 
     async def finished(self, step: int) -> AsyncIterator[RolloutGroup]:
         """The groups of ``step``, each as soon as it is finished and older ones that are not leave it a place. ``take``

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,22 +128,23 @@ class GroupJob(ABC):
         """Train on the step's batch: in waves while it is sampled, where that is configured. Returns its metrics."""
         if isinstance(self.update, WaveUpdate) and self.stream is not None:
             row = await self.update.over(self.stream.finished(self.number), self.number, watch)
-            batch = await self.take()
-            self.recorder.write_samples(self.number, batch.groups)
-            return self._describe(batch) | row
+            return await self._describe(await self.take()) | row
         with watch("rollout"):
             batch = await self.take()
-        self.recorder.write_samples(self.number, batch.groups)
-        return self._describe(batch) | await self.update(batch.groups, self.number, watch)
+        return await self._describe(batch) | await self.update(batch.groups, self.number, watch)
 
     def teaches(self, groups: Sequence[RolloutGroup]) -> list[bool]:
         """Whether each group has different rewards, and so a gradient."""
         c = self.config
         return groups_that_differ(groups, c.algorithm, max_new_tokens=c.most_sampled)
 
-    def _describe(self, rollouts: RolloutBatch) -> Row:
-        """Metrics of a rollout batch before training on it."""
-        self.places = rollouts.places
+    async def _describe(self, rollouts: RolloutBatch) -> Row:
+        """Record samples of a rollout batch. Returns its metrics, before training on it."""
+        self.recorder.write_samples(self.number, rollouts.groups)
+        self.places, epochs = rollouts.places, self.prompts.epochs()  # now: groups that end meanwhile have more drawn
+        return await asyncio.to_thread(self._described, rollouts, epochs)  # it visits every turn and token
+
+    def _described(self, rollouts: RolloutBatch, epochs: Mapping[str, float]) -> Row:
         return {
             "step": self.number,
             "phase": "rl",
@@ -156,7 +157,7 @@ class GroupJob(ABC):
             "groups/filtered": rollouts.filtered_groups,
             "tokens/rollout": rollouts.num_tokens,
             **(self._describe_groups(rollouts.groups) if rollouts.groups else {}),
-            **self._describe_sources(rollouts),
+            **self._describe_sources(rollouts, epochs),
         }
 
     def _update_table(self) -> Row:
@@ -176,9 +177,9 @@ class GroupJob(ABC):
         table.track(seen)
         return dict(table.row())
 
-    def _describe_sources(self, rollouts: RolloutBatch) -> Row:
+    def _describe_sources(self, rollouts: RolloutBatch, epochs: Mapping[str, float]) -> Row:
         """Metrics ``source/<name>/…`` of a mixture; rewards and lengths are absent where a step has none of them."""
-        row, epochs = Row(), self.prompts.epochs()
+        row = Row()
         teach = dict(zip(map(id, rollouts.groups), self.teaches(rollouts.groups), strict=True)) if epochs else {}
         for name, passed in epochs.items():
             groups = [group for group in rollouts.groups if group.prompt.source == name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cmp_to_key
 from itertools import pairwise
 
 import numpy as np
@@ -79,7 +80,8 @@ def _known(one: Trajectory) -> list[int]:
     """How many tokens each row begins with in common with one before it. Of rows in the order of their tokens,
     neighbours have most in common: the last row is compared with its two, and taken out, and so on."""
     rows = [row.token_ids for row in one.chains]
-    order = sorted(range(len(rows)), key=lambda place: rows[place].tobytes()) if len(rows) > 1 else [0]
+    keys = [*map(cmp_to_key(_compared), rows)]
+    order = sorted(range(len(rows)), key=keys.__getitem__)
     between = [0, *(_common(rows[a], rows[b]) for a, b in pairwise(order)), 0]  # each row and the one before it
     found = []
     for place in reversed(range(len(rows))):
@@ -93,8 +95,14 @@ def _known(one: Trajectory) -> list[int]:
 def _common(one: TokenIds, other: TokenIds) -> int:
     """How many tokens both begin with."""
     length = min(len(one), len(other))
-    differ = np.flatnonzero(one[:length] != other[:length])
-    return int(differ[0]) if len(differ) else length
+    differ = np.append(one[:length] != other[:length], True)
+    return int(differ.argmax())
+
+
+def _compared(one: TokenIds, other: TokenIds) -> int:
+    """Below 0 where ``one`` is before ``other`` in the order of tokens, above 0 where it is behind; copies neither."""
+    at = _common(one, other)
+    return int(one[at]) - int(other[at]) if at < min(len(one), len(other)) else len(one) - len(other)
 
 
 def _read(one: Trajectory, known: Sequence[int]) -> int:

@@ -299,9 +299,9 @@ def test_metrics_of_a_source() -> None:
     prompts = mixture()
     prompts.take(8)
     teaches = GroupJob.teaches
-    job = SimpleNamespace(prompts=prompts, config=RunConfig())
+    job = SimpleNamespace(config=RunConfig())
     job.teaches = lambda groups: teaches(job, groups)  # type: ignore[arg-type]
-    assert GroupJob._describe_sources(cast(Any, job), batch) == {
+    assert GroupJob._describe_sources(cast(Any, job), batch, prompts.epochs()) == {
         "source/a/share": 1.0,
         "source/a/epoch": 1 + 1 / 5,
         "source/a/reward": 0.75,
@@ -312,5 +312,5 @@ def test_metrics_of_a_source() -> None:
         "source/b/epoch": 2 / 3,
         "source/b/sampled_reward": 0.0,
     }
-    job.prompts = PromptStream(MIXED, seed=7)
-    assert GroupJob._describe_sources(cast(Any, job), batch) == {}
+    epochs = PromptStream(MIXED, seed=7).epochs()
+    assert GroupJob._describe_sources(cast(Any, job), batch, epochs) == {}

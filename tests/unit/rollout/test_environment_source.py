@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -319,6 +320,19 @@ def test_what_a_later_row_reads_is_behind_its_longest_common_beginning_with_an_e
         found = environment_row([Trajectory(chains=chains, reward=0.0, metrics=metrics)])
         assert found["environment/observation_tokens"] == read
         assert found["environment/untrained_fraction"] == pytest.approx(read / (read + 2 * len(rows)))
+
+
+def test_metrics_of_rows_copy_none_of_them() -> None:
+    turns = (Turn(start=1, logprobs=np.zeros(2, np.float32), finish_reason="stop", spans=(Span(0, 0),), text=""),)
+    rows = [np.arange(50_000, dtype=np.int32) * (1 + (np.arange(50_000) > 100 * i)).astype(np.int32) for i in range(40)]
+    metrics = dict.fromkeys(("seconds", "tool_calls", "bad_calls", "gone_on"), 0.0)
+    one = Trajectory(chains=tuple(Chain(token_ids=row, turns=turns) for row in rows), reward=0.0, metrics=metrics)
+    environment_row([one])
+    tracemalloc.start()
+    environment_row([one])
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 2 * rows[0].nbytes
 
 
 async def goes_on_edits_and_splits(task: Prompt, model: Model) -> float:

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import get_ident
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import pytest
 
@@ -23,7 +24,7 @@ from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.loop import Loop, Pace
 from rl_megatron.training.update import Update
-from rl_megatron.types import Counts, Metric, RolloutGroup, StepResult
+from rl_megatron.types import Counts, Metric, RolloutGroup, StepResult, Turn
 from tests.completions import finished
 from tests.unit.training.test_engine_logprobs import Learner, groups
 
@@ -188,3 +189,35 @@ def test_a_stop_before_the_first_step_waits_for_nothing_and_leaves_nothing(tmp_p
     asyncio.run(run())
     assert not list(tmp_path.iterdir())
     assert it.saved is None
+
+
+class Noted(tuple[Turn, ...]):
+    """Turns that note which threads visited them."""
+
+    visitors: ClassVar = set[int]()
+
+    def __iter__(self) -> Iterator[Turn]:
+        self.visitors.add(get_ident())
+        return super().__iter__()
+
+
+def test_no_turn_of_a_batch_is_visited_in_the_thread_of_the_event_loop(tmp_path: Path) -> None:
+    """A batch of agents has a million; the loop serves trajectories meanwhile. What trains on them is for others."""
+    trajectories = tuple(
+        replace(one, chains=tuple(replace(row, turns=Noted(row.turns)) for row in one.chains))
+        for one in TEACHES.trajectories
+    )
+    group = replace(TEACHES, trajectories=trajectories)
+
+    async def trains(*_: object) -> Row:
+        return {"tokens/train": 0}
+
+    async def once() -> tuple[Row, int]:
+        it = job(tmp_path, answers(*[group] * WANTED), Steps(), log={"tensorboard": False, "samples_per_step": 0})
+        it.update = cast(Any, trains)
+        return await it.step(1, Stopwatch()), get_ident()
+
+    row, loop = asyncio.run(once())
+    assert row["tokens/rollout"] == WANTED * sum(one.num_sampled for one in TEACHES.trajectories)
+    assert Noted.visitors
+    assert loop not in Noted.visitors
