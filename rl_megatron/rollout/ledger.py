@@ -17,6 +17,7 @@ from typing import Literal
 from rl_megatron.errors import CheckpointError
 from rl_megatron.observability.files import JsonlFile, JsonRow, rows_from
 from rl_megatron.rollout.batch import Reason, Waiting
+from rl_megatron.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -136,13 +137,12 @@ def _whereabouts(one: Waiting) -> Whereabouts:
 
 
 def _line(step: int, one: Waiting) -> JsonRow:
-    """A line of the file; ``spans`` are of each completion, as <first token>:<version>.
+    """A line of the file; ``spans`` are of each completion or trajectory.
 
     ``failed`` counts completions and trajectories without a reward, those that others replaced (environment.spare) too.
     """
     assert one.answered is not None
     group, reason = one.answered.group, one.answered.reason
-    turns = [] if group is None else [turn for trajectory in group.trajectories for turn in trajectory.turns]
     return {
         "step": step,
         "ordinal": one.drawn.ordinal,
@@ -151,5 +151,17 @@ def _line(step: int, one: Waiting) -> JsonRow:
         "reason": reason,
         "birth": one.birth,
         "failed": sum(scored.error is not None for scored in one.answered.scored),
-        "spans": ", ".join(" ".join(f"{s.start}:{s.version}" for s in turn.spans) for turn in turns),
+        "spans": "" if group is None else ", ".join(map(_spans, group.trajectories)),
     }
+
+
+def _spans(trajectory: Trajectory) -> str:
+    """Where another version goes on, as <first token>:<version>, counted over the sampled tokens of all turns."""
+    found, sampled, last = list[str](), 0, None
+    for turn in trajectory.turns:
+        for span in turn.spans:
+            if span.version != last:
+                found.append(f"{sampled + span.start}:{span.version}")
+                last = span.version
+        sampled += len(turn.logprobs)
+    return " ".join(found)

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rl_megatron.data.problems.prompt_stream import PromptStream
@@ -21,11 +22,12 @@ from rl_megatron.errors import CheckpointError
 from rl_megatron.rollout.batch import Answered, Drawn, Waiting
 from rl_megatron.rollout.ledger import Ledger, LedgerState
 from rl_megatron.rollout.stream import Stream, StreamState
-from rl_megatron.types import RolloutGroup
+from rl_megatron.types import Chain, RolloutGroup, Span, Trajectory, Turn
 from tests.streams import PROMPTS, Source, stream_over
 from tests.virtual_time import run_at_once
 
 STEPS = 10
+TOKENS = np.zeros(301, np.int32)
 
 
 @dataclass
@@ -260,6 +262,34 @@ def test_the_ledger_has_a_line_for_each_prompt_and_is_cut_back_with_the_run(tmp_
     later = run_at_once(run(1, final))
     run_at_once(run(1, later))  # whose earlier lines are gone, as it knows
     assert {json.loads(line)["step"] for line in path.read_text().splitlines()} == {8, 9}
+
+
+def test_a_line_of_the_ledger_grows_with_the_versions_of_a_trajectory_and_not_with_its_turns(tmp_path: Path) -> None:
+    r, ledger = random.Random(0), Ledger(tmp_path / "ledger.jsonl")
+    sampled = list[list[int]]()  # the version of each token of a trajectory
+
+    def trajectory() -> Trajectory:
+        versions, turns = sorted(r.choices(range(4), k=300)), list[Turn]()
+        sampled.append(versions)
+        starts = [0, *sorted(r.sample(range(1, 300), 49)), 300]
+        for number, (start, stop) in enumerate(itertools.pairwise(starts)):
+            own = versions[start:stop]
+            spans = tuple(Span(own.index(version), version) for version in sorted(set(own)))
+            logprobs = np.zeros(stop - start, np.float32)
+            turns.append(Turn(start=1, logprobs=logprobs, finish_reason="stop", spans=spans, text="", number=number))
+        rows = [[turn for turn in turns if turn.number % 3 == row] for row in range(3)]  # as a client that branches
+        return Trajectory(chains=tuple(Chain(token_ids=TOKENS, turns=tuple(row)) for row in rows), reward=0.0)
+
+    group = RolloutGroup(prompt=PROMPTS[0], trajectories=tuple(trajectory() for _ in range(20)))
+    drawn = Drawn(ordinal=0, prompt=PROMPTS[0], batch=1)
+    ledger.move([0], "queued")
+    ledger.move([0], "in_flight")
+    ledger.move([0], "buffered")
+    ledger.end(4, [Waiting(drawn=drawn, birth=0, due=4, answered=Answered(group=group))], [])
+    spans = json.loads((tmp_path / "ledger.jsonl").read_text())["spans"].split(", ")
+    for told, versions in zip(spans, sampled, strict=True):
+        changes = [(i, version) for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
+        assert told == " ".join(f"{start}:{version}" for start, version in changes)
 
 
 def test_a_resume_reads_the_ledger_line_by_line(tmp_path: Path) -> None:
