@@ -55,8 +55,8 @@ class Ledger:
             assert self._open.get(ordinal) == _BEFORE[to], (ordinal, self._open.get(ordinal), to)
             self._open[ordinal] = to
 
-    def end(self, step: int, trained: Sequence[Waiting], dropped: Sequence[Waiting]) -> None:
-        """Write the lines of the prompts that ``step`` trains on, and of those that were dropped since the one before.
+    def end(self, trained: Sequence[Waiting], dropped: Sequence[Waiting], lines: Sequence[JsonRow]) -> None:
+        """Write the `lines_of` the prompts that a step trains on, and of those that were dropped since the one before.
 
         They are on disk at return.
         """
@@ -64,10 +64,9 @@ class Ledger:
             assert self._open.pop(one.drawn.ordinal) == "buffered", one.drawn
         for one in dropped:
             assert self._open.pop(one.drawn.ordinal) == "left_out", one.drawn
-        rows = [_line(step, one) for one in (*trained, *dropped)]
-        self._count(rows)
+        self._count(lines)
         if self._file is not None:
-            self._file.append(rows)
+            self._file.append(lines)
 
     def check(self, drawn: int) -> None:
         """Find every prompt drawn in one place."""
@@ -134,6 +133,11 @@ def _whereabouts(one: Waiting) -> Whereabouts:
     if one.answered is None:
         return "queued"
     return "buffered" if one.answered.group is not None else "left_out"
+
+
+def lines_of(step: int, places: Sequence[Waiting]) -> list[JsonRow]:
+    """The lines of prompts that end with ``step``; visits every turn."""
+    return [_line(step, one) for one in places]
 
 
 def _line(step: int, one: Waiting) -> JsonRow:

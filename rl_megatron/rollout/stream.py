@@ -26,7 +26,7 @@ from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.batch import POISON_SHARE, Answered, Drawn, GroupSource, RolloutBatch, Waiting, sampled_tokens
-from rl_megatron.rollout.ledger import Ledger, LedgerState
+from rl_megatron.rollout.ledger import Ledger, LedgerState, lines_of
 from rl_megatron.rollout.stream_times import StreamTimes
 from rl_megatron.types import RolloutGroup
 
@@ -119,11 +119,11 @@ class Stream:
             chosen = await self._next(step)
         dropped = [*(one for one in chosen if not one.kept), *self._left_out]
         self._left_out = []
-        await asyncio.to_thread(self._ledger.end, step, kept, dropped)
+        lines = await asyncio.to_thread(lines_of, step, places := (*kept, *dropped))
+        batch = await asyncio.to_thread(RolloutBatch.of, [one.answered for one in places if one.answered is not None])
+        self._ledger.end(kept, dropped, lines)
         self._ledger.check(self._drawn)
         self._adapt()
-        places = (*kept, *dropped)
-        batch = await asyncio.to_thread(RolloutBatch.of, [one.answered for one in places if one.answered is not None])
         return replace(batch, places=places)
 
     async def finished(self, step: int) -> AsyncIterator[RolloutGroup]:

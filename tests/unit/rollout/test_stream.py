@@ -20,7 +20,7 @@ import pytest
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import CheckpointError
 from rl_megatron.rollout.batch import Answered, Drawn, Waiting
-from rl_megatron.rollout.ledger import Ledger, LedgerState
+from rl_megatron.rollout.ledger import Ledger, LedgerState, lines_of
 from rl_megatron.rollout.stream import Stream, StreamState
 from rl_megatron.types import Chain, RolloutGroup, Span, Trajectory, Turn
 from tests.streams import PROMPTS, Source, stream_over
@@ -285,7 +285,8 @@ def test_a_line_of_the_ledger_grows_with_the_versions_of_a_trajectory_and_not_wi
     ledger.move([0], "queued")
     ledger.move([0], "in_flight")
     ledger.move([0], "buffered")
-    ledger.end(4, [Waiting(drawn=drawn, birth=0, due=4, answered=Answered(group=group))], [])
+    ended = [Waiting(drawn=drawn, birth=0, due=4, answered=Answered(group=group))]
+    ledger.end(ended, [], lines_of(4, ended))
     spans = json.loads((tmp_path / "ledger.jsonl").read_text())["spans"].split(", ")
     for told, versions in zip(spans, sampled, strict=True):
         changes = [(i, version) for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
