@@ -37,10 +37,12 @@ class TrainedModel:
 def trained_model(model: Path, config: str | None, overrides: Sequence[str]) -> TrainedModel:
     """The target of a Hugging Face folder, a run's folder (its newest checkpoint) or one of its checkpoints.
 
+    ``config``: by default the run's, also of a folder in the run's own.
+
     Raises ConfigError, and CheckpointError that names torn files.
     """
     run = model.parent.parent if _STEP.fullmatch(model.name) else model
-    if (run / "config.yaml").is_file() and (run / "checkpoints").is_dir():
+    if _is_run(run):
         checkpoint = checkpoints.latest(run / "checkpoints") if model == run else model
         if checkpoint is None:
             raise ConfigError(f"{run}: no checkpoint is complete; train on, or give a Hugging Face folder")
@@ -50,8 +52,13 @@ def trained_model(model: Path, config: str | None, overrides: Sequence[str]) -> 
     if not model.is_dir():
         raise ConfigError(f"{model}: no such folder; give a Hugging Face folder, a run's folder or checkpoints/step_N")
     is_megatron(model)  # raises for neither kind
-    loaded = _sampling(load_config(config or _DEFAULT, overrides))
+    around = model.resolve().parent
+    loaded = _sampling(load_config(config or (str(around / "config.yaml") if _is_run(around) else _DEFAULT), overrides))
     return TrainedModel(config=loaded, source=model, out=Path("eval"), name=model.resolve().name)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir()
 
 
 def _sampling(config: RunConfig) -> RunConfig:

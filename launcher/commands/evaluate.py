@@ -19,7 +19,7 @@ def evaluate(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, or group=name")] = None,
     config: Annotated[
         str | None,
-        typer.Option(help="a name under conf/, or a YAML file [default: the run's own; for a folder tiny_cpu]"),
+        typer.Option(help="a name under conf/, or a YAML file [default: the run's own; for another folder tiny_cpu]"),
     ] = None,
     name: Annotated[str | None, typer.Option(help="of the results' file [default: the checkpoint's]")] = None,
     compare: Annotated[

@@ -17,7 +17,7 @@ def serve_to_tools(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, or group=name")] = None,
     config: Annotated[
         str | None,
-        typer.Option(help="a name under conf/, or a YAML file [default: the run's own; for a folder tiny_cpu]"),
+        typer.Option(help="a name under conf/, or a YAML file [default: the run's own; for another folder tiny_cpu]"),
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="on 127.0.0.1; 0: a free one")] = 8000,
     key_file: Annotated[

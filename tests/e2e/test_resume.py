@@ -134,8 +134,7 @@ sys.path.append(".")
 from launcher.build.trained import trained_model
 from launcher.programs import evaluate
 for model in sys.argv[1:]:
-    config = None if "hf_" not in model else "runs/reference/config.yaml"
-    asyncio.run(evaluate.measure_model(trained_model(Path(model), config, []), Path(model).name))
+    asyncio.run(evaluate.measure_model(trained_model(Path(model), None, []), Path(model).name))
 assert "megatron" not in sys.modules
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -175,6 +176,23 @@ def test_what_cannot_be_compared_or_evaluated_is_refused(
     status, text = said(capsys, str(folder), *KEYS)
     assert status == 1
     assert "exists; remove it, or give another name with --name" in " ".join(text.split())
+
+
+def test_the_configuration_of_an_exported_folder_is_that_of_the_run_around_it(
+    folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, default = here / "run", load_config("tiny_cpu", [])
+    shutil.copytree(folder, exported := run / "hf_step_000004")
+    save_resolved(of_run := load_config("tiny_cpu", KEYS), run / "config.yaml")
+    assert trained_model(exported, None, []).config == default  # a folder beside any config.yaml
+    (run / "checkpoints").mkdir()
+    assert trained_model(exported, None, []).config == of_run != default
+    assert trained_model(exported, None, ["data.num_eval=3"]).config == load_config(
+        "tiny_cpu", [*KEYS, "data.num_eval=3"]
+    )
+    assert trained_model(exported, "tiny_cpu", []).config == default
+    monkeypatch.chdir(exported)
+    assert trained_model(Path(), None, []).config == of_run
 
 
 def test_of_two_at_once_with_one_name_the_second_is_refused(folder: Path, here: Path) -> None:
