@@ -3,16 +3,18 @@ that are held out is trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.data.problems.files import files_in, local_files, read_records
 from rl_megatron.data.problems.leaks import ListedTexts, leaked, leaks_named, spaced
 from rl_megatron.data.problems.prompts import check_template
-from rl_megatron.data.problems.rendering import check_pair, conversation, fields_of
-from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.data.problems.records import Record, listed
+from rl_megatron.data.problems.rendering import check_pair, conversation_text, fields_of
+from rl_megatron.errors import ConfigError, DataError, RLMegatronError
 
 ROWS = 1000
 
@@ -65,13 +67,7 @@ def _of(section: str, data: FileKeys, into: Mapping[str, _Texts], limit: str) ->
         try:
             first, *others = files_in(path, key)
             rows = read_records(first, fields_of(data), key=key, limit=most)
-            for line, row in enumerate(rows, 1):
-                place = f"{first}:{line}"
-                if data.messages_field is not None:
-                    found.add(place, conversation(row, first, line, data).raw)
-                else:
-                    check_pair(row, place, data)
-                    found.add(place, row.texts[0])
+            _add(rows, first, data, found)
         except RLMegatronError as error:
             yield problem(str(error))
         else:
@@ -83,3 +79,20 @@ def _of(section: str, data: FileKeys, into: Mapping[str, _Texts], limit: str) ->
     except ConfigError as error:
         yield problem(str(error))
     yield unchecked(f"whether prompts fit in {limit}")
+
+
+def _add(rows: Sequence[Record], file: Path, data: FileKeys, found: _Texts) -> None:
+    """Raises DataError that names all bad rows."""
+    bad = list[str]()
+    for line, row in enumerate(rows, 1):
+        place = f"{file}:{line}"
+        try:
+            if data.messages_field is not None:
+                found.add(place, conversation_text(row, place, data))
+            else:
+                check_pair(row, place, data)
+                found.add(place, row.texts[0])
+        except DataError as error:
+            bad.append(str(error))
+    if bad:
+        raise DataError(listed(bad))

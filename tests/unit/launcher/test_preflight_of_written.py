@@ -41,6 +41,27 @@ def test_bad_pairs_are_found_before_the_run(tmp_path: Path) -> None:
     assert "train.jsonl:1: field 'm' is 1000" in found
 
 
+@pytest.mark.parametrize("form", ["conversations", "pairs"])
+def test_all_bad_rows_are_found_before_the_run_up_to_twenty(tmp_path: Path, form: str) -> None:
+    def row(number: int, *, bad: bool) -> dict[str, object]:
+        asked = {"role": "user", "content": f"{number}"}
+        talk = [asked] if bad else [asked, {"role": "assistant", "content": "2"}]
+        return {"question": f"{number}", "answer": "2", "worse": "2" if bad else "3", "talk": talk}
+
+    bad = {"train": [2, 5], "eval": list(range(101, 124))}
+    for name, lines in {"train": range(1, 7), "eval": range(1, 130)}.items():
+        rows = (row(line + 1000 * (name == "eval"), bad=line in bad[name]) for line in lines)
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
+    files = ("data.type=files", *(f"data.{name}={tmp_path}/{name}.jsonl" for name in bad))
+    jobs = {"conversations": ("sft_tiny", "messages_field=talk"), "pairs": ("dpo_tiny", "rejected_field=worse")}
+    job, field = jobs[form]
+    found = "\n".join(preflight(load_config(job, (*files, f"data.{field}"))).texts("problem"))
+    for name, lines in bad.items():
+        named = [line for line in range(1, 130) if f"{name}.jsonl:{line}: field" in found]
+        assert named == lines[:20], found
+    assert "... and 3 more bad rows" in found
+
+
 @pytest.mark.parametrize(
     ("name", "key", "given", "more"),
     [
