@@ -28,7 +28,7 @@ from rl_megatron.weights.layouts.tables.drafts import holds_draft
 
 def check(subject: Subject) -> Iterator[Found]:
     """Yields a problem for each file that ``model.path`` lacks, and each reason why a reference cannot score for
-    it. A tiny model, which the run makes, has none."""
+    it, and if a tiny model, which the run makes, is to learn conversations."""
     yield from _policy(subject)
     if subject.config.kind.scores:
         yield from _classifier(subject)
@@ -64,7 +64,10 @@ def _served(subject: Subject, key: str, folder: Path) -> Iterator[Found]:
 
 def _policy(subject: Subject) -> Iterator[Found]:
     folder = subject.model_folder
-    if folder is None or not (folder / "config.json").is_file():  # the check of sizes reports it
+    if folder is None:
+        yield from _generated(subject.config)
+        return
+    if not (folder / "config.json").is_file():  # the check of sizes reports it
         return
     if not has_tokenizer(folder):
         yield problem(
@@ -85,6 +88,19 @@ def _policy(subject: Subject) -> Iterator[Found]:
             f"learner.draft.train=true, but no tensor in model.path={folder} is of a draft layer; give a folder that "
             "has one, as the model is published, or leave it out"
         )
+
+
+def _generated(config: RunConfig) -> Iterator[Found]:
+    """Yields each source of turns to learn: the tiny model's chat template ends none with a token."""
+    if config.kind.samples or config.kind.scores:
+        return
+    for key, data in data_sources(config.data).items():
+        if isinstance(data, FileKeys) and data.messages_field is not None:
+            yield problem(
+                f"{key}.messages_field={data.messages_field!r}, but the chat template of the tiny model, which the run "
+                "makes as model.path is not given, ends a turn with no token, so a model would learn to go on; set "
+                "model.path to a model whose tokenizer has a chat template that ends turns"
+            )
 
 
 def _shown_by_template(config: RunConfig) -> Iterator[tuple[str, str]]:

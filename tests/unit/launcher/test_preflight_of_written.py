@@ -9,8 +9,14 @@ import pytest
 
 from launcher.preflight.checks import preflight
 from rl_megatron.config.io import load_config
+from rl_megatron.errors import DataError
+from rl_megatron.models.tiny import byte_tokenizer
+from rl_megatron.rollout.conversation.written import WrittenConversation, WrittenConversations
 from tests.unit.launcher.sites import data_file, model_folder
 from tests.unit.launcher.test_memory import QWEN3
+
+TALK = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+PAIRED = ("data.rejected_field=worse",)
 
 
 @pytest.mark.parametrize(
@@ -82,3 +88,22 @@ def test_data_that_only_a_chat_template_shows_is_refused_without_one(
     assert not any(said in text for text in preflight(config).texts("problem"))
     (model / "chat_template.jinja").unlink()
     assert any(said in text for text in preflight(config).texts("problem"))
+
+
+@pytest.mark.parametrize(("name", "more"), [("sft_tiny", ()), ("dpo_tiny", PAIRED), ("reward_tiny", PAIRED)])
+def test_conversations_are_refused_where_the_generated_models_template_ends_no_turn(
+    tmp_path: Path, name: str, more: tuple[str, ...]
+) -> None:
+    """A reward model reads whole conversations, so that its template needs to end none."""
+    rows = [f"data.{split}={data_file(tmp_path / split)}" for split in ("train", "eval")]
+    config = load_config(name, ["data.type=files", "data.messages_field=talk", *rows, *more])
+    assert config.model.path is None
+    found = [text for text in preflight(config).texts("problem") if "data.messages_field='talk', but" in text]
+    said = WrittenConversation(id="p", messages=TALK, tools=[])
+    conversations = WrittenConversations(tokenizer := byte_tokenizer(), [tokenizer.eos_token_id])
+    if name == "reward_tiny":
+        assert (found, conversations.whole(said)) == ([], "user: 1\nassistant: 2\n")
+        return
+    assert "set model.path to a model whose tokenizer has a chat template" in "".join(found)
+    with pytest.raises(DataError, match="no token ends sampling"):
+        conversations.rows_of([said])
