@@ -41,7 +41,8 @@ def train(
     reward = resolve_rewards(named.reward, named.own_rewards, named.sandbox, services)
     for line in findings.notes():
         print(line, flush=True)
-    print(f"rl-megatron: run {named.run.dir / str(named.run.name)}", flush=True)  # the imports below take seconds
+    folder = named.run.dir / str(named.run.name)
+    print(f"rl-megatron: run {folder}", flush=True)  # the imports below take seconds
     try:
         with uncollected():
             from launcher.processes.loop_watch import TimedLoop
@@ -50,5 +51,7 @@ def train(
         with asyncio.Runner(loop_factory=TimedLoop) as runner:
             runner.run(program.train(named, reward, services, resume=resume))
     except KeyboardInterrupt:
-        print("interrupted; the last checkpoint stands, and --resume continues from it", file=sys.stderr)
+        goes_on = "--resume continues from the last checkpoint, or starts over if there is none"
+        said = goes_on if folder.is_dir() else "the run had not begun, so start it again"
+        print(f"interrupted; {said}", file=sys.stderr)
         raise typer.Exit(130) from None

@@ -7,6 +7,7 @@ import secrets
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -90,3 +91,28 @@ def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback(tmp_path: Pat
         timeout=600,
     )
     assert (done.returncode, done.stderr) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "interrupted; the run had not begun, so start it again\n"),
+        (["--resume"], "interrupted; --resume continues from the last checkpoint, or starts over if there is none\n"),
+    ],
+)
+def test_ctrl_c_before_a_run_has_its_folder_promises_nothing_of_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    said: str,
+) -> None:
+    def interrupted() -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("launcher.commands.train.uncollected", interrupted)  # around the imports, which take seconds
+    if options:
+        (tmp_path / "x").mkdir()
+    with pytest.raises(SystemExit) as end:
+        main(["train", f"run.dir={tmp_path}", "run.name=x", f"model.cache_dir={tmp_path}", *options])
+    assert (end.value.code, capsys.readouterr().err) == (130, said)
