@@ -113,6 +113,11 @@ def taken(folder: Path) -> bool:
     return folder.exists() and not only_prepared
 
 
+def _by_job(folder: Path) -> str:
+    script = folder / "job.sbatch"
+    return f"sbatch {script} continues it once it has ended, or " if script.is_file() else ""
+
+
 @contextlib.contextmanager
 def prepare(config: RunConfig, config_name: str, *, command: Sequence[str] = ("train",)) -> Iterator[Prepared]:
     """A new run's folder (`choose`) with config.yaml, job.sbatch and placement.txt, which no other submit takes while
@@ -123,7 +128,13 @@ def prepare(config: RunConfig, config_name: str, *, command: Sequence[str] = ("t
     found = checked(config)
     held = set[Path]()
     while True:
-        named = choose(config, config_name, resume=False, taken=lambda path: path in held or taken(path))
+        named = choose(
+            config,
+            config_name,
+            resume=False,
+            taken=lambda path: path in held or taken(path),
+            advice=lambda path: _by_job(path) if "train" in command else "",  # no rehearsal goes on
+        )
         held.add(own := named.run.dir / str(named.run.name))
         folder = Path.cwd() / own
         script = job_script(named, folder=Path.cwd(), python=sys.executable, package=PACKAGE, command=command)

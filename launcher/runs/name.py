@@ -17,13 +17,22 @@ def from_file(stem: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:100] or "run"
 
 
+def _by_resume(_: Path) -> str:
+    return "add --resume to continue it, from its start if it has no checkpoint, or "
+
+
 def choose(
-    config: RunConfig, config_name: str, *, resume: bool, taken: Callable[[Path], bool] = Path.exists
+    config: RunConfig,
+    config_name: str,
+    *,
+    resume: bool,
+    taken: Callable[[Path], bool] = Path.exists,
+    advice: Callable[[Path], str] = _by_resume,
 ) -> RunConfig:
     """The config with a run name: as given, or the config's name and the first free number (resume: the last taken).
 
-    ``config_name`` is the stem of the configuration's file; ``taken`` tells if a folder holds a run. Raises ConfigError
-    if a new run's folder exists or a resume finds none.
+    ``config_name`` is the stem of the configuration's file; ``taken`` tells if a folder holds a run,
+    ``advice`` how to continue that. Raises ConfigError if a new run's folder exists or a resume finds none.
     """
     root, name = config.run.dir, config.run.name
     config_name = from_file(config_name)
@@ -39,10 +48,7 @@ def choose(
     elif resume and not (root / name).is_dir():
         raise ConfigError(f"--resume: {root / name} does not exist; start it without --resume")
     elif not resume and taken(root / name):
-        raise ConfigError(
-            f"run.name={name}: {root / name} exists; add --resume to continue it, from "
-            "its start if it has no checkpoint, or take another name"
-        )
+        raise ConfigError(f"run.name={name}: {root / name} exists; {advice(root / name)}take another name")
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 

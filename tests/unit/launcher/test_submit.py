@@ -200,7 +200,13 @@ def test_two_submits_at_once_have_a_run_each(
         assert job_of(runs / name) == job
     with pytest.raises(SystemExit):
         main(["submit", "tiny_cpu", "run.name=tiny_cpu-2"])
-    assert "tiny_cpu-2 exists" in capsys.readouterr().err
+    assert "tiny_cpu-2 exists; sbatch runs/tiny_cpu-2/job.sbatch continues it once it" in capsys.readouterr().err
+    (tmp_path / "runs/local").mkdir()
+    (tmp_path / "runs/tiny_cpu-2").rename(tmp_path / "runs/x-rehearsal")
+    for name, *options in (["local"], ["x-rehearsal", "--rehearse"]):
+        with pytest.raises(SystemExit):
+            main(["submit", "tiny_cpu", f"run.name={name}", *options])
+        assert capsys.readouterr().err.endswith(f"runs/{name} exists; take another name\n")
 
 
 def test_engine_nodes_take_after_the_learners_where_nothing_else_is_said() -> None:
