@@ -34,14 +34,18 @@ def train(
     named = choose(loaded, Path(config).stem, resume=resume)
     findings = preflight(named)
     findings.raise_problems()
+    folder = named.run.dir / str(named.run.name)
     if check:
+        if resume:
+            from launcher.runs.resume import find
+
+            find(named, folder)
         print(findings.describe())
         return
     services = Services(named.services, named.reward_models)
     reward = resolve_rewards(named.reward, named.own_rewards, named.sandbox, services)
     for line in findings.notes():
         print(line, flush=True)
-    folder = named.run.dir / str(named.run.name)
     print(f"rl-megatron: run {folder}", flush=True)  # the imports below take seconds
     try:
         with uncollected():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from launcher.__main__ import main
 from launcher.runs.resume import find
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.resume import FREE, fixed, is_free, table
@@ -164,6 +165,18 @@ def test_other_data_is_told_by_few_lines(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"data\.digits: 2 then, not there now") as caught:
         find(RunConfig(data=files), run)
     assert len(str(caught.value)) < 2000
+
+
+def test_a_check_of_a_resume_refuses_what_the_resume_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = run_of(Path("runs/x"), load_config("tiny_cpu", ["run.name=x"]))
+    for seed, status, said in ((0, 0, ""), (1, 1, "seed: 0 then, 1 now")):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", "--config", f"{run}/config.yaml", "--resume", "--check", f"seed={seed}"])
+        assert ended.value.code == status
+        assert said in capsys.readouterr().err
 
 
 def test_what_has_no_checkpoint_starts_over(tmp_path: Path) -> None:
