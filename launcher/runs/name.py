@@ -21,6 +21,13 @@ def _by_resume(_: Path) -> str:
     return "add --resume to continue it, from its start if it has no checkpoint, or "
 
 
+def _elsewhere(root: Path) -> str:
+    begin = "begin a new run without --resume"
+    if root.is_absolute():
+        return begin
+    return f"run.dir={root} is relative to the current folder, {Path.cwd()}: start where the run began, or {begin}"
+
+
 def choose(
     config: RunConfig,
     config_name: str,
@@ -40,13 +47,13 @@ def choose(
         names = [config_name if i == 1 else f"{config_name}-{i}" for i in range(1, 10_000)]
         there = [n for n in names if taken(root / n)]
         if resume and not there:
-            raise ConfigError(f"--resume: there is no run {config_name!r} in {root}; start one without --resume")
+            raise ConfigError(f"--resume: there is no run {config_name!r} in {root}; {_elsewhere(root)}")
         free = there[-1] if resume else next((n for n in names if n not in there), None)
         if free is None:
             raise ConfigError(f"{root} has all of {config_name}-2 to {names[-1]}; set run.name, or another run.dir")
         name = free
     elif resume and not (root / name).is_dir():
-        raise ConfigError(f"--resume: {root / name} does not exist; start it without --resume")
+        raise ConfigError(f"--resume: {root / name} does not exist; {_elsewhere(root)}")
     elif not resume and taken(root / name):
         raise ConfigError(f"run.name={name}: {root / name} exists; {advice(root / name)}take another name")
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})

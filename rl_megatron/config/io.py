@@ -40,8 +40,10 @@ def load_config(name: str, overrides: Sequence[str], root: Path | None = None) -
     if problem := yaml_text.text_problem(name):
         raise ConfigError(f"--config {shorten(name)}: {problem}")
     composer = _Composer(root)
-    is_path = Path(name).suffix in {".yaml", ".yml"}
-    tree = composer.compose(Path(name) if is_path else root / f"{name}.yaml")
+    path = Path(name) if Path(name).suffix in {".yaml", ".yml"} else root / f"{name}.yaml"
+    if not _is_file(path) and _is_file(inside := Path(name) / "config.yaml"):
+        raise ConfigError(f"--config {name}: a folder, and no file; give {inside}")
+    tree = composer.compose(path)
     values: list[tuple[str, object]] = []
     beside: dict[str, Any] = {}
     for item in overrides:

@@ -208,6 +208,24 @@ def test_a_run_named_after_a_file_can_be_configured_by_its_own_configuration(tmp
         assert named.run.name == stem
 
 
+def test_a_resume_from_another_folder_says_where_run_dir_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given in ([], ["run.name=x"]):
+        with pytest.raises(ConfigError, match=re.escape(f"run.dir=r is relative to the current folder, {tmp_path}: ")):
+            choose(load_config("tiny_cpu", ["run.dir=r", *given]), "tiny_cpu", resume=True)
+        with pytest.raises(ConfigError, match=r"; begin a new run without --resume$"):
+            choose(load_config("tiny_cpu", [f"run.dir={tmp_path}/r", *given]), "tiny_cpu", resume=True)
+
+
+@pytest.mark.parametrize("name", ["x", "x.yaml"])
+def test_a_runs_folder_given_as_a_configuration_is_told_its_file(tmp_path: Path, name: str) -> None:
+    (folder := tmp_path / name).mkdir()
+    save_resolved(RunConfig(), folder / "config.yaml")
+    with pytest.raises(ConfigError, match=re.escape(f"{folder}: a folder, and no file; give {folder}/config.yaml")):
+        load_config(str(folder), [])
+    assert load_config(str(folder / "config.yaml"), []) == RunConfig()
+
+
 def test_a_folder_that_has_every_number_of_a_name_is_told_in_words(tmp_path: Path) -> None:
     config = load_config("tiny_cpu", [f"run.dir={tmp_path}"])
     with pytest.raises(ConfigError, match=r"has all of tiny_cpu-2 to tiny_cpu-9999; set run\.name, or another"):
