@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.__main__ import main
 from rl_megatron.observability.report import write_report
 from tests.unit.observability.report_pages import Page, a_run
 
@@ -28,6 +29,16 @@ def test_runs_compared_share_axes_and_show_what_differs(tmp_path: Path) -> None:
     assert "train.steps" in page.text
     assert "rollout.group_size" not in page.text, keys
     assert sum(name.startswith("Where the time goes") for name in charts) == 3
+
+
+def test_a_comparison_leaves_each_runs_own_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (a_run(tmp_path / name) for name in "ab")
+    for given, written in (((one,), "report.html"), ((one, two), "comparison.html")):
+        with pytest.raises(SystemExit) as ended:
+            main(["report", *map(str, given)])
+        assert (ended.value.code, capsys.readouterr().out) == (0, f"{one / written}\n")
+    assert "2 runs compared" not in (one / "report.html").read_text()
+    assert "2 runs compared" in (one / "comparison.html").read_text()
 
 
 def test_runs_that_differ_in_the_seed_alone_are_one_arm_with_a_band(tmp_path: Path) -> None:
