@@ -202,7 +202,7 @@ class ReplicaWeights:
         what = "comparing weights"
         said = await self.on_each(self.loaded(None), what, lambda r: self._adapter.held(r.server, path))
         known = shapes(path)
-        return {url: count_verified(checksums, known, reports) for url, reports in said.items()}
+        return {url: await asyncio.to_thread(count_verified, checksums, known, said[url]) for url in said}
 
     async def commit(self, version: int, *, only: str | None = None) -> None:
         """Serve the loaded weights as ``version``; with ``only``, also on that replica."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from rl_megatron.weights.boxes import Box, Shape
-from rl_megatron.weights.checks.checksums import add
+from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.checks.reports import Report, kind_of
-from rl_megatron.weights.checks.whole import by_tensor, is_whole
+from rl_megatron.weights.checks.whole import added_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +21,9 @@ class Comparison:
     def private(self, reports: Sequence[Report]) -> frozenset[str]:
         """Kinds of parameters that hold several tensors, over all layers and experts, all of which differ."""
         wrong = {(param, hf) for hf, params in self.differing.items() for param in params}
-        same = {kind_of(param) for report in reports for param, hf, _, _ in report.rows if (param, hf) not in wrong}
-        return frozenset(kind for kind, n in Counter(kind_of(p) for p, _ in wrong).items() if n > 1) - same
+        right = {param for report in reports for param, hf, _, _ in report.rows if (param, hf) not in wrong}
+        several = {kind for kind, n in Counter(kind_of(param) for param, _ in wrong).items() if n > 1}
+        return frozenset(several - {kind_of(param) for param in right})
 
 
 def compare(
@@ -34,24 +34,27 @@ def compare(
     A box that several ranks hold, as replicated norms and heads, must be equal on all, and counts once. A tensor that
     arrived with another checksum than the sealed one differs, whatever the ranks hold.
     """
-    visible = [replace(one, rows=[row for row in one.rows if kind_of(row[0]) not in private]) for one in reports]
-    boxes = by_tensor(row[1:] for report in visible for row in report.rows)
-    read = by_tensor(row for report in reports for row in report.read)
-    differing, unseen = {}, set()
+    rows = [row for report in reports for row in report.rows]
+    if private:
+        hidden = {param for param in {row[0] for row in rows} if kind_of(param) in private}
+        rows = [row for row in rows if row[0] not in hidden]
+    held, read = added_up(row[1:] for row in rows), added_up(row for report in reports for row in report.read)
+    unseen, wrong = set[str](), set[str]()
+    differing: dict[str, set[str]] = {}
     for name, shape in shapes.items():
-        held, came = boxes.get(name, {}), read.get(name, {})
-        if name in sealed and is_whole(came, shape) and _differ(came, sealed[name]):
-            differing[name] = frozenset[str]()
-        elif name not in sealed or not is_whole(held, shape):
+        if name in sealed and read.whole(name, shape) and not read.equals(name, sealed[name]):
+            differing[name] = set()
+        elif name not in sealed or not held.whole(name, shape):
             unseen.add(name)
-        elif _differ(held, sealed[name]):
-            differing[name] = frozenset(param for report in visible for param, hf, _, _ in report.rows if hf == name)
-    return Comparison(differing=differing, unseen=frozenset(unseen))
-
-
-def _differ(boxes: Mapping[Box, set[int]], sealed: int) -> bool:
-    """Whether ranks hold different checksums of one box, or the sum over boxes is not the sealed checksum."""
-    return any(len(sums) > 1 for sums in boxes.values()) or add(*(min(sums) for sums in boxes.values())) != sealed
+        elif not held.equals(name, sealed[name]):
+            differing[name] = set()
+            wrong.add(name)
+    for param, hf, _, _ in rows if wrong else ():
+        if hf in wrong:
+            differing[hf].add(param)
+    return Comparison(
+        differing={name: frozenset(params) for name, params in differing.items()}, unseen=frozenset(unseen)
+    )
 
 
 def count_verified(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from rl_megatron.errors import CorruptionError
@@ -11,18 +12,37 @@ from rl_megatron.weights.checks.checksums import add
 from rl_megatron.weights.checks.reports import Read, Report
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSums:
+    """Sums over the boxes of each tensor, a box that several ranks hold once: of checksums, and of elements.
+
+    ``torn`` are tensors of which two ranks hold other bytes in one box.
+    """
+
+    checksums: Mapping[str, int]
+    elements: Mapping[str, int]
+    torn: Collection[str]
+
+    def whole(self, name: str, shape: Shape) -> bool:
+        """Whether the boxes, which do not overlap, fill the tensor."""
+        return self.elements.get(name, 0) == prod(shape)
+
+    def equals(self, name: str, sealed: int) -> bool:
+        """Whether all ranks that hold a box of the tensor agree, and its checksum is the sealed one."""
+        return name not in self.torn and add(self.checksums.get(name, 0)) == sealed
+
+
 def sealed_by(reports: Sequence[Report], shapes: Mapping[str, Shape]) -> dict[str, int]:
     """Checksums of whole tensors, from the reports of the learner's ranks on their boxes.
 
     Raises CorruptionError that names a tensor of which two ranks hold different bytes.
     """
-    out = {}
-    for name, held in by_tensor(row[1:] for report in reports for row in report.rows).items():
-        if any(len(sums) > 1 for sums in held.values()):
-            raise CorruptionError(f"{name}: learner ranks hold different bytes of it, though they must hold the same")
-        if is_whole(held, shapes[name]):
-            out[name] = add(*(min(sums) for sums in held.values()))
-    return out
+    added = added_up(row[1:] for report in reports for row in report.rows)
+    if added.torn:
+        raise CorruptionError(
+            f"{min(added.torn)}: learner ranks hold different bytes of it, though they must hold the same"
+        )
+    return {name: add(sum_) for name, sum_ in added.checksums.items() if added.whole(name, shapes[name])}
 
 
 def largest_change(changes: Iterable[Mapping[str, tuple[float, float]]]) -> tuple[float, str] | None:
@@ -39,14 +59,13 @@ def largest_change(changes: Iterable[Mapping[str, tuple[float, float]]]) -> tupl
     return max(found, default=None)
 
 
-def by_tensor(rows: Iterable[Read]) -> dict[str, dict[Box, set[int]]]:
-    """By tensor, the reported checksums of each of its boxes."""
-    boxes: dict[str, dict[Box, set[int]]] = {}
-    for hf, box, sum_ in rows:
-        boxes.setdefault(hf, {}).setdefault(box, set()).add(sum_)
-    return boxes
-
-
-def is_whole(boxes: Iterable[Box], shape: Shape) -> bool:
-    """Whether boxes that do not overlap fill a tensor."""
-    return sum(map(volume, boxes)) == prod(shape)
+def added_up(rows: Iterable[Read]) -> TensorSums:
+    """Add up the checksums of boxes, by tensor."""
+    boxes: dict[tuple[str, Box], int] = {}
+    torn = {hf for hf, box, sum_ in rows if boxes.setdefault((hf, box), sum_) != sum_}
+    checksums, elements = dict[str, int](), dict[str, int]()
+    volumes = {box: volume(box) for _, box in boxes}  # of the few that differ
+    for (hf, box), sum_ in boxes.items():
+        checksums[hf] = checksums.get(hf, 0) + sum_
+        elements[hf] = elements.get(hf, 0) + volumes[box]
+    return TensorSums(checksums=checksums, elements=elements, torn=torn)

@@ -128,7 +128,8 @@ class DirectDelivery(Delivery):
         ours, theirs = update.verify_seconds, seconds_waited(reports)
         without = max(ended[sending] - ours, ended[receiving] - theirs)
         update = replace(update, verify_seconds=max(ended.values()) - without)
-        seal = mirror.Seal(checksums=self._file.checksums(sent), error=largest_change(one.changes for one in sent))
+        checksums = await asyncio.to_thread(self._file.checksums, sent)
+        seal = mirror.Seal(checksums=checksums, error=largest_change(one.changes for one in sent))
         return Delivered(update=with_error(update, seal), reports=reports, seal=seal)
 
     @override

@@ -110,7 +110,8 @@ class FileDelivery(Delivery):
 
     async def _seal(self, version: int) -> mirror.Seal:
         """Seal with checksums of the learner's own tensors, not of what arrived in the file."""
-        return mirror.seal(self.path, version, self.checksums(await self._learner.sums()))
+        checksums = await asyncio.to_thread(self.checksums, await self._learner.sums())
+        return mirror.seal(self.path, version, checksums)
 
     @cached_property
     def _shapes(self) -> dict[str, Shape]:

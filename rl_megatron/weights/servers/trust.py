@@ -19,7 +19,7 @@ from rl_megatron.interfaces import Scorer
 from rl_megatron.options.padding import PaddingSection
 from rl_megatron.types import Completion, GenerationRequest, ParallelDims
 from rl_megatron.weights.boxes import Shape
-from rl_megatron.weights.checks.compare import compare
+from rl_megatron.weights.checks.compare import Comparison, compare
 from rl_megatron.weights.checks.reports import Kinds, Report
 from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.servers.probe import Probe, ScoredText, scores_of
@@ -107,7 +107,7 @@ class Trust:
         None if checksums alone sufficed. Raises CorruptionError that names tensors that differ, SyncError if a
         server's log-probs differ from the learner's.
         """
-        unseen = {name: self._compare(name, said, checksums) for name, said in reports.items()}
+        unseen = {name: await self._compare(name, said, checksums) for name, said in reports.items()}
         verified = None
         new = bool(reports.keys() - self._probed)
         self._asks = self._probes == "always" or any(unseen.values()) or new
@@ -129,7 +129,7 @@ class Trust:
         The learner is not asked, as it may have trained on. Raises as `verify`, and SyncError if neither covers some
         tensor.
         """
-        unseen = self._compare(name, reports, checksums)
+        unseen = await self._compare(name, reports, checksums)
         if verified is None and unseen:
             raise SyncError(f"version {version} is not served at {name}: nothing verifies {min(unseen)} there")
         if verified is not None:
@@ -148,13 +148,13 @@ class Trust:
     def _shapes(self) -> Mapping[str, Shape]:
         return mirror.shapes(self._path)
 
-    def _compare(self, name: str, reports: Sequence[Report], checksums: Mapping[str, int]) -> frozenset[str]:
+    async def _compare(self, name: str, reports: Sequence[Report], checksums: Mapping[str, int]) -> frozenset[str]:
         """Tensors of a server that no checksum verifies. Raises CorruptionError for those that differ."""
         private = self._private.get(name, frozenset())
-        found = compare(checksums, self._shapes, reports, private)
+        found = await asyncio.to_thread(self._found, reports, checksums, private)
         if found.differing and name not in self._private:
-            private = found.private(reports)
-            found = compare(checksums, self._shapes, reports, private)
+            private = await asyncio.to_thread(found.private, reports)
+            found = await asyncio.to_thread(self._found, reports, checksums, private)
         if found.differing:
             named = sorted(found.differing)
             more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
@@ -166,6 +166,9 @@ class Trust:
             kinds = f", of these {', '.join(sorted(private))} in private layouts" if private else ""
             logger.info("%s: checksums verify all but %d tensors%s", name, len(found.unseen), kinds)
         return found.unseen
+
+    def _found(self, reports: Sequence[Report], checksums: Mapping[str, int], private: frozenset[str]) -> Comparison:
+        return compare(checksums, self._shapes, reports, private)
 
     async def _ask(self, version: int, unseen: Mapping[str, frozenset[str]], *, everything: bool) -> Verified:
         """Probe the servers. Raises SyncError if a server's log-probs differ from the learner's."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +117,26 @@ def test_a_layout_of_the_kernels_own_is_told_from_corruption(ranks: list[Rank]) 
     again = compare(SEALED, SHAPES, said, frozenset({"w13"}))
     assert set(again.differing) == {"router"}
     assert again.unseen == {n for n in SHAPES if n.endswith(("gate", "up"))}
+
+
+class Counted(tuple):  # type: ignore[type-arg]
+    """A row of a report that counts how often rows are unpacked."""
+
+    unpacked = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        Counted.unpacked += 1
+        return super().__iter__()
+
+
+def test_many_tensors_that_differ_are_found_in_one_look_at_each_row() -> None:
+    """As the first load of kernels that keep all experts in a layout of their own."""
+    shapes = {f"layers.{i}.up": (2, 3) for i in range(200)}
+    said = [Report(rows=[Counted((f"{name}.packed", name, ((0, 2), (0, 3)), 1)) for name in shapes], seconds=0.0)]
+    found = compare(dict.fromkeys(shapes, 2), shapes, said, frozenset())
+    assert found.differing == {name: {f"{name}.packed"} for name in shapes}
+    assert Counted.unpacked <= len(shapes)
+    assert found.private(said) == {"layers.*.up.packed"}
 
 
 @pytest.mark.parametrize(

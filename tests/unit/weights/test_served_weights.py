@@ -6,7 +6,9 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +19,7 @@ import torch
 from rl_megatron.errors import CorruptionError, ReplicasLost, SyncError
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Scores, Want, WeightUpdate
 from rl_megatron.weights.checks.places import Held
-from rl_megatron.weights.checks.reports import NO_KINDS, Beside, Kinds, Report, not_private
+from rl_megatron.weights.checks.reports import NO_KINDS, Beside, BoxSum, Kinds, Report, not_private
 from rl_megatron.weights.checks.whole import sealed_by
 from rl_megatron.weights.servers.delivery import Delivered
 from rl_megatron.weights.servers.direct import DirectDelivery
@@ -210,6 +212,31 @@ def test_what_was_served_is_not_exported_with_other_bytes(tmp_path: Path) -> Non
     with pytest.raises(CorruptionError, match=r"its bytes are not the learner's in layers\.1\.up$"):
         asyncio.run(weights.export(tmp_path))
     assert not both.said
+
+
+def test_checksums_are_compared_beside_the_event_loop(tmp_path: Path) -> None:
+    """Of many servers of a large model they take seconds, in which the controller answers nobody."""
+
+    class Rows(list[BoxSum]):
+        def __iter__(self) -> Iterator[BoxSum]:
+            assert threading.current_thread() is not threading.main_thread()
+            return super().__iter__()
+
+    class Watched(Both):
+        async def load(self, *given: Any, **more: Any) -> Mapping[str, Sequence[Report]]:
+            return {name: list(map(watched, said)) for name, said in (await super().load(*given, **more)).items()}
+
+        async def sums(self) -> Sequence[Report]:
+            return list(map(watched, await super().sums()))
+
+    def watched(report: Report) -> Report:
+        return replace(report, rows=Rows(report.rows))
+
+    both = Watched(tmp_path)
+    weights = both.weights()
+    asyncio.run(weights.push(1))
+    asyncio.run(weights.refit("it"))
+    assert both.said == ["load 1", "commit 1", "load 1it", "commit 1it"]
 
 
 def test_an_export_waits_for_a_server_that_came_back(tmp_path: Path) -> None:
