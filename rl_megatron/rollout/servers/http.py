@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import httpx2
@@ -19,6 +20,7 @@ T = TypeVar("T")
 KEEP_ALIVE_SECONDS = 2.0  # uvicorn closes an idle connection after 5: a request must not meet that
 _PASSING = (408, 429, 503)
 _SHOWN = 2000  # characters of an answer in an error
+_beside = ThreadPoolExecutor(1, thread_name_prefix="decoding")  # the event loop would have to wait for each of several
 
 
 class AttemptFailed(Exception):
@@ -99,6 +101,15 @@ class Server:
         except ValueError as error:
             raise AttemptFailed(f"{self.url}{path}: its answer has another form: {error!s:.300}") from error
 
+    async def reported(self, path: str, body: object, read: Callable[[bytes], T]) -> T:
+        """What ranks report, by ``read`` beside the event loop: of a large model it takes long. Raises as ``get`` does,
+        and EngineError where ``read`` raises ValueError."""
+        answer = await self._ask("POST", path, body, None, self._limit)
+        try:
+            return await read_beside(read, answer)
+        except ValueError as error:
+            raise EngineError(f"{self.url}{path}: its answer has another form: {error!s:.300}") from error
+
     async def get(self, path: str) -> Any:
         """The answer's JSON. Raises AttemptFailed, or EngineError with the answer if the server refuses for good."""
         return self._json(path, await self.text(path))
@@ -170,6 +181,11 @@ class Server:
     async def close(self) -> None:
         """Close its connections."""
         await self._client.aclose()
+
+
+async def read_beside(read: Callable[[bytes], T], text: bytes) -> T:
+    """The large answer ``text`` by ``read``, in a thread that decodes one at a time."""
+    return await asyncio.get_running_loop().run_in_executor(_beside, read, text)
 
 
 def _shown(answer: bytes) -> str:

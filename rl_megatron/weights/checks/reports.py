@@ -59,21 +59,6 @@ class Report:
             "window": self.window,
         }
 
-    @classmethod
-    def from_json(cls, said: Mapping[str, object]) -> Report:
-        """The inverse of `to_json`."""
-        rows, seconds, read, window = said["rows"], said["seconds"], said["read"], said["window"]
-        assert isinstance(rows, list)
-        assert isinstance(seconds, int | float)
-        assert isinstance(read, list)
-        assert isinstance(window, int)
-        return cls(
-            rows=[(param, hf, tuple((low, high) for low, high in box), int(sum_)) for param, hf, box, sum_ in rows],
-            seconds=seconds,
-            read=[(hf, tuple((low, high) for low, high in box), int(sum_)) for hf, box, sum_ in read],
-            window=window,
-        )
-
 
 def of_one_rank(reports: Sequence[Report]) -> Report:
     """A rank's reports on several models, or parts of one, as one. ``changes`` are a learner's, and left out."""

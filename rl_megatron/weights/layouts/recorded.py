@@ -20,12 +20,6 @@ from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Slice
 Boxes = Mapping[str, Box]
 """The boxes of one rank, by Hugging Face name."""
 
-
-def boxes_of(said: Mapping[str, Sequence[Sequence[int]]]) -> Boxes:
-    """Parse boxes from JSON."""
-    return {name: tuple((low, high) for low, high in box) for name, box in said.items()}
-
-
 _Holders = tuple[tuple[int, ...], ...]  # for each box the ranks that hold it
 _Place = tuple[int, int]  # a layer and an expert, or the classes of both
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
-from collections.abc import Callable
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from bench.answers import drawn, loaded_sglang, loaded_vllm, of_sglang, of_vllm
+from launcher.servers.engines import SERVERS
+from rl_megatron.errors import CorruptionError, EngineError
+from rl_megatron.models.named import NAMED
+from rl_megatron.rollout.servers import decoding
 from rl_megatron.rollout.servers.decoding import Judged, SampledColumns
+from rl_megatron.rollout.servers.http import Server
 from rl_megatron.rollout.servers.sglang import answer as sglang
 from rl_megatron.rollout.servers.vllm import answer as vllm
+from rl_megatron.weights.checks.reports import Report
 
 Columns = Callable[[bytes], tuple[Any, Any]]
 READ: dict[str, Callable[[bytes], list[SampledColumns]]] = {"vllm": vllm.read_sampled, "sglang": sglang.read_sampled}
@@ -178,3 +189,58 @@ def test_a_judged_text_of_other_tokens_or_fewer_is_no_answer(engine: str) -> Non
     if engine == "vllm":
         with pytest.raises(ValueError, match="token 1 of the text"):
             vllm.read_judged(json.dumps(JUDGED[engine]).encode(), text=[5, 8, 7], top=2)
+
+
+class Reporting(Server):
+    """A server, each of whose ranks reports: over HTTP of vLLM, in the files that an order names of SGLang."""
+
+    def __init__(self, reports: Sequence[Report]) -> None:
+        super().__init__("http://localhost:1", token=None, timeout_seconds=1.0)
+        self.said, self.paused = [one.to_json() for one in reports], True
+
+    async def _ask(self, method: str, path: str, body: Any, *_: object) -> bytes:
+        if path == "/server_info":
+            return json.dumps({"tp_size": len(self.said)}).encode()
+        if path == "/update_weights_from_tensor":
+            order = json.loads(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))[0][0])
+            for rank, one in enumerate(self.said):
+                Path(f"{order['answer']}.{rank}").write_text(json.dumps(one))
+        return json.dumps({"results": [self.said] * 2}).encode()
+
+
+@ENGINES
+def test_what_ranks_report_is_decoded_beside_the_event_loop(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large model it takes long, and all servers report at once."""
+    whole = ((0, 2), (0, 3))
+    reports = [
+        Report(rows=[("w13", "gate", whole, 2**64 - 1)], seconds=0.5, read=[("up", whole, 0)], window=7),
+        Report(rows=[("norm", "norm", ((0, 3),), 5)], seconds=2.0, read=[]),
+    ]
+    forms, decoder = list[object](), decoding._decoder
+
+    def watched(form: type) -> Any:
+        assert form is not Report or threading.current_thread() is not threading.main_thread()
+        forms.append(form)
+        return decoder(form)
+
+    monkeypatch.setattr(decoding, "_decoder", watched)
+    held = SERVERS[engine](NAMED["qwen3-30b-a3b"]).held
+    assert asyncio.run(held(Reporting(reports), tmp_path / "model.safetensors")) == reports
+    assert forms.count(Report) == len(reports)
+
+
+@ENGINES
+def test_reports_of_another_form_are_an_error_that_names_the_part(engine: str, tmp_path: Path) -> None:
+    server = Reporting([Report(rows=(), seconds=0.0)])
+    server.said[0]["seconds"] = "long"
+    with pytest.raises(EngineError, match=r"another form: Expected `float`, got `str` - at `\$\.seconds`"):
+        asyncio.run(SERVERS[engine](NAMED["qwen3-30b-a3b"]).held(server, tmp_path / "model.safetensors"))
+
+
+def test_a_loaders_error_names_its_rank(tmp_path: Path) -> None:
+    server = Reporting([Report(rows=(), seconds=0.0)] * 2)
+    server.said[1] = {"error": "w13 is not there"}
+    with pytest.raises(CorruptionError, match=r"^rank 1: w13 is not there$"):
+        asyncio.run(SERVERS["sglang"](NAMED["qwen3-30b-a3b"]).held(server, tmp_path / "model.safetensors"))

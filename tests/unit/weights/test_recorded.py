@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.errors import WeightError
+from rl_megatron.rollout.servers.decoding import as_form
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.compare import compare
 from rl_megatron.weights.checks.places import record
@@ -65,7 +67,7 @@ def reports(ranks: list[Rank]) -> list[Report]:
     for rank, right in zip(ranks, (Rank(0), Rank(1)), strict=True):
         held = record(right.load, SHAPES, right.params, DTYPES)
         assert not any(param.any() for param in right.params.values())
-        out.append(Report.from_json(checksums_of(held, rank.params).to_json()))
+        out.append(as_form(json.dumps(checksums_of(held, rank.params).to_json()).encode(), Report))
     return out
 
 

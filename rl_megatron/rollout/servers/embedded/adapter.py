@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -12,11 +13,15 @@ from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, EngineGauges, StartOptions
+from rl_megatron.rollout.servers.decoding import as_form
 from rl_megatron.rollout.servers.embedded import wire
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.types import Completion, GenerationRequest
+from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.reports import Report
-from rl_megatron.weights.layouts.recorded import Boxes, boxes_of
+from rl_megatron.weights.layouts.recorded import Boxes
+
+_report = partial(as_form, form=Report)
 
 
 class EmbeddedAdapter(Adapter):
@@ -111,11 +116,11 @@ class EmbeddedAdapter(Adapter):
     ) -> list[Report]:
         if straight:
             raise SyncError(f"{server.url}: servers of rollout.engine=local load files; set weights.transport=auto")
-        return [Report.from_json(await server.post("/load", {"path": str(path), "version": version}))]
+        return [await server.reported("/load", {"path": str(path), "version": version}, _report)]
 
     @override
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
-        return [boxes_of(await server.post("/boxes"))]
+        return [await server.reported("/boxes", None, partial(as_form, form=dict[str, Box]))]
 
     @override
     async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
@@ -135,4 +140,4 @@ class EmbeddedAdapter(Adapter):
 
     @override
     async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
-        return [Report.from_json(await server.post("/held"))]
+        return [await server.reported("/held", None, _report)]

@@ -8,13 +8,13 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from typing_extensions import override
 
 from rl_megatron.config.sections.rollout import RunningRequests
-from rl_megatron.errors import ConfigError, CorruptionError, EngineError
+from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.limits import limits_of
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import (
@@ -30,14 +30,17 @@ from rl_megatron.rollout.servers.adapter import (
 )
 from rl_megatron.rollout.servers.answers import checked_routes, completion_seed, sampled_with, spans_of
 from rl_megatron.rollout.servers.decoding import Judged, SampledColumns
-from rl_megatron.rollout.servers.http import AttemptFailed, Server
+from rl_megatron.rollout.servers.http import AttemptFailed, Server, read_beside
 from rl_megatron.rollout.servers.sglang import answer as form
 from rl_megatron.rollout.servers.sglang import drafts, loras, orders
 from rl_megatron.rollout.servers.sglang import request as ask
 from rl_megatron.rollout.servers.sglang.options import KEYS, ON_CPU, cores, degrees
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, Routes
+from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.reports import Report, of_one_rank
-from rl_megatron.weights.layouts.recorded import Boxes, boxes_of
+from rl_megatron.weights.layouts.recorded import Boxes
+
+T = TypeVar("T")
 
 _NEEDED = (
     *("/generate", "/begin_weight_update", "/update_weights_from_tensor", "/update_weight_version"),
@@ -290,22 +293,23 @@ class SGLangAdapter(Adapter):
 
     @override
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
-        return [boxes_of(one) for one in await self._order(server, path, {"do": "boxes"})]
+        return await self._order(server, path, {"do": "boxes"}, dict[str, Box])
 
     @override
     async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
-        await self._order(server, path, {"do": "join", "place": rendezvous, "first": first})
+        await self._order(server, path, {"do": "join", "place": rendezvous, "first": first}, dict[str, object])
 
     async def _order(
         self,
         server: Server,
         path: Path,
         order: Mapping[str, object],
+        kind: type[T],
         *,
         runner: Literal["target", "draft"] = "target",
         label: str | None = None,
-    ) -> list[dict[str, Any]]:
-        """The loader's answer on each rank, in files beside the weights, because an error would end the server.
+    ) -> list[T]:
+        """The loader's answer on each rank as ``kind``, in files beside the weights: an error would end the server.
 
         Of the model, or with ``runner`` "draft" of its draft layer: an order to both would write each file twice.
         Not at a pause, SGLang would carry it out when all running requests have ended, and take none until then.
@@ -314,7 +318,7 @@ class SGLangAdapter(Adapter):
             server.paused = True
             try:
                 await self.pause(server, "keep_cache")
-                return await self._order(server, path, order, runner=runner, label=label)
+                return await self._order(server, path, order, kind, runner=runner, label=label)
             finally:
                 server.paused = False
                 await self.resume(server)
@@ -330,10 +334,9 @@ class SGLangAdapter(Adapter):
         finally:
             await server.post("/end_weight_update", {})
         said = await asyncio.to_thread(orders.loaders_answers, answer, ranks)
-        for rank, one in enumerate(said):
-            if "error" in one:
-                raise CorruptionError(f"rank {rank}: {one['error']}")
-        return said
+        return [
+            await read_beside(partial(form.read_loaders, form=kind, rank=rank), one) for rank, one in enumerate(said)
+        ]
 
     @override
     async def relabel(self, server: Server, version: int) -> None:
@@ -359,9 +362,9 @@ class SGLangAdapter(Adapter):
         self, server: Server, path: Path, order: Mapping[str, object], label: str | None = None
     ) -> list[Report]:
         """Each rank's, on its model and its draft layer, which goes first: a label says that a server has both."""
-        said = [await self._order(server, path, order, runner="draft")] if server.draft_tokens else []
-        said.append(await self._order(server, path, order, label=label))
-        return [of_one_rank([Report.from_json(one) for one in of_rank]) for of_rank in zip(*said, strict=True)]
+        said = [await self._order(server, path, order, Report, runner="draft")] if server.draft_tokens else []
+        said.append(await self._order(server, path, order, Report, label=label))
+        return [of_one_rank(of_rank) for of_rank in zip(*said, strict=True)]
 
     @override
     async def load_adapters(self, server: Server, adapters: LoadedAdapters, folder: Path) -> None:

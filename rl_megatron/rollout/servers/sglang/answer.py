@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
+from rl_megatron.errors import CorruptionError, EngineError
 from rl_megatron.rollout.servers.decoding import (
     Judged,
     LabelledSpan,
@@ -16,6 +17,8 @@ from rl_megatron.rollout.servers.decoding import (
     token_column,
 )
 from rl_megatron.types import FinishReason
+
+T = TypeVar("T")
 
 
 class _Token(msgspec.Struct, array_like=True, gc=False):
@@ -61,6 +64,20 @@ class _TopMeta(_ScoredMeta):
 
 class _TopScored(msgspec.Struct):
     meta_info: _TopMeta
+
+
+class _Refused(msgspec.Struct):
+    error: str | None = None
+
+
+def read_loaders(text: bytes, *, form: type[T], rank: int) -> T:
+    """The answer of a rank's loader as ``form``. Raises CorruptionError with its error, and EngineError."""
+    try:
+        if (error := as_form(text, _Refused).error) is not None:
+            raise CorruptionError(f"rank {rank}: {error}")
+        return as_form(text, form)
+    except ValueError as error:
+        raise EngineError(f"rank {rank}: its loader's answer has another form: {error!s:.300}") from error
 
 
 def read_sampled(text: bytes) -> list[SampledColumns]:

@@ -7,7 +7,6 @@ import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,10 +16,10 @@ def packed(order: Mapping[str, object]) -> str:
     return base64.b64encode(pickle.dumps([(json.dumps(order), torch.empty(0))])).decode()
 
 
-def loaders_answers(path: Path, ranks: int) -> list[dict[str, Any]]:
+def loaders_answers(path: Path, ranks: int) -> list[bytes]:
     """Read and remove the answer file of each rank's loader: ``path`` with the rank's number behind a dot."""
     files = [path.with_name(f"{path.name}.{rank}") for rank in range(ranks)]
-    said = [json.loads(file.read_text()) for file in files]
+    said = [file.read_bytes() for file in files]
     for file in files:
         file.unlink()
     return said

@@ -7,10 +7,10 @@ import contextlib
 import io
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from typing_extensions import override
@@ -37,8 +37,11 @@ from rl_megatron.rollout.servers.vllm import answer as form
 from rl_megatron.rollout.servers.vllm import drafts, loras
 from rl_megatron.rollout.servers.vllm.options import KEYS, options_of_ranks, profiler
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, Routes
+from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.reports import Report
-from rl_megatron.weights.layouts.recorded import Boxes, boxes_of
+from rl_megatron.weights.layouts.recorded import Boxes
+
+T = TypeVar("T")
 
 _NEEDED = (
     *("/inference/v1/generate", "/start_weight_update", "/update_weight_version", "/collective_rpc", "/pause"),
@@ -281,11 +284,12 @@ class VLLMAdapter(Adapter):
 
     @override
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
-        return [boxes_of(said) for said in await self._asked(server, "rl_megatron_boxes", str(path))]
+        return await self._asked(server, dict[str, Box], "rl_megatron_boxes", str(path))
 
     @override
     async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
-        await self._together(server, "rl_megatron_join", str(path), json.dumps(rendezvous), first)
+        arguments = str(path), json.dumps(rendezvous), first
+        await self._together(server, lambda: self._rpc(server, "rl_megatron_join", *arguments))
 
     @override
     async def relabel(self, server: Server, version: int) -> None:
@@ -301,8 +305,7 @@ class VLLMAdapter(Adapter):
 
     @override
     async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
-        answers = await self._asked(server, "rl_megatron_held", str(path), sorted(private))
-        return [Report.from_json(said) for said in answers]
+        return await self._asked(server, Report, "rl_megatron_held", str(path), sorted(private))
 
     @override
     async def load_adapters(self, server: Server, adapters: LoadedAdapters, folder: Path) -> None:
@@ -318,26 +321,27 @@ class VLLMAdapter(Adapter):
         """Its /health is 200 as long as the first node's engine lives, whatever became of ranks on other nodes."""
         await self._rpc(server, "rl_megatron_ping")
 
-    async def _asked(self, server: Server, method: str, *arguments: object) -> Any:
-        """The answer of each rank of the server.
+    async def _asked(self, server: Server, kind: type[T], method: str, *arguments: object) -> list[T]:
+        """The answer of each rank of the server, as ``kind``.
 
         vLLM returns those of the first dp replica's ranks alone. So each rank gathers the answers of all.
         """
-        return (await self._together(server, method, *arguments))[0]
+        body, read = {"method": method, "args": list(arguments)}, partial(form.read_gathered, form=kind)
+        return await self._together(server, lambda: server.reported("/collective_rpc", body, read))
 
-    async def _together(self, server: Server, method: str, *arguments: object) -> Any:
+    async def _together(self, server: Server, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Call a method in which ranks wait for each other, while none samples.
 
         Each dp replica calls it between two steps of its own, and a step of experts waits for the other replicas: one
         that still samples would wait for one that calls the method, which waits for it.
         """
         if server.paused:  # by a push
-            return await self._rpc(server, method, *arguments)
+            return await call()
         server.paused = True
         try:
             await self.pause(server, "keep_cache")
             try:
-                return await self._rpc(server, method, *arguments)
+                return await call()
             finally:
                 await self.resume(server)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +22,8 @@ from rl_megatron.rollout.servers.decoding import (
     whole_numbers,
 )
 from rl_megatron.types import FinishReason
+
+T = TypeVar("T")
 
 
 class _LogProb(msgspec.Struct, gc=False):
@@ -54,6 +57,17 @@ class _RawSampled(msgspec.Struct):
 
 class _Scored(msgspec.Struct):
     prompt_logprobs: list[dict[str, _LogProb] | None]
+
+
+class _Called(msgspec.Struct):
+    results: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)]
+
+
+def read_gathered(text: bytes, form: type[T]) -> list[T]:
+    """Each rank's answer as ``form``, of which the first has gathered all; another thread may run between two. Raises
+    ValueError as `as_form` does."""
+    gathered = bytes(as_form(text, _Called).results[0])
+    return [as_form(bytes(one), form) for one in as_form(gathered, list[msgspec.Raw])]
 
 
 def read_sampled(text: bytes) -> list[SampledColumns]:
