@@ -32,7 +32,7 @@ from rl_megatron.weights.checks.reports import Beside, Report, checksums_of
 from rl_megatron.weights.checks.sources import sources_of
 from rl_megatron.weights.checks.whole import sealed_by
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.recorded import Boxes, EngineLayout, recorded_layout
+from rl_megatron.weights.layouts.recorded import Boxes, EngineLayout, recorded_layout, shared
 from rl_megatron.weights.layouts.tables.qwen3_moe import ENGINE_QWEN3_MOE, HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
 from rl_megatron.weights.plans.plan import plan
 from rl_megatron.weights.transports import engine_ends
@@ -138,6 +138,8 @@ def test_engine_ranks_get_their_own_layers_and_experts_alone(stages: int) -> Non
     ranks = [{name: box for name, box in whole.items() if keeps(name, rank)} for rank in range(2 * stages)]
     layout = recorded_layout(HF, ranks)
     assert [layout.local_shapes(rank).keys() for rank in range(2 * stages)] == [rank.keys() for rank in ranks]
+    servers = [*ranks, *map(dict, ranks)]
+    assert recorded_layout(HF, shared(servers)) == recorded_layout(HF, servers) != layout
     moves = plan(LEARNER, layout, placement={rank: 2 + rank for rank in range(2 * stages)})
     for rank, held in enumerate(ranks):
         got: Counter[str] = Counter()

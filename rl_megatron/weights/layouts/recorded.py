@@ -6,8 +6,9 @@ it is inside a stacked parameter (`places.Held`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from typing_extensions import override
 
@@ -19,6 +20,21 @@ from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Slice
 
 Boxes = Mapping[str, Box]
 """The boxes of one rank, by Hugging Face name."""
+
+
+def shared(ranks: Iterable[Boxes]) -> list[Boxes]:
+    """The boxes of each rank, with equal ones as one object: a pickle holds it once, for all servers alike."""
+    known: dict[Hashable, Any] = {}
+    several: list[Boxes] = []
+    out = []
+    for boxes in ranks:
+        same = next((one for one in several if one == boxes), None)
+        if same is None:
+            same = {known.setdefault(name, name): known.setdefault(box, box) for name, box in boxes.items()}
+            several.append(same)
+        out.append(same)
+    return out
+
 
 _Holders = tuple[tuple[int, ...], ...]  # for each box the ranks that hold it
 _Place = tuple[int, int]  # a layer and an expert, or the classes of both
@@ -91,9 +107,12 @@ def recorded_layout(hf: Layout, ranks: Sequence[Boxes]) -> EngineLayout:
     Raises WeightError that names a tensor that no rank holds, or a pattern whose layers are not cut alike.
     """
     held: dict[str, dict[Box, list[int]]] = {}
+    alike: dict[int, list[int]] = {}  # ranks by their boxes, if these are `shared`
     for rank, boxes in enumerate(ranks):
-        for name, box in boxes.items():
-            held.setdefault(name, {}).setdefault(box, []).append(rank)
+        alike.setdefault(id(boxes), []).append(rank)
+    for several in alike.values():
+        for name, box in ranks[several[0]].items():
+            held.setdefault(name, {}).setdefault(box, []).extend(several)
     return EngineLayout(
         table=(),
         shape=hf.shape,
@@ -119,7 +138,7 @@ def _row(pattern: str, layers: Sequence[int], experts: int, held: Mapping[str, M
             boxes = boxes or tuple(box for box, _ in found)
             if boxes != tuple(box for box, _ in found):
                 raise WeightError(f"{name}: the engine's ranks do not cut it like other layers or experts")
-            holders[layer, expert] = tuple(tuple(ranks) for _, ranks in found)
+            holders[layer, expert] = tuple(tuple(sorted(ranks)) for _, ranks in found)
     by_layer = _classes({layer: tuple(holders[layer, e] for e in range(experts)) for layer in layers})
     by_expert = _classes({e: tuple(holders[layer, e] for layer in layers) for e in range(experts)})
     return _Row(

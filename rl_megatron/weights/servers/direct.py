@@ -18,7 +18,7 @@ from rl_megatron.errors import ReplicasLost, SyncError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.checks.reports import NO_KINDS, Kinds, Report, seconds_waited
 from rl_megatron.weights.checks.whole import largest_change
-from rl_megatron.weights.layouts.recorded import Boxes
+from rl_megatron.weights.layouts.recorded import Boxes, shared
 from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.servers.delivery import Deliver, Delivered, Delivery, with_error
 from rl_megatron.weights.servers.file import FileDelivery
@@ -203,6 +203,7 @@ class DirectDelivery(Delivery):
         for name, said in boxes.items():
             first[name] = self._learner_ranks + len(ranks)
             ranks += said
+        ranks = await asyncio.to_thread(shared, ranks)
         rendezvous = self._new_rendezvous(self._learner_ranks + len(ranks))
         self._met = frozenset(boxes)
         joining = asyncio.ensure_future(self._learner.join_engines(rendezvous, ranks))

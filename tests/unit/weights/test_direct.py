@@ -261,6 +261,37 @@ def test_the_store_of_a_long_run_does_not_grow(tmp_path: Path, monkeypatch: pyte
     assert found == [2] * 5 + [4] * 2  # a rank's libraries
 
 
+@dataclass
+class Many(Ends):
+    """Servers of two ranks that hold the same as those of every other server, and that die before they join."""
+
+    servers: int = 1
+    told: Sequence[Boxes] = ()
+
+    async def boxes(self, path: Path) -> Mapping[str, Sequence[Boxes]]:
+        self.alive = [f"server {i}" for i in range(self.servers)]
+        return {name: [{f"layers.{i}": ((r, r + 1), (0, 9)) for i in range(99)} for r in (0, 1)] for name in self.alive}
+
+    async def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> None:
+        self.told = ranks
+        self.alive = []
+
+    async def join(self, path: Path, rendezvous: Mapping[str, object], first: Mapping[str, int]) -> None:
+        raise SyncError("it is gone")
+
+
+def test_what_ranks_of_like_servers_hold_is_told_once(tmp_path: Path) -> None:
+    """To each of the learner's ranks: of a thousand engine ranks it is gigabytes."""
+    sizes = []
+    for servers in (1, 64):
+        many = Many(servers=servers)
+        with pytest.raises(ReplicasLost):
+            asyncio.run(push(many, tmp_path))
+        assert list(many.told) == [one for said in asyncio.run(many.boxes(tmp_path)).values() for one in said]
+        sizes.append(len(pickle.dumps(many.told)))
+    assert sizes[1] - sizes[0] < 126 * 8  # a reference each
+
+
 class Refusing(Met):
     """The learner's rank refuses after both met, as one that finds no carrier for an engine rank."""
 
