@@ -9,11 +9,8 @@ Letters: D data-parallel ranks, M micro-batches a rank, S sequences.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 import torch
@@ -21,14 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.data.bins import fill_bins
 from rl_megatron.data.gathered import MicroBatches, computed_lengths
 from rl_megatron.data.samples import members_of, split_minibatches, tokens_of, whole_parts
 from rl_megatron.errors import DataError
 from rl_megatron.options.padding import PaddingSection, most_padded, padded_tokens, sequence_multiple
 from rl_megatron.types import Batch, ParallelDims, Samples
-
-# Up to an eighth more micro-batches than memory requires are tried until the heaviest is this near the mean.
-GOOD_IMBALANCE = 1.01
 
 
 def causal_attention_cost(*, linear_parameters: float, attention_width: float) -> float:
@@ -228,8 +223,8 @@ def plan_packing(
     work = sequence_work(lengths, attention_cost).reshape(units).sum(1)[order]
     budget = most_padded(max_tokens, dims)
     seats = None if ranks is None else ranks.reshape(units)[:, 0][order]
-    fill = partial(_fill, sizes[order], work, budget=budget, most=None if most is None else most // unit)
-    bins, num_bins = fill(dp=dims.dp, ranks=seats)
+    most_units = None if most is None else most // unit
+    bins, num_bins = fill_bins(sizes[order], work, dp=dims.dp, budget=budget, most=most_units, ranks=seats)
     totals = np.bincount(bins, work, num_bins).astype(np.float64)
     place = np.empty(num_bins, np.int64)  # a bin's place, rank by rank
     dealt = _deal(totals, dims.dp) if seats is None else _sorted(totals, dims.dp)
@@ -270,78 +265,6 @@ def sequence_work(lengths: NDArray[np.int64], attention_cost: float) -> NDArray[
     """Work l + c * l**2 [S] of each sequence, in positions of a matrix product."""
     wide = lengths.astype(np.float64)
     return wide + attention_cost * wide * wide
-
-
-def _fill(
-    padded: NDArray[np.int64],
-    work: NDArray[np.float64],
-    *,
-    dp: int,
-    budget: int,
-    most: int | None,
-    ranks: NDArray[np.int64] | None,
-) -> tuple[NDArray[np.int64], int]:
-    """The bin of each sequence, and the number of bins (a multiple of ``dp``). Sequences come longest first; a bin has
-    ``most`` of them. With ``ranks`` a rank's sequences are in its own bins, which are neighbours."""
-    most = len(padded) if most is None else most
-    groups = [np.arange(len(padded))] if ranks is None else [np.flatnonzero(ranks == d) for d in range(dp)]
-    shared = dp // len(groups)  # ranks among which a group's sequences are spread
-    fewest = max(
-        max(-(-int(padded[ids].sum()) // (shared * budget)), -(-len(ids) // (shared * most)), 1) for ids in groups
-    )
-    heaviest = 0.0 if ranks is None else max(float(work[ids].sum()) for ids in groups)
-    best: tuple[NDArray[np.int64], int] | None = None
-    best_imbalance, num_micro = math.inf, fewest
-    while True:
-        num_bins = dp * num_micro
-        mean = float(work.sum()) / num_bins
-        # balanced enough, or limited by the longest sequence or the heaviest rank from here on
-        least = max(GOOD_IMBALANCE, float(work[0]) / mean, GOOD_IMBALANCE * heaviest / (num_micro * mean))
-        if best is not None and (best_imbalance <= least or num_micro > fewest + fewest // 8):
-            return best
-        bins = np.full(len(padded), -1, np.int64)
-        for number, ids in enumerate(groups):
-            own = _longest_first(padded[ids].tolist(), work[ids].tolist(), shared * num_micro, budget, most)
-            if own is None:
-                break
-            bins[ids] = number * shared * num_micro + own
-        if (bins >= 0).all():
-            imbalance = float(np.bincount(bins, work, num_bins).max()) / mean
-            if imbalance < best_imbalance:
-                best, best_imbalance = (bins, num_bins), imbalance
-        num_micro += 1
-
-
-def _longest_first(
-    sizes: list[int], costs: list[float], num_bins: int, budget: int, most: int
-) -> NDArray[np.int64] | None:
-    """Assign sequences of falling sizes greedily; None if they do not fit. O((S + bins) log bins).
-
-    A bin without room for this sequence is parked until the sequences are short enough: sizes only fall. One with
-    ``most`` sequences is closed.
-    """
-    left = [most] * num_bins
-    open_bins = [(0.0, b, budget) for b in range(num_bins)]  # least work on top
-    parked: list[tuple[int, float, int]] = []  # most room on top
-    heapify(open_bins)
-    out = []
-    for size, cost in zip(sizes, costs, strict=True):
-        while parked and -parked[0][0] >= size:
-            room, total, b = heappop(parked)
-            heappush(open_bins, (total, b, -room))
-        while open_bins and open_bins[0][2] < size:
-            total, b, room = heappop(open_bins)
-            heappush(parked, (-room, total, b))
-        if not open_bins:
-            return None
-        total, b, room = open_bins[0]
-        left[b] -= 1
-        if left[b]:
-            heapreplace(open_bins, (total + cost, b, room - size))
-        else:
-            heappop(open_bins)
-        out.append(b)
-    return np.array(out, np.int64)
 
 
 def _deal(totals: NDArray[np.float64], dp: int) -> NDArray[np.int64]:

@@ -56,6 +56,7 @@ TESTS = {
     "rl_megatron/algorithms/shaping.py": (["tests/unit/algorithms/test_shaping.py"], [*LOSSES[:1], *UPDATE]),
     "rl_megatron/training/": (UPDATE, [*LOSSES[:1], *KEYS]),
     "rl_megatron/training/credit/": (CREDIT, [*LOSSES[:1], *UPDATE, *KEYS]),
+    "rl_megatron/data/bins.py": (PACKING, ["tests/unit/data/test_samples.py", *UPDATE]),
     "rl_megatron/data/packing.py": (PACKING, ["tests/unit/data/test_samples.py", *UPDATE]),
 }
 
@@ -165,7 +166,7 @@ def main() -> int:
     for name in PRELOADED:
         importlib.import_module(name)
     paths = [f"rl_megatron/training/{n}.py" for n in ("update", "measures", "schedule", "selection")]
-    paths += ["rl_megatron/data/packing.py"]
+    paths += [f"rl_megatron/data/{n}.py" for n in ("bins", "packing")]
     folders = ("rl_megatron/training/credit", "rl_megatron/algorithms")
     paths += sorted(str(p.relative_to(REPO)) for folder in folders for p in (REPO / folder).glob("*.py"))
     equivalents = named_equivalents()

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_megatron.data import bins
 from rl_megatron.data.packing import Packer, causal_attention_cost, pack, plan_packing, unpack
 from rl_megatron.errors import DataError
 from rl_megatron.options.padding import PaddingSection
@@ -78,6 +79,45 @@ def test_limits_equal_counts_and_a_bounded_number_of_micro_batches(
     # any greedy packing leaves at most one bin less than half full; an eighth more is allowed for balance
     total = sum(-(-length // unit) * unit for length in lengths)
     assert len(plan[0]) <= (2 * total / (max_tokens * dims.dp) + 1) * 9 / 8 + 1
+
+
+@settings(deadline=None, max_examples=150)
+@given(LENGTHS, st.integers(1, 5), st.integers(60, 150), st.sampled_from([0.0, 0.01, 1.0]), st.booleans())
+def test_there_are_as_few_micro_batches_as_fit_or_an_eighth_more_than_memory_requires(
+    lengths: list[int], dp: int, max_tokens: int, cost: float, seated: bool
+) -> None:
+    """The fewest that fit, of all tried one by one."""
+    sizes = np.sort(lengths)[::-1].copy()
+    work = (sizes + cost * sizes**2).astype(np.float64)
+    ranks = np.arange(len(sizes)) % dp if seated else None
+    parts = [sizes[d::dp] for d in range(dp)] if seated else [sizes]
+    shared = 1 if seated else dp
+
+    def fits(num_micro: int) -> bool:
+        of_parts = [(part.tolist(), (part + cost * part**2).tolist()) for part in parts]
+        return all(bins._longest_first(*one, shared * num_micro, max_tokens, 80) is not None for one in of_parts)
+
+    fewest = next(filter(fits, range(1, 81)))
+    _, num_bins = bins.fill_bins(sizes, work, dp=dp, budget=max_tokens, most=None, ranks=ranks)
+    memory = max(-(-int(part.sum()) // (shared * max_tokens)) for part in parts)
+    assert fewest <= num_bins // dp <= max(fewest, memory + memory // 8)
+
+
+@pytest.mark.parametrize(
+    ("shortest", "longest", "micro_batches", "most_tries"),
+    [(501, 620, 4000, 1), (334, 400, 2000, 1), (126, 135, 572, 1), (260, 470, 1932, 30)],
+)
+def test_how_many_micro_batches_there_are_is_found_in_a_few_tries(
+    monkeypatch: pytest.MonkeyPatch, shortest: int, longest: int, micro_batches: int, most_tries: int
+) -> None:
+    """Just over a half, a third or an eighth of one: one, two or seven fit. Trying one by one finds 1,932, too."""
+    tries = []
+    real = bins._longest_first
+    monkeypatch.setattr(bins, "_longest_first", lambda *given: (tries.append(given), real(*given))[1])
+    lengths = np.random.default_rng(0).integers(shortest, longest, 4000)
+    plan = plan_packing(lengths, dims=ParallelDims(), max_tokens=1000, attention_cost=1e-2)
+    assert len(tries) <= most_tries
+    assert len(plan[0]) == micro_batches
 
 
 @settings(deadline=None, max_examples=60)
