@@ -43,11 +43,7 @@ class _Trained:
     samples: list[Samples] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)  # of waves with a token to train on
     of_loss: list[OfLoss] = field(default_factory=list)  # of the same, over planned counts
-
-    @property
-    def positions(self) -> int:
-        """Positions that were trained on."""
-        return sum(sum(positions_of(batch)) for batch in self.batches)
+    positions: int = 0  # of the same
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,6 +109,7 @@ class WaveUpdate(Update):
             planned = replace(batch, num_tokens=tokens, num_sequences=sequences)
             said = await self.roles.policy.backward(planned, trained.loss)
         trained.batches.append(batch)
+        trained.positions += sum(positions_of(batch))
         trained.of_loss.append(said)
 
     async def _stepped(self, trained: _Trained, step: int, watch: Stopwatch) -> Row:

@@ -17,9 +17,11 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
-from rl_megatron.training.update import Update
+from rl_megatron.training import update as update_module
+from rl_megatron.training import waves as waves_module
+from rl_megatron.training.update import Update, positions_of
 from rl_megatron.training.waves import WaveUpdate
-from rl_megatron.types import Culprit, RolloutGroup, SkippedStep
+from rl_megatron.types import Batch, Culprit, RolloutGroup, SkippedStep
 from tests.completions import finished as ended
 from tests.toy_roles import VOCABULARY, Toy, table
 from tests.unit.test_waves_configuration import NAMES
@@ -180,6 +182,19 @@ def test_tokens_and_operations_count_once() -> None:
     row = in_waves(made(config({}), WaveUpdate, policy()), sampled, 3)
     positions = sum(len(c.token_ids) - 1 for group in sampled for t in group.trajectories for c in t.chains)
     assert (row["tokens/train"], row["flops/train"]) == (positions, 5.0 * positions)
+
+
+def test_a_group_that_arrives_does_not_walk_the_waves_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 4 waves is walked once for the share of the first three, and once for operations."""
+    walked: list[Batch] = []
+    for module in (update_module, waves_module):
+        monkeypatch.setattr(module, "positions_of", lambda batch: (walked.append(batch), positions_of(batch))[1])
+    sampled = groups(3, ENGINE)
+    row = in_waves(made(config({}), WaveUpdate, policy()), sampled, 3)
+    of_groups = [sum(len(c.token_ids) - 1 for t in group.trajectories for c in t.chains) for group in sampled]
+    assert row["waves/count"] == 4
+    assert row["waves/early_fraction"] == sum(of_groups[:-1]) / sum(of_groups)
+    assert len(walked) == 2 * 4
 
 
 @pytest.mark.parametrize("kind", [Update, WaveUpdate])
