@@ -39,7 +39,7 @@ class OutputHead(Option):
         return Keywords(model={"cross_entropy_loss_fusion": False})
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
-        """Bytes on the last stage, with two float32 copies of a chunk.
+        """Bytes on the last stage, with two float32 copies of a chunk, as an entropy bonus has.
 
         Hidden states, logits and the gradients of both, and with TransformerEngine's layers that of the weight, before
         which torch frees the logits, but published peaks have it; or, with a float32 head, hidden states, their
