@@ -118,7 +118,7 @@ def test_after_a_crash_it_comes_back_on_another_node_while_there_is_one(cluster:
     job.ranks()[1].kill()
     job.go_on(1)
     job.until(lambda: f"comes back without {first}" in job.log(), "the requeue")
-    job.until(lambda: job.state() == "RUNNING", "the second attempt")
+    job.until(lambda: (job.shown()["Restarts"], job.state()) == ("1", "RUNNING"), "the second attempt")
     second = job.shown()["NodeList"]
     assert {first, second} == {"node11", "node12"}
     assert job.shown()["ExcNodeList"] == first
