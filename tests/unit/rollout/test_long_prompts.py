@@ -1,12 +1,9 @@
-"""What a request with a long prompt takes of the controller's event loop, with real HTTP."""
+"""Requests with long prompts, over real HTTP. docs/environments.md has what they take of the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable
 from dataclasses import replace
-from time import thread_time
 
 import pytest
 
@@ -19,26 +16,15 @@ from tests.unit.rollout.test_engine_servers import REQUEST, Words, push, running
 TOKENS = tuple(range(100_000, 350_000))  # as an agent's history
 
 
-def seconds(work: Callable[[], object]) -> float:
-    began = thread_time()
-    work()
-    return thread_time() - began
-
-
-def test_a_long_prompt_is_checked_and_sent_in_less_time_than_python_looks_at_each_token() -> None:
+def test_a_long_prompt_arrives_whole() -> None:
     received = list[object]()
 
-    async def ask(url: str) -> float:
+    async def ask(url: str) -> None:
         server = Server(url, token=None, timeout_seconds=60.0)
         engine = ServedEngine(Words(), [server], ServerSection(), max_length=300_000, vocab_size=400_000)
         await push(engine, 1)
-        took = []
-        for _ in range(5):
-            began = thread_time()
-            await engine.generate(replace(REQUEST, token_ids=TOKENS))
-            took.append(thread_time() - began)
+        await engine.generate(replace(REQUEST, token_ids=TOKENS))
         await engine.close()
-        return min(took)
 
     with running(1) as (fake,):
 
@@ -47,9 +33,8 @@ def test_a_long_prompt_is_checked_and_sent_in_less_time_than_python_looks_at_eac
             return 200, {"label": fake.label}
 
         fake.answer = answer
-        took = asyncio.run(ask(fake.url))
-    assert received.count([*TOKENS]) == 5
-    assert took < min(seconds(lambda: (min(TOKENS), max(TOKENS), json.dumps(TOKENS))) for _ in range(5))
+        asyncio.run(ask(fake.url))
+    assert received.count([*TOKENS]) == 1
 
 
 @pytest.mark.parametrize("stray", [-1, 400_000])

@@ -1,7 +1,6 @@
 """Experts' products on GPUs in one call each: torch's grouped matrix products, in bfloat16.
 
-A loop over experts (`fused`) launches a dozen kernels for each; 128 of them keep the host busier than the GPU. A test
-on a real GPU is tests/gpu/second/test_10_rates.py.
+A loop over experts (`fused`) launches a dozen kernels for each; 128 of them keep the host busier than the GPU.
 """
 
 from __future__ import annotations
