@@ -117,6 +117,8 @@ def _host(seat: Seat, allocation: Allocation, *, alone: bool) -> str:
     if alone and _here(seat, allocation):
         return HERE
     try:
+        if seat.node == allocation.here:  # whose own name is often loopback here
+            return allocation.address()
         return socket.gethostbyname(seat.node)
     except OSError as error:
         raise EngineError(f"node {seat.node} of job {allocation.id} has no address here: {error}") from error

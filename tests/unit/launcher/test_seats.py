@@ -36,7 +36,7 @@ def config_of(*keys: str) -> RunConfig:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run's folder, in job 7 on node a1, whose nodes have the addresses of this machine."""
+    """A run's folder, in job 7 on node a1, whose own name is loopback there, as in Debian's /etc/hosts."""
     (tmp_path / "scontrol").write_text(SCONTROL)
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -44,7 +44,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     monkeypatch.delenv("SLURM_HET_SIZE", raising=False)
-    monkeypatch.setattr("socket.gethostbyname", {"a1": "10.0.0.1", "a2": "10.0.0.2", "b1": "10.0.0.3"}.__getitem__)
+    monkeypatch.setattr("socket.gethostbyname", {"a1": "127.0.1.1", "a2": "10.0.0.2", "b1": "10.0.0.3"}.__getitem__)
+    monkeypatch.setattr(Allocation, "address", lambda _: "10.0.0.1")
     return tmp_path / "run"
 
 
