@@ -148,7 +148,7 @@ def _launcher(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -
         return _on_ray(parts, model_folder, shape, stop)
     launcher: Launcher = LocalLauncher(model_folder, parts.folder)
     if parts.allocation is not None:
-        launcher = SlurmLauncher(model_folder, parts.folder, parts.allocation, stop.ask)
+        launcher = SlurmLauncher(model_folder, parts.folder, parts.allocation, stop.forward)
     if parts.config.rollout.served:
         found, host = sites_of(parts.config, parts.allocation), parts.allocation.address() if parts.allocation else HERE
         more = _more_sites(parts)
@@ -170,7 +170,8 @@ def _on_ray(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> 
     except ModuleNotFoundError as error:
         raise ConfigError("run.launcher=ray: Ray is not installed; pip install 'rl-megatron[ray]'") from error
     cluster = RayCluster(parts.config, parts.allocation, parts.folder)
-    launcher: Launcher = RayLauncher(cluster, model_folder, parts.folder, stop.ask)
+    on_signal = stop.ask if parts.allocation is None else stop.forward
+    launcher: Launcher = RayLauncher(cluster, model_folder, parts.folder, on_signal)
     if parts.config.rollout.served:
         found = sites_of(parts.config, parts.allocation, cluster.start_guard)
         more = MoreOnRay(cluster=cluster, known=_more_sites(parts))

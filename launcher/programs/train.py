@@ -150,7 +150,7 @@ async def _served(
 
 
 async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint | None, loop_watch: LoopWatch) -> bool:
-    """Train, and export the model unless the run will soon be resumed. Returns whether every step was made."""
+    """Train, and export the model unless a stop says not to. Returns whether every step was made."""
     async with started(parts, progress, stop) as (roles, data, shape):
         parts = replace(parts, config=_with_steps(parts.config, data, progress))
         section, a = parts.config.log, parts.config.algorithm
@@ -181,7 +181,7 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
             async with parts.control.offering("profile", profiling.answer):
                 finished = await loop.run()
                 await profiling.end()
-            if finished or not stop.comes_back:
+            if finished or stop.exports:
                 exported = parts.folder / f"hf_step_{loop.done:06d}"
                 remove_folder(exported)  # left by a finished run that is resumed
                 if not parts.config.kind.samples:

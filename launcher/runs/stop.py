@@ -16,20 +16,26 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Stop(asyncio.Event):
     """When set, the current step is the last; before the first step, none begins.
 
-    ``comes_back``: the run will be resumed, as only this job's time is up.
+    ``comes_back``: the run will be resumed, as only this job's time is up. ``exports``: stopped, it exports its model.
     """
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
         self._progress = progress
-        self.comes_back = False
+        self.comes_back, self.exports = False, True
 
     def ask(self, by: str) -> None:
         """Stop after this step, because of the signal ``by``."""
         if not self.is_set():
             self._progress.note(f"{by}: finishing and saving the current step; press Ctrl-C again to stop at once")
-        self.comes_back |= by == _COME_BACK.name
+        if by == _COME_BACK.name:
+            self.comes_back, self.exports = True, False
         self.set()
+
+    def forward(self, by: str) -> None:
+        """Stop because of a signal to a job's ranks. After SIGTERM, also at scancel, Slurm soon ends the job."""
+        self.exports &= by != signal.SIGTERM.name
+        self.ask(by)
 
 
 @contextlib.contextmanager

@@ -116,6 +116,20 @@ def test_they_serve_the_run_save_for_a_requeue_and_are_named_when_they_are_slow_
     assert not list((run.folder / "jobs" / "7-2").glob("failed_node"))  # another node would raise it too
 
 
+@pytest.mark.usefixtures("allocation")
+def test_told_of_preemption_by_its_ranks_it_saves_and_exports_nothing(place: Place) -> None:
+    """Slurm tells them alone. Whether the job comes back, its script asks Slurm: after scancel it does not."""
+    run = place.fork("preempted", *KEYS)
+    run.until_row(step=1)
+    for rank in ranks(run).values():
+        rank.terminate()
+    run.finish()
+    assert "stopped and saved" in run.text()
+    assert list(run.folder.glob("checkpoints/step_*"))
+    assert not list(run.folder.glob("hf_step_*"))
+    assert not (run.folder / "jobs" / "7-0" / "requeue").exists()
+
+
 def test_without_a_job_it_says_what_to_do(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     run = place.fork("no-job", *KEYS)

@@ -7,6 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from launcher.runs.stop import Stop
+from rl_megatron.observability.progress import Progress
+
 CODE = """
 import asyncio, os, signal
 from pathlib import Path
@@ -54,3 +59,26 @@ def test_signals_stop_a_run_and_the_second_ctrl_c_interrupts_it(tmp_path: Path) 
     assert "SIGUSR1: finishing and saving the current step" in done.stdout
     assert done.stdout.endswith("at its end\n")
     assert done.stdout.count("interrupted\n") == 2  # by the second Ctrl-C, however soon it comes
+
+
+@pytest.mark.parametrize(
+    ("own", "of_ranks", "comes_back", "exports"),
+    [
+        ("SIGTERM", [], False, True),
+        ("SIGINT", ["SIGINT"], False, True),  # Ctrl-C reaches srun, too
+        ("SIGUSR1", [], True, False),
+        (None, ["SIGTERM"], False, False),  # before preemption
+        ("SIGTERM", ["SIGTERM"] * 2, False, False),  # scancel
+        ("SIGUSR1", ["SIGTERM"], True, False),
+    ],
+)
+def test_a_run_whose_job_ends_soon_exports_nothing(
+    own: str | None, of_ranks: list[str], comes_back: bool, exports: bool, tmp_path: Path
+) -> None:
+    with Progress(1, "plain", "run", run_folder=tmp_path) as progress:
+        stop = Stop(progress)
+        if own is not None:
+            stop.ask(own)
+        for name in of_ranks:
+            stop.forward(name)
+    assert (stop.is_set(), stop.comes_back, stop.exports) == (True, comes_back, exports)
