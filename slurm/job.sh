@@ -1,7 +1,8 @@
 # One attempt of a run: train from the last checkpoint, then see whether the run comes back. Read by bash, in the job.
 # Before it stand PYTHON, RUN (the run's folder), TRAIN (what `train` is given), REQUEUES, RESTARTS, SLOW, EXCLUDE,
-# BUDGETED: not empty where the job's time is all that the run may have, so that it ends well once that is up; and
-# NO_KILL: of a job that goes on without a node that fails, how many of its last nodes are for servers alone; else empty.
+# BUDGETED: not empty where the job's time is all that the run may have, so that it ends well once that is up;
+# NO_KILL: of a job that goes on without a node that fails, how many of its last nodes are for servers alone; else empty;
+# and ASKED, not empty once SIGUSR1 has come, by a trap that is set first: its default would end the job for good.
 restart=${SLURM_RESTART_COUNT:-0} job=$SLURM_JOB_ID
 if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then # one task of the array has the array's own id, by which Slurm means them all
     job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
@@ -61,6 +62,7 @@ ask_to_save() {
 (trap '' USR1; exec "$PYTHON" -m launcher train "${TRAIN[@]}" --resume) >"$attempt/controller.txt" 2>&1 &
 controller=$!
 trap ask_to_save USR1
+[ -z "${ASKED:-}" ] || ask_to_save
 while kill -0 "$controller" 2>/dev/null; do wait "$controller"; done
 wait "$controller"
 status=$?

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from launcher.hosts.slurm.script import job_script
 from tests.e2e.processes import eventually
+from tests.unit.launcher.slurm_jobs import config_of
 
 JOB = Path(__file__).resolve().parents[3] / "slurm" / "job.sh"
 RUN = """#!/usr/bin/env bash
@@ -52,7 +54,7 @@ sed -n "${at}p" <<<"$LEFT"
 
 
 def attempt(
-    folder: Path, restart: int, step: str = "", slow: int = 0, python: str = "python", **given: str
+    folder: Path, restart: int, step: str = "", slow: int = 0, python: str = "python", script: str = "", **given: str
 ) -> tuple[int, str, list[str]]:
     """The script's status, its words and what it asked of Slurm's controller, after a run that asks to come back, with
     a checkpoint of ``step``, or whose rank died on the node FAILED; NAMED are the nodes that it named slow."""
@@ -65,14 +67,13 @@ def attempt(
     for name, text in programs.items():
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
-    before = (
-        f"RUN={run} PYTHON={commands}/{python} TRAIN=() REQUEUES=9 RESTARTS=3 SLOW={slow} EXCLUDE=node9\nexport RUN\n"
-    )
+    before = f"RUN={run} PYTHON={commands}/{python} TRAIN=() REQUEUES=9 RESTARTS=3 SLOW={slow} EXCLUDE=node9\n"
     slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restart), "SLURM_JOB_NODELIST": "node[1-4]"}
     slurm["SLURMD_NODENAME"] = "node1"
+    slurm["RUN"] = str(run)
     own = {"PATH": f"{commands}:{os.environ['PATH']}", "STEP": step, "ATTEMPT": f"{run}/jobs/7-{restart}"}
     environment = os.environ | slurm | own | {"FAILED": "", "ENDS": "", "NAMED": "", "NEED": "1"} | given
-    script = before + JOB.read_text()
+    script = script or before + JOB.read_text()
     done = subprocess.run(["bash"], input=script, capture_output=True, text=True, env=environment, timeout=600)
     asked = [line for line in (run / "asked").read_text().splitlines() if not line.startswith("show")]
     return done.returncode, done.stdout + done.stderr, asked
@@ -111,6 +112,15 @@ def test_a_preempted_job_asks_to_come_back_itself(tmp_path: Path) -> None:
     status, said, asked = attempt(tmp_path, 0, ENDS="well", PREEMPTED="2026-01-02T03:04:05")
     assert (status, asked) == (0, ["requeue 7"]), said
     assert "preempted; comes back" in said
+
+
+def test_a_job_whose_time_is_up_during_its_setup_saves_and_comes_back(tmp_path: Path) -> None:
+    config = config_of("run.name=run", f"run.dir={tmp_path}", "slurm.setup=kill -USR1 $$")
+    python = str(tmp_path / "commands" / "python")
+    script = job_script(config, folder=tmp_path, python=python, package=tmp_path)
+    status, said, asked = attempt(tmp_path, 0, script=script)
+    assert (status, asked) == (0, ["requeue 7"]), said
+    assert "the time limit or preemption is near: the run saves" in said
 
 
 def test_a_job_of_an_earlier_jobs_number_counts_none_of_its_attempts(tmp_path: Path) -> None:
