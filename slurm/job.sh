@@ -25,6 +25,10 @@ for_good() { # whether no later try would change what scontrol requeue said, $1;
 newest() { ls -1td "$RUN"/checkpoints/{step,warm_start}_[0-9]* 2>/dev/null | head -n 1; }
 before=$(newest)
 say "starts on $SLURM_JOB_NODELIST; output is in $attempt"
+used=$(cat "$RUN/jobs/$job-$((restart - 1))/minutes" 2>/dev/null)
+if [ -n "${BUDGETED:-}" ] && [ "${used:-0}" -gt 0 ]; then # only now: Slurm does not while it preempts the job
+    scontrol update JobId="$job" TimeLimit-="$used" || say "its time was not cut by the $used minutes that it used"
+fi
 
 # With --no-kill Slurm takes a failed node from the job and lets the rest be, also where it is the node of this script,
 # with which the controller is lost: the job would hold its other nodes until its time is up. So two of the servers' nodes
@@ -80,6 +84,7 @@ list_slow() { # in jobs/slow_nodes at most $SLOW of the nodes that the run named
 }
 requeue() { # $1 is what SIGTERM does while Slurm is asked to; between two tries scancel ends the job
     local why last=
+    echo "$((SECONDS / 60))" >"$attempt/minutes"
     until trap "$1" TERM; why=$(scontrol requeue "$job" 2>&1); do
         trap - TERM
         if for_good "$why"; then

@@ -193,6 +193,18 @@ def excluding(*nodes: str) -> list[str]:
     return ["requeue 7", f"update JobId=7 ExcNodeList={','.join((*nodes, 'node9'))}"]
 
 
+def test_a_budgets_time_does_not_begin_again_when_the_job_comes_back(tmp_path: Path) -> None:
+    """It is cut at each restart: Slurm does not cut that of a job that it preempts."""
+    preempted = {"ENDS": "well", "BUDGETED": "yes", "PREEMPTED": "2026-01-02T03:04:05"}
+    shorter = [f"update JobId=7 TimeLimit-={minutes}" for minutes in (17, 3)]
+    assert attempt(tmp_path, 0, SECONDS="1040", **preempted)[2] == ["requeue 7"]
+    assert attempt(tmp_path, 1, SECONDS="200", **preempted)[2] == [shorter[0], "requeue 7"]
+    assert attempt(tmp_path, 2, SECONDS="20", **preempted)[2] == [shorter[1], "requeue 7"]
+    assert attempt(tmp_path, 3, **preempted)[2] == ["requeue 7"]
+    (tmp_path / "run" / "jobs" / "7-3" / "minutes").write_text("5\n")
+    assert attempt(tmp_path, 4, **(preempted | {"BUDGETED": ""}))[2] == ["requeue 7"]
+
+
 def test_slow_nodes_are_left_out_at_a_restart_up_to_the_number_asked_for(tmp_path: Path) -> None:
     def comes_back(restart: int, slow: int, **given: str) -> list[str]:
         status, said, asked = attempt(tmp_path, restart, f"{restart:06d}", slow, **given)
