@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from typing_extensions import override
 
+from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rollout.batch import Answered, Drawn
 from rl_megatron.rollout.policy_sampler import PolicySampler, Tell
 from rl_megatron.types import Completion, Prompt, SamplingParams
@@ -20,6 +22,11 @@ class SamplerBySource(PolicySampler):
 
     usual: PolicySampler
     own: Mapping[str, PolicySampler]  # by source
+
+    @override
+    def over(self, engine: RolloutEngine) -> Self:
+        own = {name: sampler.over(engine) for name, sampler in self.own.items()}
+        return replace(self, engine=engine, usual=self.usual.over(engine), own=own)
 
     @override
     async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:

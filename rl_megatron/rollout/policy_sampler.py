@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import EngineError
@@ -48,6 +49,10 @@ class PolicySampler(GroupSource):
             seed=self.seed,
             router_noise=router_noise,
         )
+
+    def over(self, engine: RolloutEngine) -> Self:
+        """It, with all that it samples from ``engine``."""
+        return replace(self, engine=engine)
 
     @abstractmethod
     async def held_out(

@@ -11,7 +11,6 @@ from rl_megatron.errors import Stopped
 from rl_megatron.interfaces import PinnedEngine
 from rl_megatron.observability.recorder import Recorder, Row
 from rl_megatron.rollout.beside_training import BesideTraining
-from rl_megatron.rollout.policy_sampler import PolicySampler
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.tasks import unless_stopped
 
@@ -37,8 +36,9 @@ class EvaluationBeside:
 
     def __post_init__(self) -> None:
         given = self.evaluation
-        own = {name: self._on_its_engine(sampler) for name, sampler in given.own.items()}
-        self._measures = replace(given, sampler=self._on_its_engine(given.sampler), own=own)
+        engine = self.pinned.engine if self.pinned else BesideTraining(given.sampler.engine, self.at_once)
+        own = {name: sampler.over(engine) for name, sampler in given.own.items()}
+        self._measures = replace(given, sampler=given.sampler.over(engine), own=own)
 
     async def begin(self, step: int) -> None:
         """Evaluate the weights that were just pushed after ``step``, unless an earlier evaluation is under way.
@@ -87,11 +87,6 @@ class EvaluationBeside:
             self._running.cancel()
             await asyncio.wait({self._running})
             self._running = None
-
-    def _on_its_engine(self, sampler: PolicySampler) -> PolicySampler:
-        if self.pinned is not None:
-            return replace(sampler, engine=self.pinned.engine)
-        return replace(sampler, engine=BesideTraining(sampler.engine, self.at_once))
 
     async def _evaluate(self, step: int, held: asyncio.Event) -> None:
         began = perf_counter()

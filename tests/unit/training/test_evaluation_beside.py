@@ -23,11 +23,12 @@ from rl_megatron.observability.history import load_runs
 from rl_megatron.observability.metrics.writer import MetricsWriter
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
-from rl_megatron.rollout.beside_training import BesideTraining
-from rl_megatron.rollout.environments.source import EnvironmentSampler
+from rl_megatron.rollout.beside_training import LAST, BesideTraining
+from rl_megatron.rollout.by_source import SamplerBySource
+from rl_megatron.rollout.policy_sampler import PolicySampler
 from rl_megatron.training.beside import EvaluationBeside
 from rl_megatron.training.evaluation import Evaluation
-from rl_megatron.types import Completion, GenerationRequest, Span
+from rl_megatron.types import Completion, GenerationRequest, Prompt, Span
 from tests.completions import completion
 from tests.scripted_engine import Scripted, sampler
 from tests.unit.rollout.test_engine_routes import ASKED
@@ -51,8 +52,10 @@ class Waits(Scripted):
         return [Completion(token_ids=one.token_ids, logprobs=one.logprobs, finish_reason="stop", spans=spans)]
 
 
-def beside(folder: Path, source: EnvironmentSampler, pinned: PinnedEngine | None = None) -> EvaluationBeside:
-    problems = ProblemSet(name=None, prompts=PROMPTS, section=EvalSetSection(), temperature=0.0)
+def beside(
+    folder: Path, source: PolicySampler, pinned: PinnedEngine | None = None, prompts: Sequence[Prompt] = PROMPTS
+) -> EvaluationBeside:
+    problems = ProblemSet(name=None, prompts=prompts, section=EvalSetSection(), temperature=0.0)
     evaluation = Evaluation(sampler=source, sets=[problems], section=EvalSection(every=3), last_step=99)
     recorder = Recorder(folder, LogSection(tensorboard=False), Progress(9, mode="plain"))
     return EvaluationBeside(evaluation=evaluation, recorder=recorder, pinned=pinned)
@@ -142,6 +145,31 @@ def test_servers_of_its_own_have_its_version_before_they_are_asked(tmp_path: Pat
     (row,) = rows(tmp_path)
     assert (row["step"], row["eval/accuracy"], row["eval/servers"], row["eval/skipped"]) == (3, 1.0, 1, 0)
     assert 0 <= row["seconds/pin"] <= row["seconds/eval"]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_sources_with_an_environment_of_their_own_are_sampled_where_the_others_are(apart: bool, tmp_path: Path) -> None:
+    async def evaluated() -> None:
+        training, pinned = Waits(), Apart(Waits())
+        one = sampler(training)
+        source = SamplerBySource(
+            engine=training,
+            rollout=one.rollout,
+            stop_token_ids=one.stop_token_ids,
+            seed=0,
+            usual=one,
+            own={"tool": sampler(training)},
+        )
+        for ready in (training.go, pinned.engine.go, pinned.loaded):
+            ready.set()
+        prompts = [PROMPTS[0], replace(PROMPTS[1], source="tool")]
+        ours = beside(tmp_path, source, pinned if apart else None, prompts)
+        await ours.begin(3)
+        await ours.finish(4)
+        assert (len(training.asked), len(pinned.engine.asked)) == ((0, 4) if apart else (4, 0))
+        assert apart or {request.birth for request in training.asked} == {LAST}
+
+    asyncio.run(asyncio.wait_for(evaluated(), 30))
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile", "with an error"])
