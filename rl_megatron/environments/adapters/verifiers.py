@@ -31,6 +31,10 @@ class InterpreterFailed(Exception):
     """The other interpreter's process ended, answered what is no answer, or could not do what was asked."""
 
 
+class PackageFailed(InterpreterFailed):
+    """The package raised: perhaps that it was refused a turn, which its words do not tell."""
+
+
 async def verifiers(task: Prompt, model: Model, *, python: str) -> EnvironmentStep:
     """Have ``python`` play the task of a row that ``tools.write_tasks`` wrote; its reward and metrics."""
     which = task.meta.get(FIELD)
@@ -100,7 +104,7 @@ class Interpreter:
             self._send({"cancel": number})
             raise
         if "error" in said:
-            raise InterpreterFailed(f"verifiers: {said['error']!s:.{_MOST_SAID}}")
+            raise PackageFailed(f"verifiers: {said['error']!s:.{_MOST_SAID}}")
         return said
 
     def _send(self, line: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import SupportsFloat, TypeVar
 
 from rl_megatron.config.sections.environment import EnvironmentSection
+from rl_megatron.environments.adapters.verifiers import PackageFailed
 from rl_megatron.environments.protocol import (
     Environment,
     EnvironmentStep,
@@ -140,32 +141,47 @@ class Playing:
         """
         model = AgentModel(self.episode, self.endpoint)
         section, stop, reward, problem = self.section, "done", 0.0, ""
+        given: object = None
+        error: TooLate | UserCodeFailed | None = None
         try:
             given = await self.thread.call(
                 lambda: agent.solve(self.task, model), section.seconds + section.step_seconds
             )
-            step = given if isinstance(given, EnvironmentStep) else EnvironmentStep(reward=given)
-            reward = self._finite("the function", step.reward)
-            self._count(step)
-        except (TooLate, UserCodeFailed) as error:
-            cause = error.__cause__
-            if not isinstance(cause, (EngineError, LongPrompt, LimitReached)):
-                cause = self.episode.failed
-            if isinstance(cause, (EngineError, LongPrompt)):
-                raise cause from error
-            if isinstance(error, TooLate):
-                late = f"did not end within environment.seconds={section.seconds:g} and step_seconds after that"
-                fault = self._fault("the function", late, late=True)
-                if not self.episode.replies:
-                    raise fault from error
-                stop, problem = "seconds", str(fault)
-            elif cause is None:
-                raise self._fault("the function", str(error)) from error
+        except (TooLate, UserCodeFailed) as raised:
+            error = raised
         finally:
             model.close()
             self.requests = model.requests
+        refused = self._refused(error)
+        if isinstance(refused, (EngineError, LongPrompt)):
+            raise refused from error
+        if error is None:
+            step = given if isinstance(given, EnvironmentStep) else EnvironmentStep(reward=given)  # type: ignore[arg-type]
+            reward = self._finite("the function", step.reward)
+            self._count(step)
+        elif isinstance(error, TooLate):
+            late = f"did not end within environment.seconds={section.seconds:g} and step_seconds after that"
+            fault = self._fault("the function", late, late=True)
+            if not self.episode.replies:
+                raise fault from error
+            stop, problem = "seconds", str(fault)
+        elif refused is None:
+            before = "" if self.episode.failed is None else f"; it had been refused a turn ({self.episode.failed})"
+            raise self._fault("the function", f"{error}{before}") from error
         stop = self.episode.stop or stop
         return TrajectoryEnd(stop=stop, reward=reward, metrics=self.metrics, problem=problem)  # type: ignore[arg-type]
+
+    def _refused(self, error: TooLate | UserCodeFailed | None) -> BaseException | None:
+        """Why a function that ended so got no turn, where it ended by that."""
+        if error is None:
+            return None
+        failed, cause = self.episode.failed, error.__cause__
+        if isinstance(failed, EngineError):
+            return failed
+        if isinstance(cause, (EngineError, LongPrompt, LimitReached)):
+            return cause
+        status = 400 if isinstance(failed, LongPrompt) else 410
+        return failed if isinstance(error, TooLate) or _is_refusal(cause, status) else None
 
     async def _reward(self, stop: StopReason) -> float:
         given = [reward for reward in self.rewards if reward is not None]
@@ -224,3 +240,21 @@ class Playing:
 
     def _fault(self, name: str, problem: str, *, late: bool = False) -> EnvironmentFault:
         return EnvironmentFault(f"turn {len(self.episode.replies)}: {name} {problem}", late=late)
+
+
+def _is_refusal(error: BaseException | None, status: int, depth: int = 16) -> bool:
+    """Whether it, or what it was raised ``from``, is what a client raises at ``status``; of a group each part.
+
+    What was raised while a refusal was handled is another failure.
+    """
+    if error is None or not depth:
+        return False
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_refusal(one, status, depth - 1) for one in error.exceptions)
+    if isinstance(error, (LimitReached, LongPrompt, PackageFailed)):
+        return True
+    with suppress(Exception):  # attributes of the user's own kind
+        for one in (error, getattr(error, "response", None)):
+            if status in (getattr(one, "status_code", None), getattr(one, "status", None)):
+                return True
+    return _is_refusal(error.__cause__, status, depth - 1)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import psutil
 import pytest
 
-from rl_megatron.environments.protocol import Model
+from rl_megatron.environments.adapters.verifiers import InterpreterFailed, PackageFailed
+from rl_megatron.environments.protocol import LimitReached, Model
+from rl_megatron.environments.registry import Agent
 from rl_megatron.errors import DataError, EngineError, EnvironmentFailed
 from rl_megatron.rollout.batch import Answered
 from rl_megatron.rollout.environments.figures import environment_row
@@ -57,6 +60,12 @@ async def asks_on(task: Prompt, model: Model) -> float:
         while True:
             said = (await client.chat.completions.create(model="policy", messages=messages)).choices[0].message
             messages += [said, {"role": "user", "content": "."}]
+
+
+async def asks_on_directly(task: Prompt, model: Model) -> float:
+    messages: list[Any] = [{"role": "user", "content": task.text}]
+    while True:
+        messages += [(await model.reply(messages)).message, {"role": "user", "content": "."}]
 
 
 async def goes_on_and_stumbles(task: Prompt, model: Model) -> float:
@@ -142,6 +151,78 @@ def test_each_trajectory_has_a_key_that_ends_with_it_and_the_server_ends_with_th
 def test_a_limit_ends_an_agent_whose_client_raises_it(section: dict[str, Any], stop: str, turns: int) -> None:
     one, *_ = trajectories(answered(ours(Scripted(lambda text: "ab"), "asks_on", group_size=1, **section)))
     assert (one.stop, one.reward, len(one.turns)) == (stop, 0.0, turns)
+
+
+@pytest.mark.parametrize("then", ["returns", "raises in the handler", "raises behind it"])
+@pytest.mark.parametrize("client", [True, False])
+def test_what_fails_after_a_limit_is_a_fault_as_before_it(client: bool, then: str) -> None:
+    async def leads(task: Prompt, model: Model) -> float:
+        try:
+            await (asks_on(task, model) if client else asks_on_directly(task, model))
+        except (openai.APIStatusError, LimitReached):
+            if then == "raises in the handler":
+                scored()
+        return scored() if then == "raises behind it" else 0.5
+
+    def scored() -> float:
+        raise OSError("no daemon")
+
+    def played(**section: Any) -> list[Answered]:
+        made = Agent(leads)
+        return answered(sampler(Scripted(lambda text: "a"), made, group_size=1, max_turns=2, **section))
+
+    if then == "returns":
+        assert [(one.stop, one.reward) for one in trajectories(played())] == [("turns", 0.5)] * 2
+        return
+    before = r"; it had been refused a turn \(turns\)" if client else ""
+    with pytest.raises(EnvironmentFailed, match=f"turn 2: the function raised OSError: no daemon{before}; fix it"):
+        played()
+    assert [one.reason for one in played(on_error="drop")] == ["environment_error"] * 2
+
+
+class Wrapped(Exception):
+    """A client's own error."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.response = SimpleNamespace(status_code=status)
+
+
+def chained(error: Exception) -> Exception:
+    made = RuntimeError("the model failed")
+    made.__cause__ = error
+    return made
+
+
+def endless() -> Exception:
+    made = RuntimeError("of itself")
+    made.__cause__ = made
+    return made
+
+
+@pytest.mark.parametrize(
+    ("raised", "ends"),
+    [
+        (Wrapped(410), True),
+        (chained(chained(Wrapped(410))), True),
+        (ExceptionGroup("both", [Wrapped(410), chained(Wrapped(410))]), True),
+        (chained(LimitReached("turns")), True),
+        (PackageFailed("verifiers: no turn"), True),
+        (InterpreterFailed("it ended with status 3"), False),
+        (Wrapped(400), False),
+        (ExceptionGroup("both", [Wrapped(410), OSError("no daemon")]), False),
+        (endless(), False),
+    ],
+)
+def test_a_limit_ends_an_agent_that_raises_its_clients_refusal_in_whatever_way(raised: Exception, ends: bool) -> None:
+    async def leads(task: Prompt, model: Model) -> float:
+        with contextlib.suppress(openai.APIStatusError):
+            await asks_on(task, model)
+        raise raised
+
+    made = sampler(Scripted(lambda text: "a"), Agent(leads), group_size=1, max_turns=1, on_error=-1.0)
+    one, *_ = trajectories(answered(made))
+    assert (one.stop, one.reward) == (("turns", 0.0) if ends else ("environment_error", -1.0))
 
 
 def test_what_the_agent_itself_raises_is_its_fault() -> None:
