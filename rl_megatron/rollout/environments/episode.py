@@ -68,7 +68,7 @@ class Episode(Served):
         self.replies: list[Reply] = []
         self.turns: list[Turn] = []  # one for each reply
         self.stop: StopReason | None = None
-        self.failed: Exception | None = None  # why the last request over HTTP got no turn, where that ends trajectories
+        self.failed: Exception | None = None  # why the last request got no turn, where that ends trajectories
         self._loop = asyncio.get_running_loop()
         self.began = self._loop.time()
         self._setting, self._place, self._turn = setting, place, asyncio.Lock()
@@ -98,7 +98,7 @@ class Episode(Served):
         Raises LimitReached, LongPrompt for the first, and what the engine raises. A turn that was cut is answered, and
         is the last; so is one that the template cannot show.
         """
-        async with self._turn:
+        async with self._asked():
             reply, _, _ = await self._reply(messages, tools, None)
             return reply
 
@@ -169,8 +169,8 @@ class Episode(Served):
         return self.replies[-1]
 
     @asynccontextmanager
-    async def _answering(self) -> AsyncIterator[None]:
-        """A turn that a client asks for: what ends the trajectory is kept in ``failed`` and refused."""
+    async def _asked(self) -> AsyncIterator[None]:
+        """A turn, behind the one before: what ends the trajectory is kept in ``failed``."""
         asked = self._loop.time()
         async with self._turn:
             self._waited = self._loop.time() - asked
@@ -178,14 +178,21 @@ class Episode(Served):
                 yield
             except (LimitReached, LongPrompt, EngineError) as error:
                 self.failed = error
-                if isinstance(error, EngineError):
-                    raise
-                if isinstance(error, LongPrompt):
-                    raise RequestRefused(400, str(error)) from error
-                raise RequestRefused(
-                    410, f"the trajectory has ended at a limit ({error.stop}) and may have no further turn"
-                ) from error
+                raise
             self.failed = None
+
+    @asynccontextmanager
+    async def _answering(self) -> AsyncIterator[None]:
+        """A turn that a client asks for: what ends the trajectory is refused."""
+        try:
+            async with self._asked():
+                yield
+        except LongPrompt as error:
+            raise RequestRefused(400, str(error)) from error
+        except LimitReached as error:
+            raise RequestRefused(
+                410, f"the trajectory has ended at a limit ({error.stop}) and may have no further turn"
+            ) from error
 
     async def _sample(self, token_ids: TokenIds, max_tokens: int | None) -> Completion:
         """What follows the tokens, of one token at least and at most what limits leave and the client asks for.

@@ -136,12 +136,13 @@ class Playing:
     async def _led(self, agent: Agent) -> TrajectoryEnd:
         """An agent leads by itself; its calls of the model are served on this loop.
 
-        What it raises because its client was refused a turn is what the turn was refused for. One that has sampled and
-        does not end in time is scored as one that raises at the limit.
+        What it raises because its client was refused a turn is what the turn was refused for. What the engine raised
+        for its last request is raised however it ends. One that has sampled and does not end in time is scored as one
+        that raises at the limit.
         """
         model = AgentModel(self.episode, self.endpoint)
         section, stop, reward, problem = self.section, "done", 0.0, ""
-        given: object = None
+        given: EnvironmentStep | float = 0.0
         error: TooLate | UserCodeFailed | None = None
         try:
             given = await self.thread.call(
@@ -156,7 +157,7 @@ class Playing:
         if isinstance(refused, (EngineError, LongPrompt)):
             raise refused from error
         if error is None:
-            step = given if isinstance(given, EnvironmentStep) else EnvironmentStep(reward=given)  # type: ignore[arg-type]
+            step = given if isinstance(given, EnvironmentStep) else EnvironmentStep(reward=given)
             reward = self._finite("the function", step.reward)
             self._count(step)
         elif isinstance(error, TooLate):
@@ -172,10 +173,8 @@ class Playing:
         return TrajectoryEnd(stop=stop, reward=reward, metrics=self.metrics, problem=problem)  # type: ignore[arg-type]
 
     def _refused(self, error: TooLate | UserCodeFailed | None) -> BaseException | None:
-        """Why a function that ended so got no turn, where it ended by that."""
-        if error is None:
-            return None
-        failed, cause = self.episode.failed, error.__cause__
+        """Why a function that ended so got no turn, where it ended by that: by the engine's failure in any way."""
+        failed, cause = self.episode.failed, None if error is None else error.__cause__
         if isinstance(failed, EngineError):
             return failed
         if isinstance(cause, (EngineError, LongPrompt, LimitReached)):

@@ -174,8 +174,8 @@ def test_what_fails_after_a_limit_is_a_fault_as_before_it(client: bool, then: st
     if then == "returns":
         assert [(one.stop, one.reward) for one in trajectories(played())] == [("turns", 0.5)] * 2
         return
-    before = r"; it had been refused a turn \(turns\)" if client else ""
-    with pytest.raises(EnvironmentFailed, match=f"turn 2: the function raised OSError: no daemon{before}; fix it"):
+    said = r"turn 2: the function raised OSError: no daemon; it had been refused a turn \(turns\); fix it"
+    with pytest.raises(EnvironmentFailed, match=said):
         played()
     assert [one.reason for one in played(on_error="drop")] == ["environment_error"] * 2
 
@@ -241,6 +241,26 @@ def test_a_failure_that_the_agent_went_on_after_is_not_what_it_ends_with() -> No
     engine = FailsOnce(lambda text: "ab")
     with pytest.raises(EnvironmentFailed, match="turn 1: the function raised KeyError: 'gone'"):
         asyncio.run(ours(engine, "goes_on_and_stumbles", group_size=1).groups(drawn(PROMPTS[:1], 1)))
+
+
+@pytest.mark.parametrize("given", [0.0, None])
+@pytest.mark.parametrize("asks", [asks_on, asks_on_directly])
+def test_an_agent_that_hides_the_engines_failure_is_not_trained_on(asks: Any, given: float | None) -> None:
+    class FailsThen(Scripted):
+        async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+            if request.id.endswith("turn 1"):
+                raise EngineError("no server is left")
+            return await super().generate(request)
+
+    async def leads(task: Prompt, model: Model) -> float | None:
+        with contextlib.suppress(Exception):
+            await asks(task, model)
+        return given
+
+    made: Any = Agent(leads)  # type: ignore[arg-type]
+    for on_error in ("fail", 0.0):
+        with pytest.raises(EngineError, match="no server is left"):
+            answered(sampler(FailsThen(lambda text: "a"), made, group_size=1, on_error=on_error))
 
 
 def test_an_engine_that_fails_and_a_long_prompt_are_named_through_the_client() -> None:
