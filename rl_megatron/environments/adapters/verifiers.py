@@ -9,12 +9,11 @@ import json
 import os
 import re
 import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rl_megatron.environments import marks
 from rl_megatron.environments.protocol import EnvironmentStep, Model
@@ -23,7 +22,7 @@ from rl_megatron.types import Prompt
 
 FIELD = "verifiers"  # of a row: which task it is
 _WORKER = Path(__file__).with_name("verifiers_worker.py")
-_TASKS_LIMIT, _CANCEL_LIMIT = 600.0, 10.0  # seconds
+_TASKS_LIMIT, _CANCEL_LIMIT, _LAST_WORDS_LIMIT = 600.0, 10.0, 1.0  # seconds
 _MOST_LINE, _MOST_SAID, _MOST_METRICS = 1 << 24, 1000, 32
 
 
@@ -79,7 +78,7 @@ class Interpreter:
         self.ended = threading.Event()
         self._python, self._started = python, threading.Event()
         self._waiting, self._lock = dict[int, Future[Mapping[str, Any]]](), threading.Lock()
-        self._numbers, self._said = itertools.count(), tempfile.TemporaryFile()  # noqa: SIM115  the process's
+        self._numbers, self._said = itertools.count(), b""  # the last that it wrote beside its answers
         self._process: subprocess.Popen[bytes] | None = None
         threading.Thread(target=self._read, name="verifiers", daemon=True).start()
         self._started.wait()
@@ -127,31 +126,40 @@ class Interpreter:
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._said,
+                stderr=subprocess.PIPE,
                 start_new_session=True,
                 env=dict(os.environ),
             )
         except OSError as error:
-            self._said.write(str(error).encode())
+            self._said = str(error).encode()
         self._started.set()
         if self._process is not None:
             assert self._process.stdout is not None
+            assert self._process.stderr is not None
+            listening = threading.Thread(target=self._listen, args=(self._process.stderr,), daemon=True)
+            listening.start()
             with contextlib.suppress(ValueError, KeyError, TypeError):  # it lies
                 while (line := self._process.stdout.readline(_MOST_LINE)).endswith(b"\n"):
                     said = json.loads(line)
                     self._waiting.pop(said["call"]).set_result(said)
             self._process.kill()
             self._process.wait()
+            listening.join(_LAST_WORDS_LIMIT)  # it may have left processes, which hold the pipe
         with self._lock:
             self.ended.set()
             left, self._waiting = self._waiting, {}
         for answer in left.values():
             answer.set_exception(InterpreterFailed(self._last_words()))
 
+    def _listen(self, stderr: IO[bytes]) -> None:
+        """Keep the end of what comes, however much that is, so that nobody waits to write it."""
+        with stderr:
+            while part := os.read(stderr.fileno(), 1 << 16):
+                self._said = (self._said + part)[-_MOST_SAID:]
+
     def _last_words(self) -> str:
         status = "did not start" if self._process is None else f"ended with status {self._process.returncode}"
-        self._said.seek(0)
-        last = self._said.read()[-_MOST_SAID:].decode(errors="replace").strip()
+        last = self._said.decode(errors="replace").strip()
         return f"the process of environment.options.python={self._python} {status}; it said last: {last}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import threading
@@ -109,6 +110,29 @@ def test_a_process_outlives_the_trajectory_that_started_it(tmp_path: Path) -> No
     assert not made.ended.is_set()
     assert made._process is not None
     made._process.kill()
+
+
+def test_what_a_process_writes_beside_its_answers_takes_no_room(tmp_path: Path) -> None:
+    def in_files() -> int:
+        return sum(one.stat().st_size for one in Path("/proc/self/fd").iterdir() if one.is_file())  # deleted ones, too
+
+    much = "head -c 4000000 /dev/zero | tr '\\0' x >&2"
+    made = adapter.Interpreter(
+        fake(tmp_path, f"read line; {much}; echo '{{\"call\": 0}}'; read line; echo bye >&2; exit 3")
+    )
+    before = in_files()
+    assert asyncio.run(asyncio.wait_for(made.ask({}), 30.0)) == {"call": 0}
+    assert in_files() - before < 1_000_000
+    with pytest.raises(adapter.InterpreterFailed, match=r"status 3; it said last: x{900,1000}bye$"):
+        asyncio.run(asyncio.wait_for(made.ask({}), 30.0))
+
+
+def test_a_process_that_leaves_others_is_named_before_they_end(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    made = adapter.Interpreter(fake(tmp_path, f"sleep 60 >&2 & echo $! >{left}; read line; echo broken >&2; exit 3"))
+    with pytest.raises(adapter.InterpreterFailed, match="ended with status 3; it said last: broken"):
+        asyncio.run(asyncio.wait_for(made.ask({}), 30.0))
+    os.kill(int(left.read_text()), signal.SIGKILL)
 
 
 def test_an_interpreter_that_is_not_there_is_named() -> None:
