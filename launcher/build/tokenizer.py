@@ -14,19 +14,29 @@ from rl_megatron.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_SAVED = (
+    "code of a model's folder is never run: save its tokenizer as tokenizer.json, and leave auto_map out of "
+    "tokenizer_config.json (docs/weights.md, Kimi-K2's tokenizer)"
+)
+
 
 def read_tokenizer(folder: Path, variables: Mapping[str, TemplateVariable]) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face folder, whose chat template has the ``variables`` wherever it is applied.
 
-    Raises ConfigError if transformers cannot read it, or the template does not read a variable.
+    Raises ConfigError if transformers cannot read it without code of the folder, or the template does not read a
+    variable.
     """
     from transformers import AutoTokenizer
 
+    if (folder / "tiktoken.model").is_file() and not (folder / "tokenizer.json").is_file():
+        # transformers would split texts by another model's pattern
+        raise ConfigError(f"{folder}: tiktoken.model does not say how texts are split, code beside it does; {_SAVED}")
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # its Rust part raises bare ones for torn files
         said = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise ConfigError(f"{folder}: transformers cannot read its tokenizer: {said[0][:500]}") from error
+        advice = f"; {_SAVED}" if "trust_remote_code" in str(error) else ""
+        raise ConfigError(f"{folder}: transformers cannot read its tokenizer: {said[0][:500]}{advice}") from error
     if not variables:
         return tokenizer
     template = tokenizer.chat_template

@@ -105,7 +105,7 @@ def _transformers(folder: Path, texts: Texts, threads: int) -> list[list[float]]
     usual = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
         found = []
         with torch.inference_mode():
             for text in texts:

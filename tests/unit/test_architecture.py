@@ -263,6 +263,19 @@ def test_no_room_holds_more_than_fourteen_modules_but_a_shelf_of_like_files() ->
     assert {str(room) for room, count in rooms.items() if count > MAX_MODULES} - SHELVES == set()
 
 
+def test_transformers_reads_folders_without_their_code() -> None:
+    """Without the argument it asks at a terminal whether to run them."""
+    calls = [
+        (str(path), "trust_remote_code=False" in ast.unparse(node).replace(" ", ""))
+        for path in FILES
+        if path.parts[0] in PRODUCT
+        for node in ast.walk(ast.parse((REPO / path).read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained"
+    ]
+    assert len(calls) >= 5
+    assert [path for path, without in calls if not without] == []
+
+
 def test_every_benchmark_takes_json_and_says_the_machine() -> None:
     children = {"mbridge_convert.py", "trl_gkd.py", "trl_gspo.py", "trl_written.py"}  # which other benchmarks start
     for path in sorted((REPO / "bench").glob("*.py")):

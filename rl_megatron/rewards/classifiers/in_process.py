@@ -70,7 +70,11 @@ def _load(folder: Path, section: RewardModelSection, where: str) -> Any:
 
     try:
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype=getattr(torch, section.dtype), output_loading_info=True, local_files_only=True
+            folder,
+            dtype=getattr(torch, section.dtype),
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=False,
         )
         model = model.to(section.device).eval()
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # RuntimeError: a missing device

@@ -44,7 +44,9 @@ def classifier_texts(folder: Path, section: RewardModelSection, config: Any, whe
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, truncation_side="left", local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, truncation_side="left", local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{where}: {error}") from error
     if section.chat_template and not tokenizer.chat_template:

@@ -29,6 +29,7 @@ _COMPANIONS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "*.py",  # which auto_map of a tokenizer names, and what that imports; never run here
 )
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "spiece.model", "tekken.json"),
@@ -141,7 +142,7 @@ def index_text(weight_map: Mapping[str, str], total_bytes: int) -> str:
 
 
 def companions(folder: Path) -> set[Path]:
-    """Generation config, tokenizer files and chat template beside a checkpoint."""
+    """Generation config, tokenizer files, their code and chat template beside a checkpoint."""
     return {path for pattern in (*_COMPANIONS, *_TOKENIZERS) for path in folder.glob(pattern) if path.is_file()}
 
 

@@ -1,7 +1,9 @@
-"""Variables of a chat template reach every place where a run applies it, and are refused where nothing reads them."""
+"""A model's tokenizer is read without its folder's code; variables of its chat template reach every place where a run
+applies it, and are refused where nothing reads them."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,27 @@ def _refused(keys: list[str]) -> ConfigError | None:
     except ConfigError as error:
         return error
     return None
+
+
+@pytest.mark.parametrize("vocabulary", ["tokenizer.json", "tiktoken.model"])
+@pytest.mark.parametrize("kind", ["kimi_k2", "kimi_k25"])  # transformers knows the second
+def test_a_tokenizer_that_is_code_of_the_folder_is_refused(
+    model: Path, vocabulary: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where the user would say yes. tiktoken.model alone is refused even where transformers could read it, as
+    another model's."""
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("transformers asked whether to run code"))
+    (model / "tokenizer.json").rename(model / vocabulary)
+    (model / "config.json").write_text(json.dumps({"model_type": kind}))
+    path, code = model / "tokenizer_config.json", {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
+    told = json.loads(path.read_text()) | {"tokenizer_class": "TikTokenTokenizer"}
+    path.write_text(json.dumps(told | {"auto_map": code}))
+    (model / "tokenization_kimi.py").write_text("raise SystemExit('it was run')")
+    if (kind, vocabulary) != ("kimi_k25", "tokenizer.json"):
+        with pytest.raises(
+            ConfigError, match=r"never run: save its tokenizer as tokenizer\.json, and leave auto_map out"
+        ):
+            read_tokenizer(model, {})
+    (model / vocabulary).rename(model / "tokenizer.json")
+    path.write_text(json.dumps(told))
+    assert read_tokenizer(model, {}).decode(read_tokenizer(model, {}).encode("as advised")) == "as advised"

@@ -287,10 +287,12 @@ def test_a_checkpoint_of_adapters_is_converted_without_a_size_of_files(tmp_path:
 
 
 @pytest.mark.parametrize("name", _TOKENIZERS)
-def test_a_vocabulary_of_any_kind_goes_with_the_weights(name: str, tmp_path: Path) -> None:
+def test_a_vocabulary_of_any_kind_goes_with_the_weights_and_its_code(name: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenization_kimi.py").touch()
+    assert not has_tokenizer(tmp_path)
     (tmp_path / name).touch()
     assert has_tokenizer(tmp_path)
-    assert companions(tmp_path) == {tmp_path / name}
+    assert companions(tmp_path) == {tmp_path / name, tmp_path / "tokenization_kimi.py"}
 
 
 def test_a_disk_that_takes_no_more_is_told_and_the_conversion_goes_on_later(hf: Path, tmp_path: Path) -> None:
