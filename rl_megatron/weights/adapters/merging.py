@@ -14,7 +14,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.weights.adapters.files import adapter_copies, held_lora
 from rl_megatron.weights.bytes.bits import to_bits, to_tensor
 from rl_megatron.weights.bytes.dtypes import Bits, DType
-from rl_megatron.weights.checkpoints.convert import in_dtype, options_of, write_hf
+from rl_megatron.weights.checkpoints.convert import converted_shape, in_dtype, options_of, write_hf
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies
 from rl_megatron.weights.checkpoints.streaming import Copy, OnBytes, Sliceable
 from rl_megatron.weights.checkpoints.writing import Share
@@ -55,10 +55,10 @@ def merge_adapters(
     """
     if dtype is DType.F8_E4M3:
         raise ConfigError("dtype=float8_e4m3fn: merge first, then convert the new folder")
-    lora, shape = held_lora(source), read_shape(base, family)
+    lora, shape = held_lora(source), converted_shape(base, family=family)
     if lora is None:
         raise ConfigError(f"{source} holds a whole model; there is nothing to merge")
-    adapters, _files = adapter_copies(source, shape, lora)
+    adapters, _files = adapter_copies(source, read_shape(base, family), lora)
     stored, files = hf_copies(base, shape, dtype)
     tensors = []
     for tensor in in_dtype(stored, dtype, hf_layout(shape)):
@@ -72,7 +72,7 @@ def merge_adapters(
         tensors,
         files,
         companion=base,
-        config=config_text(base, {str(dtype)} if dtype else set()),
+        config=config_text(base, {str(dtype)} if dtype else set(), drafts=shape.drafts),
         options=options_of(base, family, dtype, shard_bytes) | {"adapters": str(source)},
         shard_bytes=shard_bytes,
         on_bytes=on_bytes,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,13 +19,20 @@ from torch import Tensor
 
 from rl_megatron.errors import WeightError
 from rl_megatron.models.named import NAMED
+from rl_megatron.options.lora import LoraSection
 from rl_megatron.types import ParallelDims
+from rl_megatron.weights.adapters.files import write_lora
+from rl_megatron.weights.adapters.merging import merge_adapters
+from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.contents import contents
+from rl_megatron.weights.checkpoints.megatron import index_files, write_chunks
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, WithDrafts, read_boxes
+from rl_megatron.weights.checkpoints.streaming import Copy, Fragment, Sink
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 from rl_megatron.weights.checkpoints.verify import verify
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
+from rl_megatron.weights.layouts.lora import learner_adapters
 from rl_megatron.weights.servers.mirror import Mirror
 from tests.draft_models import COPIES, save_with_drafts, save_with_qwens_draft
 from tests.family_models import save_model
@@ -209,6 +218,35 @@ def test_an_export_reads_them_from_either_kind_of_folder(saved: tuple[Path, dict
             assert torch.equal(tensor, tensors[name] if exact else tensors[name].bfloat16()), name
     save_model("glm4_moe", tmp_path / "plain")
     assert [*WithDrafts(trained, tmp_path / "plain", torch.bfloat16)] == ["lm_head.weight"]
+
+
+def test_a_merge_of_adapters_has_those_of_the_base(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    """Adapters of ones add ``alpha`` to each number of the decoder's matrices that have them, and to no other."""
+    folder, tensors = saved
+    lora, shape = LoraSection(rank=4, alpha=8.0), read_shape(folder)
+    ones = [
+        Copy(name=name, shape=size, dtype=DType.F32, fragments=(_ones(size),))
+        for name, size in learner_adapters(megatron_layout(shape), lora).local_shapes(0).items()
+    ]
+    sink = Sink(name="__0_0.distcp", tensors=tuple(ones), write=partial(write_chunks, shape=shape))
+    (adapters := tmp_path / "adapters").mkdir()
+    with (adapters / sink.name).open("wb") as file:
+        index_files(adapters, [sink], {sink.name: sink.write(file, ones, lambda _: None)}, shape)
+    write_lora(adapters, lora)
+    merge_adapters(adapters, folder, tmp_path / "merged")
+    convert.hf_to_megatron(folder, tmp_path / "megatron")
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "plain")
+    merged, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "plain"))
+    assert merged.keys() == plain.keys()
+    changed = {name for name in plain if not torch.equal(merged[name], plain[name])}
+    assert all(torch.equal(merged[name], tensors[name] + 8) for name in changed)
+    assert {int(name.split(".")[2]) for name in changed} == set(range(shape.num_layers))
+    assert json.loads((tmp_path / "merged/config.json").read_text())["num_nextn_predict_layers"] == 2
+
+
+def _ones(size: tuple[int, ...]) -> Fragment:
+    box = tuple((0, edge) for edge in size)
+    return Fragment(box=box, source=lambda: np.ones(size, np.float32), src_box=box)
 
 
 @pytest.mark.parametrize("drafts", [False, True])
