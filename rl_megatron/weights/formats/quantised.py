@@ -88,9 +88,9 @@ def _refuse(path: Path, told: str, allowed: str) -> NoReturn:
 
 def _fp8(given: QuantizationFields, path: Path, dtype: DType) -> Scheme:
     edges = given.weight_block_size
-    if given.fmt not in ("e4m3", None) or (edges is not None and len(edges) != 2):
+    if given.fmt not in ("e4m3", DType.F8_E4M3, None) or (edges is not None and len(edges) != 2):
         told = f"fmt={shorten(given.fmt)}, weight_block_size={shorten(edges)}"
-        _refuse(path, told, "fmt='e4m3', and a weight_block_size as [128, 128] or none")
+        _refuse(path, told, f"fmt='e4m3' or '{DType.F8_E4M3}', and a weight_block_size as [128, 128] or none")
     return Scheme(
         dtype=dtype,
         stored=DType.F8_E4M3,

@@ -108,6 +108,10 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int]], Stored]]] = {
         one_by_one(FP8, "weight_scale", (128, 64)),
     ),
     "fbgemm": ({"quant_method": "fbgemm_fp8"}, one_by_one(FP8, "weight_scale", "row")),
+    "fp8 a block, as MiniMax-M2": (
+        {"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]},
+        one_by_one(FP8, "weight_scale_inv", (128, 128)),
+    ),
     "fp8 a tensor": (
         {"quant_method": "fp8", "activation_scheme": "static"},
         one_by_one(FP8, "weight_scale_inv", "all", activation_scale=torch.ones(())),
