@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import secrets
 import socket
+import sys
 import time
 from multiprocessing.connection import Connection
 
@@ -42,17 +43,23 @@ async def accept(accepted: socket.socket, token: bytes) -> Connection:
 def connect(host: str, port: int, token: bytes, *, seconds: float) -> tuple[Connection, str]:
     """A rank's end, after authentication, and this machine's address towards the controller. Raises OSError.
 
-    Strangers can make the controller late: tries are repeated for ``seconds``, unless nothing listens there.
+    Strangers can make the controller late: tries are repeated for ``seconds``, unless nothing listens there. Each new
+    reason is printed to stderr, since the controller may end this process before they are over.
     """
-    end = time.monotonic() + seconds
+    end, told = time.monotonic() + seconds, set[str]()
     while True:
         try:
             stream = socket.create_connection((host, port), timeout=HANDSHAKE_SECONDS)
             address = str(stream.getsockname()[0])
             return asyncio.run(_proven(stream, token, ours=b"rank", theirs=b"controller")), address
         except (TimeoutError, ConnectionError) as error:
-            if isinstance(error, ConnectionRefusedError) or time.monotonic() + _PAUSE_SECONDS > end:
+            left, reason = end - time.monotonic(), str(error)
+            if isinstance(error, ConnectionRefusedError) or left < _PAUSE_SECONDS:
                 raise
+            if reason not in told:
+                told.add(reason)
+                again = f"tried again for {left:.0f} s"
+                print(f"no connection to the controller at {host}:{port} yet: {reason}; {again}", file=sys.stderr)
         time.sleep(_PAUSE_SECONDS)
 
 

@@ -130,7 +130,10 @@ def test_all_of_a_handshake_has_one_limit(monkeypatch: pytest.MonkeyPatch) -> No
     assert isinstance(accepted(client), TimeoutError)
 
 
-def test_a_rank_tries_again_until_the_controller_has_time_or_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_tries_again_until_the_controller_has_time_or_has_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says why, each reason once."""
     monkeypatch.setattr(channel, "_PAUSE_SECONDS", 0.0)
     with channel.listen("127.0.0.1", backlog=1) as listener, ThreadPoolExecutor() as pool:
         listener.settimeout(20)
@@ -141,5 +144,10 @@ def test_a_rank_tries_again_until_the_controller_has_time_or_has_ended(monkeypat
         with asyncio.run(channel.accept(listener.accept()[0], TOKEN)) as ours, connecting.result(60)[0] as theirs:
             theirs.send_bytes(b"here")
             assert ours.recv_bytes() == b"here"
+    said = capsys.readouterr().err.splitlines()  # the stream ended, was reset, or both
+    before = f"no connection to the controller at {where[0]}:{where[1]} yet: "
+    reasons = [line.partition("; tried again for ")[0].removeprefix(before) for line in said]
+    assert all(line.startswith(before) for line in said)
+    assert 0 < len(reasons) == len(set(reasons))
     with pytest.raises(ConnectionRefusedError):
         channel.connect(*where, TOKEN, seconds=600)
