@@ -88,7 +88,7 @@ def _add(rows: Sequence[Record], file: Path, data: FileKeys, found: _Texts) -> N
         place = f"{file}:{line}"
         try:
             if data.messages_field is not None:
-                found.add(place, conversation_text(row, place, data))
+                found.add(place, conversation_text(row, place, data, in_structs=file.suffix == ".parquet"))
             else:
                 check_pair(row, place, data)
                 found.add(place, row.texts[0])

@@ -106,7 +106,7 @@ class _RowTexts(ProblemTexts):
 
 
 def _conversation_text(record: Record, place: str, data: FileKeys) -> str:
-    return spaced(conversation_text(record, place, data))
+    return spaced(conversation_text(record, place, data, in_structs=True))
 
 
 def _pair_text(record: Record, place: str, data: FileKeys) -> str:

@@ -110,12 +110,13 @@ def check_pair(record: Record, place: str, data: FileKeys) -> None:
 def conversation(record: Record, path: Path, line: int, data: FileKeys) -> Problem:
     """The conversation in a row of a file, or the pair of them. Raises as `conversation_text`, which it has."""
     place = f"{path}:{line}"
-    text = conversation_text(record, place, data)
+    text = conversation_text(record, place, data, in_structs=path.suffix == ".parquet")
     return Problem(id=f"{path.stem}:{line}", place=place, text=text, answer="", raw=text, meta=record.others)
 
 
-def conversation_text(record: Record, place: str, data: FileKeys) -> str:
-    """Messages and tools in JSON.
+def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs: bool) -> str:
+    """Messages and tools in JSON; ``in_structs``: lists come from Arrow's structs, where each row has the keys of all,
+    null where it lacks them, and are left without these.
 
     Raises DataError that names the ``place`` for a row without messages of which one is the assistant's, and as
     `check_pair` does.
@@ -132,6 +133,8 @@ def conversation_text(record: Record, place: str, data: FileKeys) -> str:
                 found[name] = json.loads(value)
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{place}: field {name!r} is text that begins a list, and not JSON: {error}") from error
+        elif in_structs:
+            found[name] = _without_null_keys(value)
         if not isinstance(found[name], _LIST) or not all(isinstance(one, dict) for one in found[name] or ()):
             raise DataError(f"{place}: field {name!r} is {_start_of(value)}; it must be a list of objects")
     whole = {"messages": found[data.messages_field], "tools": found.get(data.tools_field or "") or []}
@@ -148,6 +151,12 @@ def conversation_text(record: Record, place: str, data: FileKeys) -> str:
     except UnicodeEncodeError as error:
         raise DataError(f"{place}: its messages hold a lone surrogate, which is not valid text") from error
     return text
+
+
+def _without_null_keys(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_null_keys(inner) for key, inner in value.items() if inner is not None}
+    return [_without_null_keys(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _start_of(value: object) -> str:

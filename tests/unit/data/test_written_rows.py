@@ -125,6 +125,39 @@ def test_a_resume_draws_what_an_uninterrupted_run_draws_and_refuses_other_rows(f
         PromptStream(loaded(form, path, held_out), seed=3).restore(state)
 
 
+def calling(name: str, **arguments: object) -> dict[str, Any]:
+    function = {"name": name, "parameters": {"properties": {key: {"type": "string"} for key in arguments}}}
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    said = [*talk(name, "")[:1], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    return {"good": said, "bad": talk(name, "I cannot"), "tools": [{"type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_calls_of_different_functions_have_their_own_arguments_alone(pairs: bool, tmp_path: Path) -> None:
+    """Arrow's struct of them has the arguments of all, and those of one's tools: null where a row lacks them."""
+    rows = [calling("weather", city="Paris"), calling("search", query=["x", None], limit=3), calling("stop")]
+    keys = {"messages_field": "good", "tools_field": "tools"} | ({"rejected_field": "bad"} if pairs else {})
+    for kind in ("parquet", "jsonl"):
+        path, others = written(tmp_path / f"t.{kind}", rows), [calling("other", a="1")]
+        data = {"type": "files", "train": path, "eval": written(tmp_path / f"e.{kind}", others), **keys}
+        prompts = load(FileRunData.model_validate(data), pairs=pairs)
+        assert len(prompts) == 3
+        for prompt, one in zip(prompts, rows, strict=True):
+            said = {"messages": one["good"], "tools": one["tools"]} | ({"rejected": one["bad"]} if pairs else {})
+            assert json.loads(prompt.text) == said
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_null_arguments_of_json_stay(as_text: bool, tmp_path: Path) -> None:
+    one = calling("search", limit=None)
+    rows = [{name: json.dumps(value) for name, value in one.items()}] if as_text else [one]
+    kind = "parquet" if as_text else "jsonl"
+    path, held_out = written(tmp_path / f"t.{kind}", rows), written(tmp_path / "e.jsonl", [calling("other")])
+    keys = {"type": "files", "train": path, "eval": held_out, "messages_field": "good", "tools_field": "tools"}
+    (prompt,) = load(FileRunData.model_validate(keys), pairs=False)
+    assert json.loads(prompt.text) == {"messages": one["good"], "tools": one["tools"]}
+
+
 NO_ANSWER = [{"role": "user", "content": "1"}]
 
 
