@@ -1,4 +1,4 @@
-"""Bounds the time in which a model's chat template renders: its loops are the model's own."""
+"""Bounds the time in which a model's chat template renders, for its loops are the model's own; begins its text once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from jinja2 import TemplateRuntimeError
@@ -19,6 +19,11 @@ _TURNS = 100  # of a loop, in the first of which CPython raises what another thr
 
 class _Late(BaseException):
     """Raised in a thread whose template takes too long; no template can catch it."""
+
+
+def begun_once(ids: Sequence[int], bos: int | None) -> Sequence[int]:
+    """The tokens of a text without the ``bos`` that the tokenizer put before the template's own."""
+    return ids[1:] if list(ids[:2]) == [bos, bos] else ids
 
 
 @contextmanager

@@ -61,8 +61,8 @@ class _Rows:
         return made
 
     def scored(self, prompts: Sequence[Prompt]) -> list[Unit]:
-        """Both whole texts of each, as ``reward.function=hf:`` reads them: with special tokens, which a chat template
-        writes itself."""
+        """Both whole texts of each, as ``reward.function=hf:`` reads them: with special tokens, which the chat template
+        of a conversation writes itself."""
         made = list[Unit]()
         for is_problem, some in _runs(prompts):
             texts = (

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from rl_megatron.chat_templates import begun_once
 from rl_megatron.data.samples import WrittenRow, supervised_rows, written_samples
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt, Samples
@@ -42,7 +43,7 @@ def scored_pairs(
     encoded = iter(tokenizer(flat, add_special_tokens=add_special_tokens)["input_ids"] if flat else [])
     made = []
     for prompt, margin in zip(prompts, margins, strict=True):
-        better, worse = (scored_row(prompt.id, next(encoded)) for _ in range(2))
+        better, worse = (scored_row(prompt.id, begun_once(next(encoded), tokenizer.bos_token_id)) for _ in range(2))
         made.append((replace(better, margin=margin), worse))
     return made
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.chat_templates import bounded_rendering
+from rl_megatron.chat_templates import begun_once, bounded_rendering
 from rl_megatron.config.sections.reward import RewardModelSection
 from rl_megatron.errors import ConfigError
 
@@ -28,7 +28,7 @@ class ClassifierTexts:
             truncation=True,
             max_length=self.max_tokens,
         )["input_ids"]
-        return rows
+        return [list(begun_once(row, self.tokenizer.bos_token_id)) for row in rows]  # the data's template may write it
 
     def _whole(self, prompt: str, text: str) -> str:
         if not self.chat_template:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from rl_megatron.config.sections.data import FileRunData
 from rl_megatron.data.pairs import answer_pairs, margin_of, scored_pairs, with_margins
@@ -17,6 +18,7 @@ from rl_megatron.data.problems.prompts import load_prompts, wrong
 from rl_megatron.data.problems.rendering import Problem
 from rl_megatron.errors import DataError
 from rl_megatron.models.tiny import byte_tokenizer
+from rl_megatron.rewards.classifiers.texts import ClassifierTexts
 from rl_megatron.rollout.conversation.pairs import check_answers, paired_answers, paired_texts
 from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.types import Prompt
@@ -61,6 +63,27 @@ def test_answers_of_problems_end_with_the_end_of_sequence_token_and_share_their_
     x, y, z = (TOKENIZER(letter, add_special_tokens=False)["input_ids"][0] for letter in "xyz")
     assert (better.token_ids.tolist(), better.turns) == ([7, 8, x, EOS], ((2, 4),))
     assert (worse.token_ids.tolist(), worse.turns) == ([7, 8, y, z, EOS], ((2, 5),))
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("written", ["", str(TOKENIZER.bos_token)])
+def test_a_text_whose_template_writes_the_first_token_is_scored_with_one_of_it(adds: bool, written: str) -> None:
+    """And a classifier reads what it was trained on, also where a long text is cut at its beginning."""
+    tokenizer, bos = byte_tokenizer(), TOKENIZER.bos_token_id
+    tokenizer.split_special_tokens, tokenizer.truncation_side = False, "left"
+    if adds:
+        first = (str(tokenizer.bos_token), bos)
+        form = TemplateProcessing(single=f"{first[0]} $A", special_tokens=[first])
+        tokenizer.backend_tokenizer.post_processor = form
+    wanted = [*([bos] if adds or written else []), *TOKENIZER("abcd")["input_ids"]]
+    one = Prompt(id="p", text=f"{written}ab", token_ids=(7,), answer="cd", rejected=("e",))
+    (pair,) = scored_pairs([one], [(one.text + "cd", one.text + "e")], [0], tokenizer, add_special_tokens=True)
+    assert pair[0].token_ids.tolist() == [*wanted, wanted[-1]]
+    assert pair[1].token_ids.tolist().count(bos) == wanted.count(bos)
+    for most in (3, 9):
+        texts = ClassifierTexts(tokenizer=tokenizer, chat_template=False, max_tokens=most)
+        (row,) = texts.rows(one.text, ["cd"])
+        assert row == ([*wanted[:adds], *wanted[adds - most :]] if most == 3 else wanted)
 
 
 def test_a_scored_text_is_learnt_at_its_last_token_and_the_better_one_has_the_margin() -> None:
