@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncio import to_thread
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -53,7 +53,7 @@ class Preferences(JobObjective):
         await self.roles.frozen["reference"].start_from(self.reference or self.start_folder)
 
     @override
-    async def step(self, samples: Samples, rate: float, prompts: Sequence[Prompt], watch: Stopwatch) -> Made | None:
+    async def step(self, samples: Samples, rate: float, prompts: Iterable[Prompt], watch: Stopwatch) -> Made | None:
         with watch("reference"):
             samples = await self._with_reference(samples)
         with watch("train"):
@@ -99,7 +99,7 @@ class Scoring(JobObjective):
         """There is no other model."""
 
     @override
-    async def step(self, samples: Samples, rate: float, prompts: Sequence[Prompt], watch: Stopwatch) -> Made | None:
+    async def step(self, samples: Samples, rate: float, prompts: Iterable[Prompt], watch: Stopwatch) -> Made | None:
         with watch("train"):
             batch = self.packer.pack(samples)
             made = await self.optimizer_steps.step(self.roles.policy, batch, self.loss, rate, prompts)

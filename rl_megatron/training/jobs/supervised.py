@@ -76,7 +76,7 @@ class FineTuning(JobObjective):
         """There is no other model."""
 
     @override
-    async def step(self, samples: Samples, rate: float, prompts: Sequence[Prompt], watch: Stopwatch) -> Made | None:
+    async def step(self, samples: Samples, rate: float, prompts: Iterable[Prompt], watch: Stopwatch) -> Made | None:
         with watch("train"):
             return await self.supervised.step(samples, rate, prompts)
 

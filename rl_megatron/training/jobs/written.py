@@ -44,8 +44,8 @@ class JobObjective(Protocol):
         """Load the models that it needs besides the one that is trained."""
         ...
 
-    async def step(self, samples: Samples, rate: float, prompts: Sequence[Prompt], watch: Stopwatch) -> Made | None:
-        """Make one optimizer step; None if it was skipped. Raises as `OptimizerSteps.step`."""
+    async def step(self, samples: Samples, rate: float, prompts: Iterable[Prompt], watch: Stopwatch) -> Made | None:
+        """Make one optimizer step; None if it was skipped. Raises as `OptimizerSteps.step`, to which ``prompts`` go."""
         ...
 
     async def held_out(self) -> Row:
@@ -100,11 +100,9 @@ def _cut(row: WrittenRow, most: int) -> WrittenRow | None:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """The prompts of a step, being made into rows and samples (None: no row fits), and the place in the data before
-    them."""
+    """The rows and samples of a step (None: no row fits), as they are made, and the place in the data before them."""
 
     before: dict[str, int] | MixtureState
-    prompts: list[Prompt]
     made: Future[tuple[Fitted, Samples | None]]
 
 
@@ -148,7 +146,7 @@ class WrittenJob:
         row |= {"data/dropped": found.dropped, "data/cut": found.cut}
         row["data/epoch"] = number * self.config.written.batch_size / self.size
         if samples is not None:
-            made = await self.objective.step(samples, rate, drawn.prompts, watch)
+            made = await self.objective.step(samples, rate, map(_as_prompt, found.rows), watch)
             row |= {"tokens/train": len(samples.input_ids), "tokens/learnt": int(samples.mask.sum())}
             watch.count("train", len(samples.input_ids))
             row |= self._work(samples, watch)
@@ -165,7 +163,7 @@ class WrittenJob:
     def _draw(self) -> _Drawn:
         before = self.prompts.state()
         prompts = self.prompts.take(self.config.written.batch_size)
-        return _Drawn(before, prompts, self._maker.submit(self._made, prompts))
+        return _Drawn(before, self._maker.submit(self._made, prompts))
 
     def _made(self, prompts: Sequence[Prompt]) -> tuple[Fitted, Samples | None]:
         found = fitted(self.units_of(prompts), self.config)
@@ -206,6 +204,11 @@ class WrittenJob:
     async def close(self) -> None:
         """End the making of rows."""
         self._maker.shutdown(wait=False, cancel_futures=True)
+
+
+def _as_prompt(row: WrittenRow) -> Prompt:
+    """Its prompt, with all that the row's sequence begins with, by which it is named: a conversation has no tokens."""
+    return Prompt(id=row.id, text="", token_ids=tuple(row.token_ids[:-1].tolist()), answer="")
 
 
 def held_out_parts(

@@ -5,27 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter
 
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.run import RunConfig, TrainSection
-from rl_megatron.data.packing import pack
+from rl_megatron.data.packing import Packer, pack
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.data.samples import select
+from rl_megatron.data.samples import WrittenRow, select
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import Learner, Roles
+from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.jobs.rl import Reinforcement
-from rl_megatron.training.jobs.supervised import SupervisedSteps
+from rl_megatron.training.jobs.supervised import FineTuning, SupervisedSteps
 from rl_megatron.training.jobs.warm_start import WarmStart
-from rl_megatron.training.jobs.written import WrittenJob
+from rl_megatron.training.jobs.written import Unit, WrittenJob
 from rl_megatron.training.measures import Made
 from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.types import (
@@ -85,6 +88,19 @@ class Answers(Learner):
         return self._answer
 
 
+class Kept(Answers):
+    """One that keeps its batch."""
+
+    batch: Batch
+
+    async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float | Counts]]:
+        self.batch = batch
+        return await super().backward(batch, loss)
+
+    async def forget(self) -> None:
+        """It has no scores."""
+
+
 def made(steps: OptimizerSteps, answer: StepResult | SkippedStep) -> Made | None:
     return asyncio.run(steps.step(Answers(answer), BATCH, CrossEntropy(), 1.0, PROMPTS))
 
@@ -121,6 +137,36 @@ def test_too_many_in_a_row_end_the_run(key: str, left_out: int) -> None:
 
 
 NONE = cast(Any, None)
+
+
+def test_rows_of_written_text_are_named_by_their_own_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    """Prompts of conversations have none, and texts that a reward model scores need not begin with a problem's."""
+    prompts = [Prompt(id=f"t:{n}", text="", token_ids=(5,) if n == 3 else (), answer="") for n in range(1, 5)]
+
+    def units_of(some: Sequence[Prompt]) -> list[Unit]:
+        tokens = [np.full(3, int(one.id[-1]), np.int32) for one in some]
+        return [(WrittenRow(id=one.id, token_ids=ids, turns=((1, 3),)),) for one, ids in zip(some, tokens, strict=True)]
+
+    learner, steps = Kept(bad(0, 1)), OptimizerSteps(name="policy", most=1)
+    packer = Packer(dims=ParallelDims(), max_tokens=2, attention_cost=0.0)
+    its = WrittenJob(
+        config=RunConfig.model_validate({"job": "sft", "sft": {"batch_size": 4}, "train": {"steps": 1}}),
+        roles=Roles(learners={"policy": learner}, frozen={}, engine=NONE, weights=NONE),
+        prompts=PromptStream(prompts, seed=0),
+        size=4,
+        units_of=units_of,
+        objective=FineTuning(
+            supervised=SupervisedSteps(learner=learner, packer=packer, optimizer_steps=steps), loss=NONE
+        ),
+        optimizer_steps=steps,
+        name="",
+    )
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(its.step(1, Stopwatch()))
+    guilty = [f"t:{int(part.input_ids[0])}" for part in learner.batch.micro_batches[0][:2]]
+    assert re.findall(r"prompt ([^)]*)\)", caplog.text) == [repr(name) for name in guilty]
+
+
 Started = tuple[WrittenJob | WarmStart | Reinforcement, OptimizerSteps]
 
 
