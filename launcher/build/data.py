@@ -47,6 +47,7 @@ def load_data(config: RunConfig, model_folder: Path) -> Data:
         on_long_prompt=config.on_long_prompt,
         seed=config.seed,
         pairs=config.kind.pairs,
+        samples=config.kind.samples,
         limit_keys=config.prompt_limit_keys,
     )
     led = config.training_environments

@@ -55,6 +55,7 @@ def load_prompts(
     on_long_prompt: OnLongPrompt,
     seed: int,
     pairs: bool = False,
+    samples: bool = True,
     limit_keys: LimitKeys = SAMPLED,
     on_leak: OnLeak | None = None,
     sets: Mapping[str, OneSource] | None = None,
@@ -67,9 +68,9 @@ def load_prompts(
     With ``pairs`` generated problems have a wrong answer, too, as those of files have with their ``rejected_field``.
     A prompt of more than ``max_prompt_tokens`` raises or is dropped, with a warning that counts these; both name
     ``limit_keys``. ``on_leak`` says what to do with a problem to train on that is held out here or in ``sets`` (by the
-    key of their section), and of equal ones the first alone is trained on then; None: nobody trains on them. Problems
-    of sources whose ``environments`` (by the source's key) have another function or other options are never equal.
-    Raises DataError that names files and lines.
+    key of their section), and of equal ones the first alone is trained on then; None: nobody trains on them. Those
+    of sources whose ``environments`` (by the source's key) have another function or other options are never equal, nor,
+    where nothing ``samples``, those with different answers. Raises DataError that names files and lines.
     """
     sources = data_sources(data)
     splits = {key: _problems(key, source, tokenizer, seed, pairs=pairs) for key, source in sources.items()}
@@ -78,7 +79,9 @@ def load_prompts(
         held = {key: held_out for key, (_, held_out) in splits.items()}
         held |= {key: _problems(key, source, tokenizer, seed)[1] for key, source in (sets or {}).items()}
         played = {key: _played_in((environments or {}).get(key)) for key in sources}
-        kept |= _without_leaks({key: train for key, (train, _) in splits.items()}, played, held, on_leak)
+        kept |= _without_leaks(
+            {key: train for key, (train, _) in splits.items()}, played, held, on_leak, samples=samples
+        )
     pools, held_out = list[Pool](), list[Prompt]()
     form: Callable[[Sequence[Problem]], list[Prompt]]
     for key, source in sources.items():
@@ -116,6 +119,8 @@ def _without_leaks(
     played: Mapping[str, str],
     held_out: Mapping[str, Sequence[Problem]],
     on_leak: OnLeak,
+    *,
+    samples: bool,
 ) -> dict[str, NDArray[np.bool_]]:
     """Which problems of each source to train on: each once as it is ``played``, and without leaks where they are
     dropped."""
@@ -123,7 +128,7 @@ def _without_leaks(
     wholes = texts = JoinedTexts(list(parts.values()))
     if len(set(played.values())) > 1:
         wholes = JoinedTexts([TextsFor(part, played[key]) for key, part in parts.items()])
-    if any(_are_pairs(one) for one in train.values()):  # a problem may be in several pairs
+    if not samples:  # a problem may have several answers, or be in several pairs
         wholes = JoinedTexts([one.wholes if isinstance(one, FileRows) else _whole_texts(one) for one in train.values()])
     mask = rows_to_keep(texts, wholes, {key: _texts(problems) for key, problems in held_out.items()}, on_leak)
     kept = dict(zip(train, np.split(mask, texts.starts[1:-1]), strict=True))
@@ -133,18 +138,15 @@ def _without_leaks(
     return kept
 
 
-def _are_pairs(train: Sequence[Problem] | FileRows) -> bool:
-    return train.are_pairs if isinstance(train, FileRows) else any(problem.rejected for problem in train)
-
-
 def _texts(problems: Sequence[Problem]) -> ListedTexts:
     return ListedTexts([one.place for one in problems], (spaced(one.raw) for one in problems))
 
 
 def _whole_texts(problems: Sequence[Problem]) -> ListedTexts:
-    """With their answers."""
+    """With their answers, which conversations have within."""
     return ListedTexts(
-        [one.place for one in problems], (spaced(one.raw, one.answer, *one.rejected) for one in problems)
+        [one.place for one in problems],
+        (spaced(one.raw, *filter(None, (one.answer, *one.rejected))) for one in problems),
     )
 
 

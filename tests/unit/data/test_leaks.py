@@ -40,7 +40,7 @@ def loaded(
 
 def load(config: RunConfig, sets: dict[str, OneSource] | None = None) -> Sequence[Prompt]:
     given = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "seed": 0, "on_leak": config.data.on_leak, "sets": sets}
-    return load_prompts(config.data, byte_tokenizer(), **given)[0]  # type: ignore[arg-type]
+    return load_prompts(config.data, byte_tokenizer(), samples=config.kind.samples, **given)[0]  # type: ignore[arg-type]
 
 
 def test_an_eval_problem_planted_in_train_with_other_spacing_is_named(tmp_path: Path) -> None:
@@ -73,6 +73,39 @@ def test_of_equal_problems_the_first_is_kept(tmp_path: Path, caplog: pytest.LogC
         assert [one.id for one in loaded(tmp_path, ["a b", "c", "a  b", "C", " c"], ["z"])] == ["t:1", "t:2", "t:4"]
     assert "dropped 2 of 5 training problems that are there twice; the first is " in caplog.text
     assert f"{tmp_path}/t.jsonl:3, which is {tmp_path}/t.jsonl:1 again" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("job", ["sft", "rl"])
+def test_each_answer_to_a_question_is_learnt_and_asked_for_once(tmp_path: Path, kind: str, job: str) -> None:
+    """What is held out is the question, whatever its answer."""
+    rows = [("a", "1"), ("b", "1"), ("a ", "2"), ("a", " 1"), ("held", "1"), ("held", "2"), ("b", "3")]
+    table = [{"question": question, "answer": answer} for question, answer in rows]
+    path = tmp_path / f"t.{kind}"
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in table))
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(table), path)
+    held_out = written(tmp_path / "e.jsonl", ["held"], answer="other")
+    data = {"type": "files", "train": path, "eval": held_out, "on_leak": "drop"}
+    config = load_config("sft_tiny", []) if job == "sft" else RunConfig()
+    config = config.model_copy(update={"data": FileRunData.model_validate(data)})
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    found = [one.id for one in load_data(config, tmp_path / "model").train]
+    assert found == (["t:1", "t:2", "t:3", "t:7"] if job == "sft" else ["t:1", "t:2"])
+
+
+def test_the_same_conversation_in_two_kinds_of_file_is_one(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    pq.write_table(pa.Table.from_pylist([{"talk": talk}]), tmp_path / "one.parquet")
+    (tmp_path / "two.jsonl").write_text("".join(json.dumps({"talk": one}) + "\n" for one in (talk, talk[::-1])))
+    (tmp_path / "e.jsonl").write_text(json.dumps({"talk": talk * 2}) + "\n")
+    sources = {
+        name: {"type": "files", "train": tmp_path / name, "eval": tmp_path / "e.jsonl", "messages_field": "talk"}
+        for name in ("one.parquet", "two.jsonl")
+    }
+    data = MixtureData.model_validate({"type": "mixture", "sources": {k.split(".")[0]: v for k, v in sources.items()}})
+    config = load_config("sft_tiny", []).model_copy(update={"data": data})
+    assert [one.id for one in load(config)] == ["one/one:1", "two/two:2"]
 
 
 def test_a_problem_may_be_in_several_pairs(tmp_path: Path) -> None:

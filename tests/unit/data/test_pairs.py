@@ -178,9 +178,8 @@ def loaded(place: Path, *rows: dict[str, Any] | str, margin_field: str | None = 
         margin_field=margin_field,
         **fields,  # type: ignore[arg-type]
     )
-    train, _ = load_prompts(
-        data, TOKENIZER, max_prompt_tokens=99, on_long_prompt="fail", seed=0, pairs=True, on_leak="fail"
-    )
+    keys: dict[str, Any] = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "on_leak": "fail"}
+    train, _ = load_prompts(data, TOKENIZER, seed=0, pairs=True, samples=False, **keys)
     return train[:]
 
 

@@ -25,6 +25,7 @@ from rl_megatron.rollout.conversation.pairs import check_answers
 FORMS: dict[str, dict[str, str]] = {
     "conversations": {"messages_field": "good"},
     "pairs of conversations": {"messages_field": "good", "rejected_field": "bad", "margin_field": "m"},
+    "answers": {"prompt_field": "q", "answer_field": "good"},
     "pairs of answers": {
         "prompt_field": "q",
         "answer_field": "good",
@@ -34,13 +35,16 @@ FORMS: dict[str, dict[str, str]] = {
 }
 
 
+PROBLEMS = ("answers", "pairs of answers")
+
+
 def talk(asked: str, said: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
 
 
 def row(form: str, asked: str, good: str, bad: str, m: float = 0.5) -> dict[str, Any]:
     more = {"m": m, "level": m / 7, "tags": ["a", "b"]}
-    if form == "pairs of answers":
+    if form in PROBLEMS:
         return {"q": asked, "good": good, "bad": bad, **more}
     return {"good": talk(asked, good), "bad": talk(asked, bad), **more}
 
@@ -76,7 +80,7 @@ def loaded(form: str, train: Path, held_out: Path) -> Pool:
 
 def load(data: FileRunData | MixtureData, *, pairs: bool) -> Pool:
     given: dict[str, Any] = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "seed": 0, "on_leak": data.on_leak}
-    return load_prompts(data, byte_tokenizer(), **given, pairs=pairs)[0]
+    return load_prompts(data, byte_tokenizer(), **given, pairs=pairs, samples=False)[0]
 
 
 @pytest.fixture(autouse=True)
@@ -86,8 +90,8 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def text_of(form: str, one: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a row is compared by: the question of a pair of answers, else everything that is said."""
-    said = (one["q"],) if form == "pairs of answers" else tuple(turn["content"] for turn in one["good"])
+    """What must not be held out: the question of a problem, else everything that is said."""
+    said = (one["q"],) if form in PROBLEMS else tuple(turn["content"] for turn in one["good"])
     bad = tuple(turn["content"] for turn in one["bad"]) if form == "pairs of conversations" else ()
     return tuple(" ".join(text.split()) for text in said + bad)
 
@@ -100,7 +104,8 @@ def test_prompts_and_draws_are_those_of_jsonl_and_of_sets(form: str, tmp_path: P
     gone, seen, kept = {text_of(form, one) for one in held}, set[tuple[str, ...]](), []
     for number, one in enumerate(rows, 1):
         text = text_of(form, one)
-        whole = (*text, one["good"], one["bad"]) if form == "pairs of answers" else text
+        answers = {"answers": (one["good"],), "pairs of answers": (one["good"], one["bad"])}
+        whole = (*text, *answers.get(form, ()))
         if text not in gone and whole not in seen:
             kept.append(f"t:{number}")
             seen.add(whole)
