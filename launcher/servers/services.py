@@ -121,11 +121,11 @@ class RunningServices:
                 try:
                     await self._start(one)
                     break
-                except ServiceError as error:
+                except (ServiceError, OSError) as error:
                     said = str(error)
 
     async def _start(self, one: _Replica) -> None:
-        """Start a replica and wait until it serves. Raises ServiceError with the last lines that it printed."""
+        """Start a replica and wait until it serves. Raises ServiceError with its log's last lines, or OSError."""
         key, site = secrets.token_hex(24), one.site
         port = one.ports.enter_context(site.ports())
         words = [word.format(host=site.host, port=port) for word in shlex.split(one.section.command)]

@@ -95,8 +95,8 @@ class Attached(Standing):
 class Supervisor:
     """Supervises the replicas of ``engine``. ``restart`` returns a ready and checked server after a death.
 
-    ``refit`` has a stale server at a URL load the served weights. It raises SyncError, ``restart`` EngineError or
-    ConfigError.
+    ``refit`` has a stale server at a URL load the served weights. It raises SyncError, ``restart`` EngineError,
+    ConfigError or OSError.
     """
 
     engine: ServedEngine
@@ -147,7 +147,7 @@ class Supervisor:
             replica.apply(Event.RESTARTED)
             try:
                 return await self.restart(replica)
-            except (EngineError, ConfigError) as error:
+            except (EngineError, ConfigError, OSError) as error:
                 replica.apply(Event.DIED, str(error))
         return None
 

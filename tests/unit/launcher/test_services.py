@@ -101,6 +101,25 @@ def test_a_replica_that_dies_is_restarted_and_at_last_given_up(tmp_path: Path, m
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_a_restart_that_the_system_refuses_is_one_of_its_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_STARTS", str(tmp_path / "starts"))
+    monkeypatch.setattr(module, "_BACKOFF_SECONDS", 0.01)
+    here, _ = running(configured(JUDGE, "services.judge.restarts=2"), tmp_path)
+
+    async def run() -> None:
+        async with here.running() as watching:
+            log = tmp_path / "service_judge_0.log"
+            log.rename(tmp_path / "moved")
+            log.symlink_to("moved")  # no server writes through a link
+            os.kill(started(tmp_path / "starts")[0], signal.SIGKILL)
+            with pytest.raises(ServiceError, match=r"services\.judge\.restarts=2 are used up: .*service_judge_0\.log"):
+                await watching
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_any_interpreter_finds_this_package_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine's has no rl_megatron, and must not get the packages beside it."""
     monkeypatch.delenv("PYTHONPATH", raising=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -56,6 +57,8 @@ class Bed:
     places: list[Place]
     spare: list[Fake]
     version: int = 0
+    faults: list[OSError] = field(default_factory=list)
+    """What the next starts raise."""
     may_start: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def push(self, version: int) -> None:
@@ -81,6 +84,8 @@ async def bed(fakes: list[Fake], spare: list[Fake], *, room: int = 9, **changes:
 
     async def start(number: int) -> Standing:
         await it.may_start.wait()
+        if it.faults:
+            raise it.faults.pop()
         if not it.spare:
             raise EngineError("no more ports")
         it.places.append(place(it.spare.pop(0)))
@@ -209,6 +214,20 @@ def test_a_server_that_dies_again_and_again_is_given_up(fakes: list[Fake], repli
                 return
             with pytest.raises(EngineError, match="no Words server is left:\nno more ports"):
                 await it.engine.generate(REQUEST)
+
+    run(test)
+
+
+def test_a_start_that_the_system_refuses_is_one_failed_try(fakes: list[Fake]) -> None:
+    """Its log is on a file system that does not answer, or there are no more processes or ports."""
+
+    async def test() -> None:
+        async with bed(fakes[:1], fakes[2:]) as it:
+            await it.push(4)
+            it.faults.append(OSError(errno.ESTALE, "Stale file handle", "vllm_0.log"))
+            it.places[0].why.set_result("killed")
+            assert (await it.engine.generate(REQUEST))[0].spans == ((0, 4),)
+            assert it.engine.metrics() == {"engine/healthy": 1, "engine/restarts": 2}
 
     run(test)
 
