@@ -50,12 +50,12 @@ class LastWords:
         return _indented(tuple(self._lines))
 
 
-def end_of(log: Path) -> str:
-    """The last lines of a process's output file; empty if it cannot be read."""
+def end_of(log: Path, *, lines: int = _LINES) -> str:
+    """The last lines of a process's output file, of its last 16 KiB; empty if it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return _indented(file.read().decode(errors="replace").splitlines()[-_LINES:])
+            return _indented(file.read().decode(errors="replace").splitlines()[-lines:])
     except OSError:
         return ""
 

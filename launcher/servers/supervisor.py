@@ -13,6 +13,7 @@ from typing import Protocol
 from typing_extensions import override
 
 from launcher.processes.guards import Guard
+from launcher.processes.last_words import end_of
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.rollout.servers.adapter import ForeignWeights, Sampling
@@ -64,8 +65,8 @@ class Started(Standing):
             for one in waiting:
                 one.cancel()
         where = f" (node {node} of {len(self.guards)})" if len(self.guards) > 1 else ""
-        tail = log.read_text(errors="replace").splitlines()[-_TAIL:]
-        return "\n".join([f"{self.server.url}{where} {how}; {log} ends with:", *tail])
+        tail = await asyncio.to_thread(end_of, log, lines=_TAIL)
+        return f"{self.server.url}{where} {how}; {log} ends with:{tail}"
 
     @override
     async def end(self) -> None:

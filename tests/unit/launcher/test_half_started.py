@@ -65,7 +65,7 @@ class Started:
 @pytest.mark.parametrize(
     ("code", "nodes", "seconds", "why"),
     [
-        (ENDS, 1, 600, r"(?s)ended with status 3; .*local_0\.log ends with:\nits log"),
+        (ENDS, 1, 600, r"(?s)ended with status 3; .*local_0\.log ends with:\n  its log"),
         (SILENT, 1, 0.1, r"is not ready after rollout\.server\.start_seconds=0\.1; see .*local_0\.log"),
         (OPEN, 1, 600, "answers without the run's token"),
         (FOREIGN, 1, 600, r"answers as no server of .* does \(KeyError\('dtype'\)\); check what runs there"),
