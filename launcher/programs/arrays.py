@@ -112,11 +112,11 @@ def send(study: Study, arrays: Sequence[CellArray]) -> list[tuple[str, Path]]:
     try:
         for array, path in zip(arrays, paths, strict=True):
             write_atomically(path, array.script.encode(), private=array.private)
-            call_slurm(["sbatch", "--test-only", str(path)])
+            call_slurm(["sbatch", "--test-only"], path)
         for array, path in zip(arrays, paths, strict=True):
             for cell in array.cells:
                 save_resolved(submit.for_slurm(cell.config), states.config_path(cell))
-            job = call_slurm(["sbatch", "--parsable", "--hold", str(path)]).strip().partition(";")[0]
+            job = call_slurm(["sbatch", "--parsable", "--hold"], path).strip().partition(";")[0]
             try:
                 _write_tasks(study, array, job)
                 sent.append((job, path.rename(folder / f"{job}.sbatch")))

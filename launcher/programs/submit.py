@@ -156,7 +156,7 @@ def verify_script(prepared: Prepared, *, cluster: bool) -> None:
     try:
         parse_script(prepared.script.read_text(encoding="utf-8"))
         if cluster:
-            call_slurm(["sbatch", "--test-only", str(prepared.script)])
+            call_slurm(["sbatch", "--test-only"], prepared.script)
     except ConfigError:
         remove_folder(prepared.folder)
         raise
@@ -164,6 +164,6 @@ def verify_script(prepared: Prepared, *, cluster: bool) -> None:
 
 def send(prepared: Prepared) -> str:
     """Submit the job. Returns its id, which is also written to the run's folder."""
-    job = call_slurm(["sbatch", "--parsable", str(prepared.script)]).strip().partition(";")[0]
+    job = call_slurm(["sbatch", "--parsable"], prepared.script).strip().partition(";")[0]
     write_atomically(prepared.folder / "jobs" / "id", f"{job}\n".encode())
     return job

@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 from rl_megatron.errors import ConfigError
 
 ANSWER_SECONDS = 60.0  # of a command that asks or cancels; they have limits of their own, which differ by cluster
 SENT_SECONDS = 300.0  # of sbatch, whose jobs a cluster's plugins look at
+_NO_JOBS = ("SLURM_CONF", "SLURM_CLUSTERS")  # which no surrounding job sets
+_VARIABLES = {
+    "time": ("TIMELIMIT",),
+    "array": ("ARRAY_INX",),
+    "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
+    **dict.fromkeys(("requeue", "no-requeue"), ("REQUEUE", "NO_REQUEUE")),
+}
+"""The variables of sbatch, without SBATCH_, that replace an option, where they are not just its name."""
 
 
-def call_slurm(command: Sequence[str]) -> str:
-    """What a command prints, outside of any job that this is in. Raises ConfigError with its errors, or with what it
-    has waited for in vain."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
-    kept |= {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}  # but none of a surrounding job
+def call_slurm(command: Sequence[str], script: Path | None = None) -> str:
+    """What a command prints, outside of any job that this is in. ``script`` is sbatch's: the user's SBATCH_ variables
+    count for what it leaves open, as sbatch itself would have them replace its options.
+
+    Raises ConfigError with its errors, or with what it has waited for in vain.
+    """
+    command = command if script is None else [*command, str(script)]
+    stated = set() if script is None else _stated(script.read_text(encoding="utf-8"))
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in stated and (name in _NO_JOBS or not name.startswith(("SLURM_", "SRUN_")))
+    }
     kept["SLURM_BITSTR_LEN"] = "0"  # else lists of an array's tasks are cut at 64 characters
     seconds, shown = SENT_SECONDS if command[0] == "sbatch" else ANSWER_SECONDS, shlex.join(command)
     try:
@@ -34,6 +52,13 @@ def call_slurm(command: Sequence[str]) -> str:
     if done.returncode:
         raise ConfigError(f"{shown}: status {done.returncode}: {done.stderr.strip()}")
     return done.stdout
+
+
+def _stated(script: str) -> set[str]:
+    """The variables that would replace options of a script."""
+    options = re.findall(r"^#SBATCH --([\w-]+)", script, re.MULTILINE)
+    names = (name for option in options for name in _VARIABLES.get(option, (option.upper().replace("-", "_"),)))
+    return {f"SBATCH_{name}" for name in names}
 
 
 def parse_script(script: str) -> None:

@@ -146,7 +146,8 @@ def states_of(tasks: Sequence[str], job_name: str) -> dict[str, Status]:
     """
     found = dict[str, Status]()
     for array in sorted({task.partition("_")[0] for task in tasks}):
-        for line in _known("squeue", "-h", "-r", "-t", "all", "-j", array, "-o", "%F_%K|%T|%j|%R").splitlines():
+        rows = _known("squeue", "-h", "-r", "-t", "all", "-j", array, "-o", "%F_%K|%T|%j|%R").splitlines()
+        for line in [row for row in rows if "|" in row]:  # with SLURM_CLUSTERS some versions name the cluster first
             task, name, of, where = line.split("|", 3)
             if of == job_name:
                 found[task] = Status(name=name, text=f"{name} on {where}" if where[:1].isalnum() else f"{name} {where}")

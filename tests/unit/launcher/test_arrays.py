@@ -198,7 +198,7 @@ echo "$job"
 """,
     "squeue": """#!/bin/sh
 [ -e forgotten ] && { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }
-printf '12_0|RUNNING|%s|node3\\n12_1|PENDING|%s|(%s)\\n12_3|COMPLETED|%s|\\n' \
+printf 'CLUSTER: gpu1\\n12_0|RUNNING|%s|node3\\n12_1|PENDING|%s|(%s)\\n12_3|COMPLETED|%s|\\n' \
     ${NAME=runs} $NAME ${REASON=JobArrayTaskLimit} $NAME
 """,
     "sacct": """#!/bin/sh

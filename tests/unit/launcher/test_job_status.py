@@ -70,6 +70,23 @@ def test_slurm_that_does_not_answer_is_waited_for_no_longer(tmp_path: Path, monk
         calls.parse_script("true")
 
 
+def test_the_users_variables_count_where_the_script_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of a job in which the command is given does."""
+    of_shell = {"CLUSTERS": "SLURM", "ACCOUNT": "SBATCH", "GRES": "SBATCH"}
+    scripts = {"PARTITION": "SBATCH", "TIMELIMIT": "SBATCH", "SIGNAL": "SBATCH", "NO_REQUEUE": "SBATCH"}
+    of_job = {"JOB_ID": "SLURM", "EXPORT_ENV": "SLURM", "CPU_BIND": "SRUN"}
+    for name, whose in {**of_shell, **scripts, **of_job}.items():
+        monkeypatch.setenv(f"{whose}_{name}", "given")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    stand_in(tmp_path / "sbatch", "env")
+    script = tmp_path / "job.sbatch"
+    script.write_text(job_script(config_of("slurm.partition=x"), folder=tmp_path, python="p", package=PACKAGE))
+    given = [line.partition("=")[0] for line in calls.call_slurm(["sbatch"], script).splitlines() if "=given" in line]
+    assert sorted(given) == sorted(f"{whose}_{name}" for name, whose in of_shell.items())
+
+
 @pytest.mark.parametrize("name", ["scontrol", "sacct"])
 def test_a_job_is_not_gone_because_slurm_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
