@@ -48,6 +48,16 @@ def test_a_rehearsals_job_is_one_that_slurm_never_requeues() -> None:
         assert [line.split()[1] for line in made.splitlines() if line.endswith("requeue")] == [option] * 2
 
 
+def test_steps_get_the_jobs_variables_however_it_was_submitted(tmp_path: Path) -> None:
+    """SBATCH_EXPORT=NONE in the user's shell, say, is for the job: srun would take it for steps too."""
+    config = config_of("slurm.environment.NCCL_DEBUG=INFO", "slurm.setup=env; exit")
+    made = submit.job_script(config, folder=tmp_path, python="python", package=Path("/c"))
+    submitted = {"PATH": os.environ["PATH"], "SLURM_EXPORT_ENV": "NONE"}
+    shown = subprocess.run(["bash"], input=made, capture_output=True, text=True, env=submitted, check=True).stdout
+    assert {"PYTHONPATH=/c", "NCCL_DEBUG=INFO"} <= {*shown.splitlines()}
+    assert "SLURM_EXPORT_ENV" not in shown
+
+
 def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_commands() -> None:
     path = REPO / "slurm" / "train.sbatch"
     subprocess.run(["bash", "-n", path], check=True)
