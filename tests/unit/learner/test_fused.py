@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_megatron.learner.model.kernels import fused, grouped
 from rl_megatron.learner.packed import Slots
@@ -116,6 +119,60 @@ def test_grouped_products_with_biases() -> None:
         return torch.cat([rows @ w + b for rows, w, b in zip(x.split(counts), weights, biases, strict=True)])
 
     assert_equal_with_gradients(ours, plain, [random(48, inside), random(4, inside, outside), random(4, outside)])
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in ("mm", "_grouped_mm", "_linear_pointwise")
+        return func(*args, **kwargs or {})
+
+
+COUNTS = [3, 0, 40, 5]
+
+
+def one_by_one(x: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
+    return fused.expert_mlp(x, probs, COUNTS, fc1, fc2)
+
+
+def in_one_call(x: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
+    return grouped.grouped_mlp(x, probs, COUNTS, fc1, fc2, recompute=False)
+
+
+def apart_in_one_call(x: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
+    return grouped.grouped_mlp(x, probs, COUNTS, list(fc1), list(fc2), recompute=False)
+
+
+def products_alone(x: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
+    groups = grouped.groups_of(COUNTS, x)
+    inside = grouped.multiply(x, fc1.mT, groups).chunk(2, -1)[0]
+    return grouped.multiply(inside * probs[:, None], fc2.mT, groups)
+
+
+def linears(x: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
+    return fused.linear(fused.linear(x, fc1[0]).chunk(2, -1)[0] * probs[:, None], fc2[0])
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("function", [one_by_one, in_one_call, apart_in_one_call, products_alone, linears])
+def test_frozen_weights_cost_no_product(function: Callable[..., Tensor]) -> None:
+    """Half of those of a backward pass are for weights; other gradients are the same to the bit."""
+    given = [random(sum(COUNTS), 24), random(sum(COUNTS)), random(4, 32, 24), random(4, 24, 16)]
+    counted, found = dict[tuple[bool, bool], int](), dict[tuple[bool, bool], list[Tensor]]()
+    for trained in itertools.product((True, False), repeat=2):
+        leaves = [x.clone().requires_grad_(on) for x, on in zip(given, (True, True, *trained), strict=True)]
+        out = function(*leaves)
+        with Products() as made:
+            grads = torch.autograd.grad(out.sum(), [leaf for leaf in leaves if leaf.requires_grad])
+        counted[trained], found[trained] = made.count, [*grads]
+    assert counted[True, True] > 0
+    assert all(4 * count == (2 + sum(trained)) * counted[True, True] for trained, count in counted.items())
+    assert all(map(torch.equal, found[False, False], found[True, True]))
+    assert torch.equal(found[True, False][2], found[True, True][2])
+    assert torch.equal(found[False, True][2], found[True, True][3])
 
 
 @pytest.mark.parametrize("counts", [[0, 5, 0], [8, 4, 9]])

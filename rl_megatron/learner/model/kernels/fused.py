@@ -44,10 +44,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
         rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
         grad_x = matmul_transposed(rows, weight.t()).view_as(x)
+        if not ctx.needs_input_grad[1]:  # it is frozen
+            return grad_x, None
         if not through_onednn(rows):
             return grad_x, rows.t() @ inputs
         grad_weight = torch.zeros_like(weight)
@@ -195,10 +197,12 @@ class _ExpertMLP(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, probs, *rest = ctx.saved_tensors
         count = len(ctx.windows)
-        hidden = rest[2 * count :] or [None] * count
+        hidden, trained = rest[2 * count :] or [None] * count, ctx.needs_input_grad[4:]
         grad_x, grad_probs = torch.empty_like(x), torch.empty_like(probs)
-        grad_fc1, grad_fc2 = [], []
-        for window, fc1, fc2, saved in zip(ctx.windows, rest, rest[count:], hidden, strict=False):
+        grad_fc1, grad_fc2 = list[Tensor | None](), list[Tensor | None]()
+        for window, fc1, fc2, saved, of_fc1, of_fc2 in zip(
+            ctx.windows, rest, rest[count:], hidden, trained, trained[count:], strict=False
+        ):
             inside = matmul_transposed(x[window.rows], fc1) if saved is None else saved
             prob = torch.zeros_like(probs[window.rows])[:, None]
             prob[window.inner, 0] = probs[window.own]  # 0 for other experts' rows: they add nothing to the gradients
@@ -206,14 +210,14 @@ class _ExpertMLP(torch.autograd.Function):
             gated = F.silu(gate)
             active, grad_out = gated * up, grad[window.rows]
             grad_active = matmul_transposed(grad_out, fc2.t())
-            grad_fc2.append(matmul_transposed(grad_out.t(), (active * prob).to(x.dtype).t()))
+            grad_fc2.append(matmul_transposed(grad_out.t(), (active * prob).to(x.dtype).t()) if of_fc2 else None)
             grad_probs[window.own] = (grad_active * active).sum(-1)[window.inner].to(probs.dtype)
             grad_active = (grad_active * prob).to(x.dtype)
             grad_inside = torch.empty_like(inside)
             grad_gate, grad_up = grad_inside.chunk(2, -1)
             torch.mul(grad_active, gated, out=grad_up)
             torch.ops.aten.silu_backward.grad_input(grad_active.mul_(up), gate, grad_input=grad_gate)
-            grad_fc1.append(matmul_transposed(grad_inside.t(), x[window.rows].t()))
+            grad_fc1.append(matmul_transposed(grad_inside.t(), x[window.rows].t()) if of_fc1 else None)
             grad_x[window.own] = matmul_transposed(grad_inside, fc1.t())[window.inner]
         return grad_x, grad_probs, None, None, *grad_fc1, *grad_fc2
 

@@ -89,10 +89,14 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weights = ctx.saved_tensors
-        grad = grad.contiguous()
-        return _product(grad, weights.mT, ctx.groups), _sums(x, grad, ctx.groups), None
+        grad, (of_x, of_weights, _) = grad.contiguous(), ctx.needs_input_grad
+        return (
+            _product(grad, weights.mT, ctx.groups) if of_x else None,
+            _sums(x, grad, ctx.groups) if of_weights else None,
+            None,
+        )
 
 
 class _GroupedMLP(torch.autograd.Function):
@@ -113,6 +117,7 @@ class _GroupedMLP(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, probs, *rest = ctx.saved_tensors
         half, groups, grad, prob = ctx.half, ctx.groups, grad.contiguous(), probs[:, None]
+        of_fc1, of_fc2 = any(ctx.needs_input_grad[4 : 4 + half]), any(ctx.needs_input_grad[4 + half :])
         fc1 = _together(rest[:half])
         inside = rest[-1] if len(rest) > 2 * half else _product(x, fc1.mT, groups)
         gate, up = inside.chunk(2, -1)
@@ -120,7 +125,7 @@ class _GroupedMLP(torch.autograd.Function):
         active = gated * up
         grad_active = _product(grad, _together(rest[half : 2 * half]), groups)
         grad_probs = (grad_active * active).sum(-1).to(probs.dtype)
-        grad_fc2 = _sums(grad, active.mul_(prob), groups)
+        grad_fc2 = _sums(grad, active.mul_(prob), groups) if of_fc2 else None
         grad_active.mul_(prob)
         del active
         grad_inside = torch.empty_like(inside)
@@ -128,8 +133,13 @@ class _GroupedMLP(torch.autograd.Function):
         torch.mul(grad_active, gated, out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad_active.mul_(up), gate, grad_input=grad_gate)
         del gated, grad_active
-        grad_weights = (_sums(grad_inside, x, groups), grad_fc2)
-        each = grad_weights if fc1 is rest[0] else (one for some in grad_weights for one in some.unbind())
+        grad_weights = (_sums(grad_inside, x, groups) if of_fc1 else None, grad_fc2)
+        whole = fc1 is rest[0]
+        each = (
+            one
+            for some in grad_weights
+            for one in ([None] * half if some is None else [some] if whole else some.unbind())
+        )
         return _product(grad_inside, fc1, groups), grad_probs, None, None, *each
 
 
