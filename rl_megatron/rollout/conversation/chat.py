@@ -93,6 +93,10 @@ class ChatTemplate(Template):
         return tokens_of_text(self._tokenizer, text), Rendered(text=shown, messages=messages, tools=tools)
 
     @override
+    def shows_alike(self, one: Sequence[ChatMessage], other: Sequence[ChatMessage], tools: Tools) -> bool:
+        return self.render(one, tools) == self.render(other, tools)
+
+    @override
     def decode(self, token_ids: TokenIds, *, special: bool = False) -> str:
         return text_of(self._tokenizer, token_ids, special=special)
 

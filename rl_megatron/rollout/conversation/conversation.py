@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from rl_megatron.columns import TokenIds, freeze
 from rl_megatron.errors import DataError
-from rl_megatron.rollout.conversation.messages import ChatMessage, MessagesRefused, same, tidied
+from rl_megatron.rollout.conversation.messages import ChatMessage, MessagesRefused, alike, same, tidied, with_others
 from rl_megatron.rollout.conversation.templates import Rendered, Rewritten, Template, Tools
 from rl_megatron.types import Chain, Completion, Routes, Turn
 
@@ -83,7 +83,7 @@ class Conversation:
         """
         given = tidied(messages)
         last = _last_turn(given)
-        path = self._path(given, last)
+        path = self._known(given, last, tools)
         known = (*(node.message for node in path), *given[len(path) :])
         after = path[last].sampled if 0 <= last < len(path) else None
         branch: Branch | None = ("again" if last < 0 else "edited") if self._sampled else None
@@ -110,15 +110,16 @@ class Conversation:
         """Whether the template refuses the last assistant message, which was sampled, and not those before it."""
         given = tidied(messages)
         last = _last_turn(given)
-        path = self._path(given, last)
+        path = self._path(given, last, alike)
         if not 0 <= last < len(path) or path[last].sampled is None:
             return False
+        known = [node.message for node in path]
         try:
-            self._template.begin(given[:last], tools)
+            self._template.begin(known[:last], tools)
         except MessagesRefused:
             return False
         try:
-            self._template.begin(given[: last + 1], tools)
+            self._template.begin(known, tools)
         except MessagesRefused:
             return True
         return False
@@ -193,11 +194,25 @@ class Conversation:
         gone_on = {id(one.after) for one in self._sampled}
         return [one for one in self._sampled if id(one) not in gone_on]
 
-    def _path(self, given: Sequence[ChatMessage], last: int) -> list[Node]:
-        """The nodes of the messages that are known, up to the message ``last``."""
+    def _known(self, given: Sequence[ChatMessage], last: int, tools: Tools) -> list[Node]:
+        """The nodes of the messages that are known, up to the message ``last``.
+
+        Clients add keys to messages that they send back (``name``, ``provider_specific_fields``): these make another
+        message only where they change the template's text.
+        """
+        path = self._path(given, last, alike)
+        own, new = [node.message for node in path], given[len(path) :]
+        sent = [with_others(one, other) for one, other in zip(own, given, strict=False)]
+        if sent == own or self._template.shows_alike((*own, *new), (*sent, *new), tools):
+            return path
+        return self._path(given, last, same)
+
+    def _path(
+        self, given: Sequence[ChatMessage], last: int, equal: Callable[[ChatMessage, ChatMessage], bool]
+    ) -> list[Node]:
         found, level = self._root, [self._root]
         for message in given[: last + 1]:
-            level = [child for node in level for child in node.children if same(child.message, message)]
+            level = [child for node in level for child in node.children if equal(child.message, message)]
             if not level:
                 break
             found = level[-1]

@@ -35,17 +35,28 @@ def tidied(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
 
 
 def same(known: ChatMessage, given: ChatMessage) -> bool:
-    """Whether two tidied messages are one to their client: ids of calls do not count, nor does reasoning that
-    ``given`` lacks."""
+    """Whether two tidied messages are `alike`, with equal other keys."""
+    return alike(known, given) and with_others(known, given) is known
+
+
+def alike(known: ChatMessage, given: ChatMessage) -> bool:
+    """Whether two tidied messages say the same to their client: ids of calls do not count, nor does reasoning that
+    ``given`` lacks, nor keys that are neither content nor reasoning nor calls."""
     if known == given:  # of most messages of a long history, in a tenth of the time
         return True
     if known["role"] != given["role"] or known["content"] != given["content"]:
         return False
     if reasoning_of(given) not in ("", reasoning_of(known)):
         return False
-    if _functions(known) != _functions(given):
-        return False
-    return _others(known) == _others(given)
+    return _functions(known) == _functions(given)
+
+
+def with_others(known: ChatMessage, given: ChatMessage) -> ChatMessage:
+    """The known message with the other keys of ``given``; itself where it has these."""
+    own, others = _others(known), _others(given)
+    if own == others:
+        return known
+    return {key: value for key, value in known.items() if key not in own} | others
 
 
 def reasoning_of(message: ChatMessage) -> str:

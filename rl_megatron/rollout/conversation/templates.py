@@ -50,6 +50,10 @@ class Template(Protocol):
         """
         ...
 
+    def shows_alike(self, one: Sequence[ChatMessage], other: Sequence[ChatMessage], tools: Tools) -> bool:
+        """Whether the prompts of both have the same text. Raises MessagesRefused."""
+        ...
+
     def decode(self, token_ids: TokenIds, *, special: bool = False) -> str:
         """Their text, with special tokens or without."""
         ...
@@ -63,19 +67,27 @@ class PlainText(Template):
 
     @override
     def begin(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[TokenIds, Rendered]:
-        text = "".join(message["content"] for message in messages)
+        text = _joined(messages)
         return tokens_of_text(self._tokenizer, text, begins=True), Rendered(text=text, messages=messages, tools=tools)
 
     @override
     def proceed(
         self, before: Rendered, messages: Sequence[ChatMessage], tools: Tools, ended: int | None
     ) -> tuple[TokenIds, Rendered]:
-        new = "".join(message["content"] for message in messages[len(before.messages) + 1 :])
+        new = _joined(messages[len(before.messages) + 1 :])
         return tokens_of_text(self._tokenizer, new), Rendered(text=new, messages=messages, tools=tools)
+
+    @override
+    def shows_alike(self, one: Sequence[ChatMessage], other: Sequence[ChatMessage], tools: Tools) -> bool:
+        return _joined(one) == _joined(other)
 
     @override
     def decode(self, token_ids: TokenIds, *, special: bool = False) -> str:
         return text_of(self._tokenizer, token_ids, special=special)
+
+
+def _joined(messages: Sequence[ChatMessage]) -> str:
+    return "".join(message["content"] for message in messages)
 
 
 def tokens_of_text(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: bool = False) -> TokenIds:

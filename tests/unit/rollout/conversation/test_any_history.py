@@ -15,6 +15,7 @@ from hypothesis import strategies
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.conversation.conversation import Conversation, TurnPrompt
+from rl_megatron.rollout.conversation.messages import MessagesRefused
 from rl_megatron.rollout.conversation.templates import PlainText
 from rl_megatron.types import Chain, Completion
 from tests.unit.rollout.conversation.families import (
@@ -73,6 +74,8 @@ def echoed(message: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         call["id"] = f"other_{rng.random()}"
     if rng.random() < 0.5:
         echo |= {"refusal": None, "audio": None}
+    if rng.random() < 0.5:
+        echo |= {"name": "coder", "provider_specific_fields": {"refusal": None}}  # as LangGraph's and litellm's
     if rng.random() < 0.3:
         echo.pop("reasoning_content", None)
     return echo
@@ -150,6 +153,52 @@ def test_trained_tokens_are_the_sampled_ones_and_spliced_texts_the_templates_own
             messages = next_messages(name, messages, turn, rng)
         check_rows(conversation.chains(), sampled)
     assert spliced[True] >= LEAST[name] * spliced.total()
+
+
+NAMED = "{% for m in messages %}<|im_start|>{{ m.name or m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+WHOLE = "{% for m in messages %}<|im_start|>{{ m | tojson }}<|im_end|>\n{% endfor %}"
+REFUSING = "{% for m in messages %}{% if m.name %}{{ raise_exception('a name') }}{% endif %}{% endfor %}" + WHOLE
+
+
+def templated(template: str) -> ChatTemplate:
+    tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
+    tokenizer.chat_template = template + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    return ChatTemplate(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "others", "branches"),
+    [
+        (ChatTemplate(tokenizer_of("qwen3")), {"name": "coder"}, {}),  # its source has the word, of tools
+        (templated(NAMED), {"provider_specific_fields": {"refusal": None}}, {}),
+        (templated(NAMED), {"name": "coder"}, {"edited": 3}),
+        (templated(NAMED), {"name": "assistant"}, {}),
+        (templated(WHOLE), {"provider_specific_fields": {"refusal": None}}, {"edited": 3}),
+    ],
+)
+def test_keys_that_a_client_adds_to_turns_begin_rows_where_the_template_shows_them(
+    template: ChatTemplate, others: dict[str, Any], branches: dict[str, int]
+) -> None:
+    rng, conversation = random.Random(4), Conversation(template)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "1+1?"}]
+    for number in range(4):
+        asked = conversation.prompt_for(messages, TOOLS)
+        assert template.decode(asked.token_ids, special=True) == template.render(messages, TOOLS)
+        turn = Reply(content=f"{number}")
+        conversation.add(asked, completion_of("qwen3", turn, rng), message_of("qwen3", turn))
+        messages += [message_of("qwen3", turn) | others, {"role": "user", "content": "sure?"}]
+    assert (conversation.branches(), len(conversation.chains())) == (branches, 1 + sum(branches.values()))
+
+
+def test_a_key_that_the_template_refuses_is_not_the_turns_doing() -> None:
+    conversation, turn = Conversation(templated(REFUSING)), Reply(content="2")
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "1+1?"}]
+    asked = conversation.prompt_for(messages)
+    conversation.add(asked, completion_of("qwen3", turn, random.Random(4)), message_of("qwen3", turn))
+    messages += [message_of("qwen3", turn) | {"name": "coder"}]
+    with pytest.raises(MessagesRefused, match="a name"):
+        conversation.prompt_for(messages)
+    assert not conversation.cannot_show_turn(messages)
 
 
 DONE = strategies.sampled_from(("append", "repeat", "edit", "parallel", "drop"))
