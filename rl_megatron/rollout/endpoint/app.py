@@ -123,14 +123,17 @@ class Application:
         """The turn, its id, and whether the request is the first for it.
 
         One that comes again gets the turn that was sampled for it, or is being sampled. It says so itself (`_RETRY`),
-        or says nothing, and the client of an equal one under way has gone. A client that goes away ends nothing.
+        or says nothing, and the client of an equal one under way has gone. Of equal turns it gets one whose client has
+        gone, each another, else the newest. A client that goes away ends nothing.
         """
         digest = hashlib.sha256(asked.path.encode() + b"\n" + asked.body).digest()
         task: asyncio.Task[T] | None
         if (said := asked.headers.get(_RETRY)) is None:
-            task = asked.line.left_turn(digest)
+            task = asked.line.left_turn(digest, done=False)
+        elif said.strip() == b"0":
+            task = None
         else:
-            task = None if said.strip() == b"0" else asked.line.answers.get(digest)
+            task = asked.line.left_turn(digest, done=True) or asked.line.answers.get(digest)
         if first := task is None:
             task = asyncio.create_task(_counted(sample(), asked.line.requests), name=f"turn-{next(self._turns)}")
             asked.line.answers[digest] = task
@@ -139,7 +142,7 @@ class Application:
             asked.line.requests.overridden += self._is_overridden(params, asked.line.served.params)
         else:
             asked.line.requests.retried += 1
-        watching = None if said is not None else asyncio.create_task(_leave(asked, digest, task))
+        watching = asyncio.create_task(_leave(asked, digest, task))
         try:
             turn = await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -147,12 +150,10 @@ class Application:
                 raise RequestRefused(410, "this conversation has ended") from None
             raise
         except Exception:
-            if asked.line.answers.get(digest) is task:
-                del asked.line.answers[digest]
+            asked.line.forget(digest, task)
             raise
         finally:
-            if watching is not None:
-                watching.cancel()
+            watching.cancel()
         return turn, task.get_name(), first
 
     def _is_overridden(self, params: Any, used: SamplingParams) -> bool:

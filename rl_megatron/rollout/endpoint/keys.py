@@ -36,12 +36,19 @@ class OpenConversation:
     sampling: set[asyncio.Task[Any]] = field(default_factory=set)
     left: dict[bytes, list[asyncio.Task[Any]]] = field(default_factory=dict)  # by what was asked: their clients went
 
-    def left_turn(self, digest: bytes) -> asyncio.Task[Any] | None:
-        """A turn that is being sampled and whose client has gone, for another client that asks the same."""
-        under_way = [task for task in self.left.pop(digest, ()) if not task.done()]
-        if len(under_way) > 1:
-            self.left[digest] = under_way[1:]
-        return under_way[0] if under_way else None
+    def left_turn(self, digest: bytes, *, done: bool) -> asyncio.Task[Any] | None:
+        """The first turn whose client has gone, for a request that asks the same: also if sampled, where ``done``."""
+        turns = [task for task in self.left.pop(digest, ()) if done or not task.done()]
+        if len(turns) > 1:
+            self.left[digest] = turns[1:]
+        return turns[0] if turns else None
+
+    def forget(self, digest: bytes, failed: asyncio.Task[Any]) -> None:
+        """Answer nobody with a turn that failed."""
+        if self.answers.get(digest) is failed:
+            del self.answers[digest]
+        if turns := [task for task in self.left.pop(digest, ()) if task is not failed]:
+            self.left[digest] = turns
 
     def end(self) -> None:
         """Give up what is being sampled."""

@@ -25,6 +25,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
 from rl_megatron.rollout.conversation.templates import PlainText, text_of
+from rl_megatron.rollout.endpoint.keys import OpenConversation
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams, Trajectory
 from tests.unit.rollout.conversation.families import TOOLS
@@ -183,14 +184,7 @@ def test_equal_requests_get_the_turns_whose_clients_went_away_each_one(serving: 
     line = serving.endpoint._keys.line({b"authorization": f"Bearer {served[1]}".encode()})
     body = json.dumps({"messages": ASK}).encode()
     engine.go.clear()
-    parts = urlsplit(served[0])
-    gone = [http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=30) for _ in range(2)]
-    for one in gone:
-        one.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {served[1]}"})
-    until(lambda: len(line.sampling) == 2)
-    for one in gone:
-        one.close()
-    until(lambda: sum(map(len, line.left.values())) == 2)
+    leave(served, line, body, 2)
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
         asking = [threads.submit(post, served, body) for _ in range(3)]
         until(lambda: len(line.sampling) == 3 and line.requests.retried == 2)
@@ -200,8 +194,54 @@ def test_equal_requests_get_the_turns_whose_clients_went_away_each_one(serving: 
     assert len(engine.asked) == len(trained(turns)) == 3
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_clients_that_time_out_on_equal_requests_get_turns_of_their_own_when_they_ask_again(
+    serving: Serving, sampled: bool
+) -> None:
+    engine = Saying("fail", "one", "two", "three")
+    turns = serving.turns(engine)
+    served = serving.open(turns)
+    line = serving.endpoint._keys.line({b"authorization": f"Bearer {served[1]}".encode()})
+    body = json.dumps({"messages": ASK}).encode()
+    engine.go.clear()
+    leave(served, line, body, 1, x_stainless_retry_count="0")
+    engine.go.set()
+    until(lambda: not line.left)  # it failed, and is nobody's answer
+    engine.go.clear()
+    leave(served, line, body, 3, x_stainless_retry_count="0")
+    if sampled:
+        engine.go.set()
+        until(lambda: line.requests.answered == 3)
+    else:
+        leave(served, line, body, 3, x_stainless_retry_count="1")
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        asking = [threads.submit(post, served, body, x_stainless_retry_count="2") for _ in range(3)]
+        until(lambda: line.requests.retried == (3 if sampled else 6))
+        engine.go.set()
+        answers = [one.result()[1] for one in asking]
+    assert {one["choices"][0]["message"]["content"] for one in answers} == {"one", "two", "three"}
+    assert len(engine.asked) == 1 + len(trained(turns)) == 4
+    last = post(served, body, x_stainless_retry_count="3")[1]  # no client has gone
+    assert last["choices"][0]["message"]["content"] == "three"
+
+
+def leave(served: tuple[str, str], line: OpenConversation, body: bytes, clients: int, **headers: str) -> None:
+    """Ask, all at once, and go away before the answer."""
+    parts = urlsplit(served[0])
+    gone = [http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=30) for _ in range(clients)]
+    sent = {"Authorization": f"Bearer {served[1]}", **{key.replace("_", "-"): value for key, value in headers.items()}}
+    for one in gone:
+        one.request("POST", "/v1/chat/completions", body, sent)
+    until(lambda: len(line.sampling) == clients and not line.left)
+    for one in gone:
+        one.close()
+    until(lambda: sum(map(len, line.left.values())) == clients)
+
+
 def until(so: Callable[[], bool]) -> None:
+    late = time.monotonic() + 20
     while not so():
+        assert time.monotonic() < late
         time.sleep(0.001)
 
 
