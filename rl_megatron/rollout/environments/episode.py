@@ -155,7 +155,8 @@ class Episode(Served):
         if completion.finish_reason == "stop" and int(ids[-1]) in self._setting.params.stop_token_ids:
             ids = ids[:-1]
         opened = opens_thought(self._setting.template.decode(prompt[-_OPENING:], special=True))
-        return self._setting.parser(self._setting.template.decode(ids, special=True), tools, opened=opened)
+        read = self._setting.parser(self._setting.template.decode(ids, special=True), tools, opened=opened)
+        return replace(read, message=_with_ids(read.message, f"{self._place.seed} {len(self.replies)}"))
 
     def _keep(self, turn: Turn | None, read: Parsed) -> Reply:
         assert turn is not None  # no completion is empty
@@ -283,6 +284,15 @@ def _alike(one: TokenIds, other: TokenIds) -> int:
     shorter = min(len(one), len(other))
     differ = np.flatnonzero(one[:shorter] != other[:shorter])
     return int(differ[0]) if len(differ) else shorter
+
+
+def _with_ids(message: OpenAIMessage, turn: str) -> OpenAIMessage:
+    """The message with ids of its calls that no other turn's have: agents know by them which call was answered."""
+    if "tool_calls" not in message:
+        return message
+    numbered = enumerate(message["tool_calls"])
+    calls = [{"id": f"call_{text_seed(f'{turn} {place}'):016x}", **call} for place, call in numbered]
+    return {**message, "tool_calls": calls}
 
 
 def _unparsed(text: str) -> Parsed:

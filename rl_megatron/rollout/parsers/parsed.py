@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,14 +61,13 @@ def readable(value: object) -> object:
 
 
 def parsed(content: str, reasoning: str, calls: Sequence[tuple[str, str]], problem: str | None = None) -> Parsed:
-    """The message with calls of (name, arguments as JSON text). An id is the same wherever the same call is."""
+    """The message with calls of (name, arguments as JSON text), which have no ids yet."""
     message: dict[str, Any] = {"role": "assistant", "content": content or None if calls else content}
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = [
-            {"id": _identity(place, *call), "type": "function", "function": {"name": call[0], "arguments": call[1]}}
-            for place, call in enumerate(calls)
+            {"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls
         ]
     return Parsed(message=message, problem=problem)
 
@@ -122,7 +120,3 @@ def arguments_of(name: str, written: str) -> str:
     if not isinstance(value, dict):
         raise BadCall(f"the arguments of {name!r} are {written.strip()[:200]}; they must be an object")
     return written.strip()
-
-
-def _identity(place: int, name: str, arguments: str) -> str:
-    return f"call_{hashlib.sha256(f'{place} {name} {arguments}'.encode()).hexdigest()[:24]}"

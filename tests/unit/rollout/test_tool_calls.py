@@ -27,7 +27,7 @@ from rl_megatron.types import Prompt
 from tests.completions import drawn
 from tests.scripted_engine import sampler, trajectories
 from tests.unit.rollout.conversation.families import FAMILIES, TOOLS, tokenizer_of
-from tests.unit.rollout.endpoint.serving import CALLS, STOP, TOKENIZER, Saying, episode
+from tests.unit.rollout.endpoint.serving import ASK, CALLS, STOP, TOKENIZER, Saying, episode
 from tests.unit.rollout.test_environment_source import Talks
 
 TASK = Prompt(id="p", text="1 + 22?", token_ids=(1,), answer="23")
@@ -90,6 +90,22 @@ def test_an_environment_gets_calls_and_its_results_go_on_in_one_row() -> None:
     assert [row.token_ids[turn.start : turn.stop].tolist() for turn in one.turns] == sampled
     assert environment_row([one])["environment/tool_calls"] == 2
     assert shown(found).count("<tool_response>\n23\n</tool_response>") == 2
+
+
+def test_a_call_that_is_made_again_has_another_id_and_the_same_when_the_trajectory_is_repeated() -> None:
+    async def led() -> list[str]:
+        turns, messages, ids = episode(Saying(CALLS)), list[Any](ASK), list[str]()
+        for _ in range(3):
+            reply = await turns.reply(messages, TOOLS)
+            new = [call["id"] for call in reply.message["tool_calls"]]
+            messages += [reply.message, *({"role": "tool", "tool_call_id": one, "content": "wait"} for one in new)]
+            ids += new
+        assert len(turns.chains()) == 1
+        return ids
+
+    ids = asyncio.run(led())
+    assert len(set(ids)) == 6
+    assert asyncio.run(led()) == ids
 
 
 def test_a_thought_that_the_prompt_opened_and_that_was_cut_is_no_answer() -> None:
