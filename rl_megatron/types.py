@@ -94,8 +94,8 @@ class GenerationRequest:
     exact_logprobs: bool = True  # whether log-probs must be of the distribution that is sampled from, to train on
     begun: Completion | None = None  # goes on: these count as new tokens and are in the answer; it may have ended
     group: str | None = None  # names the prompt: requests of one group go where its prefix is cached
-    birth: int | None = None  # the version served when it was sent first; engines with priorities take older first.
-    # One that comes with it, as those of evaluations do, waits in the controller behind none that came without.
+    birth: int | None = None  # the version served when it, or its trajectory, began: priorities take older first
+    ahead: bool = False  # as those of evaluations: waits in the controller behind none without; without a birth, first
     max_seconds: float | None = None  # a completion that runs longer in a server is ended there, as ``length``
     adapters: LoadedAdapters | None = None  # with which the server samples; None: with the model that was pushed
 

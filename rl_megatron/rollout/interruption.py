@@ -63,6 +63,7 @@ class Interruption:
             num_completions=1,
             begun=None,
             birth=completion.spans[0].version,
+            ahead=True,
             params=replace(
                 params,
                 max_new_tokens=params.max_new_tokens - len(tail),

@@ -101,7 +101,7 @@ class RolloutSampler(PolicySampler):
         """As `PolicySampler.held_out`, of completions that are scored."""
         places, names = self.askable(prompts, purpose), list(_told_apart(purpose, prompts))
         asked = [(prompts[place], names[place]) for place in places]
-        answered = await self._run(asked, samples, params, birth=0, exact_logprobs=False, tell=tell)
+        answered = await self._run(asked, samples, params, ahead=True, exact_logprobs=False, tell=tell)
         return self.among_poison(prompts, purpose, places, answered)
 
     async def _run(
@@ -113,7 +113,7 @@ class RolloutSampler(PolicySampler):
         *,
         routes: bool = False,
         exact_logprobs: bool = True,
-        birth: int | None = None,
+        ahead: bool = False,
         max_seconds: float | None = None,
         tell: Tell | None = None,
     ) -> list[Answered]:
@@ -127,7 +127,7 @@ class RolloutSampler(PolicySampler):
                         self._request(prompt, name, count, params),
                         routes=routes,
                         exact_logprobs=exact_logprobs,
-                        birth=birth,
+                        ahead=ahead,
                         max_seconds=max_seconds,
                     )
                     running.append(tasks.create_task(self._group(prompt, request, begun)))

@@ -39,7 +39,7 @@ class PlaySetting:
     max_prompt_tokens: int
     vocab_size: int  # the model's
     parser: Parser | None = None  # of replies into reasoning and calls
-    birth: int | None = None  # this and the next: of its requests
+    ahead: bool = False  # this and the next: of its requests
     exact_logprobs: bool = True
 
 
@@ -274,7 +274,8 @@ class Episode(Served):
             num_completions=1,
             params=replace(self._setting.params, max_new_tokens=room, seed=text_seed(f"{place.seed} {turn}")),
             group=f"{place.name}: {place.task.id}",
-            birth=self._setting.birth,
+            birth=self.turns[0].spans[0].version if self.turns and not self._setting.ahead else None,
+            ahead=self._setting.ahead,
             exact_logprobs=self._setting.exact_logprobs,
         )
 

@@ -127,7 +127,7 @@ class EnvironmentSampler(PolicySampler):
         places = self.askable(prompts, purpose)
         numbered = [(prompts[place], place * samples + i) for place in places for i in range(samples)]
         members = [(self._place(prompt, purpose, number), iter(())) for prompt, number in numbered]
-        played = await self._play(members, params, birth=0, exact_logprobs=False, tell=tell)
+        played = await self._play(members, params, ahead=True, exact_logprobs=False, tell=tell)
         parts = [played[first : first + samples] for first in range(0, len(played), samples)]
         answered = [_answered(prompts[place], part, samples) for place, part in zip(places, parts, strict=True)]
         return self.among_poison(prompts, purpose, places, answered)
@@ -136,8 +136,8 @@ class EnvironmentSampler(PolicySampler):
         self,
         members: Sequence[tuple[TrajectoryPlace, Iterator[TrajectoryPlace]]],
         params: SamplingParams,
-        birth: int | None = None,
         *,
+        ahead: bool = False,
         exact_logprobs: bool = True,
         tell: Tell | None = None,
     ) -> list[list[tuple[int, Played]]]:
@@ -145,7 +145,7 @@ class EnvironmentSampler(PolicySampler):
             engine=self.engine,
             section=self.section,
             params=params,
-            birth=birth,
+            ahead=ahead,
             exact_logprobs=exact_logprobs,
             template=self.template,
             max_prompt_tokens=self.rollout.max_prompt_tokens,

@@ -121,7 +121,7 @@ class ServedEngine:
         if request.num_completions == 1:
             self._attempts.so_far[request.id] = request.begun
         try:
-            async with self._slots if request.birth is None else self._first:
+            async with self._first if request.ahead else self._slots:
                 await self._begin()
                 with self._attempts.suspects.following(request):
                     return await self._generated(request)
@@ -138,7 +138,8 @@ class ServedEngine:
     async def _generated(self, request: GenerationRequest) -> Sequence[Completion]:
         before, begun = await self.weights.served_version(request), request.begun
         if request.birth is None:
-            request = replace(request, birth=before if begun is None else begun.spans[0].version)
+            began = before if begun is None else begun.spans[0].version
+            request = replace(request, birth=0 if request.ahead else began)
         clock = TimeLimit(request.max_seconds)
         if begun is None:
             state = self._state(before)

@@ -85,9 +85,10 @@ def test_an_evaluation_does_not_wait_behind_what_is_sampled_ahead() -> None:
         engine = engine_of([fake])
         await push(engine, 1)
         fake.answer = behind
-        ahead = [asyncio.ensure_future(engine.generate(REQUEST)) for _ in range(2 * SECTION.concurrency)]
+        later = replace(REQUEST, birth=0)  # as a trajectory's later turns
+        ahead = [asyncio.ensure_future(engine.generate(later)) for _ in range(2 * SECTION.concurrency)]
         await asyncio.sleep(0)
-        await engine.generate(replace(REQUEST, id="evaluation: 2+2=", birth=0))
+        await engine.generate(replace(REQUEST, id="evaluation: 2+2=", ahead=True))
         await asyncio.gather(*ahead)
         await engine.close()
 

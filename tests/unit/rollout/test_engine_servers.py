@@ -42,7 +42,8 @@ class Words(Adapter):
         raise NotImplementedError
 
     async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
-        body = {"id": request_id, "prompt": request.token_ids, "new": request.params.max_new_tokens}
+        new, birth = request.params.max_new_tokens, request.birth
+        body = {"id": request_id, "prompt": request.token_ids, "new": new, "birth": birth}
         answer = {"tokens": [7], "finish": "stop", **await server.sampled("/generate", body, json.loads)}
         version = version_of(answer["label"])
         return [completion(answer["tokens"], finish=answer["finish"], spans=((0, version),))] * request.num_completions

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,9 +19,11 @@ from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.rollout.servers.http import Server
+from rl_megatron.types import Completion, GenerationRequest, Span
 from rl_megatron.weights.checks.reports import Report
+from tests.unit.rollout.endpoint.serving import ASK, Saying, episode
 from tests.unit.rollout.test_engine_routes import ASKED
-from tests.unit.rollout.test_engine_servers import Fake, engine_of, push, running
+from tests.unit.rollout.test_engine_servers import REQUEST, Fake, engine_of, push, running
 
 MOE = NAMED["qwen3-235b-a22b"]
 
@@ -97,6 +99,48 @@ def test_older_requests_go_first_where_the_server_has_priorities(engine: str) ->
         server.priorities = has
         asyncio.run(adapter.generate(server, replace(ASKED, birth=birth), "id"))
     assert [body.get("priority") for _, body in server.asked] == [3, 0, None]
+
+
+def test_a_request_is_as_old_as_it_says_or_as_the_version_served_and_the_oldest_if_it_goes_ahead() -> None:
+    births = list[int]()
+
+    def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        births.append(body["birth"])
+        return 200, {"label": "5"}
+
+    async def ask(fake: Fake) -> None:
+        engine = engine_of([fake])
+        await push(engine, 5)
+        fake.answer = answer
+        for changes in ({}, {"birth": 2}, {"ahead": True}, {"ahead": True, "birth": 9}):
+            await engine.generate(replace(REQUEST, **changes))
+        await engine.close()
+
+    with running(1) as (fake,):
+        asyncio.run(ask(fake))
+    assert births == [5, 2, 0, 9]
+
+
+class Pushed(Saying):
+    """Is pushed a version before each turn."""
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        answers = await super().generate(request)
+        return [replace(one, spans=(Span(0, len(self.asked)),)) for one in answers]
+
+
+@pytest.mark.parametrize(("ahead", "births"), [(False, [None, 1, 1]), (True, [None] * 3)])
+def test_later_turns_are_as_old_as_the_first_of_their_trajectory(ahead: bool, births: list[int | None]) -> None:
+    async def led() -> list[GenerationRequest]:
+        engine = Pushed("one", "two", "three")
+        turns, messages = episode(engine, ahead=ahead), list[Any](ASK)
+        for _ in range(3):
+            messages += [(await turns.reply(messages, ())).message, {"role": "user", "content": "On."}]
+        return engine.asked
+
+    asked = asyncio.run(led())
+    assert [one.birth for one in asked] == births
+    assert {one.ahead for one in asked} == {ahead}
 
 
 @pytest.mark.parametrize(("mode", "salted"), [("recompute", False), ("abort", False), ("keep_cache", True)])
