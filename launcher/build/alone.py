@@ -30,6 +30,7 @@ from rl_megatron.weights.checks.compare import compare
 from rl_megatron.weights.checks.reports import NO_KINDS, Report
 from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.families import hf_layout
+from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.servers.file import FileDelivery, LearnerWeights
 from rl_megatron.weights.servers.leftovers import in_use, remove_abandoned
@@ -91,12 +92,13 @@ class _FolderWeights(LearnerWeights):
         return [await asyncio.to_thread(self._sums)]
 
     def _write(self, version: int) -> None:
-        shapes, config = self._hf.local_shapes(0), self._folder / "config.json"
-        mirror.Mirror.make(self._path, shapes, self._dtype, config, self._kind)
+        shapes, float32 = self._hf.local_shapes(0), float32_in_files(self._hf)
+        config = self._folder / "config.json"
+        mirror.Mirror.make(self._path, shapes, self._dtype, config, self._kind, float32=float32)
         if self._path.is_relative_to(NODE_MEMORY):
             self._ends.enter_context(in_use(self._path.parent))
             remove_abandoned(self._path.parent)
-        self._mirror = mirror.Mirror(self._path, shapes, self._dtype, self._kind)
+        self._mirror = mirror.Mirror(self._path, shapes, self._dtype, self._kind, float32=float32)
         self._mirror.withdraw()
         read_boxes(HFFolder(self._folder), self._hf, self._hf, 0, self._mirror.tensors)
         self._mirror.serve(version)
@@ -106,7 +108,7 @@ class _FolderWeights(LearnerWeights):
         if self._kind is not None:
             return self._mirror.sums()
         shapes = self._hf.local_shapes(0)
-        found = checksums(HFFolder(self._folder), shapes, dict.fromkeys(shapes, self._dtype))
+        found = checksums(HFFolder(self._folder), shapes, mirror.dtypes(self._path))
         return Report(rows=[("", name, whole_box(shapes[name]), found[name]) for name in shapes], seconds=0.0)
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rl_megatron.rollout.local.engine import LocalEngine
     from rl_megatron.weights.adapters.pushed import AdapterEnds
     from rl_megatron.weights.checks.reports import Report
+    from rl_megatron.weights.checks.sources import Source
     from rl_megatron.weights.layouts.recorded import Boxes
     from rl_megatron.weights.servers.mirror import Mirror
     from rl_megatron.weights.transports.engine_ends import Sender
@@ -41,9 +42,11 @@ class Worker(RankModels):
 
     def __init__(self, setup: Setup, rank: int, store: int | None) -> None:
         from rl_megatron.learner.model.build import torch_dtype
+        from rl_megatron.weights.layouts.layout import float32_in_files
 
         super().__init__(setup, rank, store)
         config = setup.config
+        self._float32 = float32_in_files(self._hf)
         self._dtype = torch_dtype(config.learner.dtype)
         self._quantization = config.rollout.server.quantization
         self._sender: Sender | None = None  # into engine ranks in other processes
@@ -77,20 +80,21 @@ class Worker(RankModels):
         from rl_megatron.weights.servers.mirror import Mirror
         from rl_megatron.weights.transports.words import gather
 
-        path, shapes = mirror_path(config, run_folder), self._hf.local_shapes(0)
+        path, shapes, float32 = mirror_path(config, run_folder), self._hf.local_shapes(0), self._float32
         kind, group = FORMATS[config.rollout.server.quantization], self._fellow_writers
         if group and self._rank == group[0]:
             if self._rank or not config.rollout.served:
                 self._ends.enter_context(removed(path.parent))
             known = self._model_folder / "config.json"
-            Mirror.make(path, shapes, self._dtype, known, kind, writers=len(group))
+            Mirror.make(path, shapes, self._dtype, known, kind, float32=float32, writers=len(group))
             if path.is_relative_to(NODE_MEMORY):
                 self._ends.enter_context(in_use(path.parent))
                 remove_abandoned(path.parent)
         gather("made", None)
         if not group:
             return None
-        return Mirror(path, shapes, self._dtype, kind, writer=group.index(self._rank), writers=len(group))
+        place = group.index(self._rank)
+        return Mirror(path, shapes, self._dtype, kind, float32=float32, writer=place, writers=len(group))
 
     @property
     def _fellow_writers(self) -> Sequence[int]:
@@ -225,8 +229,12 @@ class Worker(RankModels):
 
         if self._sealed:
             with self._as_pushed():
-                return sent_checksums(self._sources, self._tensors, lambda _, box: box.to(self._dtype))
+                return sent_checksums(self._sources, self._tensors, self._written)
         return self._holder.sums() if isinstance(self._holder, Mirror) else Report(rows=(), seconds=0.0)
+
+    def _written(self, one: Source, box: Tensor) -> Tensor:
+        """What the mirror gets of a box."""
+        return box.float() if one.hf in self._float32 else box.to(self._dtype)
 
     def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> SyncError | None:
         """Plan the moves from every learner rank into engine ranks, which hold ``ranks``; collective with them.

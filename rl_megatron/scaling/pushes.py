@@ -22,7 +22,7 @@ from rl_megatron.scaling.routes import Route, engine_nodes, route_of
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.formats.scaled import BLOCKS, with_scales
 from rl_megatron.weights.layouts.families import family_of, hf_layout
-from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.layout import Layout, float32_in_files
 from rl_megatron.weights.layouts.learner import learner_layout
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from rl_megatron.weights.plans.carriers import Place, carriers_of, plan_into_carriers
@@ -84,10 +84,11 @@ def push_cost(config: RunConfig, shape: ModelShape) -> Push:
 def served_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Bytes of the model as servers read it from a file: quantised weights with their scales, where they have any."""
     each, blocks = BYTES[config.learner.dtype], BLOCKS.get(config.rollout.server.quantization)
-    total = 0
-    for name, size in hf_layout(shape).local_shapes(0).items():
+    hf, total = hf_layout(shape), 0
+    float32 = float32_in_files(hf)
+    for name, size in hf.local_shapes(0).items():
         if blocks is None or blocks.kept(name, size):
-            total += prod(size) * each
+            total += prod(size) * (BYTES["float32"] if name in float32 else each)
         else:
             total += prod(size) * NUMBER + prod(blocks.grid(size)) * SCALE
     return total

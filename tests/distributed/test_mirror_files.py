@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
+from rl_megatron.config.io import load_config
 from rl_megatron.errors import SyncError
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.boxes import volume
+from rl_megatron.weights.boxes import volume, whole_box
+from rl_megatron.weights.checks.checksums import checksum
+from rl_megatron.weights.checks.places import record
+from rl_megatron.weights.checks.reports import checksums_of
+from rl_megatron.weights.checks.whole import sealed_by
 from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import MEGATRON_QWEN3_MOE
@@ -22,9 +28,13 @@ from rl_megatron.weights.plans.copies import plan_into_copies
 from rl_megatron.weights.plans.plan import Plan
 from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.servers.mirror import Mirror
+from rl_megatron.weights.transports.engine_ends import Receiver
+from rl_megatron.weights.transports.joined import Keeper, Rendezvous
 from rl_megatron.weights.transports.process_group import ProcessGroupTransport
 from tests.distributed import test_transport as base
+from tests.distributed.ranks import run_ranks
 from tests.distributed.test_carried import HF, SHAPE, tensors_of
+from tests.family_models import save_model
 
 RANKS = 4
 SHAPES = HF.local_shapes(0)
@@ -143,3 +153,64 @@ def test_writers_quantise_together_as_one_does(tmp_path: Path, quantization: str
         assert all(torch.equal(t.view(torch.uint8), wanted[name].view(torch.uint8)) for name, t in found.items())
         assert mirror.seal(path, 2, {}).error == sealed.error
         assert sorted(row for rank in group for row in said[rank]["sums"]) == sorted(one.sums().rows)
+
+
+FLOAT32 = ("e_score_correction_bias", "indexer.k_norm.weight", "indexer.k_norm.bias")  # in engines of any dtype
+
+
+def pushes(rank: int, root: Path, rendezvous: Rendezvous) -> None:
+    """Rank 0 is the learner's, whose weights are bfloat16; rank 1 an engine's, which receives them straight."""
+    torch.set_num_threads(1)
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(root / "model" / "model.safetensors").items()}
+    if rank == 0:
+        from launcher.runs.folder import mirror_path
+        from launcher.wire.setup import Setup
+        from launcher.worker.learner_rank import Worker
+
+        keys = ("rollout=vllm", "learner.dtype=bfloat16", "learner.ep=1", "learner.threads=1", f"weights.folder={root}")
+        config = load_config("tiny_cpu", keys)
+        setup = Setup(config=config, model_folder=root / "model", run_folder=root, rendezvous=f"file://{root}/store")
+        worker = Worker(setup, 0, None)
+        worker.stage(1)
+        worker.commit(1)
+        worker.export(root / "exported")
+        worker.join_engines(rendezvous, [{name: whole_box(shape) for name, shape in shapes.items()}])
+        sent = worker.send(1)
+        assert not isinstance(sent, SyncError)
+        found = {name: checksum(t, shapes[name]) for name, t in mirror.read(mirror_path(config, root), 1).items()}
+        said = {"file": found, "sums": sealed_by([worker.sums()], shapes), "straight": sealed_by([sent[1]], shapes)}
+        torch.save(said, root / "learner.pt")
+        worker.close()
+    else:
+        params = {
+            name: torch.zeros(shape, dtype=torch.float32 if name.endswith(FLOAT32) else torch.bfloat16)
+            for name, shape in shapes.items()
+        }
+        held = record(
+            lambda tensors: [params[name].copy_(tensor) for name, tensor in tensors],
+            shapes,
+            params,
+            {name: param.dtype for name, param in params.items()},
+        )
+        receiver = Receiver(rendezvous, 1, {one: one.of(params[one.param]) for one in held})
+        receiver.receive(1, lambda one: None)
+        torch.save({"held": sealed_by([checksums_of(held, params)], shapes)}, root / "engine.pt")
+        receiver.close()
+
+
+def test_what_engines_hold_in_float32_is_not_rounded_in_the_file_and_straight_pushes_agree(tmp_path: Path) -> None:
+    """Learner and engine of a model with a selection bias and an indexer, both in bfloat16. 8 seconds."""
+    save_model("deepseek_v32", tmp_path / "model", q_lora_rank=12)
+    keeper = Keeper("127.0.0.1", 240.0)
+    rendezvous = keeper.rendezvous(2, learners=1, transport="process_group", backend="gloo")
+    run_ranks(pushes, 2, tmp_path, rendezvous)
+    wanted = load_file(tmp_path / "model" / "model.safetensors")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    for name, tensor in wanted.items():
+        right = tensor if name.endswith(FLOAT32) else tensor.bfloat16()
+        assert exported[name].dtype == right.dtype
+        assert torch.equal(exported[name], right), name
+        assert not torch.equal(tensor, tensor.bfloat16().float()), name
+    said = torch.load(tmp_path / "learner.pt") | torch.load(tmp_path / "engine.pt")
+    assert said["file"] == {name: checksum(tensor, tuple(tensor.shape)) for name, tensor in exported.items()}
+    assert said["sums"] == said["straight"] == said["held"] == said["file"]

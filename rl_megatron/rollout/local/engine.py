@@ -16,6 +16,7 @@ from rl_megatron.observability import activity
 from rl_megatron.rollout.local.decoding import Decoding, continuations_of
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.layouts.families import family_of, hf_layout
+from rl_megatron.weights.layouts.layout import keeping_dtype
 
 _SCORED_ROWS = 1024  # whose logits are in memory at once
 
@@ -142,7 +143,7 @@ def _draft_tensors(shape: ModelShape, dtype: torch.dtype, device: torch.device |
     if not shape.drafts:
         return {}
     layout, without = hf_layout(shape), hf_layout(replace(shape, drafts=False))
-    exact = replace(layout, table=[row for row in layout.table if row.keeps_dtype]).local_shapes(0)
+    exact = keeping_dtype(layout)
     own = layout.local_shapes(0).keys() - without.local_shapes(0).keys()
     return {
         name: torch.zeros(size, dtype=torch.float32 if name in exact else dtype, device=device)

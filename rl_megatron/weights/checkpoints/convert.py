@@ -45,7 +45,7 @@ from rl_megatron.weights.formats.hf_folder import (
     weight_files,
 )
 from rl_megatron.weights.layouts.families import family_of, hf_layout, megatron_layout, read_shape
-from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.layout import Layout, keeping_dtype
 from rl_megatron.weights.layouts.tables.drafts import has_draft_rows
 from rl_megatron.weights.plans.plan import plan
 
@@ -254,11 +254,6 @@ def hf_tensors(folder: Path, config: Path | None = None, family: str | None = No
     """
     shape = converted_shape(folder, config, family)
     return megatron_copies(folder, shape) if is_megatron(folder) else hf_copies(folder, shape, None)
-
-
-def keeping_dtype(layout: Layout) -> set[str]:
-    """Names of tensors that a conversion of dtypes leaves alone."""
-    return set(replace(layout, table=[row for row in layout.table if row.keeps_dtype]).local_shapes(0))
 
 
 def in_dtype(tensors: Sequence[Copy], dtype: DType | None, layout: Layout) -> list[Copy]:

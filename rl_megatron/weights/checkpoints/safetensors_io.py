@@ -18,7 +18,7 @@ from rl_megatron.durable import publish_folder
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.weights.boxes import Box, Shape, whole_box
 from rl_megatron.weights.bytes.bits import all_numbers, to_tensor
-from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors, keeping_dtype
+from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors
 from rl_megatron.weights.checkpoints.streaming import Copy, numbers
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.formats.hf_folder import (
@@ -34,7 +34,7 @@ from rl_megatron.weights.formats.hf_folder import (
 )
 from rl_megatron.weights.formats.quantize import read_quantised
 from rl_megatron.weights.layouts.families import hf_layout
-from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.layout import Layout, keeping_dtype
 from rl_megatron.weights.layouts.tables.drafts import holds_draft
 from rl_megatron.weights.layouts.tables.rows import SCORE
 from rl_megatron.weights.plans.plan import plan

@@ -9,7 +9,7 @@ activations token by token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -101,15 +101,18 @@ def _bands(values: Tensor) -> Iterator[tuple[int, int]]:
         yield low, min(low + step, len(values))
 
 
-def stored(shapes: Mapping[str, Shape], dtype: DType, kind: Format | None) -> Stored:
-    """The tensors of a file that holds a model of ``shapes`` in ``dtype``, the widest first, so that each is aligned.
+def stored(
+    shapes: Mapping[str, Shape], dtype: DType, kind: Format | None, float32: Collection[str] = frozenset()
+) -> Stored:
+    """The tensors of a file that holds a model of ``shapes``, the widest first, so that each is aligned.
 
-    Raises ConfigError for stacked experts, which neither format supports.
+    They are in ``dtype`` but for those named in ``float32`` and those that ``kind`` quantises. Raises ConfigError for
+    stacked experts, which neither format supports.
     """
     out: dict[str, tuple[DType, Shape]] = {}
     for name, shape in shapes.items():
         if kind is None or kind.blocks.kept(name, shape):
-            out[name] = (dtype, shape)
+            out[name] = (DType.F32 if name in float32 else dtype, shape)
         else:
             out[name] = (kind.dtype, shape)
             out[name + kind.blocks.suffix] = (DType.F32, kind.blocks.grid(shape))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -282,6 +282,21 @@ class Layout:
             )
         elif min(self.stages) < 1:
             yield f"stages={self.stages}: each must be positive"
+
+
+def keeping_dtype(layout: Layout) -> set[str]:
+    """Names of tensors that a conversion of dtypes leaves alone."""
+    return set(replace(layout, table=[row for row in layout.table if row.keeps_dtype]).local_shapes(0))
+
+
+def float32_in_files(hf: Layout) -> set[str]:
+    """Names of tensors that are float32 in every file from which engines load: the vectors that keep their dtype.
+
+    Engines hold these in float32. They join the only such matrix, the indexer's ``weights_proj``, with one of the
+    weights' dtype, so that a wider one in the file would never have the checksum of what they hold.
+    """
+    shapes = hf.local_shapes(0)
+    return {name for name in keeping_dtype(hf) if len(shapes[name]) == 1}
 
 
 def _rows_of(band: Band) -> int:

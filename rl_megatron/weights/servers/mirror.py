@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -42,7 +42,8 @@ class Mirror:
 
     Several processes of a node may be ``writers`` of it, this one the ``writer``-th; `make` has made it before. The
     tensors are in host memory, whatever the learner runs on: no GPU has room for a whole model. With a ``kind`` they
-    are in memory of the writers, and ``serve`` writes them quantised to the file, each writer its share.
+    are in memory of the writers, and ``serve`` writes them quantised to the file, each writer its share. Those named in
+    ``float32`` are not in ``dtype``.
     """
 
     def __init__(
@@ -52,16 +53,17 @@ class Mirror:
         dtype: torch.dtype,
         kind: Format | None = None,
         *,
+        float32: Collection[str] = frozenset(),
         writer: int = 0,
         writers: int = 1,
     ) -> None:
         self.path, self._kind, self._writer, self._writers = path, kind, writer, writers
-        entries = _entries(shapes, dtype, kind)
+        entries = stored(shapes, dtype_of(dtype), kind, float32)
         self.num_bytes = sum(prod(shape) * given.itemsize for given, shape in entries.values())
         self._stored, self._sparse = _mapped(path, entries), [path]
         self.tensors = self._stored
         if kind is not None:
-            plain = _entries(shapes, dtype, None)
+            plain = stored(shapes, dtype_of(dtype), None, float32)
             self.tensors = _mapped(_plain(path), plain) if writers > 1 else _in_memory(plain)
             self._sparse += [_plain(path)] if writers > 1 else []
 
@@ -73,6 +75,7 @@ class Mirror:
         config: Path,
         kind: Format | None = None,
         *,
+        float32: Collection[str] = frozenset(),
         writers: int = 1,
     ) -> None:
         """Make the file, for this user alone. ``config`` becomes the folder's config.json, except for its quantisation.
@@ -87,9 +90,9 @@ class Mirror:
         drafts = holds_draft(shapes)
         text = config_text(config.parent, set(), quantization, drafts=drafts, scores=SCORE in shapes)
         path.with_name("config.json").write_text(text)
-        _empty_file(path, _entries(shapes, dtype, kind))
+        _empty_file(path, stored(shapes, dtype_of(dtype), kind, float32))
         if kind is not None and writers > 1:
-            _empty_file(_plain(path), _entries(shapes, dtype, None))
+            _empty_file(_plain(path), stored(shapes, dtype_of(dtype), None, float32))
 
     def withdraw(self) -> None:
         """Mark the tensors as changing: readers refuse the file until every writer calls ``serve``.
@@ -130,10 +133,6 @@ class Mirror:
             else:
                 changes[name] = kind.write(name, tensor, self._stored[name], scales)
         return largest_change([changes]) or (0.0, "")
-
-
-def _entries(shapes: Mapping[str, Shape], dtype: torch.dtype, kind: Format | None) -> Stored:
-    return stored(shapes, dtype_of(dtype), kind)
 
 
 def _head(entries: Stored) -> bytes:

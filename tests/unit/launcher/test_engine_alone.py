@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from launcher.build.alone import engine_alone
+from launcher.build.alone import _FolderWeights, engine_alone
 from launcher.build.trained import of_folder
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.weights.checks.checksums import checksum
+from rl_megatron.weights.checks.whole import sealed_by
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.servers.leftovers import in_use
+from tests.family_models import save_model
 
 
 @pytest.fixture
@@ -53,3 +59,18 @@ def test_models_served_from_one_folder_have_a_file_of_weights_each(tmp_path: Pat
     (tmp_path / "eval").mkdir()
     asyncio.run(served(*models))
     assert not list(memory.iterdir())
+
+
+def test_a_selection_bias_is_served_as_the_folder_has_it(tmp_path: Path) -> None:
+    """In float32 beside weights in bfloat16, with the checksums of what is served."""
+    save_model("hy_v3", tmp_path / "model")
+    given, path = load_file(tmp_path / "model" / "model.safetensors"), tmp_path / "w" / "model.safetensors"
+    config = load_config("tiny_cpu", ["rollout=vllm", "learner.dtype=bfloat16"])
+    with contextlib.ExitStack() as ends:
+        weights = _FolderWeights(config, tmp_path / "model", read_shape(tmp_path / "model"), path, ends)
+        asyncio.run(weights.push(0))
+        sums = sealed_by(asyncio.run(weights.sums()), {name: tuple(tensor.shape) for name, tensor in given.items()})
+    served = load_file(path)
+    assert sum(torch.equal(tensor, given[name]) for name, tensor in served.items()) == 3  # a layer with experts each
+    assert all(torch.equal(t, given[name]) for name, t in served.items() if name.endswith("mlp.expert_bias"))
+    assert sums == {name: checksum(tensor, tuple(tensor.shape)) for name, tensor in served.items()}

@@ -27,6 +27,7 @@ from rl_megatron.weights.bytes.bits import dtype_of
 from rl_megatron.weights.formats.scaled import BLOCKS
 from rl_megatron.weights.formats.served import FORMATS, stored
 from rl_megatron.weights.layouts.families import hf_layout
+from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.layouts.learner import learner_layout
 from rl_megatron.weights.plans.plan import plan
 from rl_megatron.weights.transports import engine_ends
@@ -264,7 +265,8 @@ def test_servers_by_address_have_unknown_ranks_and_the_senders_bound_the_push() 
 def test_a_file_has_the_bytes_that_the_writer_of_it_makes_room_for(name: str, kind: str) -> None:
     keys = [f"rollout.server.quantization={kind}", "weights.transport=file"]
     config, shape = job("qwen3_30b_a3b", *keys), NAMED[name]
-    entries = stored(hf_layout(shape).local_shapes(0), dtype_of(torch.bfloat16), FORMATS[kind])
+    hf = hf_layout(shape)
+    entries = stored(hf.local_shapes(0), dtype_of(torch.bfloat16), FORMATS[kind], float32_in_files(hf))
     assert served_bytes(config, shape) == sum(prod(size) * dtype.itemsize for dtype, size in entries.values())
 
 

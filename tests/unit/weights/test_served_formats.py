@@ -67,6 +67,21 @@ def mirror_of(folder: Path, kind: str, dtype: torch.dtype = torch.bfloat16) -> M
     return made
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_vector_that_engines_hold_in_float32_is_as_the_learner_has_it(tmp_path: Path, kind: str) -> None:
+    """Beside weights of every format."""
+    bias, path = LAYER + "mlp.gate.e_score_correction_bias", tmp_path / "w" / "model.safetensors"
+    (tmp_path / "config.json").write_text("{}")
+    held, own = SHAPES | {bias: (6,)}, 8.0 + 0.001 * torch.arange(6)  # of which bfloat16 has one value
+    Mirror.make(path, held, torch.bfloat16, tmp_path / "config.json", FORMATS[kind], float32={bias})
+    made = Mirror(path, held, torch.bfloat16, FORMATS[kind], float32={bias})
+    for name, tensor in made.tensors.items():
+        tensor.copy_(own if name == bias else torch.ones(held[name]))
+    made.serve(1)
+    assert torch.equal(read(path, 1)[bias], own)
+    assert dtypes(path)["lm_head.weight"] == torch.bfloat16
+
+
 def entries(path: Path) -> dict[str, tuple[str, list[int]]]:
     """As Hugging Face's own reader sees the file."""
     with safe_open(path, "pt") as file:
