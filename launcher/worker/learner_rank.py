@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,12 @@ from rl_megatron.placement.files import writers_of_files
 from rl_megatron.types import Completion, GenerationRequest, WeightUpdate
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from rl_megatron.rollout.local.engine import LocalEngine
     from rl_megatron.weights.adapters.pushed import AdapterEnds
     from rl_megatron.weights.checks.reports import Report
-    from rl_megatron.weights.checks.sources import Source
     from rl_megatron.weights.layouts.recorded import Boxes
     from rl_megatron.weights.servers.mirror import Mirror
     from rl_megatron.weights.transports.engine_ends import Sender
@@ -228,13 +229,22 @@ class Worker(RankModels):
         from rl_megatron.weights.servers.mirror import Mirror
 
         if self._sealed:
+            dtypes = self._dtypes_in_files
             with self._as_pushed():
-                return sent_checksums(self._sources, self._tensors, self._written)
+                return sent_checksums(self._sources, self._tensors, lambda one, box: box.to(dtypes[one.hf]))
         return self._holder.sums() if isinstance(self._holder, Mirror) else Report(rows=(), seconds=0.0)
 
-    def _written(self, one: Source, box: Tensor) -> Tensor:
-        """What the mirror gets of a box."""
-        return box.float() if one.hf in self._float32 else box.to(self._dtype)
+    @cached_property
+    def _dtypes_in_files(self) -> Mapping[str, torch.dtype]:
+        """The dtype of each tensor of a mirror file."""
+        import torch
+
+        from rl_megatron.weights.bytes.bits import dtype_of
+        from rl_megatron.weights.formats.served import FORMATS, stored
+
+        form = FORMATS[self._quantization]
+        entries = stored(self._hf.local_shapes(0), dtype_of(self._dtype), form, self._float32)
+        return {name: getattr(torch, dtype) for name, (dtype, _) in entries.items()}
 
     def join_engines(self, rendezvous: Rendezvous, ranks: Sequence[Boxes]) -> SyncError | None:
         """Plan the moves from every learner rank into engine ranks, which hold ``ranks``; collective with them.
@@ -254,7 +264,8 @@ class Worker(RankModels):
         sources = self._sources if quantiser is None else sources_of(learner, hf)[self._rank]
         layouts = learner, recorded_layout(hf, ranks)
         try:
-            self._sender = Sender(rendezvous, self._rank, layouts, self._tensors, sources, quantiser)
+            dtypes = self._dtypes_in_files
+            self._sender = Sender(rendezvous, self._rank, layouts, self._tensors, sources, dtypes, quantiser)
         except SyncError as error:
             self._sender = None
             return error

@@ -47,6 +47,7 @@ HF = Layout(table=HF_QWEN3_MOE, shape=SHAPE)
 DIMS, TP = ParallelDims(tp=2, ep=2), 2
 LEARNER = Layout(table=MEGATRON_QWEN3_MOE, shape=SHAPE, dims=DIMS)
 VERSIONS = (3, 4)
+DTYPES = dict.fromkeys(HF.local_shapes(0), torch.float32)
 HEARD = 120.0  # seconds that a rank waits for the other of its pair: half of what the group waits
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 
@@ -182,7 +183,7 @@ def process(rank: int, job: Job) -> None:
 
 def learner(rank: int, job: Job) -> list[Any]:
     src = {n: torch.zeros_like(t, device=job.device) for n, t in cut(VERSIONS[0], rank).items()}
-    sender = Sender(job.rendezvous, rank, (LEARNER, recorded()), src, sources_of(LEARNER, HF)[rank])
+    sender = Sender(job.rendezvous, rank, (LEARNER, recorded()), src, sources_of(LEARNER, HF)[rank], DTYPES)
     out = []
     for version in VERSIONS:
         for name, tensor in cut(version, rank).items():
@@ -343,7 +344,7 @@ def joins_again(rank: int, meetings: Sequence[Rendezvous], folder: Path, both: A
         else:
             sender = sender and sender.close()
             layouts, sources = (HF, recorded_layout(HF, [boxes])), sources_of(HF, HF)[0]
-            sender = Sender(meeting, 0, layouts, tensors_of(version), sources)
+            sender = Sender(meeting, 0, layouts, tensors_of(version), sources, DTYPES)
             sender.send(version)
         both.wait(HEARD)
 

@@ -141,7 +141,8 @@ def learner(rank: int, case: Case) -> dict[str, Any]:
     quantiser, mine, hf = at_sender(case.form, layout.base, HF, rank, tensors)
     assert quantiser is not None
     sources = sources_of(mine, hf)[rank]
-    sender = Sender(case.rendezvous, rank, (mine, recorded_layout(hf, ranks)), tensors, sources, quantiser)
+    dtypes = {name: tensor.dtype for name, tensor in case.whole(0)[0].items()}
+    sender = Sender(case.rendezvous, rank, (mine, recorded_layout(hf, ranks)), tensors, sources, dtypes, quantiser)
     reports = []
     for version in VERSIONS:
         for name, tensor in cut(layout.base, tensors_of(version), rank).items():

@@ -65,6 +65,14 @@ def _sum(box: Tensor, whole: tuple[int, ...], start: tuple[int, ...], factors: _
     return _on_cpu(seen.view(_WORDS[size]), at[0], words)
 
 
+def narrowed(box: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a checksum is of: the box in ``dtype``, that of its tensor's file, where it is held in a wider one.
+
+    Engines hold routers and decays in float32 whatever the weights' dtype. What was read from a file is cast exactly.
+    """
+    return box.to(dtype) if dtype.itemsize < box.dtype.itemsize else box
+
+
 def aligned(whole: tuple[int, ...], columns: tuple[int, int], itemsize: int) -> bool:
     """Whether ``columns`` (of dim 1) are whole words of a tensor of shape ``whole``."""
     row = prod(whole[2:]) * itemsize

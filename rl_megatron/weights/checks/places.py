@@ -26,11 +26,13 @@ _Parts = Sequence[tuple[str, Box]]
 class Held:
     """``box`` of Hugging Face tensor ``hf`` of shape ``whole`` is stored in ``param`` at ``view``.
 
-    ``view`` is the size, strides and offset, in elements of the parameter's storage, of a view of the box's shape.
+    ``dtype`` is the tensor's in the file. ``view`` is the size, strides and offset, in elements of the parameter's
+    storage, of a view of the box's shape.
     """
 
     hf: str
     whole: Shape
+    dtype: torch.dtype
     box: Box
     param: str
     view: tuple[Shape, Shape, int]
@@ -136,7 +138,7 @@ def _held(whole: Tensor, parts: _Parts, source: Tensor, param: str, target: Tens
         sizes, wide = (tuple(high - low for low, high in one) for one in (cut, place))
         own = shift(cut, place, whole_box(wide))
         view = sizes, tuple(strides), int(target.storage_offset()) + ahead
-        yield Held(hf=hf, whole=wide, box=own, param=param, view=view)
+        yield Held(hf=hf, whole=wide, dtype=whole.dtype, box=own, param=param, view=view)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.weights.boxes import Box, Shape, whole_box
-from rl_megatron.weights.checks.checksums import aligned, box_checksums, checksum
+from rl_megatron.weights.checks.checksums import aligned, box_checksums, checksum, narrowed
 from rl_megatron.weights.checks.places import Held
 
 BoxSum = tuple[str, str, Box, int]
@@ -91,7 +91,7 @@ class Beside:
         """Checksum a received box in a parameter that kernels will convert once this is done; nothing covers some."""
         if not whole_words(one, tensor.dtype.itemsize):
             return []
-        return [self._read_box(one.hf, one.of(tensor), one.whole, one.box)]
+        return [self._read_box(one.hf, narrowed(one.of(tensor), one.dtype), one.whole, one.box)]
 
     def held(self, held: Sequence[Held], params: Mapping[str, Tensor]) -> None:
         """Checksum boxes in the parameters that hold them."""
@@ -147,7 +147,9 @@ def checksums_of(held: Sequence[Held], params: Mapping[str, Tensor]) -> Report:
     started = time.perf_counter()
     there = [(one, tensor) for one in held if (tensor := params.get(one.param)) is not None]
     there = [(one, t) for one, t in there if fits(one, t) and whole_words(one, t.dtype.itemsize)]
-    sums = box_checksums((one.of(t), one.whole, tuple(low for low, _ in one.box)) for one, t in there)
+    sums = box_checksums(
+        (narrowed(one.of(t), one.dtype), one.whole, tuple(low for low, _ in one.box)) for one, t in there
+    )
     rows = [(one.param, one.hf, one.box, found) for (one, _), found in zip(there, sums, strict=True)]
     return Report(rows=rows, seconds=time.perf_counter() - started)
 
@@ -160,5 +162,5 @@ def fits(one: Held, tensor: Tensor) -> bool:
 
 
 def whole_words(one: Held, itemsize: int) -> bool:
-    """Whether the box's columns are whole words, so that checksums of its tensor's boxes add up."""
-    return len(one.whole) < 2 or aligned(one.whole, one.box[1], itemsize)
+    """Whether the box's columns are whole words, `narrowed`, so that checksums of its tensor's boxes add up."""
+    return len(one.whole) < 2 or aligned(one.whole, one.box[1], min(itemsize, one.dtype.itemsize))

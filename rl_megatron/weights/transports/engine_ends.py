@@ -16,6 +16,7 @@ from torch import Tensor
 from rl_megatron.errors import SyncError, WeightError
 from rl_megatron.types import WeightUpdate
 from rl_megatron.weights.boxes import volume
+from rl_megatron.weights.checks.checksums import narrowed
 from rl_megatron.weights.checks.places import Held
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.checks.sources import Source, sent_checksums
@@ -140,6 +141,8 @@ def largest_of_all(tensor: Tensor) -> None:
 class Sender:
     """A learner rank's end, which checksums ``sources``. The constructor is collective; rank 0 sends the plan.
 
+    ``dtypes`` are those of the tensors in files that engines load in place of what is sent.
+
     With a ``quantiser`` engines get its numbers, and its scales, which are rows of the learner's layout. Raises
     WeightError if there is no plan for ``layouts``, ConfigError if the transport cannot reach an engine rank.
     """
@@ -151,9 +154,10 @@ class Sender:
         layouts: Layouts,
         tensors: Mapping[str, Tensor],
         sources: Sequence[Source],
+        dtypes: Mapping[str, torch.dtype],
         quantiser: Quantiser | None = None,
     ) -> None:
-        self._sources, self._quantiser = sources, quantiser
+        self._sources, self._dtypes, self._quantiser = sources, dtypes, quantiser
         self._tensors = {**tensors, **(quantiser.scales if quantiser else {})}
         self._member, self._transport = _joined(rendezvous, rank, layouts, src=self._tensors, dst={})
         if quantiser is not None:
@@ -187,9 +191,11 @@ class Sender:
         return replace(update, num_bytes=self._transport.ends.bytes_sent.total(), verify_seconds=waited), report
 
     def _sent(self, one: Source, box: Tensor) -> Tensor:
-        """What engines receive of a box."""
+        """What engines checksum of a box that they receive."""
         numbers = self._quantiser.numbers(one.hf, one.box, box) if self._quantiser else None
-        return box.to(self._transport.ends.dtype_received(one.hf)) if numbers is None else numbers
+        if numbers is not None:
+            return numbers
+        return narrowed(box.to(self._transport.ends.dtype_received(one.hf)), self._dtypes[one.hf])
 
     def close(self) -> None:
         """Close the transport, then leave the group: ranks that wait for this one see its connection close."""

@@ -18,6 +18,7 @@ import torch
 
 from rl_megatron.errors import CorruptionError, ReplicasLost, SyncError
 from rl_megatron.types import Batch, Completion, GenerationRequest, ParallelDims, Scores, Want, WeightUpdate
+from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.checks.places import Held
 from rl_megatron.weights.checks.reports import NO_KINDS, Beside, BoxSum, Kinds, Report, not_private
 from rl_megatron.weights.checks.whole import sealed_by
@@ -31,6 +32,7 @@ from rl_megatron.weights.servers.trust import Trust
 from rl_megatron.weights.transports.joined import Keeper
 from tests.completions import completion
 
+DTYPE = torch.float32
 SHAPES = {"norm": (4,), **{f"layers.{i}.{x}": (4, 8) for i in range(2) for x in ("gate", "up")}}
 
 
@@ -96,10 +98,8 @@ class Both:
             self.params[name] = tensor.flip(0) if self.packed and name != "norm" else tensor.clone()
         if self.flipped:
             self.params[self.flipped].view(torch.uint8).view(-1)[5] ^= 1
-        held = [
-            Held(hf=n, whole=s, box=tuple((0, x) for x in s), param=n, view=(s, (1,) if len(s) == 1 else (8, 1), 0))
-            for n, s in SHAPES.items()
-        ]
+        views = {n: (s, (1,) if len(s) == 1 else (8, 1), 0) for n, s in SHAPES.items()}
+        held = [Held(hf=n, whole=s, dtype=DTYPE, box=whole_box(s), param=n, view=views[n]) for n, s in SHAPES.items()]
         beside = Beside()
         for name, tensor in self.mirror.tensors.items():
             beside.read(name, tensor + 1 if name == self.misread else tensor)
