@@ -177,7 +177,7 @@ def held_indexer(shape: ModelShape, layer: int, zeros: Zeros) -> dict[str, Tenso
     return {
         "wq_b.weight": zeros(heads * size, shape.latent.query_rank),
         "wk.weight": zeros(size, hidden),
-        "k_norm.weight": zeros(size),
-        "k_norm.bias": zeros(size),
+        "k_norm.weight": zeros(size, dtype=torch.float32),
+        "k_norm.bias": zeros(size, dtype=torch.float32),
         "weights_proj.weight": zeros(heads, hidden),
     }

@@ -16,7 +16,7 @@ from rl_megatron.observability import activity
 from rl_megatron.rollout.local.decoding import Decoding, continuations_of
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.layouts.families import family_of, hf_layout
-from rl_megatron.weights.layouts.layout import keeping_dtype
+from rl_megatron.weights.layouts.layout import float32_in_files
 
 _SCORED_ROWS = 1024  # whose logits are in memory at once
 
@@ -143,7 +143,7 @@ def _draft_tensors(shape: ModelShape, dtype: torch.dtype, device: torch.device |
     if not shape.drafts:
         return {}
     layout, without = hf_layout(shape), hf_layout(replace(shape, drafts=False))
-    exact = keeping_dtype(layout)
+    exact = float32_in_files(layout)
     own = layout.local_shapes(0).keys() - without.local_shapes(0).keys()
     return {
         name: torch.zeros(size, dtype=torch.float32 if name in exact else dtype, device=device)

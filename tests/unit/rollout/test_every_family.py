@@ -14,10 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from rl_megatron.data.routes import decode_routes
+from rl_megatron.models.named import NAMED
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.types import Completion, GenerationRequest, SamplingParams
 from rl_megatron.weights.formats.hf_folder import is_draft
-from rl_megatron.weights.layouts.families import FAMILIES, read_shape
+from rl_megatron.weights.layouts.families import FAMILIES, hf_layout, read_shape
+from rl_megatron.weights.layouts.layout import float32_in_files
 from tests.family_models import MODELS, SPARSE, save_model
 
 LENGTHS = (1, 9, 2, 17, 5)
@@ -94,3 +96,16 @@ def test_logits_of_whole_texts_are_those_of_transformers(served: tuple[str, Any,
 
 def test_every_family_is_served() -> None:
     assert [kind for kind, family in FAMILIES.items() if not family.serves] == []
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "hunyuan-3"])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_it_holds_in_float32_what_files_of_weights_in_bfloat16_do(name: str, drafts: bool) -> None:
+    """So that its checksums are those of what it loads, and no export rounds."""
+    shape = replace(NAMED[name], num_layers=4, drafts=drafts)
+    if shape.indexer is not None:
+        shape = replace(shape, indexer=replace(shape.indexer, layers=(0, 1, 2, 3, *range(4, 4 + shape.draft_layers))))
+    engine = LocalEngine(shape, slots=1, dtype=torch.bfloat16, device="meta", max_length=8)
+    found = {tensor for tensor, held in engine.tensors.items() if held.dtype == torch.float32}
+    assert found == float32_in_files(hf_layout(shape))
+    assert found
