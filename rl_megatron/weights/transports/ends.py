@@ -175,8 +175,8 @@ class PlanEnds:
         return found
 
     def wire_bytes(self, bucket: Bucket) -> int:
-        """Bytes of the bucket's parcel: payload, padding to a word, trailer."""
-        return _padded(bucket.num_bytes) + _WORD * (1 + len(bucket.parts)) if self.verify else bucket.num_bytes
+        """Bytes of the bucket's parcel: payload, padding to a word, and a trailer with digests."""
+        return _padded(bucket.num_bytes) + (_WORD * (1 + len(bucket.parts)) if self.verify else 0)
 
     def bind(self, peer: int, bucket: Bucket, buffer: Tensor, *, leaving: bool) -> Parcel:
         """The parcel of ``bucket`` at the start of ``buffer``, which is aligned to a word and may be longer."""
