@@ -43,6 +43,8 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], given: Keywords) -
         optimizer: MegatronOptimizer = LayerWise(config, chunks)
     else:
         optimizer = get_megatron_optimizer(config, list(chunks), overrides(config))
+        # Where only experts have adapters, the dense parameters' optimizer steps none on any rank.
+        optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if part.optimizer is not None]
     for part in inner_optimizers(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):  # neither apex nor TransformerEngine
             for group in part.optimizer.param_groups:
@@ -125,6 +127,21 @@ def step(optimizer: MegatronOptimizer, learning_rate: float, norm: float) -> Non
         if part.config.clip_grad > 0:
             _clip(part, part.config.clip_grad / (norm + 1e-6))  # as megatron does
     optimizer.step_with_ready_grads()
+    for part in inner_optimizers(optimizer):
+        if not part.get_parameters():
+            _count_alone(part.optimizer)
+
+
+def _count_alone(adam: Any) -> None:
+    """Count a step of an optimizer without parameters, which counts none itself. A checkpoint holds rank 0's count, and
+    rank 0's stage may have no parameter at all."""
+    by_parameter = isinstance(adam, torch.optim.AdamW | HybridDeviceOptimizer)
+    if by_parameter:
+        made = adam.state.get(_NO_PARAMETER, {}).get("step", torch.tensor(0.0))
+        adam.state[_NO_PARAMETER] = {"step": made + 1}
+    if not isinstance(adam, torch.optim.AdamW):
+        for group in adam.param_groups:
+            group["step"] = group.get("step", 0) + 1
 
 
 def _clip(part: MegatronOptimizer, factor: float) -> None:
@@ -176,13 +193,15 @@ def create_state(optimizer: MegatronOptimizer) -> None:
 
     torch's AdamW counts steps per parameter; apex's and TransformerEngine's count per group, in those with parameters
     alone, and get no ``step`` here before the first. A pipeline stage without experts has an expert optimizer without
-    parameters. Rank 0's count of steps is the one that a checkpoint holds, of experts too: there it is the others'.
+    parameters. Rank 0's count of steps is the one that a checkpoint holds, of experts too: there it is the others', or
+    else that of `step`.
     """
-    steps, counted = torch.tensor(0.0), None
-    for part in inner_optimizers(optimizer):  # that of the dense parameters, which every rank has, comes first
+    steps: torch.Tensor | None = None
+    counted: int | None = None
+    for part in inner_optimizers(optimizer):  # that of the dense parameters, where these are stepped, comes first
         adam = part.optimizer
         parameters = [p for group in adam.param_groups for p in group["params"]]
-        adam.state.pop(_NO_PARAMETER, None)  # of a stage without experts that was loaded into one that has them
+        alone = adam.state.pop(_NO_PARAMETER, {"step": torch.tensor(0.0)})  # may be of a stage that had no experts
         if isinstance(adam, HybridDeviceOptimizer):
             for inside in adam.sub_optimizers:
                 _fill_state(inside)
@@ -195,7 +214,7 @@ def create_state(optimizer: MegatronOptimizer) -> None:
         elif parameters:
             steps = adam.state[parameters[0]]["step"]
         else:
-            adam.state[_NO_PARAMETER] = {"step": steps.clone()}
+            adam.state[_NO_PARAMETER] = alone if steps is None else {"step": steps.clone()}
 
 
 def _count_in_all_groups(adam: torch.optim.Optimizer, counted: int | None) -> int | None:

@@ -168,6 +168,29 @@ def test_latents_shared_experts_and_dense_layers_send_what_the_closed_form_says(
     assert said["passes"] == pytest.approx(terms["activations"] + terms["logits"], rel=0.04)
 
 
+def dry_adapters(stage: int, folder: Path) -> None:
+    from rl_megatron.learner.dry_run.rank import dry_run
+
+    found = dry_run(SHARED, with_adapters(), stage, sequence=SEQUENCE, micro_batches=2)
+    (folder / str(stage)).write_text(json.dumps(asdict(found)))
+
+
+def with_adapters() -> LearnerSection:
+    lora = {"rank": 4, "targets": ["experts"]}
+    keys = {"dtype": "bfloat16", "pp": 2, "stage_layers": "1+3", "lora": lora, "max_tokens_per_micro_batch": 1024}
+    return LearnerSection.model_validate(keys)
+
+
+def test_a_stage_without_adapters_has_no_gradients_and_no_state(tmp_path: Path) -> None:
+    """Adapters of experts alone, of which the first stage, a dense layer, has none."""
+    run_ranks(dry_adapters, 2, tmp_path)  # each in a world of its own
+    for planned in footprints(RunConfig(learner=with_adapters()), SHARED):
+        said = json.loads((tmp_path / str(planned.stage)).read_text())
+        assert said["gradients"] == planned.terms["gradients"]
+        assert said["optimizer"] == pytest.approx(planned.terms["optimizer"], rel=0.01, abs=1000)
+        assert (said["gradients"] > 0) is (planned.stage == 1)
+
+
 def dry_dense_over_tp(_: int, folder: Path) -> None:
     from rl_megatron.learner.dry_run.rank import dry_run
 

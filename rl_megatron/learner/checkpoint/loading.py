@@ -21,6 +21,7 @@ from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.learner.adam.groups import add_missing, own_settings
 from rl_megatron.learner.checkpoint.faults import told
 from rl_megatron.learner.checkpoint.state import COMMON, inner, is_adapter, is_left_out, key_of, sharded_state, weights
+from rl_megatron.learner.lora.adapters import adapters_of
 from rl_megatron.learner.muon.shared import LayerWise
 from rl_megatron.learner.optimizer import copy_to_host, inner_optimizers
 from rl_megatron.weights.bytes.bits import all_numbers
@@ -40,7 +41,7 @@ def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel], *, wit
     state = _read(wanted, folder, "this layout")  # at once: all layers must be asked for, and each chunk has some
     with torch.no_grad():
         for i, chunk in enumerate(chunks):
-            _fill(chunk, _of_chunk(state, i, chunks), f"{folder}, chunk {i}", without)
+            _fill(chunk, _of_chunk(state, i, chunks), f"{folder}, chunk {i}", adapters=False, without=without)
             for name, parameter in inner(chunk).named_parameters():
                 if not is_left_out(name, without) and not is_adapter(name) and not all_numbers(parameter):
                     raise WeightError(f"{folder}: {name} holds NaN or infinite values; fetch or convert it again")
@@ -51,7 +52,8 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Meg
     state = _read(sharded_state(chunks, optimizer), folder, "this layout")
     with torch.no_grad():
         for i, chunk in enumerate(chunks):
-            _fill(chunk, _of_chunk(state, i, chunks), f"{folder}, chunk {i}")
+            adapters = adapters_of(inner(chunk)) is not None  # of which a chunk may have none
+            _fill(chunk, _of_chunk(state, i, chunks), f"{folder}, chunk {i}", adapters=adapters)
         with own_settings(optimizer):
             optimizer.load_state_dict(_in_groups(_in_links(state["optimizer"], optimizer, folder), optimizer))
     copy_to_host(optimizer)
@@ -63,11 +65,10 @@ def _of_chunk(state: dict[str, Any], index: int, chunks: Sequence[DistributedDat
     return found
 
 
-def _fill(chunk: Any, state: dict[str, Any], where: str, without: str | None = None) -> None:
-    """Load ``state``, of the adapters or of all else, into the chunk. Raises CheckpointError if one has a tensor that
-    the other lacks."""
+def _fill(chunk: Any, state: dict[str, Any], where: str, *, adapters: bool, without: str | None = None) -> None:
+    """Load ``state``, of the ``adapters`` or of all else, into the chunk. Raises CheckpointError if one has a tensor
+    that the other lacks."""
     keys = inner(chunk).load_state_dict(state, strict=False)
-    adapters = any(map(is_adapter, state))
     missing = [n for n in keys.missing_keys if not is_left_out(n, without) and is_adapter(n) == adapters]
     if missing or keys.unexpected_keys:
         raise CheckpointError(

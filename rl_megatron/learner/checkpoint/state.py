@@ -53,8 +53,10 @@ def sharded_state(
     """
     create_state(optimizer)
     held = {key_of(i, len(chunks)): trained(chunk) for i, chunk in enumerate(chunks)}
-    state: dict[str, Any] = {key: tensors for key, tensors in held.items() if tensors}  # stages may lack a draft layer
-    models = state["model"] if len(chunks) == 1 else dict(state)
+    state: dict[str, Any] = {
+        key: tensors for key, tensors in held.items() if tensors
+    }  # not all have drafts or adapters
+    models = state.get("model", {}) if len(chunks) == 1 else dict(state)
     with _collecting(optimizer, values, gathered):
         state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=gathered is None, metadata=dict(METADATA))
     for part in nested_values(state):

@@ -155,8 +155,9 @@ def _one_by_one(*_: object, **__: object) -> Iterator[_Done]:
 
 
 def _all_alike(out: list[Any], mine: Any, group: object = None) -> None:
-    """A pickle has data: the others are taken to say the same."""
-    out[:] = [mine] * len(out)
+    """A pickle has data: the others are taken to say the same, or, of a stage without parameters, one group of dense
+    ones."""
+    out[:] = [mine or [(None, False)]] * len(out)
 
 
 def _as_it_is(module: torch.nn.Module, *_: object, **__: object) -> torch.nn.Module:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
-from rl_megatron.learner.optimizer import create_state
+from rl_megatron.learner.optimizer import create_state, step
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -25,8 +25,8 @@ class FusedAdam(torch.optim.Optimizer):
         return out
 
 
-@pytest.mark.parametrize(("kind", "step"), [(FusedAdam, False), (torch.optim.AdamW, True)])
-def test_it_is_what_the_optimizer_can_say_again(kind: Any, step: bool) -> None:
+@pytest.mark.parametrize(("kind", "counts"), [(FusedAdam, False), (torch.optim.AdamW, True)])
+def test_it_is_what_the_optimizer_can_say_again(kind: Any, counts: bool) -> None:
     optimizer = kind([torch.nn.Parameter(torch.ones(3))], {"lr": 0.0}) if kind is FusedAdam else kind([torch.ones(3)])
     create_state(SimpleNamespace(optimizer=optimizer))  # type: ignore[arg-type]
     (state,) = optimizer.state_dict()["state"].values()
@@ -34,4 +34,22 @@ def test_it_is_what_the_optimizer_can_say_again(kind: Any, step: bool) -> None:
         "exp_avg": [0.0] * 3,
         "exp_avg_sq": [0.0] * 3,
     }
-    assert ("step" in state) is step
+    assert ("step" in state) is counts
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, torch.optim.AdamW])
+def test_steps_of_a_stage_without_parameters_are_counted(kind: Any) -> None:
+    """A checkpoint holds the count of rank 0, whose stage may have no adapters."""
+    optimizer = kind([{"params": []}], {"lr": 0.0}) if kind is FusedAdam else kind([{"params": []}])
+    part: Any = SimpleNamespace(
+        optimizer=optimizer,
+        param_groups=optimizer.param_groups,
+        config=SimpleNamespace(clip_grad=0.0),
+        get_parameters=list,
+        step_with_ready_grads=lambda: True,
+    )
+    for made in (1, 2):
+        step(part, 1e-3, 1.0)
+        create_state(part)
+        counts = optimizer.param_groups if kind is FusedAdam else optimizer.state.values()
+        assert [float(count["step"]) for count in counts] == [made]
