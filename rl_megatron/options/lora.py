@@ -69,14 +69,23 @@ class Lora(Option):
             yield f"{given} with {key}; {remedy}"
         if lora.expert_rank and "experts" not in lora.targets:
             yield "learner.lora.expert_rank without experts in learner.lora.targets would have no effect; leave it out"
-        if shape is None or "experts" not in lora.targets:
+        if shape is None:
+            return
+        lacking = _lacking(shape)
+        for target in lora.targets if set(lora.targets) < set(LoraSection().targets) else ():
+            if target in lacking:
+                yield (
+                    f"learner.lora.targets={','.join(lora.targets)}: model_type={shape.family!r} has no "
+                    f"{lacking[target]}; leave out {target}"
+                )
+        if "experts" not in lora.targets:
             return
         if lora.expert_rank and not shape.num_experts:
             yield f"learner.lora.expert_rank: model_type={shape.family!r} has no experts; leave it out"
         if shape.expert_bias or shape.stacked_experts:
             yield (
                 f"{given}: experts of model_type={shape.family!r} are in one tensor a layer, which has no adapters "
-                "here; set learner.lora.targets=attention,mlp"
+                f"here; set learner.lora.targets={'attention' if 'mlp' in lacking else 'attention,mlp'}"
             )
 
     def memory(self, learner: LearnerSection, shape: ModelShape, rank: Rank, terms: Terms) -> Terms:
@@ -86,6 +95,13 @@ class Lora(Option):
         layers = len(rank.layers)
         each = (rank.matrices.both / layers) * BYTES[learner.dtype]
         return {**terms, "merged weights": _MERGED * each}
+
+
+def _lacking(shape: ModelShape) -> Mapping[Adaptable, str]:
+    """What the model lacks, for each target that matches none of its matrices."""
+    if not shape.num_experts:
+        return {"experts": "routed experts"}
+    return {} if shape.dense_layers or shape.shared_width else {"mlp": "dense layers and no shared experts"}
 
 
 def _excluded(learner: LearnerSection) -> Mapping[str, str]:
