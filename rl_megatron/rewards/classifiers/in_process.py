@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -35,19 +36,28 @@ class ClassifierReward:
         self._label = _label(self._model.config, section.label, where)
         self._texts = classifier_texts(folder, section, self._model.config, where)
         self._turn = asyncio.Semaphore(1)
+        self._alone = threading.Lock()  # of the thread that computes, which may be that of a group given up
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
         """Waiting for other groups counts towards ``reward.timeout_seconds``."""
+        given_up = threading.Event()
         async with self._turn:
-            return await in_daemon_thread(partial(self._score, prompt.text, list(texts)))
+            try:
+                return await in_daemon_thread(partial(self._score, prompt.text, list(texts), given_up))
+            finally:
+                given_up.set()
 
-    def _score(self, prompt: str, texts: Sequence[str]) -> list[Scored]:
+    def _score(self, prompt: str, texts: Sequence[str], given_up: threading.Event) -> list[Scored]:
+        """Ends before the next batch once ``given_up``, for which nothing waits any longer."""
         import torch
 
-        size = self._section.batch_size
-        with torch.inference_mode():
-            batches = [self._forward(prompt, texts[i : i + size]) for i in range(0, len(texts), size)]
-        return [Scored(total=float(reward)) for batch in batches for reward in batch]
+        size, found = self._section.batch_size, list[Scored]()
+        with self._alone, torch.inference_mode():
+            for start in range(0, len(texts), size):
+                if given_up.is_set():
+                    break
+                found += [Scored(total=float(reward)) for reward in self._forward(prompt, texts[start : start + size])]
+        return found
 
     def _forward(self, prompt: str, texts: Sequence[str]) -> Tensor:
         """Rewards [len(texts)] float32."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,45 @@ def test_without_padding_in_its_config_a_text_is_read_at_its_last_token(tmp_path
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "c"}))
     wanted = expected(folder, [ids_of(PROMPT.text + text) for text in TEXTS])[:, 0]
     torch.testing.assert_close(torch.tensor(score(folder)), wanted)
+
+
+def test_a_group_that_is_given_up_ends_with_its_batch_and_none_is_computed_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without padding in its config each batch chooses one, which transformers reads at the end of a forward pass."""
+    folder = make(tmp_path, num_labels=1)
+    forward, batches = LlamaForSequenceClassification.forward, list[threading.Thread]()
+    inside, most, entered, go_on = 0, 0, threading.Event(), threading.Event()
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        nonlocal inside, most
+        batches.append(threading.current_thread())
+        inside += 1
+        most = max(most, inside)
+        if len(batches) == 1:
+            entered.set()
+            go_on.wait()
+        found = forward(*arguments, **named)
+        inside -= 1
+        return found
+
+    async def scores() -> list[float]:
+        reward = resolve_reward(RewardSection.model_validate({"function": f"hf:{folder}", "model": {"batch_size": 2}}))
+        late = asyncio.ensure_future(reward(PROMPT, [DONE] * len(TEXTS), TEXTS))
+        await asyncio.to_thread(entered.wait)
+        late.cancel()
+        await asyncio.wait([late])
+        then = asyncio.ensure_future(reward(PROMPT, [DONE] * len(TEXTS), TEXTS))
+        await asyncio.sleep(0)
+        go_on.set()
+        return [one.total for one in await then]
+
+    wanted = expected(folder, [ids_of(PROMPT.text + text) for text in TEXTS])[:, 0]
+    monkeypatch.setattr(LlamaForSequenceClassification, "forward", watched)
+    found = asyncio.run(scores())
+    batches[0].join()
+    torch.testing.assert_close(torch.tensor(found), wanted)
+    assert (most, batches.count(batches[0])) == (1, 1)
 
 
 def test_several_models_are_weighed_and_each_ones_score_is_kept(tmp_path: Path) -> None:
