@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron.config.errors import shorten
-from rl_megatron.config.resume import defaults, fixed, is_free
+from rl_megatron.config.resume import changes_no_step, defaults, fixed, is_free
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import CheckpointError
 from rl_megatron.training import checkpoints
@@ -34,7 +34,7 @@ def _check_same(now: Mapping[str, Any], usual: Mapping[str, Any], then: Mapping[
     changed = [
         f"{key}: {_shown(then, key)} then, {_shown(now, key)} now"
         for key in {**then, **now}
-        if key not in now or key not in then or now[key] != then[key]
+        if key not in now or key not in then or (now[key] != then[key] and not changes_no_step(key, then, now))
     ]
     if len(changed) > _MAX_LINES:
         changed[_MAX_LINES:] = [f"and {len(changed) - _MAX_LINES} more"]

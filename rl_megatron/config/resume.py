@@ -91,6 +91,15 @@ def is_free(key: str) -> bool:
     return next(FREE[name] for name in above if name in FREE)
 
 
+def changes_no_step(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the values of a fixed ``key`` differ in what is done with longer rows alone, of which a run that fails at
+    one has trained on none."""
+    section, _, name = key.rpartition(".")
+    if section not in ("sft", "dpo", "reward_model") or then.get(f"{section}.on_long") != "fail":
+        return False
+    return name == "on_long" or (name == "max_tokens" and now[key] > then[key])
+
+
 def fixed(config: RunConfig) -> dict[str, Any]:
     """The values of all keys that a resume must not change, as JSON values."""
     return {key: value for key, value in flat(config.model_dump(mode="json")) if not is_free(key)}

@@ -122,6 +122,33 @@ def test_keys_that_an_older_version_held_fixed_are_free_and_those_it_lacked_had_
 
 
 @pytest.mark.parametrize(
+    ("job", "then", "now", "refused"),
+    [
+        ("sft", (), ("on_long=drop",), ()),
+        ("sft", (), ("on_long=cut", "max_tokens=2048"), ()),
+        ("dpo", (), ("on_long=drop",), ()),
+        ("reward_model", (), ("max_tokens=2048",), ()),
+        ("sft", (), ("on_long=drop", "max_tokens=512"), ("max_tokens: 1024 then, 512 now",)),
+        ("sft", ("on_long=drop",), ("max_tokens=2048",), ("on_long: 'drop' then", "max_tokens: 1024 then")),
+        ("sft", (), ("batch_size=2",), ("batch_size: 64 then, 2 now",)),
+    ],
+)
+def test_what_is_done_with_longer_rows_may_change_where_none_was_seen(
+    job: str, then: tuple[str, ...], now: tuple[str, ...], refused: tuple[str, ...], tmp_path: Path
+) -> None:
+    """As the error of the first longer row advises."""
+    given = ({"job": job, job: dict(one.split("=") for one in some)} for some in (then, now))
+    first, second = map(RunConfig.model_validate, given)
+    run = run_of(tmp_path, first)
+    if not refused:
+        find(second, run)
+        return
+    with pytest.raises(CheckpointError) as caught:
+        find(second, run)
+    assert all(f"{job}.{said}" in str(caught.value) for said in refused)
+
+
+@pytest.mark.parametrize(
     ("then", "now", "said"),
     [
         (("most=1",), ("most=2",), "most: 1 then, 2 now"),
