@@ -221,6 +221,7 @@ def test_a_run_that_is_stopped_and_resumed_is_equal_to_the_bit(place: Place, mod
             ("sft.max_tokens=60",),
             "tokens with its answers, sft.max_tokens=60; raise it, or set sft.on_long=drop or cut",
         ),
+        (("data.train=formless.jsonl",), ": message 1 has content [{'type': 'image_url'}]"),
         (("data.messages_field=chat",), "no field 'chat'; it has id, messages"),
         (("reward.function=length",), "reward.function=length: job=sft does not read it"),
     ],
@@ -228,6 +229,13 @@ def test_a_run_that_is_stopped_and_resumed_is_equal_to_the_bit(place: Place, mod
 def test_what_cannot_be_trained_on_ends_the_run_before_a_step(
     place: Place, model: Path, more: tuple[str, ...], said: str
 ) -> None:
+    last = order()[ROWS - 1]  # of the first epoch, which no step draws
+    formless = {
+        "messages": [{"role": "user", "content": [{"type": "image_url"}]}, {"role": "assistant", "content": ""}]
+    }
+    rows = (place.folder / "train.jsonl").read_text().splitlines()
+    rows[last] = json.dumps(formless | {"id": 0})
+    (place.folder / "formless.jsonl").write_text("\n".join(rows))
     run = place.fork_alone(f"refused-{len(place.runs)}", *keys(model, "train.steps=2", *more))
     assert run.end() != 0
     assert said in run.text().replace("\n", " ")

@@ -31,7 +31,7 @@ def tidied(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
     """
     if not messages:
         raise MessagesRefused("messages is empty; send at least one")
-    return tuple(_tidied(place, message) for place, message in enumerate(messages))
+    return tuple(_tidied(place, message) for place, message in enumerate(messages, 1))
 
 
 def same(known: ChatMessage, given: ChatMessage) -> bool:

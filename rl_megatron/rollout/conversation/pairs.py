@@ -7,10 +7,9 @@ import json
 from collections.abc import Iterable, Sequence
 
 from rl_megatron.data.pairs import Pair
-from rl_megatron.data.problems.records import listed
 from rl_megatron.errors import DataError
 from rl_megatron.rollout.conversation.messages import MessagesRefused
-from rl_megatron.rollout.conversation.written import WrittenConversation, WrittenConversations
+from rl_megatron.rollout.conversation.written import WrittenConversation, WrittenConversations, check_each
 from rl_megatron.types import Prompt
 
 _SIDES = ("better", "worse")
@@ -39,14 +38,12 @@ def paired_answers(prompts: Sequence[Prompt], conversations: WrittenConversation
 
 def check_answers(prompts: Iterable[Prompt]) -> None:
     """Raises DataError that names each of the conversations whose two sides `paired_answers` cannot tell apart."""
-    bad = list[str]()
-    for prompt in prompts:
-        try:
-            _behind_common(prompt)
-        except DataError as error:
-            bad.append(str(error))
-    if bad:
-        raise DataError(listed(bad))
+    check_each(prompts, lambda prompt: [side.learnt() for side in _behind_common(prompt)])
+
+
+def check_texts(prompts: Iterable[Prompt]) -> None:
+    """Raises DataError that names each pair with a conversation of which `paired_texts` makes no text."""
+    check_each(prompts, lambda prompt: [side.tidied() for side in _read(prompt)])
 
 
 def paired_texts(prompts: Sequence[Prompt], conversations: WrittenConversations) -> list[tuple[str, str]]:

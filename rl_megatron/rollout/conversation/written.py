@@ -8,12 +8,13 @@ template's texts and the turns' are encoded apart, as they are when a model samp
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl_megatron.data.problems.records import listed
 from rl_megatron.data.samples import WrittenRow
 from rl_megatron.errors import DataError
 from rl_megatron.rollout.conversation.chat import ChatTemplate
@@ -37,6 +38,41 @@ class WrittenConversation:
     def tidied(self) -> tuple[ChatMessage, ...]:
         """The messages in one form, without weights. Raises MessagesRefused."""
         return tidied([{key: value for key, value in one.items() if key != "weight"} for one in self.messages])
+
+    def learnt(self) -> tuple[tuple[ChatMessage, ...], list[int]]:
+        """The messages in one form, and which of them are turns to learn. Raises MessagesRefused."""
+        known = self.tidied()
+        weights = [place >= self.first and _weight(place, message) for place, message in enumerate(self.messages)]
+        turns = [place for place, one in enumerate(known) if one["role"] == "assistant" and weights[place]]
+        if turns[:1] == [0]:
+            raise MessagesRefused(
+                "message 1 is the assistant's, which answers nobody; put one before it, or give it a weight of 0"
+            )
+        return known, turns
+
+
+def _read(prompt: Prompt) -> WrittenConversation:
+    said = json.loads(prompt.text)
+    return WrittenConversation(id=prompt.id, messages=said["messages"], tools=said["tools"])
+
+
+def check_each(prompts: Iterable[Prompt], check: Callable[[Prompt], object]) -> None:
+    """Raises DataError that names each of the prompts that ``check`` refuses."""
+    bad = list[str]()
+    for prompt in prompts:
+        try:
+            check(prompt)
+        except DataError as error:
+            bad.append(str(error))
+        except MessagesRefused as error:
+            bad.append(f"prompt {prompt.id!r}: {error}")
+    if bad:
+        raise DataError(listed(bad))
+
+
+def check_turns(prompts: Iterable[Prompt]) -> None:
+    """Raises DataError that names each of the conversations of which no template makes rows."""
+    check_each(prompts, lambda prompt: _read(prompt).learnt())
 
 
 @dataclass(slots=True)
@@ -63,10 +99,7 @@ class WrittenConversations:
 
     def rows(self, prompts: Sequence[Prompt]) -> list[WrittenRow]:
         """The rows of the prompts, of each one or several, in their order. Raises as ``rows_of``."""
-        read = [(one.id, json.loads(one.text)) for one in prompts]
-        found = self.rows_of(
-            [WrittenConversation(id=name, messages=said["messages"], tools=said["tools"]) for name, said in read]
-        )
+        found = self.rows_of([_read(one) for one in prompts])
         return [row for rows in found for row in rows]
 
     def rows_of(self, conversations: Sequence[WrittenConversation]) -> list[list[WrittenRow]]:
@@ -96,12 +129,8 @@ class WrittenConversations:
             raise DataError(f"prompt {conversation.id!r}: {error}") from error
 
     def _texts(self, conversation: WrittenConversation) -> list[_Texts]:
-        messages, tools, rows = conversation.messages, conversation.tools, list[_Texts]()
-        weights = [place >= conversation.first and _weight(place, message) for place, message in enumerate(messages)]
-        known = conversation.tidied()
-        for place, message in enumerate(known):
-            if message["role"] != "assistant" or not weights[place]:
-                continue
+        (known, turns), tools, rows = conversation.learnt(), conversation.tools, list[_Texts]()
+        for place in turns:
             prompt, turn = self._prompt_and_turn(known[: place + 1], tools)
             turn += self._ending(prompt + turn, known, place, tools)
             before = rows[-1].whole if rows else None
@@ -114,8 +143,6 @@ class WrittenConversations:
     def _prompt_and_turn(self, known: Sequence[ChatMessage], tools: Tools) -> tuple[str, str]:
         """The texts before the last message and of it."""
         place = len(known) - 1
-        if not place:
-            raise MessagesRefused("message 1 is the assistant's, which answers nobody; put another one before it")
         prompt = self._template.render(known[:place], tools)
         whole = self._template.render(known, tools, opened=False)
         if not whole.startswith(prompt):

@@ -19,7 +19,7 @@ from rl_megatron.data.problems.rendering import Problem
 from rl_megatron.errors import DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rewards.classifiers.texts import ClassifierTexts
-from rl_megatron.rollout.conversation.pairs import check_answers, paired_answers, paired_texts
+from rl_megatron.rollout.conversation.pairs import check_answers, check_texts, paired_answers, paired_texts
 from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.types import Prompt
 
@@ -136,6 +136,12 @@ def test_all_conversations_that_are_no_pair_are_named_before_the_first_step() ->
         ["prompt 'p", "1'"],
         ["prompt 'p", "2'"],
     ]
+    formless = replace(prompts[0], text=prompts[0].text.replace('"3"', "3"))
+    assert formless != prompts[0]
+    for check in (check_answers, check_texts):
+        with pytest.raises(DataError, match=r"^prompt 'p:0': message 2 has content 3"):
+            check([formless])
+    check_texts(prompts)
 
 
 def test_messages_that_say_the_same_are_the_same_beginning() -> None:

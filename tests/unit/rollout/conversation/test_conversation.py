@@ -335,9 +335,9 @@ def test_a_turn_that_was_cut_is_closed_by_the_template() -> None:
     ("messages", "words"),
     [
         ([], "messages is empty; send at least one"),
-        (["hi"], "message 0 is 'hi'; it must be an object with a role"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "message 0 has content .*must be a text, or a list"),
-        ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], "message 0 has the call .*must have function.name"),
+        (["hi"], "message 1 is 'hi'; it must be an object with a role"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "message 1 has content .*must be a text, or a list"),
+        ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], "message 1 has the call .*must have function.name"),
         ([{"role": "tool", "content": "1"}], "chat template refuses these messages: .*no previous assistant message"),
     ],
 )

@@ -12,7 +12,7 @@ from rl_megatron.data.samples import WrittenRow, written_samples
 from rl_megatron.errors import DataError
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.conversation.messages import tidied
-from rl_megatron.rollout.conversation.written import WrittenConversations
+from rl_megatron.rollout.conversation.written import WrittenConversations, check_turns
 from rl_megatron.types import Prompt
 from tests.unit.rollout.conversation.families import FAMILIES, TOOLS, Reply, message_of, tokenizer_of, written
 
@@ -103,18 +103,27 @@ def test_turns_with_a_weight_of_0_are_context() -> None:
     ("messages", "said"),
     [
         ([{"role": "assistant", "content": "Hi."}], "message 1 is the assistant's, which answers nobody"),
-        ([{"role": "user", "content": 3}], "message 0 has content 3"),
+        ([{"role": "user", "content": 3}], "message 1 has content 3"),
         (
             [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 2}],
             "weight=2; it must be",
         ),
-        ([{"content": "a"}], "it must be an object with a role"),
+        ([{"content": "a"}], "message 1 is .*it must be an object with a role"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "message 1 has content .*a list of texts"),
     ],
 )
 def test_messages_that_cannot_be_rows_are_refused_by_name(messages: list[dict[str, Any]], said: str) -> None:
     with pytest.raises(DataError, match=said) as caught:
         rows_of("chatml", messages)
     assert str(caught.value).startswith("prompt 'chats:1': ")
+    good, bad = (
+        Prompt(id=name, text=json.dumps({"messages": one, "tools": []}), token_ids=(), answer="")
+        for name, one in (("chats:2", asked("chatml")), ("chats:1", messages))
+    )
+    check_turns([good])
+    with pytest.raises(DataError) as before_the_first_step:
+        check_turns([bad, good, bad])
+    assert str(before_the_first_step.value).splitlines() == [str(caught.value)] * 2
 
 
 def test_a_turn_whose_end_no_token_marks_is_refused() -> None:
