@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,8 +91,10 @@ class WrittenConversations:
     """Makes rows of conversations by the chat template of a model, whose sampling ends with ``stop_token_ids``."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> None:
-        """Raises ConfigError for a tokenizer without a usable chat template."""
-        self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer)
+        """Raises ConfigError for a tokenizer without a usable chat template. One that writes today's date writes this
+        moment's in all rows: midnight must not come between two texts of one."""
+        now = {"strftime_now": datetime.now().astimezone().strftime}
+        self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer, options=now)
         self._stops = np.array(stop_token_ids, np.int32)
         self._endings = tuple(
             self._template.decode(self._stops[i : i + 1], special=True) for i in range(len(self._stops))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime, timedelta
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers.utils import chat_template_utils
 
 from rl_megatron.data.samples import WrittenRow, written_samples
 from rl_megatron.errors import DataError
@@ -88,6 +92,18 @@ def test_the_mask_is_of_the_turns_and_their_ends_alone() -> None:
     assert decoded("chatml", trained) == "17<|im_end|>"
     assert samples.advantages.tolist() == samples.mask.float().tolist()
     assert row.token_ids[-1] == trained[-1]  # nothing behind the last turn
+
+
+def test_a_date_that_a_template_writes_is_the_same_in_all_rows_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss writes the current date, and a day passes at each look at the clock."""
+    days = (datetime(2026, 1, 1) + timedelta(days=day) for day in count())
+    monkeypatch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda: next(days)))
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    text = json.dumps({"messages": said, "tools": []})
+    made = WrittenConversations(tokenizer_of("gptoss"), stops("gptoss"))
+    first, again = (made.rows([Prompt(id="chats:1", text=text, token_ids=(), answer="")]) for _ in range(2))
+    assert [row.token_ids.tolist() for row in first] == [row.token_ids.tolist() for row in again]
+    assert f"Current date: {datetime.now():%Y-%m}" in decoded("gptoss", first[0].token_ids)
 
 
 def test_turns_with_a_weight_of_0_are_context() -> None:
