@@ -134,7 +134,7 @@ class Stream:
         self.admit()
         while True:
             while len(self._given) < self._size:
-                while not self._may_give(step):
+                while not self._may_give(step, 1):
                     await self._change()
                 self._check()
                 place = self._places[self._ready.pop(0)[1]]
@@ -320,7 +320,7 @@ class Stream:
     async def _next(self, step: int) -> list[Waiting]:
         """Take G places out of the stream, once a step may."""
         self.admit()
-        while not self._may_take(step):
+        while not self._may_give(step, self._size):
             await self._change()
         self._check()
         chosen, self._ready = self._ready[: self._size], self._ready[self._size :]
@@ -329,24 +329,16 @@ class Stream:
             self._remove(place)
         return places
 
-    def _may_take(self, step: int) -> bool:
-        """Whether G groups are finished, and the steps to come have a place for each that would be left by its due."""
-        if len(self._ready) < self._size:
+    def _may_give(self, step: int, count: int) -> bool:
+        """Whether ``count`` more groups are finished, and those due first leave a place for each of the others by its
+        due. Without staleness the last of a step waits for all that is being sampled, which no push may meet.
+        """
+        given = len(self._given) + count
+        if len(self._ready) < count or (not self._most and given == self._size and self._tasks):
             return False
-        left, taken = 0, Counter(due for due, _ in self._ready[: self._size])
+        left, chosen = given - self._size, Counter(due for due, _ in self._ready[:count])
         for due in sorted(self._dues):
-            left += self._dues[due] - taken[due]
-            if left > (due - step) * self._size:
-                return False
-        return True
-
-    def _may_give(self, step: int) -> bool:
-        """Whether the finished group that is due first leaves a place for each of the others by its due."""
-        if not self._ready:
-            return False
-        left, first = len(self._given) + 1 - self._size, self._ready[0][0]
-        for due in sorted(self._dues):
-            left += self._dues[due] - (due == first)
+            left += self._dues[due] - chosen[due]
             if left > (due - step) * self._size:
                 return False
         return True

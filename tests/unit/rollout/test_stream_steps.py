@@ -103,6 +103,38 @@ def test_a_resume_with_another_staleness_drops_nothing_and_keeps_what_is_due(bef
         assert step <= bound, (step, name, bound)
 
 
+@pytest.mark.parametrize("limit", [None, 8], ids=["all at once", "two groups at once"])
+@pytest.mark.parametrize("waves", [False, True], ids=["whole", "waves"])
+def test_after_a_resume_without_staleness_nothing_is_sampled_while_the_learner_computes(
+    waves: bool, limit: int | None
+) -> None:
+    order = [prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(len(PROMPTS))]
+    source = Source(lambda name: 1.0 + order.index(name) / 4)  # what is due later takes longer
+
+    async def run() -> tuple[int, list[int]]:
+        stream = stream_over(source, size=4, staleness=3)
+        stream.restore(replace(stream.state(), ahead=3))
+        await steps(stream, 6, 0.5)
+        state, position = stream.state(), stream._prompts.state()
+        stream = stream_over(source, size=4, staleness=0, group_size=4, max_in_flight=limit)
+        stream.restore(state)
+        stream._prompts.restore(position)
+        met = []
+        for step in range(7, 14):
+            if waves:
+                async for _ in stream.finished(step):
+                    await asyncio.sleep(0.1)
+            assert len((await stream.take(step)).groups) == 4
+            met.append(source.now)
+            stream.pushed(step)
+        await stream.close()
+        return sum(place.answered is None for place in state.places), met
+
+    left, met = run_at_once(run())
+    assert left > 4
+    assert met == [0] * 7
+
+
 def hash_of(name: str) -> int:
     return int(hashlib.sha256(name.encode()).hexdigest(), 16)
 
