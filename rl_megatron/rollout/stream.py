@@ -346,7 +346,7 @@ class Stream:
     async def _change(self) -> None:
         """Wait until a group ends. Raises what sampling raised."""
         self._check()
-        loop, is_due = asyncio.get_running_loop(), len(self._ready) >= self._size
+        loop, is_due = asyncio.get_running_loop(), len(self._given) + len(self._ready) >= self._size
         began = loop.time()
         self._changed.clear()
         await self._changed.wait()

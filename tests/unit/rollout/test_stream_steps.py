@@ -191,6 +191,28 @@ def test_a_row_says_how_much_sampling_and_training_overlap() -> None:
     assert run_at_once(waits()) > 400
 
 
+@pytest.mark.parametrize("waves", [False, True], ids=["whole", "waves"])
+def test_a_wait_is_for_what_is_due_from_when_a_batch_is_finished_without_it(waves: bool) -> None:
+    """Step 2 waits from second 1 to 50 for the first prompt, and from 2 on the fourth and the fifth are finished."""
+    first, *_, sixth = (prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(6))
+    slow = {first: 50.0, sixth: 100.0}
+
+    async def waits() -> list[float]:
+        stream = stream_over(Source(lambda name: slow.get(name, 1.0)), size=2, staleness=1, group_size=4)
+        found = []
+        for step in (1, 2):
+            if waves:
+                async for _ in stream.finished(step):
+                    pass
+            await stream.take(step)
+            stream.pushed(step)
+            found.append(stream.row()["wait/due_seconds"])
+        await stream.close()
+        return found
+
+    assert run_at_once(waits()) == [0.0, 48.0]
+
+
 @pytest.mark.parametrize("served", [True, False], ids=["served", "local"])
 def test_completions_in_flight_are_those_that_the_push_met_and_not_the_next_batch(served: bool) -> None:
     async def met() -> list[tuple[int, float]]:
