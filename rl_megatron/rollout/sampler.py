@@ -44,7 +44,7 @@ class RolloutSampler(PolicySampler):
     greedy_baseline: bool = False  # whether each group also gets a greedy completion
     routes: bool = False  # whether to request routes of the completions that are trained on
     interruption: Interruption | None = None  # of thinking that is too long
-    apart: bool = False  # whether each completion of a group is requested by itself
+    apart: bool = False  # whether each completion of a group is requested by itself, even where none was begun
     sampled: dict[str, Completion] = field(default_factory=dict)  # of groups that are not scored yet, by their requests
 
     @override
@@ -160,7 +160,7 @@ class RolloutSampler(PolicySampler):
     async def _sampled(
         self, prompt: Prompt, request: GenerationRequest, begun: Mapping[str, Sequence[Completion | None]] | None
     ) -> Answered:
-        if not self.apart or begun is None:
+        if begun is None or not (self.apart or (self.rollout.served and begun[request.id])):
             return await self._scored(prompt, await self._generated(request), request)
         before = begun[request.id] or (None,) * request.num_completions
         parts = [_alone(request, i, one) for i, one in enumerate(before)]

@@ -20,7 +20,7 @@ from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.rollout.local.engine import LocalEngine
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, Scored
-from tests.completions import drawn
+from tests.completions import completion, drawn
 
 MakeEngine = Callable[[int], LocalEngine]
 Reward = Callable[[Prompt, Sequence[Completion], Sequence[str]], Sequence[float]]
@@ -130,6 +130,16 @@ def test_a_step_repeats_exactly_and_no_two_steps_seeds_or_prompts_share_numbers(
         assert {g.prompt.id: texts_of(g) for g in batch.groups} == {g.prompt.id: texts_of(g) for g in again.groups}
         seeds += [request.params.seed for request in ours.engine.asked]
     assert len(set(seeds)) == 15
+
+
+def test_the_engine_in_the_learners_processes_samples_anew_what_servers_had_begun(make_engine: MakeEngine) -> None:
+    places = drawn(PROMPTS, 3)
+    begun = [replace(one, begun=(completion([1, 2]),) * 4) for one in places]
+    new, again = (asyncio.run(sampler(make_engine, length_reward).groups(one)) for one in (places, begun))
+    for one, other in zip(new, again, strict=True):
+        assert one.group is not None
+        assert other.group is not None
+        assert texts_of(one.group) == texts_of(other.group)
 
 
 def test_a_prompt_that_comes_twice_in_a_step_gets_other_completions_the_second_time(make_engine: MakeEngine) -> None:

@@ -62,7 +62,7 @@ class Tokens:
         return self.told.get(request_id)
 
 
-def stream_over(engine: Tokens, *, keep_tokens: bool) -> Stream:
+def stream_over(engine: Tokens, *, keep_tokens: bool, staleness: int = 1) -> Stream:
     section = RolloutSection(engine="vllm", prompts_per_step=2, group_size=3, max_new_tokens=20)
     source = RolloutSampler(
         engine=engine,
@@ -72,13 +72,13 @@ def stream_over(engine: Tokens, *, keep_tokens: bool) -> Stream:
         reward=RewardSection(),
         stop_token_ids=(),
         seed=0,
-        apart=True,
+        apart=staleness > 0,
     )
     return Stream(
         prompts=PromptStream(PROMPTS, seed=0),
         source=source,
         section=section,
-        max_staleness=1,
+        max_staleness=staleness,
         teaches=lambda groups: [True] * len(groups),
         ledger=Ledger(),
         keep_tokens=keep_tokens,
@@ -98,9 +98,9 @@ async def killed(*, keep_tokens: bool) -> tuple[Tokens, StreamState]:
     return engine, state
 
 
-async def resumed(state: StreamState) -> tuple[Tokens, list[list[list[tuple[int, int]]]]]:
+async def resumed(state: StreamState, staleness: int = 1) -> tuple[Tokens, list[list[list[tuple[int, int]]]]]:
     """The spans of each completion of the first two steps, all of whose tokens are right."""
-    stream = stream_over(engine := Tokens(VERSIONS["second"], most=99), keep_tokens=True)
+    stream = stream_over(engine := Tokens(VERSIONS["second"], most=99), keep_tokens=True, staleness=staleness)
     stream._prompts.take(state.drawn)
     stream.restore(state)
     groups = [*(await stream.take(1)).groups]
@@ -113,7 +113,8 @@ async def resumed(state: StreamState) -> tuple[Tokens, list[list[list[tuple[int,
     return engine, [[[tuple(span) for span in row.turns[0].spans] for row in group] for group in rows]
 
 
-def test_a_resume_goes_on_from_every_token() -> None:
+@pytest.mark.parametrize("staleness", [1, 0])
+def test_a_resume_goes_on_from_every_token(staleness: int) -> None:
     before, state = asyncio.run(killed(keep_tokens=True))
     assert before.made == 4 * (2 + 4 + 4)
     assert [(r.id, r.num_completions, r.group) for r in before.heard[:3]] == [
@@ -121,7 +122,7 @@ def test_a_resume_goes_on_from_every_token() -> None:
         for i in range(3)
     ]
     assert len({request.params.seed for request in before.heard}) == 12
-    after, spans = asyncio.run(resumed(state))
+    after, spans = asyncio.run(resumed(state, staleness))
     assert spans == [[[(0, 0)], [(0, 0), (4, 7)], [(0, 0), (4, 7)]]] * 4
     of_first = [request for request in after.heard if request.id in {r.id for r in before.heard}]
     assert [r.params.seed for r in of_first] == [r.params.seed for r in before.heard]
