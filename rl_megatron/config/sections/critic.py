@@ -20,12 +20,13 @@ class CriticSection(Section):
     """Initial weights: a Hugging Face folder, of a policy or, with its scores for values, of a reward model; or the
     critic/ folder of a checkpoint; null: those of the policy."""
     learning_rate: PositiveFloat | None = None
-    """Learning rate after the warm-up, on the policy's schedule; null: train.learning_rate."""
+    """Learning rate after the warm-up, on the policy's schedule from the first step on; null: train.learning_rate."""
     lam: Fraction | None = None
     """Lambda of the returns that the critic learns; null: algorithm.lam, the advantages' own."""
     clip: PositiveFloat | None = 0.2
     """The value loss clips values to within this of the old values; null does not clip."""
     only_steps: NonNegative = 0
-    """Number of first steps that train only the critic (VAPO's value pretraining)."""
+    """Number of first steps that train only the critic (VAPO's value pretraining); warm-up and decay of the policy's
+    learning rate begin after them."""
     optimizer: OptimizerSection = OptimizerSection()
     """The critic's optimizer."""

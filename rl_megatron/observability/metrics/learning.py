@@ -108,7 +108,7 @@ LEARNING = (
         "steps",
         "optimizer steps of the policy, of which algorithm.old_kl_limit may leave some out; only with it",
     ),
-    ("learning_rate", "", "learning rate of the step"),
+    ("learning_rate", "", "learning rate of the step; 0 while the critic trains alone"),
     ("advantage/mean", "", "mean advantage of a trained token"),
     ("advantage/std", "", "standard deviation of the advantages of trained tokens"),
     ("loss/kl", "nats", "the KL term's part of `loss`, coefficient included; only if the loss has one"),

@@ -14,9 +14,9 @@ from rl_megatron.training.schedule import critic_learning_rate, learning_rate, s
 from rl_megatron.types import Counts, Metric, StepResult
 
 
-def rates(**train: object) -> list[float]:
+def rates(count: int = 10, **train: object) -> list[float]:
     config = RunConfig.model_validate({"train": {"steps": 10, "learning_rate": 1.0, **train}})
-    return [learning_rate(config, step) for step in range(1, 11)]
+    return [learning_rate(config, step) for step in range(1, count + 1)]
 
 
 def test_rate_is_constant_without_a_schedule() -> None:
@@ -55,6 +55,23 @@ def test_the_critic_has_a_rate_of_its_own_on_the_same_schedule() -> None:
     )
     assert [critic_learning_rate(config, step) for step in range(1, 5)] == pytest.approx([8, 6, 4, 2])
     assert [learning_rate(config, step) for step in range(1, 5)] == pytest.approx([1, 0.75, 0.5, 0.25])
+
+
+@pytest.mark.parametrize("decay", ["none", "linear", "cosine"])
+@pytest.mark.parametrize("warm", [0, 3])
+def test_the_policys_schedule_begins_after_the_steps_of_the_critic_alone(decay: str, warm: int) -> None:
+    def config(alone: int) -> RunConfig:
+        train = {"steps": 10 + alone, "learning_rate": 1.0, "lr_warmup_steps": warm, "lr_decay": decay}
+        algorithm = {"credit": "gae", "advantage_mean": "none", "advantage_std": "none"}
+        return RunConfig.model_validate(
+            {"train": train, "algorithm": {**algorithm, "critic": {"only_steps": alone, "learning_rate": 8.0}}}
+        )
+
+    found = [learning_rate(config(5), step) for step in range(1, 16)]
+    assert found == [0.0] * 5 + [learning_rate(config(0), step) for step in range(1, 11)]
+    assert found[5] == (1 / 3 if warm else 1.0)
+    of_critic = [critic_learning_rate(config(5), step) for step in range(1, 16)]
+    assert of_critic == [8.0 * rate for rate in rates(15, steps=15, lr_warmup_steps=warm, lr_decay=decay)]
 
 
 def test_quantiles_and_effective_samples_are_those_of_all_optimizer_steps_together() -> None:
