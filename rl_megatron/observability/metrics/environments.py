@@ -16,7 +16,8 @@ ENVIRONMENTS = (
         "environment/branches/<name>",
         "rows",
         "rows of a trajectory, mean, that began for this reason: the template drops `thinking`, shows the `context` or "
-        "a turn's `closing` token otherwise, or `refused` the turn; the history was `edited`, or asked `again`",
+        "a turn's `closing` token otherwise, or `refused` the turn; the history was `edited` "
+        "in what the template shows, or asked `again`",
     ),
     (
         "environment/kept_prefix_fraction",
