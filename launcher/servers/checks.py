@@ -81,6 +81,10 @@ class ServerChecks:
                     f"rollout.server.draft_tokens={drafts}; make them equal"
                 )
             if described.max_length < self.max_length:
-                problems.append(f"{url}: its longest sequence is {described.max_length}; {self.max_length} is needed")
+                problems.append(
+                    f"{url}: its longest sequence is {described.max_length}, by its context and its cache; "
+                    f"{self.max_length} is needed: raise rollout.server.memory_fraction, tp or dp, start servers at "
+                    "rollout.server.addresses with a longer context, or lower rollout.max_new_tokens"
+                )
         if problems:
             raise ConfigError("\n".join(problems))

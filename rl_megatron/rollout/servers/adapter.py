@@ -95,7 +95,7 @@ class Description:
     version: str
     dtype: str
     architecture: str
-    max_length: int
+    max_length: int  # tokens of a prompt and its completion, by its context and its cache
     problems: tuple[str, ...]  # reasons why a run cannot use it, each with what to do
     no_routes: str | None = None  # why it returns no routes
     draft_tokens: int = 0  # that a draft layer proposes at each of its steps

@@ -27,6 +27,11 @@ def problem_of(completion: Completion, request: GenerationRequest, *, vocab_size
         return f"it has {len(logprobs)} log-probs for {len(tokens)} tokens"
     if len(tokens) > most:
         return f"it has {len(tokens)} tokens, but at most {most} were requested"
+    if completion.finish_reason == "length" and len(tokens) < most:
+        return (
+            f"it was cut after {len(tokens)} tokens, but {most} were requested: check the size of the server's cache "
+            "and its limits, as SGLANG_MAX_NEW_TOKENS_LIMIT"
+        )
     known = (tokens >= 0) & (tokens < vocab_size)
     if not known.all():
         at = int(known.argmin())

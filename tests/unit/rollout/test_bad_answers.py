@@ -33,9 +33,9 @@ ADAPTERS = {"vllm": VLLMAdapter(SHAPE), "sglang": SGLangAdapter(SHAPE)}
 def good(engine: str) -> Any:
     if engine == "sglang":
         meta = {"output_token_logprobs": [[-1.0, 5, None], [-2.0, 6, None]], "weight_version": "4"}
-        return [{"meta_info": {**meta, "finish_reason": {"type": "length"}}}]
+        return [{"meta_info": {**meta, "finish_reason": {"type": "stop"}}}]
     choice = {"index": 0, "token_ids": [5, 6], "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]}}
-    return {"choices": [{**choice, "weight_versions": [{"version": "4", "start": 0}], "finish_reason": "length"}]}
+    return {"choices": [{**choice, "weight_versions": [{"version": "4", "start": 0}], "finish_reason": "stop"}]}
 
 
 def tokens(answer: Any, engine: str) -> Any:
@@ -78,7 +78,7 @@ def ask(engine: str, answer: object) -> list[Completion]:
 @pytest.mark.parametrize("engine", ADAPTERS)
 def test_a_good_answer_is_taken(engine: str) -> None:
     (taken,) = ask(engine, good(engine))
-    assert plain(taken) == ([5, 6], [-1.0, -2.0], "length", ((0, 4),), None)
+    assert plain(taken) == ([5, 6], [-1.0, -2.0], "stop", ((0, 4),), None)
 
 
 @pytest.mark.parametrize("engine", ADAPTERS)
@@ -118,7 +118,7 @@ def test_what_is_no_token_or_no_log_prob_names_server_and_prompt(
         lambda answer: [],
         lambda answer: None,
         lambda answer: 3,
-        lambda answer: json.loads(json.dumps(answer).replace('"length"', '"repetition"')),
+        lambda answer: json.loads(json.dumps(answer).replace('"stop"', '"repetition"')),
         lambda answer: json.loads(json.dumps(answer).replace('"finish_reason"', '"finish"')),
     ],
 )
@@ -175,6 +175,18 @@ def test_a_completion_longer_than_asked_for_or_without_its_log_probs_is_none() -
     assert problem_of(longer, REQUEST, vocab_size=10) == "it has 4 tokens, but at most 3 were requested"
     lacking = completion((1,) * 3, (0.0,))
     assert problem_of(lacking, REQUEST, vocab_size=10) == "it has 1 log-probs for 3 tokens"
+
+
+def test_a_completion_that_was_cut_before_its_limit_is_none() -> None:
+    """SGLang ends one at the size of its cache as if it had all tokens that were asked for."""
+    told = [problem_of(completion((1,) * n, finish="length"), REQUEST, vocab_size=10) for n in (0, 2, 3)]
+    assert [one and one.split(":")[0] for one in told] == [
+        "it was cut after 0 tokens, but 3 were requested",
+        "it was cut after 2 tokens, but 3 were requested",
+        None,
+    ]
+    for finish in ("stop", "abort"):  # an abort's rest is asked for, or its time was over
+        assert problem_of(completion((1,) * 2, finish=finish), REQUEST, vocab_size=10) is None
 
 
 @pytest.mark.parametrize(

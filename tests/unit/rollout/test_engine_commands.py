@@ -6,19 +6,22 @@ import asyncio
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from launcher.servers.checks import ServerChecks
 from launcher.servers.degrees import degree_problems
 from launcher.servers.engines import SERVERS
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers.adapter import words_of
+from rl_megatron.rollout.servers.adapter import Description, words_of
 from rl_megatron.rollout.servers.answers import rest_of
+from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion
 from tests.unit.rollout.test_engine_routes import ASKED, OPTIONS
 from tests.unit.rollout.test_engine_servers import Words
@@ -289,3 +292,33 @@ def test_options_are_words_and_addresses_are_addresses() -> None:
             load_config("tiny_cpu", ["rollout=vllm", f"rollout.server.addresses={given}"])
         assert "token_file is for their token" in str(refused.value)
     load_config("tiny_cpu", ["rollout=vllm", "rollout.server.addresses=http://a:1, https://[::1]:2/"])
+
+
+@pytest.mark.parametrize(
+    ("pool", "page", "longest"), [(60_000, 1, 59_998), (131_072 + 128, 64, 131_072), (600_000, 1, 131_072)]
+)
+def test_the_longest_sequence_of_sglang_fits_its_cache(pool: int, page: int, longest: int) -> None:
+    """It would lower max_new_tokens to what its cache holds, and say that the completion has reached it."""
+    info: dict[str, Any] = {"context_length": 131_080, "max_total_num_tokens": pool, "page_size": page}
+    said = {
+        "/openapi.json": {"paths": {}},
+        "/model_info": {"architectures": ["Qwen3MoeForCausalLM"]},
+        "/server_info": info | {"version": "0.5.21", "dtype": "bfloat16"},
+    }
+
+    class Told(Server):
+        async def get(self, path: str) -> Any:
+            return said[path]
+
+    told = Told("http://a:1", token=None, timeout_seconds=1.0)
+    assert asyncio.run(SERVERS["sglang"](MOE).describe(told)).max_length == longest
+
+
+def test_a_server_that_holds_no_longest_sequence_is_refused_with_what_to_raise(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    config = load_config("tiny_cpu", ["rollout=sglang"])
+    checks = ServerChecks(config=config, adapter=Words(), model_folder=tmp_path, max_length=100)
+    told = Description(version="1", dtype=config.learner.dtype, architecture="", max_length=100, problems=())
+    checks._raise_misfits([("http://a", told)])
+    with pytest.raises(ConfigError, match=r"sequence is 99, by its .*100 is needed: raise .*memory_fraction, tp or dp"):
+        checks._raise_misfits([("http://a", replace(told, max_length=99))])

@@ -34,7 +34,7 @@ from rl_megatron.rollout.servers.http import AttemptFailed, Server, read_beside
 from rl_megatron.rollout.servers.sglang import answer as form
 from rl_megatron.rollout.servers.sglang import drafts, loras, orders
 from rl_megatron.rollout.servers.sglang import request as ask
-from rl_megatron.rollout.servers.sglang.options import KEYS, ON_CPU, cores, degrees
+from rl_megatron.rollout.servers.sglang.options import KEYS, ON_CPU, cores, degrees, most_cached
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, Routes
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.reports import Report, of_one_rank
@@ -175,7 +175,8 @@ class SGLangAdapter(Adapter):
             version=str(settings["version"]),
             dtype=str(settings["dtype"]),
             architecture=",".join(info["architectures"] or ()),
-            max_length=int(settings["context_length"] or _MARGIN) - _MARGIN,
+            # Behind what its cache does not hold of a sequence, it ends a completion as if it had all tokens asked for.
+            max_length=min(int(settings["context_length"] or _MARGIN) - _MARGIN, most_cached(settings)),
             problems=(*problems, *drafts.obstacles(settings)),
             draft_tokens=drafts.proposed_by(settings),
             priorities=bool(settings.get("enable_priority_scheduling"))

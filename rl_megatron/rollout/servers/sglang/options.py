@@ -1,8 +1,11 @@
-"""SGLang's options for the ranks of a server and for CPUs, and the cores that each rank gets on one."""
+"""SGLang's options for the ranks of a server and for CPUs, the cores that each rank gets on one, and what its settings
+say."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from rl_megatron.rollout.servers.adapter import StartOptions
 
@@ -40,3 +43,9 @@ def cores(ranks: int) -> str:
     found = sorted(os.sched_getaffinity(0))
     each = max(1, len(found) // ranks)
     return "|".join(",".join(str(found[(rank * each + i) % len(found)]) for i in range(each)) for rank in range(ranks))
+
+
+def most_cached(settings: Mapping[str, Any]) -> int:
+    """The longest sequence that the cache of a server with these settings, of its /server_info, holds: SGLang 0.5.21
+    rounds a prompt up to whole pages, and leaves one page and a token free (`max_new_tokens_for_memory`)."""
+    return int(settings["max_total_num_tokens"]) - 2 * int(settings["page_size"])
