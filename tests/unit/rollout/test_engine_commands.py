@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers.adapter import Description, words_of
+from rl_megatron.rollout.servers.adapter import Description, StartOptions, words_of
 from rl_megatron.rollout.servers.answers import rest_of
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion
@@ -109,6 +110,32 @@ def test_batch_invariance_is_a_variable_of_vllm_and_an_option_of_sglang() -> Non
         vllm, sglang = (SERVERS[engine](MOE).command(options) for engine in ("vllm", "sglang"))
         assert vllm.environment.get("VLLM_BATCH_INVARIANT") == ("1" if wanted else None)
         assert ("--enable-deterministic-inference" in sglang.arguments) is wanted
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "kernels"),
+    [
+        (MOE, {}, "triton"),
+        (LATENT, {"dtype": "bfloat16"}, "triton"),
+        (MOE, {"extra": ("--moe-runner-backend", "flashinfer_cutlass")}, "flashinfer_cutlass"),
+        (MOE, {"extra": ("--moe-a2a-backend=deepep",)}, None),  # which has kernels of its own
+        (MOE, {"quantization": "fp8"}, None),
+        (MOE, {"device": "cpu"}, None),
+        (replace(MOE, num_experts=0, family="qwen3"), {}, None),
+        (replace(MOE, family="gpt_oss"), {}, None),
+    ],
+)
+def test_sglangs_experts_stay_as_a_push_can_write_to_them(
+    shape: ModelShape, changes: dict[str, Any], kernels: str | None
+) -> None:
+    """On Blackwell it would choose flashinfer_trtllm, whose blocks its loader refuses at the first push."""
+    assert _last(replace(OPTIONS, **changes), "--moe-runner-backend", shape) == kernels
+
+
+def _last(options: StartOptions, name: str, shape: ModelShape = MOE) -> str | None:
+    """The word behind the last ``name`` of SGLang's command, which argparse takes."""
+    words = SERVERS["sglang"](shape).command(options).arguments
+    return {word: after for word, after in pairwise(words) if word.startswith("--")}.get(name)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from rl_megatron.rollout.servers.http import AttemptFailed, Server, read_beside
 from rl_megatron.rollout.servers.sglang import answer as form
 from rl_megatron.rollout.servers.sglang import drafts, loras, orders
 from rl_megatron.rollout.servers.sglang import request as ask
-from rl_megatron.rollout.servers.sglang.options import KEYS, ON_CPU, cores, degrees, most_cached
+from rl_megatron.rollout.servers.sglang.options import KEYS, ON_CPU, cores, degrees, most_cached, outliving_pushes
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, Routes
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.reports import Report, of_one_rank
@@ -102,7 +102,7 @@ class SGLangAdapter(Adapter):
                 *("--load-format", loras.load_format(options), "--custom-weight-loader", _LOADER),
                 # Other nodes answer /health, always with 200, and may be on this machine.
                 *("--host", options.host, "--port", str(options.port + (_OTHERS if options.node else 0))),
-                *("--dtype", options.dtype, *degrees(options)),
+                *("--dtype", options.dtype, *degrees(options), *outliving_pushes(options, self._shape)),
                 *("--context-length", str(options.max_length + _MARGIN), "--max-running-requests", str(options.slots)),
                 *("--skip-server-warmup", "--sleep-on-idle", "--skip-tokenizer-init"),
                 *(("--enable-memory-saver",) if options.colocated and options.device != "cpu" else ()),

@@ -7,7 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from rl_megatron.rollout.servers.adapter import StartOptions
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.rollout.servers.adapter import StartOptions, value_given
 
 KEYS = {
     **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "tp"),
@@ -36,6 +37,18 @@ def degrees(options: StartOptions) -> tuple[str, ...]:
         out += ["--nnodes", str(options.nodes), "--node-rank", str(options.node)]
         out += ["--dist-init-addr", f"{options.head}:{options.port + 1}"]  # and the ports behind it
     return tuple(out)
+
+
+def outliving_pushes(options: StartOptions, shape: ModelShape) -> tuple[str, ...]:
+    """The options without which a push could end the server; ``options.extra`` behind them may have others.
+
+    The experts' kernels that SGLang 0.5.21 chooses on Blackwell for weights that are not quantised keep these in
+    blocks, which its loader cannot write to again; Triton's are those of all other GPUs. gpt-oss has others on each.
+    """
+    written_over = options.device == "cpu" or options.quantization != "none" or shape.family == "gpt_oss"
+    if written_over or not shape.num_experts or value_given(options.extra, "--moe-a2a-backend") is not None:
+        return ()
+    return ("--moe-runner-backend", "triton")
 
 
 def cores(ranks: int) -> str:
