@@ -276,6 +276,7 @@ class ServedEngines:
             dp=section.dp,
             ep=section.ep,
             memory_fraction=section.memory_fraction,
+            timeout_seconds=section.timeout_seconds,
             colocated=section.colocated,
             routes=config.asks_for_routes is not None,
             batch_invariant=section.batch_invariant,

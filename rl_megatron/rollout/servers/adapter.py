@@ -54,6 +54,7 @@ class StartOptions:
     dp: int  # replicas of the attention
     ep: int
     memory_fraction: float | None
+    timeout_seconds: float  # for each part of a weight update
     colocated: bool  # whether it releases memory between phases
     routes: bool  # whether requests ask for routes
     batch_invariant: bool  # whether a token's log-prob must not depend on its batch

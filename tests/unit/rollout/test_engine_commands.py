@@ -112,6 +112,14 @@ def test_batch_invariance_is_a_variable_of_vllm_and_an_option_of_sglang() -> Non
         assert ("--enable-deterministic-inference" in sglang.arguments) is wanted
 
 
+@pytest.mark.parametrize(("limit", "least"), [(600.0, 2 * 600.0), (7200.0, 2 * 7200.0), (1.0, 300.0)])
+def test_sglangs_watchdog_outlives_a_pause_and_a_load(limit: float, least: float) -> None:
+    """It counts a pause that keeps running requests as one step, and ends the server after 300 s by itself."""
+    options = replace(TWO_NODES, timeout_seconds=limit)
+    assert float(_last(options, "--watchdog-timeout") or 0.0) >= least
+    assert _last(replace(options, extra=("--watchdog-timeout", "9")), "--watchdog-timeout") == "9"
+
+
 @pytest.mark.parametrize(
     ("shape", "changes", "kernels"),
     [

@@ -48,6 +48,7 @@ OPTIONS = StartOptions(
     dp=1,
     ep=1,
     memory_fraction=None,
+    timeout_seconds=600.0,
     colocated=False,
     routes=True,
     batch_invariant=False,

@@ -20,6 +20,11 @@ KEYS = {
 }
 """By option, the key of ``rollout.server`` that sets it."""
 
+_WATCHDOG_SECONDS = 300.0  # SGLang's own
+_PARTS = 8
+"""Of a pause, each with the limit ``timeout_seconds``: its begin and end, and the three requests of a load, of the
+draft layer and of the model."""
+
 ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.5"),
@@ -42,13 +47,15 @@ def degrees(options: StartOptions) -> tuple[str, ...]:
 def outliving_pushes(options: StartOptions, shape: ModelShape) -> tuple[str, ...]:
     """The options without which a push could end the server; ``options.extra`` behind them may have others.
 
-    The experts' kernels that SGLang 0.5.21 chooses on Blackwell for weights that are not quantised keep these in
-    blocks, which its loader cannot write to again; Triton's are those of all other GPUs. gpt-oss has others on each.
+    SGLang 0.5.21's watchdog takes a pause that keeps running requests for one step. The experts' kernels that it
+    chooses on Blackwell for weights that are not quantised keep these in blocks, which its loader cannot write to
+    again; Triton's are those of all other GPUs. gpt-oss has others on each.
     """
+    watchdog = ("--watchdog-timeout", str(max(_WATCHDOG_SECONDS, _PARTS * options.timeout_seconds)))
     written_over = options.device == "cpu" or options.quantization != "none" or shape.family == "gpt_oss"
     if written_over or not shape.num_experts or value_given(options.extra, "--moe-a2a-backend") is not None:
-        return ()
-    return ("--moe-runner-backend", "triton")
+        return watchdog
+    return (*watchdog, "--moe-runner-backend", "triton")
 
 
 def cores(ranks: int) -> str:
