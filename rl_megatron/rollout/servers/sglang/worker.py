@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
@@ -32,6 +33,8 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     order = json.loads(named_tensors[0][0])
     path, rank = Path(order["path"]), get_parallel().tp_rank
     answer: dict[str, object] = {}
+    _, param = next(iter(model.named_parameters()))
+    torch.get_device_module(param.device).synchronize()  # a pause in place leaves a step at work with the weights
     try:
         _refuse_packed_scales(model)
         if order["do"] == "boxes":
