@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,16 +13,27 @@ from launcher.build.tokenizer import read_tokenizer
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import OneSource, data_sources
 from rl_megatron.config.sections.eval import EvalSetSection, RunData
+from rl_megatron.config.sections.jobs import JobName
 from rl_megatron.data.problems.pool import Pool
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.evaluation.sets import ProblemSet
 from rl_megatron.models.families.fields import GenerationFields
 from rl_megatron.models.json_files import read_json
+from rl_megatron.rollout.conversation.pairs import check_answers, check_texts
+from rl_megatron.rollout.conversation.written import check_turns
 from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_CHECKS: Mapping[JobName, Callable[[Iterable[Prompt]], None]] = {
+    "sft": check_turns,
+    "dpo": check_answers,
+    "reward_model": check_texts,
+}
+"""What looks at the form of a job's conversations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +76,14 @@ def load_data(config: RunConfig, model_folder: Path) -> Data:
         held_out=held_out,
         sets=problem_sets(config, held_out, load),
     )
+
+
+def training_data(config: RunConfig, model_folder: Path) -> Data:
+    """As `load_data`, of which a job on written text can make rows. May take minutes."""
+    data = load_data(config, model_folder)
+    if (check := _CHECKS.get(config.job)) is not None:
+        check(data.train.conversations())
+    return data
 
 
 def problem_sets(

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launcher.build.data import Data, load_data
+from launcher.build.data import Data, training_data
 from launcher.build.model import starting_folder
 from launcher.control.listener import Control
 from launcher.hosts.local import LocalLauncher
@@ -78,7 +78,7 @@ async def _start(
     launcher = _launcher(parts, model_folder, shape, stop)
     starting = asyncio.create_task(stack.enter_async_context(launcher.start(config, progress.note)))
     try:
-        data = await thread(load_data, config, model_folder)
+        data = await thread(training_data, config, model_folder)
     except BaseException:  # an error in the data is raised before all processes are up
         starting.cancel()
         await asyncio.wait([starting])

@@ -20,8 +20,8 @@ from rl_megatron.data.samples import supervised_rows
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.rollout.conversation.pairs import check_answers, check_texts, paired_answers, paired_texts
-from rl_megatron.rollout.conversation.written import WrittenConversations, check_turns
+from rl_megatron.rollout.conversation.pairs import paired_answers, paired_texts
+from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.scaling.flops import seconds_at_peak, training_flops
 from rl_megatron.training.jobs.pairs import Preferences, Scoring
 from rl_megatron.training.jobs.supervised import FineTuning, HeldOutLoss, SupervisedSteps
@@ -105,7 +105,6 @@ class _Building:
 
 def _fine_tuning(b: _Building) -> tuple[UnitsOf, FineTuning]:
     policy, packer, units_of = b.roles.policy, b.packer(), b.rows.learnt
-    check_turns(b.data.train.conversations())
     return units_of, FineTuning(
         supervised=SupervisedSteps(learner=policy, packer=packer, optimizer_steps=b.steps),
         loss=HeldOutLoss(learner=policy, packer=packer, parts=b.held_out(units_of, FineTuning.samples_of)),
@@ -115,7 +114,6 @@ def _fine_tuning(b: _Building) -> tuple[UnitsOf, FineTuning]:
 def _preferences(b: _Building) -> tuple[UnitsOf, Preferences]:
     section, units_of = b.parts.config.dpo, b.rows.preferred
     check_own_pair_loss(section)
-    check_answers(b.data.train.conversations())
     return units_of, Preferences(
         loss=PreferenceLoss(form=section.loss, beta=section.beta, per_token=section.per_token),
         roles=b.roles,
@@ -130,7 +128,6 @@ def _preferences(b: _Building) -> tuple[UnitsOf, Preferences]:
 
 def _scoring(b: _Building) -> tuple[UnitsOf, Scoring]:
     units_of = b.rows.scored
-    check_texts(b.data.train.conversations())
     return units_of, Scoring(
         loss=ScoreLoss(centring=b.parts.config.reward_model.centring),
         roles=b.roles,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.build.data import load_data, training_data
 from launcher.preflight.checks import preflight
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import DataError
@@ -107,3 +108,18 @@ def test_conversations_are_refused_where_the_generated_models_template_ends_no_t
     assert "set model.path to a model whose tokenizer has a chat template" in "".join(found)
     with pytest.raises(DataError, match="no token ends sampling"):
         conversations.rows_of([said])
+
+
+@pytest.mark.parametrize(("name", "more"), [("sft_tiny", ()), ("dpo_tiny", PAIRED), ("reward_tiny", PAIRED)])
+def test_conversations_are_read_through_while_processes_start(tmp_path: Path, name: str, more: tuple[str, ...]) -> None:
+    """With the data, on the thread of a start: 50 us each, which the event loop would stand still for."""
+    byte_tokenizer().save_pretrained(tmp_path)
+    formless = [{"role": "user", "content": [{"type": "image_url"}]}, TALK[1]]
+    for split, talk in (("train", formless), ("eval", TALK)):
+        row = {"talk": talk, "worse": [*talk[:1], {**TALK[1], "content": "3"}]}
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row))
+    rows = [f"data.{split}={tmp_path / split}.jsonl" for split in ("train", "eval")]
+    config = load_config(name, ["data.type=files", "data.messages_field=talk", *rows, *more])
+    assert len(load_data(config, tmp_path).train) == 1  # for an evaluation, which trains on none
+    with pytest.raises(DataError, match=r"^prompt 'train:1': message 1 has content .*image_url"):
+        training_data(config, tmp_path)
