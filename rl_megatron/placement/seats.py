@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.placement.ranks import ranks_by_role
 
 
@@ -105,6 +107,19 @@ def seats_of(config: RunConfig, nodes: Sequence[str], engine_nodes: Sequence[str
         return ()
     gpus = (slurm.engine_gpus if engine_nodes else slurm.gpus_per_node) if config.learner.device != "cpu" else 0
     return seat(section, engine_nodes or nodes, gpus, shared=not engine_nodes, evaluating=config.eval.servers)
+
+
+def beside_ranks(config: RunConfig) -> list[list[int]]:
+    """The GPUs of each server that a run starts on the learner's nodes, numbered as ranks are that have them; empty if
+    servers are elsewhere. Raises as `seat` does."""
+    by_role, each = made_up_nodes(config), config.slurm.gpus_per_node
+    if "engines" in by_role:
+        return []
+    number = {node: i for i, node in enumerate(by_role[LEARNER])}
+    servers: dict[int, list[int]] = {}
+    for one in seats_of(config, by_role[LEARNER], ()):
+        servers.setdefault(one.server, []).extend(number[one.node] * each + gpu for gpu in one.gpus)
+    return list(servers.values())
 
 
 def seats_here(config: RunConfig, gpus: int) -> tuple[Seat, ...]:

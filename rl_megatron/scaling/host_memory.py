@@ -89,7 +89,7 @@ def pinned(num_bytes: float) -> int:
 def _parked(config: RunConfig, layout: Layout, rank: Rank) -> float:
     """Of a rank, while servers sample: each model's state and weights are in slabs of their own."""
     kinds = leaving(config.learner)
-    terms, critic = gpu_terms(config, layout, rank, LEARNER, served=False)
+    terms, critic = gpu_terms(config, layout, rank, LEARNER, servers=0)
     left = [terms["optimizer"], critic.get("optimizer", 0.0)] if "optimizer" in kinds else []
     left += [critic.get("parameters", 0.0), terms["reference"]] if "models" in kinds else []
     return sum(held // SLAB * SLAB + pinned(held % SLAB) for held in left)

@@ -2,7 +2,7 @@
 
 Parameters, gradients and optimizer state are exact except for padding. Activations follow from the layers' shapes, for
 attention that keeps no scores (FlashAttention) where it has such a kernel, and evenly loaded experts
-(arXiv:2205.05198); logits are counted as `learner.logprobs` makes them. An engine takes its configured memory fraction;
+(arXiv:2205.05198); logits are counted as `learner.logprobs` makes them. Each server on a GPU takes its memory fraction;
 where it takes turns with the learner (``rollout.server.colocated``), it holds that while it samples, and `ASLEEP` while
 the learner trains, which then has activations and logits.
 """
@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import groupby
 from math import prod
 from typing import Literal
 
@@ -26,8 +25,7 @@ from rl_megatron.options import table as options
 from rl_megatron.options.offload import leaving
 from rl_megatron.options.option import BYTES, Elements, Rank, Terms
 from rl_megatron.placement.names import LEARNER, called
-from rl_megatron.placement.nodes import made_up_nodes
-from rl_megatron.placement.seats import seats_of
+from rl_megatron.placement.seats import beside_ranks
 from rl_megatron.scaling.layers.peaks import beside_kept, in_forward
 from rl_megatron.scaling.parameters import elements, ranks_of
 from rl_megatron.weights.formats.scaled import BLOCKS, ScaledLayout, with_scales
@@ -105,26 +103,27 @@ def footprints(config: RunConfig, shape: ModelShape) -> list[Footprint]:
 
 
 def _footprints(config: RunConfig, shape: ModelShape, *, every: bool) -> list[Footprint]:
-    """`footprints`; if not ``every`` one, of ranks beside servers the first of each stage: the others are like it."""
+    """`footprints`; if not ``every`` one, of ranks beside as many servers the first of each stage: others are alike."""
     of = {role: config.of_role(role) for role in (LEARNER, *separate(config))}
     layouts = {role: role_layout(config, shape, role) for role in of}
     inner = {role: layout.dims.world_size // layout.dims.pp for role, layout in layouts.items()}
     stages, beside = {role: ranks_of(of[role], layout) for role, layout in layouts.items()}, _beside_servers(config)
     if not every:
-        beside = {min(same) for _, same in groupby(sorted(beside), key=lambda rank: rank // inner[LEARNER])}
+        alike = {(rank // inner[LEARNER], beside[rank]): rank for rank in sorted(beside, reverse=True)}
+        beside = Counter({rank: beside[rank] for rank in alike.values()})
     firsts = {role: {stage * inner[role] for stage in range(layout.dims.pp)} for role, layout in layouts.items()}
-    firsts[LEARNER] |= beside
+    firsts[LEARNER] |= beside.keys()
 
     @cache
-    def phases(role: str, stage: int, served: bool) -> Sequence[tuple[Phase, Terms]]:
-        terms = gpu_terms(of[role], layouts[role], stages[role][stage], role, served=served)
-        return list(_phases(config, role, *terms))
+    def phases(role: str, stage: int, servers: int) -> Sequence[tuple[Phase, Terms]]:
+        terms = gpu_terms(of[role], layouts[role], stages[role][stage], role, servers=servers)
+        return list(_phases(config, role, *terms, servers))
 
     return [
         Footprint(rank=r, stage=r // inner[role], terms=terms, role=role, phase=phase)
         for role in of
         for r in sorted(firsts[role])
-        for phase, terms in phases(role, r // inner[role], role == LEARNER and r in beside)
+        for phase, terms in phases(role, r // inner[role], beside[r] if role == LEARNER else 0)
     ]
 
 
@@ -135,6 +134,13 @@ def fullest(config: RunConfig, shape: ModelShape) -> Footprint:
 
 def check_memory(config: RunConfig, shape: ModelShape) -> Footprint | None:
     """The fullest GPU's footprint; None if ``slurm.gpu_memory_gb`` is null. Raises ConfigError if it does not fit."""
+    share, servers = config.rollout.server.memory_fraction, max(_beside_servers(config).values(), default=0)
+    if share is not None and share * servers >= 1:
+        raise ConfigError(
+            f"rollout.server.memory_fraction={share:g} for each of {servers} servers on a GPU of the learner leaves it "
+            "nothing; lower it, or rollout.server.replicas or eval.replicas, or give servers nodes of their own "
+            "(slurm.engines.nodes)"
+        )
     if config.slurm.gpu_memory_gb is None:
         return None
     most, room = fullest(config, shape), config.slurm.gpu_memory_gb * GB
@@ -148,7 +154,7 @@ def check_memory(config: RunConfig, shape: ModelShape) -> Footprint | None:
             f"slurm.gpu_memory_gb={config.slurm.gpu_memory_gb:g}: {called(most.role, most.rank)} needs "
             f"{most.total / GB:.1f} GB{when} ({terms}). Largest: {most.largest}; {change}"
         )
-    share, per_gpu = config.rollout.server.memory_fraction, server_weights(config, shape)
+    per_gpu = server_weights(config, shape)
     starts = config.rollout.served and config.rollout.server.addresses is None
     if starts and share is not None and per_gpu > share * room:
         raise ConfigError(
@@ -208,19 +214,15 @@ def server_window(config: RunConfig, shape: ModelShape) -> float:
     return (count * max(sizes.values()) + outside) / (server.tp * server.dp)
 
 
-def _beside_servers(config: RunConfig) -> set[int]:
-    """Ranks that share their GPU with a server."""
-    by_role = made_up_nodes(config)
-    if "engines" in by_role:
-        return set()
-    each, count, nodes = config.slurm.gpus_per_node, config.learner.dims.world_size, by_role["learner"]
-    number = {node: i for i, node in enumerate(nodes)}
-    seats = seats_of(config, nodes, ())
-    return {rank for s in seats for gpu in s.gpus if (rank := number[s.node] * each + gpu) < count}
+def _beside_servers(config: RunConfig) -> Counter[int]:
+    """The number of servers on the GPU of each rank that shares it with some."""
+    ranks = range(config.learner.dims.world_size)
+    return Counter(gpu for gpus in beside_ranks(config) for gpu in gpus if gpu in ranks)
 
 
-def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, served: bool) -> tuple[Terms, Terms]:
-    """The terms of one rank, and those of the critic that is counted in them, if there is one.
+def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, servers: int) -> tuple[Terms, Terms]:
+    """The terms of one rank beside so many ``servers``, and those of the critic that is counted in them, if there is
+    one.
 
     A separate critic has values for logits; a separate reference and teachers need no backward pass.
     """
@@ -253,8 +255,8 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
     terms["weight push"] = 4.0 * config.weights.bucket_mb * 2**20  # two buffers each way
     if not config.fills_files:
         terms["engine"] = _local_engine(config, shape)
-    elif served:
-        terms["engine"] = _server(config, shape)
+    elif servers:
+        terms["engine"] = servers * _server(config, shape)
         if config.transport.group == "learner":
             terms["weight push"] += 2 * _RING  # to send to other ranks, and to hand on
         if config.transport.has_rings_on_gpus:
@@ -262,12 +264,12 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
     return terms, critic
 
 
-def _phases(config: RunConfig, role: str, terms: Terms, critic: Terms) -> Iterator[tuple[Phase, Terms]]:
-    """What ``terms`` are in each phase."""
+def _phases(config: RunConfig, role: str, terms: Terms, critic: Terms, servers: int) -> Iterator[tuple[Phase, Terms]]:
+    """What ``terms`` are in each phase, beside so many ``servers``."""
     if role != LEARNER or not (config.rollout.served and config.rollout.server.colocated):
         yield "", terms
         return
-    yield "training", {**terms, "engine": min(terms["engine"], ASLEEP)}
+    yield "training", {**terms, "engine": min(terms["engine"], servers * ASLEEP)}
     idle = dict.fromkeys(("activations", "logits", "step"), 0.0)
     yield "sampling", {**parked(terms, critic, leaving(config.learner)), **idle}
 

@@ -21,6 +21,7 @@ from rl_megatron.options.implementation import wants_transformer_engine
 from rl_megatron.options.kept import offloaded
 from rl_megatron.options.option import BYTES, Elements
 from rl_megatron.options.padding import padded_tokens
+from rl_megatron.placement.seats import beside_ranks
 from rl_megatron.scaling.constants import Constants
 from rl_megatron.scaling.hardware import Gpu
 from rl_megatron.scaling.memory import server_weights, weights_on_gpu, weights_served
@@ -161,8 +162,10 @@ def rollout_seconds(
     replicas: int,
     prompt: float,
     concurrency: float,
+    sharing: float = 1.0,
 ) -> Sampled:
-    """Seconds of a step's completions on ``replicas`` servers, with so many requests in flight."""
+    """Seconds of a step's completions on ``replicas`` servers, ``sharing`` of them on each GPU, with so many requests
+    in flight."""
     return sampled(
         shape,
         server,
@@ -174,6 +177,7 @@ def rollout_seconds(
         lengths=lengths,
         slots=config.rollout.slots,
         concurrency=concurrency,
+        sharing=sharing,
     )
 
 
@@ -212,6 +216,7 @@ def rl_step(
     if section.colocated and config.learner.offload.while_sampling == "optimizer":
         parts["turns"] = 2 * _moved_to_host(config, shape) / (PCIE * GB)
     sample = partial(rollout_seconds, config, shape, server, gpu, lengths, replicas=section.count, prompt=prompt)
+    sample = partial(sample, sharing=_servers_on_a_gpu(config))
     engines = sample(concurrency=section.concurrency)
     learner = sum(parts.values())
     slower = max(learner, engines.steady, judged)
@@ -236,6 +241,13 @@ def rl_step(
         slower=slower,
         tokens=config.completions_per_step * mean,
     )
+
+
+def _servers_on_a_gpu(config: RunConfig) -> float:
+    """In the mean, of those that sample for training."""
+    servers = beside_ranks(config)[: config.rollout.server.count]
+    gpus = {gpu for server in servers for gpu in server}
+    return sum(map(len, servers)) / len(gpus) if gpus else 1.0
 
 
 def _push_seconds(config: RunConfig, shape: ModelShape, gpu: Gpu, constants: Constants | None) -> float:

@@ -112,9 +112,11 @@ def sampled(
     lengths: Sequence[float],
     slots: int,
     concurrency: float = math.inf,
+    sharing: float = 1.0,
 ) -> Sampled:
     """The time of ``completions`` in groups of ``group``, which share a prompt; ``slots`` and its cache bound a
-    server's rows, and ``concurrency`` the groups in flight on all servers, which end with their longest completion."""
+    server's rows, and ``concurrency`` the groups in flight on all servers, which end with their longest completion.
+    With ``sharing`` servers on each GPU all that they do takes so many times as long."""
     mean, each = sum(lengths) / len(lengths), completions / replicas
     flight, held = concurrency * group / replicas, completions > concurrency * group
     ending = _longest_of(group, lengths) / mean  # of a group's completions on average one of so many still decodes
@@ -126,7 +128,7 @@ def sampled(
     full = max(1.0, min(most, live))
 
     def seconds(active: float, done: float) -> float:
-        return token_seconds(shape, server, gpu, max(1.0, active), prompt + done)
+        return sharing * token_seconds(shape, server, gpu, max(1.0, active), prompt + done)
 
     queued = max(0.0, each - rows) * mean / busy * seconds(busy, mean / 2)
     drained, before = 0.0, 0.0
@@ -134,7 +136,7 @@ def sampled(
         if length > before:
             drained += (length - before) * seconds(rows * (len(lengths) - i) / len(lengths), (before + length) / 2)
             before = length
-    flops = 2 * shape.active_parameters * prompt * completions / group
+    flops = sharing * 2 * shape.active_parameters * prompt * completions / group
     prompts = flops / (replicas * server.ranks * gpu.peak.bfloat16 * 1e12 * COMPUTED)
     steady = each * mean / full * seconds(full, mean / 2)
     return Sampled(

@@ -105,6 +105,7 @@ def _config(point: Mapping[str, Any]) -> RunConfig:
     learner["overlap"] = {"gradients": True, "parameters": True}
     learner["dp"] = (gpus - engines * overlaps) // (learner["tp"] * learner["pp"] * learner["cp"])
     server = {"tp": own["engine_tp"], "replicas": engines // own["engine_tp"], "concurrency": 1 << 20}
+    server["nodes"] = -(-own["engine_tp"] // each)
     server["memory_fraction"] = own.get("memory_fraction") or (_APART if overlaps else _TURNS)
     if not overlaps:
         server["colocated"] = True
