@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 
 import psutil
 
+from launcher.preflight.devices import count_visible_gpus
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config.run import RunConfig
+from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.scaling.host_memory import copies_bytes, host_bytes, why_off_gpus
 from rl_megatron.scaling.memory import GB, check_memory
 
@@ -23,7 +26,7 @@ def check(subject: Subject) -> Iterator[Found]:
     config = subject.config
     if config.learner.device == "cpu":
         return
-    if check_memory(config, subject.shape) is None:
+    if check_memory(config, subject.shape, _gpus_here(subject)) is None:
         yield unchecked("the memory of the GPUs, because slurm.gpu_memory_gb is not set")
     away, copied = host_bytes(config, subject.shape), copies_bytes(config, subject.shape)
     if not (needed := away + copied):
@@ -45,6 +48,14 @@ def check(subject: Subject) -> Iterator[Found]:
             f"{besides}, but {said} {has / GB:.1f} GB; take nodes with more memory, or more nodes (slurm.nodes with "
             "learner.dp or learner.ep), or set checkpoint.async_save=false: training then waits for each checkpoint"
         )
+
+
+def _gpus_here(subject: Subject) -> int | None:
+    """GPUs of this machine, if the run is on it alone and they are known and enough for the ranks; else None."""
+    if subject.for_job or subject.config.run.launcher != "local":
+        return None
+    count = count_visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) or 0
+    return count if count >= sum(ranks_by_role(subject.config).values()) else None
 
 
 def _node(subject: Subject) -> tuple[float | None, str]:

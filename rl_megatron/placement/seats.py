@@ -109,15 +109,26 @@ def seats_of(config: RunConfig, nodes: Sequence[str], engine_nodes: Sequence[str
     return seat(section, engine_nodes or nodes, gpus, shared=not engine_nodes, evaluating=config.eval.servers)
 
 
-def beside_ranks(config: RunConfig) -> list[list[int]]:
+def beside_ranks(config: RunConfig, here: int | None = None) -> list[list[int]]:
     """The GPUs of each server that a run starts on the learner's nodes, numbered as ranks are that have them; empty if
-    servers are elsewhere. Raises as `seat` does."""
+    servers are elsewhere. Raises as `seat` does, or `seats_here`.
+
+    ``here``: GPUs of the one machine that the run is on; None: it is a job's, or not known, and servers have GPUs of
+    their own there if slurm.gpus_per_node are enough.
+    """
     by_role, each = made_up_nodes(config), config.slurm.gpus_per_node
-    if "engines" in by_role:
+    wanted = sum(ranks_by_role(config).values()) + config.servers * config.rollout.server.ranks
+    if here is None and config.run.launcher == "local" and wanted <= each:
+        here = each
+    if here is not None:
+        number, seats = {"here": 0}, seats_here(config, here)
+    elif "engines" in by_role:
         return []
-    number = {node: i for i, node in enumerate(by_role[LEARNER])}
+    else:
+        number = {node: i for i, node in enumerate(by_role[LEARNER])}
+        seats = seats_of(config, by_role[LEARNER], ())
     servers: dict[int, list[int]] = {}
-    for one in seats_of(config, by_role[LEARNER], ()):
+    for one in seats:
         servers.setdefault(one.server, []).extend(number[one.node] * each + gpu for gpu in one.gpus)
     return list(servers.values())
 

@@ -102,12 +102,13 @@ def footprints(config: RunConfig, shape: ModelShape) -> list[Footprint]:
     return _footprints(config, shape, every=True)
 
 
-def _footprints(config: RunConfig, shape: ModelShape, *, every: bool) -> list[Footprint]:
+def _footprints(config: RunConfig, shape: ModelShape, here: int | None = None, *, every: bool) -> list[Footprint]:
     """`footprints`; if not ``every`` one, of ranks beside as many servers the first of each stage: others are alike."""
     of = {role: config.of_role(role) for role in (LEARNER, *separate(config))}
     layouts = {role: role_layout(config, shape, role) for role in of}
     inner = {role: layout.dims.world_size // layout.dims.pp for role, layout in layouts.items()}
-    stages, beside = {role: ranks_of(of[role], layout) for role, layout in layouts.items()}, _beside_servers(config)
+    stages = {role: ranks_of(of[role], layout) for role, layout in layouts.items()}
+    beside = _beside_servers(config, here)
     if not every:
         alike = {(rank // inner[LEARNER], beside[rank]): rank for rank in sorted(beside, reverse=True)}
         beside = Counter({rank: beside[rank] for rank in alike.values()})
@@ -127,14 +128,17 @@ def _footprints(config: RunConfig, shape: ModelShape, *, every: bool) -> list[Fo
     ]
 
 
-def fullest(config: RunConfig, shape: ModelShape) -> Footprint:
-    """The footprint with the most bytes. Raises as `footprints` does."""
-    return max(_footprints(config, shape, every=False), key=lambda m: m.total)
+def fullest(config: RunConfig, shape: ModelShape, here: int | None = None) -> Footprint:
+    """The footprint with the most bytes; ``here`` as in `beside_ranks`. Raises as `footprints` does."""
+    return max(_footprints(config, shape, here, every=False), key=lambda m: m.total)
 
 
-def check_memory(config: RunConfig, shape: ModelShape) -> Footprint | None:
-    """The fullest GPU's footprint; None if ``slurm.gpu_memory_gb`` is null. Raises ConfigError if it does not fit."""
-    share, servers = config.rollout.server.memory_fraction, max(_beside_servers(config).values(), default=0)
+def check_memory(config: RunConfig, shape: ModelShape, here: int | None = None) -> Footprint | None:
+    """The fullest GPU's footprint; None if ``slurm.gpu_memory_gb`` is null. Raises ConfigError if it does not fit.
+
+    ``here`` as in `beside_ranks`.
+    """
+    share, servers = config.rollout.server.memory_fraction, max(_beside_servers(config, here).values(), default=0)
     if share is not None and share * servers >= 1:
         raise ConfigError(
             f"rollout.server.memory_fraction={share:g} for each of {servers} servers on a GPU of the learner leaves it "
@@ -143,7 +147,7 @@ def check_memory(config: RunConfig, shape: ModelShape) -> Footprint | None:
         )
     if config.slurm.gpu_memory_gb is None:
         return None
-    most, room = fullest(config, shape), config.slurm.gpu_memory_gb * GB
+    most, room = fullest(config, shape, here), config.slurm.gpu_memory_gb * GB
     if most.total > room:
         change = in_words_of(config, most.role, {**CHANGES, **options.changes()}[most.largest])
         when = {"": "", "training": " while it trains", "sampling": " while servers sample"}[most.phase]
@@ -214,10 +218,10 @@ def server_window(config: RunConfig, shape: ModelShape) -> float:
     return (count * max(sizes.values()) + outside) / (server.tp * server.dp)
 
 
-def _beside_servers(config: RunConfig) -> Counter[int]:
+def _beside_servers(config: RunConfig, here: int | None) -> Counter[int]:
     """The number of servers on the GPU of each rank that shares it with some."""
     ranks = range(config.learner.dims.world_size)
-    return Counter(gpu for gpus in beside_ranks(config) for gpu in gpus if gpu in ranks)
+    return Counter(gpu for gpus in beside_ranks(config, here) for gpu in gpus if gpu in ranks)
 
 
 def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, servers: int) -> tuple[Terms, Terms]:

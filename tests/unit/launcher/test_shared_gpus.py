@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from launcher.preflight import job_memory
+from launcher.preflight.subject import Subject
+from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.scaling.memory import GB, check_memory, footprints, fullest
-from tests.unit.launcher.test_memory import recipe
+from tests.unit.launcher.test_memory import folder_of, recipe
 
 
 @pytest.mark.parametrize(
@@ -38,3 +43,39 @@ def test_servers_that_leave_the_learner_nothing_of_a_gpu_are_refused_whatever_it
     with pytest.raises(ConfigError, match=r"memory_fraction=0\.25 for each of 4 servers on a GPU .* nothing; lower it"):
         check_memory(*recipe("qwen3_30b_a3b", *keys, "rollout.server.memory_fraction=0.25"))
     assert check_memory(*recipe("qwen3_30b_a3b", *keys, "rollout.server.memory_fraction=0.24")) is None
+
+
+ONE_MACHINE = ("slurm.heterogeneous=false", "slurm.engines.gpus_per_node=null", "slurm.engines.memory_per_node=null")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "keys", "shared"),
+    [
+        (8, ("slurm.gpus_per_node=8",), False),
+        (8, ("slurm.gpus_per_node=0",), False),
+        (8, ("slurm.gpus_per_node=6", "slurm.engines.nodes=1"), False),
+        (8, ("slurm.gpus_per_node=6",), False),
+        (6, ("slurm.gpus_per_node=8",), True),
+        (6, ("slurm.gpus_per_node=0",), True),
+        (6, ("slurm.gpus_per_node=6", "slurm.engines.nodes=1"), True),
+        (0, ("slurm.gpus_per_node=8",), False),  # a machine whose GPUs are not known is as the keys say
+        (0, ("slurm.gpus_per_node=7",), True),
+    ],
+)
+def test_on_one_machine_servers_share_gpus_where_ranks_leave_too_few(
+    gpus: int, keys: tuple[str, ...], shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six ranks and a server of two: it has 0.85 of each of its GPUs, with which the learner's part does not fit."""
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {i}: H100'\n" for i in range(gpus)))
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    given = ["run.launcher=local", f"model.path={folder_of(tmp_path)}", "slurm.engines.nodes=0", *ONE_MACHINE, *keys]
+    config = load_config("qwen3_30b_a3b_disaggregated", given)
+    refused = False
+    try:
+        list(job_memory.check(Subject(config, for_job=False)))
+    except ConfigError as error:
+        refused = "Largest: engine" in str(error)
+    assert refused == shared
