@@ -13,9 +13,8 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.timeline.kernels import FOLDER
-from rl_megatron.options.table import changes
 from rl_megatron.placement.names import file_stem
-from rl_megatron.scaling.memory import CHANGES, Footprint, footprints
+from rl_megatron.scaling.memory import Footprint, advice, footprints
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import job_shape
 
@@ -60,7 +59,7 @@ def lines_of_memory(setup: Setup, rank: int) -> Iterator[str]:
         planned = _planned(config, job_shape(config, read_shape(setup.model_folder, config.learner.model)), role, rank)
         terms = ", ".join(f"{name} {size / _GB:.3g}" for name, size in planned.terms.items() if size)
         yield f"the plan of its GPU, {planned.total / _GB:.3g} GB: {terms}"
-        yield f"the largest, {planned.largest}: {({**CHANGES, **changes()})[planned.largest]}"
+        yield f"the largest, {planned.largest}: {advice(config, planned.largest)}"
     except RLMegatronError as error:
         yield f"there is no plan of its GPU beside: {error}"
     if torch.cuda.is_available():

@@ -66,7 +66,7 @@ CHANGES: Mapping[str, str] = {
     "rollout.server.addresses",
     "reserved": "take GPUs with more memory",
 }
-"""What makes each term smaller, for messages; an installed option says it for its own terms."""
+"""What makes each term smaller, for messages (`advice`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ def check_memory(config: RunConfig, shape: ModelShape, here: int | None = None) 
         return None
     most, room = fullest(config, shape, here), config.slurm.gpu_memory_gb * GB
     if most.total > room:
-        change = in_words_of(config, most.role, {**CHANGES, **options.changes()}[most.largest])
+        change = in_words_of(config, most.role, advice(config, most.largest))
         when = {"": "", "training": " while it trains", "sampling": " while servers sample"}[most.phase]
         if most.phase == "sampling" and config.learner.offload.while_sampling != "optimizer":
             change += "; or set learner.offload.while_sampling=optimizer"
@@ -174,6 +174,13 @@ def check_memory(config: RunConfig, shape: ModelShape, here: int | None = None) 
             f"(rollout={', '.join(name for name, layers in WINDOW_LAYERS.items() if not layers)})"
         )
     return most
+
+
+def advice(config: RunConfig, term: str) -> str:
+    """What makes a term of the run's footprints smaller; an installed option says it for its own terms."""
+    if term == "engine" and not config.rollout.served:
+        return "lower rollout.slots or rollout.max_new_tokens, or take servers (rollout=vllm, sglang)"
+    return {**CHANGES, **options.changes()}[term]
 
 
 def server_weights(config: RunConfig, shape: ModelShape) -> float:

@@ -14,7 +14,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.options import table as options
 from rl_megatron.scaling.host_memory import copies_bytes, host_bytes
-from rl_megatron.scaling.memory import CHANGES, GB, Footprint, fullest
+from rl_megatron.scaling.memory import GB, Footprint, advice, fullest
 from rl_megatron.scaling.planner.layouts import (
     CUTS,
     MOST_EXPERT_RANKS,
@@ -172,7 +172,7 @@ def _planned(
         largest, when = footprint.largest, f" while {footprint.phase}" if footprint.phase else ""
         return (
             f"{footprint.total / GB:.0f}{_TOO_MUCH}{wanted.gpu.memory:g} on stage {footprint.stage}{when}, most of it "
-            f"{largest}, {footprint.terms[largest] / GB:.0f} GB; {({**CHANGES, **options.changes()})[largest]}"
+            f"{largest}, {footprint.terms[largest] / GB:.0f} GB; {advice(config, largest)}"
         )
     held = host_bytes(config, wanted.shape) + (copied := copies_bytes(config, wanted.shape))
     if held > (room := wanted.gpu.host * GB * _OF_HOST):

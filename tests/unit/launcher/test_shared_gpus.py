@@ -79,3 +79,14 @@ def test_on_one_machine_servers_share_gpus_where_ranks_leave_too_few(
     except ConfigError as error:
         refused = "Largest: engine" in str(error)
     assert refused == shared
+
+
+def test_the_advice_for_the_engine_in_the_learners_processes_lowers_it() -> None:
+    keys = ("rollout=local", "run.launcher=slurm")
+    with pytest.raises(ConfigError, match="Largest: engine; ") as caught:
+        check_memory(*recipe("qwen3_30b_a3b", *keys))
+    said = str(caught.value).partition("Largest: engine; ")[2]
+    assert said == "lower rollout.slots or rollout.max_new_tokens, or take servers (rollout=vllm, sglang)"
+    was = fullest(*recipe("qwen3_30b_a3b", *keys)).terms["engine"]
+    for lower in ("rollout.slots=16", "rollout.max_new_tokens=512", "rollout=vllm"):
+        assert fullest(*recipe("qwen3_30b_a3b", *keys, lower)).terms["engine"] < 0.6 * was
