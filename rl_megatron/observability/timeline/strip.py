@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from rl_megatron.observability.metrics.table import PHASE_SECONDS
@@ -15,6 +16,7 @@ from rl_megatron.observability.timeline.trace import FILES, TraceEvent, read_tra
 
 WIDTH, HEIGHT = 1000.0, 20.0
 STEPS_SHOWN = 4
+_PAUSE = 1_000_000  # microseconds between two steps; longer ones are of a stop and a resume, which is no work
 _BINS = 400  # of what is in flight
 _CLOSE = WIDTH / 2000  # bars nearer than this are drawn as one
 
@@ -74,10 +76,12 @@ def strip_of_run(folder: Path) -> Strip | None:
 
 
 def strip(events: Sequence[TraceEvent]) -> Strip | None:
-    """The last ``STEPS_SHOWN`` steps; None before the first has ended."""
+    """The last ``STEPS_SHOWN`` steps, of those after the last pause; None before the first has ended."""
     steps = [e for e in events if (e.process, e.thread) == ("controller", "steps")][-STEPS_SHOWN:]
     if not steps:
         return None
+    pauses = [i for i, (one, other) in enumerate(pairwise(steps), start=1) if other.begin - one.end > _PAUSE]
+    steps = steps[max(pauses, default=0) :]
     first, last = steps[0].begin, max(steps[-1].end, steps[0].begin + 1)
     found: dict[str, dict[str, list[FromTo]]] = defaultdict(lambda: defaultdict(list))
     for event in events:

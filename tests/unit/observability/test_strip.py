@@ -61,6 +61,24 @@ def test_rows_have_the_shares_and_places_of_the_traces_spans() -> None:
     assert strip(events[2:]) is None  # no step has ended
 
 
+def test_the_time_between_a_stop_and_its_resume_is_not_shown() -> None:
+    """Steps of half a second, work in half of each, beside the moment in which a row is written."""
+
+    def steps(numbers: Sequence[int], at: int) -> list[TraceEvent]:
+        begins = [(n, at + 505_000 * i) for i, n in enumerate(numbers)]
+        spans = [_event("controller", "steps", f"step {n}", begin, begin + 500_000) for n, begin in begins]
+        return spans + [_event("rank 0 (a)", "calls", "step", begin, begin + 250_000) for _, begin in begins]
+
+    before, hours = steps((1, 2), 0), 8 * 3600 * 1_000_000
+    for resumed in ((3,), (3, 4)):
+        after = steps(resumed, hours)
+        assert strip(before + after) == strip(after)
+    whole = strip(before)
+    assert whole is not None
+    assert [name for name, *_ in whole.steps] == ["step 1", "step 2"]
+    assert whole.rows[0].busy == "50 %"
+
+
 def test_what_is_in_flight_has_the_area_of_its_intervals() -> None:
     draw = random.Random(3)
     each: list[FromTo] = []
