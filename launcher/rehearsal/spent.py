@@ -169,7 +169,8 @@ def costs_of_run(folder: Path) -> list[str]:
 def costs(config: RunConfig, folder: Path) -> list[str]:
     """As `costs_of_run`, of a known configuration; no fault in them ends a run."""
     try:
-        rows = read_jsonl(folder / "metrics.jsonl")
+        metrics = folder / "metrics.jsonl"
+        rows = read_jsonl(metrics) if metrics.is_file() else []
         return list(lines_of_spent(config, rows, estimate(config, starting_shape(config))))
     except RLMegatronError as error:
         return [f"the run's hours are not compared with a plan: {error}"]

@@ -56,8 +56,8 @@ def number(row: JsonRow, name: str) -> float | None:
 def load_runs(folders: Sequence[Path], left_out: Callable[[str], None] | None = None) -> list[Run]:
     """Each folder's run, labelled by its name, and by its parents' names if names repeat.
 
-    Raises DataError for a folder without metrics.jsonl or config.yaml, with no rows, or with lines that are not rows;
-    and for a plan that is none, unless ``left_out`` takes the message.
+    Raises DataError for a folder without config.yaml or rows in metrics.jsonl, or with lines that are not rows; and for
+    a plan that is none, unless ``left_out`` takes the message.
     """
     if not folders:
         raise DataError("no run folder is given; give one or more, for example runs/<name>")
@@ -112,12 +112,12 @@ def _share(values: Sequence[float]) -> str:
 
 
 def _load(folder: Path, label: str, left_out: Callable[[str], None] | None) -> Run:
-    for name in ("metrics.jsonl", "config.yaml"):
-        if not (folder / name).is_file():
-            raise DataError(f"{folder}: it has no {name}; give run folders, for example runs/<name>")
-    rows = read_jsonl(folder / "metrics.jsonl")
+    metrics = folder / "metrics.jsonl"
+    if not (folder / "config.yaml").is_file():
+        raise DataError(f"{folder}: it has no config.yaml; give run folders, for example runs/<name>")
+    rows = read_jsonl(metrics) if metrics.is_file() else []
     if not rows:
-        raise DataError(f"{folder / 'metrics.jsonl'}: no step is recorded yet; wait for the run's first row")
+        raise DataError(f"{metrics}: no step is recorded yet; wait for the run's first row")
     samples = folder / "samples.jsonl"
     warm_start, rl = [row for row in rows if row.get("phase") == "warm_start"], _with_evaluations(rows)
     return Run(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.__main__ import main
 from launcher.build.roles import Parts
 from launcher.processes.loop_watch import TimedLoop
 from launcher.programs import train
@@ -155,6 +156,19 @@ def test_the_costs_of_a_folder_are_those_that_its_run_said_at_its_end(tmp_path: 
     assert costs_of_run(tmp_path)[0].startswith("spent in 2 steps: ")
     (tmp_path / "config.yaml").write_text("rollout: 7\n")
     assert costs_of_run(tmp_path)[0].startswith("the run's hours are not compared with a plan: ")
+
+
+def test_a_run_that_waits_has_spent_nothing_and_its_report_says_that_no_step_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    save_resolved(load_config("tiny_cpu", []), tmp_path / "config.yaml")
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path)])
+    assert ended.value.code == 1
+    said = f"{tmp_path}/metrics.jsonl: no step is recorded yet; wait for the run's first row"
+    assert capsys.readouterr().err == f"error: {said}\n"
+    assert not caplog.records
+    assert costs_of_run(tmp_path) == []
 
 
 def test_a_job_asks_to_come_back_before_what_can_fail_after_its_run(

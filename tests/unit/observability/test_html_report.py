@@ -159,7 +159,7 @@ def test_a_run_that_still_goes_or_lacks_figures_is_shown_as_far_as_it_is(tmp_pat
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("metrics.jsonl", None, r"it has no metrics\.jsonl; give run folders"),
+        ("metrics.jsonl", None, r"metrics\.jsonl: no step is recorded yet"),
         ("config.yaml", None, r"it has no config\.yaml; give run folders"),
         ("metrics.jsonl", "", r"metrics\.jsonl: no step is recorded yet"),
         ("metrics.jsonl", "{}\n", r"metrics\.jsonl:1: "),
