@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from math import prod
 from typing import Annotated
 
 import typer
@@ -161,7 +161,7 @@ def show_plan(
 
 def _too_large(side: str, layout: Layout, element_bytes: int, gpu_memory_gb: float) -> Iterator[str]:
     """A line for each rank whose weights exceed a GPU's memory; full copies on disk are on no GPU."""
-    held = {rank: sum(map(prod, layout.local_shapes(rank).values())) for rank in _unlike(layout.dims)}
+    held = {rank: sum(map(math.prod, layout.local_shapes(rank).values())) for rank in _unlike(layout.dims)}
     rank = max(held, key=lambda r: held[r])
     needs = held[rank] * element_bytes / GB
     if needs > gpu_memory_gb:
@@ -224,23 +224,14 @@ def show_memory(config_name: str, config: RunConfig, shape: ModelShape) -> None:
         stage = " ".join(filter(None, (found.role if found.role != LEARNER else "", str(found.stage), found.phase)))
         if stage not in stages or found.total > stages[stage].total:
             stages[stage] = found
-    table = Table("stage", *stages)
-    for column in table.columns:
-        column.no_wrap = True
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for term in next(iter(stages.values())).terms:
-        if any(found.terms[term] for found in stages.values()):
-            table.add_row(term, *(f"{found.terms[term] / GB:.1f}" for found in stages.values()))
-    table.add_section()
-    table.add_row("together", *(f"{found.total / GB:.1f}" for found in stages.values()))
     console = Console(markup=False)
     ranks = ranks_by_role(config)
     console.print(
         f"{config_name}: GB on the fullest GPU of each pipeline stage, {sum(ranks.values())} GPUs in all",
         soft_wrap=True,
     )
-    console.print(table)
+    for table in _tables(stages, console.width):
+        console.print(table)
     for role in config.roles.layouts:
         degrees = asdict(config.learner_of(role).dims)
         said = ", ".join(f"{key}={n}" for key, n in degrees.items() if n > 1 or key == "dp")
@@ -252,6 +243,23 @@ def show_memory(config_name: str, config: RunConfig, shape: ModelShape) -> None:
     if copied := copies_bytes(config, shape):
         said = f"{copied / GB:.1f} GB of a node's memory for copies of what is saved (checkpoint.async_save)"
         console.print(said, soft_wrap=True)
+
+
+def _tables(stages: Mapping[str, Footprint], width: int) -> Iterator[Table]:
+    """A table with a column for each stage, cut to ``width`` into several; a term that all lack has no row."""
+    terms = [t for t in next(iter(stages.values())).terms if any(found.terms[t] for found in stages.values())]
+    rows = [(t, {name: f"{found.terms[t] / GB:.1f}" for name, found in stages.items()}) for t in terms]
+    rows.append(("together", {name: f"{found.total / GB:.1f}" for name, found in stages.items()}))
+    widest = max(len(text) for _, cells in rows for pair in cells.items() for text in pair)
+    room = width - 1 - len("│  ") - max(len(term) for term, _ in rows)
+    each = math.ceil(len(stages) / math.ceil(len(stages) / max(1, room // (widest + len("│  ")))))
+    for first in range(0, len(stages), each):
+        table, names = Table("stage"), list(stages)[first : first + each]
+        for name in names:
+            table.add_column(name, justify="right", no_wrap=True)
+        for term, cells in rows:
+            table.add_row(term, *(cells[name] for name in names), end_section=term == terms[-1])
+        yield table
 
 
 def _texts(layouts: Sequence[str]) -> dict[str, str]:

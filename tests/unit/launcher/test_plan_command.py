@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher.commands.plan import show_memory
+from rl_megatron.config.io import load_config
+from rl_megatron.models.named import NAMED
+from rl_megatron.scaling.memory import GB, footprints
 from tests.unit.launcher.commands import Said
 
 
@@ -105,6 +109,22 @@ def test_a_configuration_shows_memory_and_then_what_pushes_and_checkpoints_cost(
     assert save.startswith("a checkpoint, every 20 steps: 9,437.7 GB, up to 347.5 GB by one node: 94.4 s at 5 GB/s")
     through = said("--config", "deepseek_v3", "weights.transport=file")
     assert "\nnote: each push of weights goes through a file in the run's folder, on a shared file system: " in through
+
+
+def test_numbers_of_16_stages_are_whole_in_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config("deepseek_v3_colocated", ["model.path=/given"])
+    found = footprints(config, shape := NAMED["deepseek-v3"])
+    most = [max(one.total for one in found if one.stage == stage) for stage in range(16)]
+    for columns, tables in ((80, 2), (200, 1)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        show_memory("deepseek_v3_colocated", config, shape)
+        lines = [line for line in capsys.readouterr().out.splitlines() if line[0] in "┏┃│└"]
+        together = [re.findall(r"[\d.]+", line) for line in lines if line.startswith("│ together")]
+        assert [number for numbers in together for number in numbers] == [f"{total / GB:.1f}" for total in most]
+        assert len(together) == tables
+        assert max(map(len, lines)) <= columns
 
 
 @pytest.mark.parametrize(
