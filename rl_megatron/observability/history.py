@@ -88,15 +88,21 @@ def headline_figures(run: Run) -> dict[str, str]:
     mismatch = run.numbers("mismatch/logprob_abs_mean")
     rewards = run.numbers("reward/mean")
     tail = rewards[-max(1, len(rewards) // 10) :]
+    losses, ordered = run.numbers("eval/loss"), run.numbers("eval/preference_accuracy")
+    trained = 0.0 if tokens else sum(run.numbers("tokens/train"))
     return {
         "name": run.label,
         "before": _share((warm or at_zero)[:1]),
         "warm": _share(warm[-1:]),
         "after": _share(rl[-1:]),
+        "first_loss": number_text(losses[0]) if losses else "-",
+        "loss": number_text(losses[-1]) if losses else "-",
+        "ordered": _share(ordered[-1:]),
         "reward": number_text(sum(tail) / len(tail)) if tail else "-",
         "steps": f"{last} of {run.config['train.steps']}" if _says_steps(run) else str(last),
         "time": f"{minutes} min {rest} s" if all_seconds else "-",
         "speed": f"{tokens / seconds:,.0f}" if seconds and tokens else "-",
+        "trained": f"{trained / seconds:,.0f}" if seconds and trained else "-",
         "mismatch": number_text(sum(mismatch) / len(mismatch)) if mismatch else "-",
     }
 

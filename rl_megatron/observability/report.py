@@ -37,6 +37,12 @@ from rl_megatron.observability.timeline.strip import STEPS_SHOWN, Strip, strip_o
 MAX_BANDS = 3  # more single runs than this and their shaded bands hide the lines
 SAMPLES_PER_STEP = 4
 _MOST_TEXT = 20_000  # characters of a sample's prompt, or of what is said or read in a turn
+_FIGURES = (
+    *(("after", "After RL"), ("before", "Accuracy before"), ("warm", "After warm start"), ("loss", "Held-out loss")),
+    *(("ordered", "Pairs in order"), ("reward", "Final reward"), ("steps", "Steps"), ("time", "Time")),
+    *(("speed", "Sampled tokens/s"), ("trained", "Trained tokens/s"), ("mismatch", "Log-prob mismatch")),
+)
+"""The headline figures in their order, with their titles."""
 _AGE = re.compile(r"staleness/share/v([0-9]+)")
 
 
@@ -95,9 +101,11 @@ def write_page(
     environment.filters["by_its_ends"] = _by_its_ends
     differences = {} if len(runs) == 1 else differing(runs)
     at_once, sections = _sections(arms)
+    rows = _rows(arms, differences)
     page = environment.get_template("report.html.j2").render(
         title=title,
-        runs=_rows(arms, differences),
+        runs=rows,
+        figures=[(key, title) for key, title in _FIGURES if any(row[key] != "-" for row in rows)],
         arms=[{"label": arm.label, "style": arm.style} for arm in arms],
         means=_means(arms),
         seed_bands=_band_note(arms),
@@ -147,9 +155,12 @@ def _rows(arms: Sequence[Arm], differences: Mapping[str, Sequence[str]]) -> list
 
 
 def _moved(run: Run) -> str:
-    """The class of the last accuracy beside that before the first step: better, worse or level."""
+    """The class of the last held-out loss, or else accuracy, beside that before the first step: better, worse or
+    level."""
     before, values = run.numbers("eval/accuracy", phase="warm_start"), run.numbers("eval/accuracy")
     gained = values[-1] - [*before[-1:], values[0]][0] if values else 0.0
+    if losses := run.numbers("eval/loss"):
+        gained = losses[0] - losses[-1]
     return "better" if gained > 0 else "worse" if gained < 0 else "level"
 
 

@@ -137,7 +137,7 @@ def test_the_page_is_that_of_now_and_another_address_gives_another_token(
     own = shutil.copytree(run, tmp_path / "growing")
     with served([own]) as client:
         opened(page, client, 1440, 900)
-        steps = "[...document.querySelectorAll('.tile')].find((e) => e.textContent.includes('RL steps')).textContent"
+        steps = "[...document.querySelectorAll('.tile')].find((e) => e.textContent.includes('Steps')).textContent"
         assert "40 of" in page.value(steps)
         trained(own, step=41)
         page.until(f"({steps}).includes('41 of')")

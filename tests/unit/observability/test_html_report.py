@@ -64,6 +64,38 @@ def test_headlines_are_the_runs_figures(tmp_path: Path) -> None:
         assert part.replace(" ", "") in text.replace(" ", ""), part
 
 
+@pytest.mark.parametrize(("job", "last", "moved"), [("sft", 1.25, "better"), ("dpo", 1.75, "worse")])
+def test_headlines_of_a_job_on_written_text_are_what_it_records(
+    tmp_path: Path, job: str, last: float, moved: str
+) -> None:
+    folders = [a_run(tmp_path / name, steps=0, warm=0, job=job, train={"steps": 2}) for name in ("a", "b")]
+    pairs = {"eval/preference_accuracy": 0.75} if job == "dpo" else {}
+    for folder in folders:
+        metrics = MetricsWriter(folder)
+        metrics.write({"phase": job, "step": 0, "eval/loss": 1.5})
+        for step, loss in ((1, 9.0), (2, last)):
+            row = {"tokens/train": 4000, "seconds/step": 2.0, "eval/loss": loss, **pairs}
+            metrics.write({"phase": job, "step": step, **row})
+        metrics.close()
+    page = write_report(folders[:1], tmp_path / "r.html")
+    tiles = re.findall(r'<div class="tile card[ wide]*"><dt>(.*?)</dt>\s*<dd.*?>(.*?)</dd>', page.read_text())
+    figures = {name: re.sub("<.*?>", "", value) for name, value in tiles}
+    ordered = {"Pairs in order": "75.0 %"} if pairs else {}
+    assert figures == {
+        "Held-out loss: first → last": f"1.5→{last}",
+        **ordered,
+        "Steps": "2 of 2",
+        "Time": "0 min 4 s",
+        "Trained tokens/s": "2,000",
+    }
+    assert f'<b class="{moved}">' in page.read_text()
+    compared = write_report(folders, tmp_path / "both.html").read_text()
+    table = compared[compared.index("<h2>Runs</h2>") : compared.index("<h2>Learning</h2>")]
+    columns = ["Run", "Held-out loss", *ordered, "Steps", "Time", "Trained tokens/s"]
+    assert re.findall(r"<th>([A-Z][^<]*)</th>", table) == columns
+    assert "<td>-</td>" not in table
+
+
 def test_each_recorded_point_can_be_read_by_hovering(tmp_path: Path) -> None:
     charts = Page(write_report([a_run(tmp_path / "a")], tmp_path / "r.html")).charts()
     points = charts["Held-out accuracy"]["points"]
