@@ -156,8 +156,8 @@ def show(console: Console, asked: Asked, found: SearchResult, seconds: float) ->
             f"{plan.footprint.total / GB:.0f} GB",
             soft_wrap=True,
         )
-    for one in found.rejected[:_SHOWN]:
-        console.print(f"rejected: {described(one.keys)}: {one.reason}", soft_wrap=True, markup=False)
+    for line in found.reasons()[:_SHOWN]:
+        console.print(f"rejected: {line}", soft_wrap=True, markup=False)
 
 
 def _rates(asked: Asked, best: PlannedRun) -> list[str]:

@@ -176,11 +176,12 @@ def check_memory(config: RunConfig, shape: ModelShape, here: int | None = None) 
     return most
 
 
-def advice(config: RunConfig, term: str) -> str:
-    """What makes a term of the run's footprints smaller; an installed option says it for its own terms."""
+def advice(config: RunConfig, term: str, changes: Mapping[str, str] = CHANGES) -> str:
+    """What makes a term of the run's footprints smaller, of ``changes``; an installed option says it for its own
+    terms."""
     if term == "engine" and not config.rollout.served:
         return "lower rollout.slots or rollout.max_new_tokens, or take servers (rollout=vllm, sglang)"
-    return {**CHANGES, **options.changes()}[term]
+    return {**changes, **options.changes()}[term]
 
 
 def server_weights(config: RunConfig, shape: ModelShape) -> float:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from rl_megatron.config.sections.teachers import TEACHER
 from rl_megatron.errors import ConfigError
 from rl_megatron.options import table as options
-from rl_megatron.scaling.memory import CHANGES, GB
+from rl_megatron.scaling.memory import GB
+from rl_megatron.scaling.planner.layouts import CHANGES_TOGETHER
 from rl_megatron.scaling.planner.search import PlannedRun
 
 SECONDS: Mapping[str, str] = {
@@ -56,7 +57,7 @@ TEACHER_SECONDS = "one forward pass of the teacher over the batch, as if it judg
 
 def explain_term(term: str, plan: PlannedRun) -> Iterator[str]:
     """Lines about a term: its number in a plan, what it is, what makes it smaller. Raises ConfigError for others."""
-    changes = {**CHANGES, **options.changes()}
+    changes = {**CHANGES_TOGETHER, **options.changes()}
     in_memory = plan.footprint.terms
     known = {**SECONDS, **{role: TEACHER_SECONDS for role in plan.step.parts if role.startswith(TEACHER)}}
     if term not in known and term not in in_memory:

@@ -12,6 +12,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.dispatcher import DEEPEP_RANKS
 from rl_megatron.scaling.hardware import Gpu
+from rl_megatron.scaling.memory import CHANGES
 from rl_megatron.scaling.rl_step import filled, learner_work
 from rl_megatron.scaling.time import step_seconds
 from rl_megatron.types import ParallelDims
@@ -22,6 +23,10 @@ Timed = tuple[float, dict[str, object]]
 CUTS = (1, 2, 4, 8)
 """Degrees of tensor and context parallelism that are tried."""
 MOST_STAGES, MOST_EXPERT_RANKS = 32, 128
+CHANGES_TOGETHER: Mapping[str, str] = {
+    term: change.removeprefix(f"set roles.{term}=separate, ") for term, change in CHANGES.items()
+}
+"""`CHANGES` but for roles on GPUs of their own, which no planned layout has."""
 _USUAL = 8192  # tokens of a micro-batch, from which longer ones make products no faster
 _FEW_EXPERTS = 16  # of a layer, up to which each is large enough to cut (etp)
 _AXES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")

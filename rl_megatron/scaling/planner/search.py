@@ -16,6 +16,7 @@ from rl_megatron.options import table as options
 from rl_megatron.scaling.host_memory import copies_bytes, host_bytes
 from rl_megatron.scaling.memory import GB, Footprint, advice, fullest
 from rl_megatron.scaling.planner.layouts import (
+    CHANGES_TOGETHER,
     CUTS,
     MOST_EXPERT_RANKS,
     MOST_STAGES,
@@ -71,6 +72,10 @@ class SearchResult:
     layouts: int = 0  # whose seconds were computed
     planned: int = 0  # whose memory was
 
+    def reasons(self) -> list[str]:
+        """The rejected layouts in words, each once, with why they are."""
+        return list(dict.fromkeys(f"{described(one.keys)}: {one.reason}" for one in self.rejected))
+
 
 def search(wanted: Wanted) -> SearchResult:
     """The layouts of a run. Raises ConfigError if the GPUs are no whole nodes, or if no layout fits."""
@@ -96,14 +101,14 @@ def search(wanted: Wanted) -> SearchResult:
     found.rejected.sort(key=lambda one: one.seconds)
     if not found.plans and not found.rejected:
         tried = "".join(f"; {key} is tried as {of}" for key, of in _SEARCHED.items() if key in wanted.given)
+        keys = f", or these keys leave none: {', '.join(wanted.given)}" if wanted.given else ""
         raise ConfigError(
             f"no layout on {wanted.gpus} GPUs of {wanted.gpu.memory:g} GB was tried: servers' weights fit in none of "
-            f"its placements, or these keys leave none: {', '.join(wanted.given) or 'none given'}; give more GPUs, or "
-            f"leave one out{tried}"
+            f"its placements{keys}; give more GPUs{', or leave one out' if keys else ''}{tried}"
         )
     if not found.plans:
-        tried = "; ".join(f"{described(one.keys)}: {one.reason}" for one in found.rejected[:3])
-        raise ConfigError(f"no layout on {wanted.gpus} GPUs of {wanted.gpu.memory:g} GB fits. Nearest: {tried}")
+        nearest = "; ".join(found.reasons()[:3])
+        raise ConfigError(f"no layout on {wanted.gpus} GPUs of {wanted.gpu.memory:g} GB fits. Nearest: {nearest}")
     if wanted.goal == "memory":
         near = [plan for plan in found.plans if plan.step.seconds <= NEAR * best]
         found.plans = sorted(near, key=lambda plan: plan.footprint.total)
@@ -172,7 +177,7 @@ def _planned(
         largest, when = footprint.largest, f" while {footprint.phase}" if footprint.phase else ""
         return (
             f"{footprint.total / GB:.0f}{_TOO_MUCH}{wanted.gpu.memory:g} on stage {footprint.stage}{when}, most of it "
-            f"{largest}, {footprint.terms[largest] / GB:.0f} GB; {advice(config, largest)}"
+            f"{largest}, {footprint.terms[largest] / GB:.0f} GB; {advice(config, largest, CHANGES_TOGETHER)}"
         )
     held = host_bytes(config, wanted.shape) + (copied := copies_bytes(config, wanted.shape))
     if held > (room := wanted.gpu.host * GB * _OF_HOST):

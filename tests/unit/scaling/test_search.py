@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -224,7 +225,10 @@ def test_rejected_layouts_say_why_and_what_would_help() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("deepseek-v3", "gpus=8", "gpu=h100"), "on 8 GPUs of 80 GB was tried: servers' weights fit in none"),
+        (
+            ("deepseek-v3", "gpus=8", "gpu=h100"),
+            "on 8 GPUs of 80 GB was tried: servers' weights fit in none of its placements; give more GPUs\n",
+        ),
         ((*SMALL, "learner.max_tokens_per_micro_batch=8192", "learner.ep=3"), "or these keys leave none: rollout."),
         ((*SMALL, "weights.transport=file"), "weights.transport is tried as cuda_ipc or carried with servers on"),
         ((*SMALL, "rollout.server.tp=3"), "leave one out; rollout.server.tp is tried as 1, 2, 4, 8"),
@@ -243,7 +247,19 @@ def test_rejected_layouts_say_why_and_what_would_help() -> None:
 def test_what_cannot_be_planned_is_refused_with_its_reason(arguments: tuple[str, ...], reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         search(asked(*arguments).wanted)
-    assert reason in str(caught.value)
+    assert reason in f"{caught.value}\n"
+
+
+def test_no_advice_is_a_layout_that_the_search_refuses() -> None:
+    """A critic does not fit beside the learner, and may not leave it; what differs in no word is named once."""
+    arguments = ("qwen3-30b-a3b", "gpus=8", "gpu=h100", "algorithm=ppo")
+    with pytest.raises(ConfigError, match=r"most of it critic, .* GB; raise learner.tp") as caught:
+        search(asked(*arguments).wanted)
+    assert "roles." not in str(caught.value)
+    nearest = re.findall(r"(?:Nearest: |; )([\w ]+), servers on the same GPUs", str(caught.value))
+    assert len(set(nearest)) == len(nearest) == 3
+    with pytest.raises(ConfigError, match=r"or roles: scale plans .* no nodes for a critic"):
+        asked(*arguments, "roles.critic=separate")
 
 
 def test_a_written_configuration_has_the_plans_keys_and_no_others() -> None:
