@@ -18,7 +18,7 @@ from rl_megatron.weights.adapters.files import adapters_to_peft, held_lora
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.contents import contents
-from rl_megatron.weights.checkpoints.kind import is_megatron, must_have_config, newest_in, total_bytes
+from rl_megatron.weights.checkpoints.kind import is_megatron, newest_in, total_bytes
 from rl_megatron.weights.checkpoints.writing import Share
 from rl_megatron.weights.formats.hf_folder import has_tokenizer
 
@@ -52,8 +52,7 @@ def run(
     kind = None if dtype is None else DType(dtype)
     if out.exists() and share.count == 1:
         raise CheckpointError(f"{out} exists; remove it or give another name")
-    if (backwards := is_megatron(source)) and config is None:
-        must_have_config(source)
+    backwards = is_megatron(source)
     adapted = backwards and held_lora(source) is not None
     making = None if upcycle is None else _upcycling(upcycle, config, family)
     if adapted or merge:

@@ -20,7 +20,7 @@ from rl_megatron.models.shape import STACKED, ModelShape
 from rl_megatron.weights.bytes.dtypes import DType, widest
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies, write_safetensors
-from rl_megatron.weights.checkpoints.kind import is_megatron
+from rl_megatron.weights.checkpoints.kind import is_megatron, must_have_config
 from rl_megatron.weights.checkpoints.megatron import held_shape, index_files, megatron_copies, write_chunks
 from rl_megatron.weights.checkpoints.megatron_names import VALUES, has_draft, place_of
 from rl_megatron.weights.checkpoints.streaming import (
@@ -196,13 +196,15 @@ def converted_shape(source: Path, config: Path | None = None, family: str | None
     """The sizes of the model of a checkpoint of either kind, with the draft layers that it holds.
 
     Those of a family that has no rows for them are left out. ``config`` is a folder with config.json if ``source`` has
-    none. Raises as `read_shape` does.
+    none. Raises as `is_megatron`, `must_have_config` and `read_shape` do.
     """
+    if (megatron := is_megatron(source)) and config is None:
+        must_have_config(source)
     shape = read_shape(config or source, family)
-    shape = held_shape(source, shape) if is_megatron(source) else shape
+    shape = held_shape(source, shape) if megatron else shape
     if not shape.draft_layers or not has_draft_rows(family_of(shape).tables["megatron"]):
         return shape
-    held = has_draft(read_index(source)[0]) if is_megatron(source) else bool(_not_the_decoders(source, shape)[1])
+    held = has_draft(read_index(source)[0]) if megatron else bool(_not_the_decoders(source, shape)[1])
     return replace(shape, drafts=held)
 
 

@@ -26,7 +26,11 @@ def is_megatron(folder: Path) -> bool:
         return True
     if (folder / "config.json").is_file():
         return False
-    raise ConfigError(f"{folder}: it has neither .metadata (megatron torch_dist) nor config.json (Hugging Face)")
+    shards = folder / "learner"  # of a run's checkpoint
+    instead = f"; give {shards}" if (shards / ".metadata").is_file() else ""
+    raise ConfigError(
+        f"{folder}: it has neither .metadata (megatron torch_dist) nor config.json (Hugging Face){instead}"
+    )
 
 
 def newest_in(folder: Path) -> Path:

@@ -169,6 +169,22 @@ def test_verify_compares_to_the_bit_and_with_transformers(
     assert "which transformers cannot read; give --against" in capfd.readouterr().err
 
 
+def test_errors_about_a_runs_checkpoint_lead_to_what_reads_it(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their shards, which have no config.json, are in ``learner`` of checkpoints/step_N."""
+    step, out = tmp_path / "step_000002", tmp_path / "out"
+    shards = shutil.copytree(folders / "megatron", step / "learner")
+    (shards / "config.json").unlink()
+    for command in (("verify",), ("verify", folders / "hf", "--against"), ("convert",)):
+        more = (out,) if command == ("convert",) else ()
+        assert main_of(*command, step, *more) == 1
+        assert f"config.json (Hugging Face); give {shards}\n" in capsys.readouterr().err
+        assert main_of(*command, shards, *more) == 1
+        assert f"error: {shards} has no config.json; give --config with the Hugging" in capsys.readouterr().err
+    assert main_of("verify", shards, "--config", folders / "hf", "--against", folders / "hf") == 0
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "worst"),
     [
