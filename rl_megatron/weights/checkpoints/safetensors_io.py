@@ -165,8 +165,8 @@ def write_folder(
     """Write ``tensors`` by HF name as the checkpoint ``out``, atomically and durably.
 
     config.json, generation config, tokenizer files and chat template come from ``source_folder``; the config's dtype
-    is set to that of ``tensors`` if they share one. A file holds at most ``max_shard_bytes``, or one tensor. Others can
-    read the files as the umask says. Raises CheckpointError if ``out`` exists or the source has no config.json.
+    is set to that of the ``tensors`` of two dimensions and more, if they share one. A file holds at most
+    ``max_shard_bytes``, or one tensor. Others can read the files as the umask says. Raises CheckpointError if ``out`` exists or the source has no config.json.
     """
     if out.exists():
         raise CheckpointError(f"{out} exists; remove it or give another name")
@@ -189,7 +189,7 @@ def write_folder(
 
 
 def _write_tensors(tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int) -> set[str]:
-    """Returns torch's names of the tensors' dtypes."""
+    """Returns torch's names of the dtypes of matrices; vectors may be wider, as routers' selection biases are."""
     shards: list[list[str]] = []
     free = total = 0
     dtypes: set[str] = set()
@@ -200,7 +200,8 @@ def _write_tensors(tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes:
         shards[-1].append(name)
         free -= tensor.nbytes
         total += tensor.nbytes
-        dtypes.add(str(tensor.dtype).removeprefix("torch."))
+        if tensor.dim() > 1:
+            dtypes.add(str(tensor.dtype).removeprefix("torch."))
     weight_map: dict[str, str] = {}
     for file, names in zip(file_names(len(shards)), shards, strict=True):
         shard = {name: tensors[name].detach().cpu().contiguous() for name in names}
