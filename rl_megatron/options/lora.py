@@ -72,12 +72,12 @@ class Lora(Option):
         if shape is None:
             return
         lacking = _lacking(shape)
-        for target in lora.targets if set(lora.targets) < set(LoraSection().targets) else ():
-            if target in lacking:
-                yield (
-                    f"learner.lora.targets={','.join(lora.targets)}: model_type={shape.family!r} has no "
-                    f"{lacking[target]}; leave out {target}"
-                )
+        if lora.targets and set(lora.targets) <= lacking.keys():
+            parts = " and no ".join(lacking[target] for target in lora.targets)
+            yield (
+                f"learner.lora.targets={','.join(lora.targets)}: model_type={shape.family!r} has no {parts}, so that "
+                "nothing would be trained; name others"
+            )
         if "experts" not in lora.targets:
             return
         if lora.expert_rank and not shape.num_experts:
