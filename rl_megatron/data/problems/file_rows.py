@@ -41,7 +41,7 @@ class FileRows:
         """What two rows have in common of which the first alone is trained on where nothing is sampled."""
         if self.data.messages_field is not None:
             return self.texts
-        return _Answered(self, _answered_text) if self.data.rejected_field is None else _RowTexts(self, _pair_text)
+        return _RowTexts(self, _answered_text if self.data.rejected_field is None else _pair_text)
 
     def conversations(self, rows: NDArray[np.int64]) -> Iterator[Prompt]:
         """Those of these ascending rows, without fields that are no part of them; none where rows are problems."""
@@ -102,20 +102,12 @@ class _RowTexts(ProblemTexts):
         return self._text(self._files.checked(row, record), self._rows.place(row), self._files.data)
 
 
-class _Answered(_RowTexts):
-    """Problems with their answers, which are read where a problem is there twice alone."""
-
-    @override
-    def hashes(self) -> NDArray[np.int64]:
-        return self._rows.hashes()
-
-
 def _conversation_text(record: Record, place: str, data: FileKeys) -> str:
     return spaced(conversation_text(record, place, data, in_structs=True))
 
 
 def _answered_text(record: Record, place: str, data: FileKeys) -> str:
-    return spaced(*record.texts)
+    return spaced(*filter(None, record.texts))
 
 
 def _pair_text(record: Record, place: str, data: FileKeys) -> str:

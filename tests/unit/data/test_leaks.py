@@ -108,6 +108,20 @@ def test_the_same_conversation_in_two_kinds_of_file_is_one(tmp_path: Path) -> No
     assert [one.id for one in load(config)] == ["one/one:1", "two/two:2"]
 
 
+def test_the_same_answered_problem_in_two_kinds_of_file_is_one(tmp_path: Path) -> None:
+    rows = [{"question": "a", "answer": answer} for answer in ("1", "2")]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "one.parquet")
+    (tmp_path / "two.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in [rows[1], rows[1] | {"answer": "3"}]))
+    held_out = written(tmp_path / "e.jsonl", ["held"])
+    sources = {
+        name: {"type": "files", "train": tmp_path / file, "eval": held_out}
+        for name, file in (("one", "one.parquet"), ("two", "two.jsonl"))
+    }
+    data = MixtureData.model_validate({"type": "mixture", "sources": sources})
+    config = load_config("sft_tiny", []).model_copy(update={"data": data})
+    assert [one.id for one in load(config)] == ["one/one:1", "one/one:2", "two/two:2"]
+
+
 def test_a_problem_may_be_in_several_pairs(tmp_path: Path) -> None:
     path = written(tmp_path / "p.jsonl", ["a"], bad="x")
     path.write_text(path.read_text() + written(tmp_path / "q.jsonl", ["a", "a "], bad="y").read_text())
