@@ -36,6 +36,9 @@ def call_slurm(command: Sequence[str], script: Path | None = None) -> str:
         for name, value in os.environ.items()
         if name not in stated and (name in _NO_JOBS or not name.startswith(("SLURM_", "SRUN_")))
     }
+    kept.pop("SBATCH_WAIT", None)  # until the job ends
+    if (clusters := kept.pop("SBATCH_CLUSTERS", None)) is not None:  # for all commands: they ask where it was sent
+        kept["SLURM_CLUSTERS"] = clusters
     kept["SLURM_BITSTR_LEN"] = "0"  # else lists of an array's tasks are cut at 64 characters
     seconds, shown = SENT_SECONDS if command[0] == "sbatch" else ANSWER_SECONDS, shlex.join(command)
     try:

@@ -74,8 +74,15 @@ def test_the_users_variables_count_where_the_script_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of a job in which the command is given does."""
-    of_shell = {"CLUSTERS": "SLURM", "ACCOUNT": "SBATCH", "GRES": "SBATCH"}
-    scripts = {"PARTITION": "SBATCH", "TIMELIMIT": "SBATCH", "SIGNAL": "SBATCH", "NO_REQUEUE": "SBATCH"}
+    of_shell = {"ACCOUNT": "SBATCH", "GRES": "SBATCH"}
+    scripts = {
+        "PARTITION": "SBATCH",
+        "TIMELIMIT": "SBATCH",
+        "SIGNAL": "SBATCH",
+        "NO_REQUEUE": "SBATCH",
+        "WAIT": "SBATCH",
+    }
+    monkeypatch.setenv("SBATCH_CLUSTERS", "given")  # of sbatch alone; the other commands must ask there, too
     of_job = {"JOB_ID": "SLURM", "EXPORT_ENV": "SLURM", "CPU_BIND": "SRUN"}
     for name, whose in {**of_shell, **scripts, **of_job}.items():
         monkeypatch.setenv(f"{whose}_{name}", "given")
@@ -84,7 +91,7 @@ def test_the_users_variables_count_where_the_script_says_nothing(
     script = tmp_path / "job.sbatch"
     script.write_text(job_script(config_of("slurm.partition=x"), folder=tmp_path, python="p", package=PACKAGE))
     given = [line.partition("=")[0] for line in calls.call_slurm(["sbatch"], script).splitlines() if "=given" in line]
-    assert sorted(given) == sorted(f"{whose}_{name}" for name, whose in of_shell.items())
+    assert sorted(given) == [*sorted(f"{whose}_{name}" for name, whose in of_shell.items()), "SLURM_CLUSTERS"]
 
 
 @pytest.mark.parametrize("name", ["scontrol", "sacct"])
