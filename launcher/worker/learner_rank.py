@@ -265,7 +265,9 @@ class Worker(RankModels):
         layouts = learner, recorded_layout(hf, ranks)
         try:
             dtypes = self._dtypes_in_files
-            self._sender = Sender(rendezvous, self._rank, layouts, self._tensors, sources, dtypes, quantiser)
+            self._sender = Sender(
+                rendezvous, self._rank, layouts, self._tensors, sources, dtypes=dtypes, quantiser=quantiser
+            )
         except SyncError as error:
             self._sender = None
             return error

@@ -129,7 +129,7 @@ def learner(rank: int, job: Job) -> dict[str, Any]:
     Exchange.start = counting  # type: ignore[method-assign]
     src = {n: torch.zeros_like(t, device=job.device) for n, t in cut(tensors_of(0), rank).items()}
     sources, dtypes = sources_of(LEARNER, HF)[rank], dict.fromkeys(HF.local_shapes(0), torch.float32)
-    sender = Sender(job.rendezvous, rank, (LEARNER, boxes()), src, sources, dtypes)
+    sender = Sender(job.rendezvous, rank, (LEARNER, boxes()), src, sources, dtypes=dtypes)
     out: dict[str, Any] = {"reports": [], "staged": staged(sender), "flipped": "", "lost": ""}
     for version in job.versions:
         for name, tensor in cut(tensors_of(version), rank).items():

@@ -183,7 +183,7 @@ def process(rank: int, job: Job) -> None:
 
 def learner(rank: int, job: Job) -> list[Any]:
     src = {n: torch.zeros_like(t, device=job.device) for n, t in cut(VERSIONS[0], rank).items()}
-    sender = Sender(job.rendezvous, rank, (LEARNER, recorded()), src, sources_of(LEARNER, HF)[rank], DTYPES)
+    sender = Sender(job.rendezvous, rank, (LEARNER, recorded()), src, sources_of(LEARNER, HF)[rank], dtypes=DTYPES)
     out = []
     for version in VERSIONS:
         for name, tensor in cut(version, rank).items():
@@ -344,7 +344,7 @@ def joins_again(rank: int, meetings: Sequence[Rendezvous], folder: Path, both: A
         else:
             sender = sender and sender.close()
             layouts, sources = (HF, recorded_layout(HF, [boxes])), sources_of(HF, HF)[0]
-            sender = Sender(meeting, 0, layouts, tensors_of(version), sources, DTYPES)
+            sender = Sender(meeting, 0, layouts, tensors_of(version), sources, dtypes=DTYPES)
             sender.send(version)
         both.wait(HEARD)
 

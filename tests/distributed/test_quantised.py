@@ -142,7 +142,9 @@ def learner(rank: int, case: Case) -> dict[str, Any]:
     assert quantiser is not None
     sources = sources_of(mine, hf)[rank]
     dtypes = {name: tensor.dtype for name, tensor in case.whole(0)[0].items()}
-    sender = Sender(case.rendezvous, rank, (mine, recorded_layout(hf, ranks)), tensors, sources, dtypes, quantiser)
+    sender = Sender(
+        case.rendezvous, rank, (mine, recorded_layout(hf, ranks)), tensors, sources, dtypes=dtypes, quantiser=quantiser
+    )
     reports = []
     for version in VERSIONS:
         for name, tensor in cut(layout.base, tensors_of(version), rank).items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.recorded import Boxes, recorded_layout
 from rl_megatron.weights.plans.plan import plan
 from rl_megatron.weights.servers.direct import DirectDelivery
+from rl_megatron.weights.servers.mirror import dtypes
 from rl_megatron.weights.transports.engine_ends import Sender
 from rl_megatron.weights.transports.joined import Keeper, Rendezvous
 from tests.engines.benches import Change, ServedBench, weights_of
@@ -31,6 +32,7 @@ class FolderSender:
     def __init__(self, model: Path, quantization: str = "none") -> None:
         hf = hf_layout(read_shape(model))
         self.tensors = {name: torch.zeros_like(t) for name, t in weights_of(model).items()}
+        self.dtypes: Mapping[str, torch.dtype] = {}  # in the file that the servers load in place of what is sent
         self._quantiser, self.hf, _ = at_sender(FORMATS[quantization], hf, hf, 0, self.tensors)
         self.least_bytes = 0
         self.dies = False
@@ -44,7 +46,16 @@ class FolderSender:
         self.least_bytes = 4 * sum(moves.traffic().values())
         sources, layouts = sources_of(self.hf, self.hf)[0], (self.hf, layout)
         self.before_joining()
-        self._sender = await asyncio.to_thread(Sender, rendezvous, 0, layouts, self.tensors, sources, self._quantiser)
+        self._sender = await asyncio.to_thread(
+            Sender,
+            rendezvous,
+            0,
+            layouts,
+            self.tensors,
+            sources,
+            dtypes=self.dtypes,
+            quantiser=self._quantiser,
+        )
 
     async def send(self, version: int) -> tuple[WeightUpdate, Sequence[Report]]:
         self.before()
@@ -63,8 +74,8 @@ class FolderSender:
 
 @contextmanager
 def direct(server: ServedBench, sender: FolderSender, transport: str = "process_group") -> Iterator[None]:
-    """The bench pushes straight into engine ranks; the mirror only gives names and shapes."""
-    before = server.weights._delivery
+    """The bench pushes straight into engine ranks; the mirror only gives names, shapes and dtypes."""
+    before, sender.dtypes = server.weights._delivery, dtypes(server.path)
     server.weights._delivery = DirectDelivery(
         file=server.file(server.engine),
         learner=sender,

@@ -154,6 +154,7 @@ class Sender:
         layouts: Layouts,
         tensors: Mapping[str, Tensor],
         sources: Sequence[Source],
+        *,
         dtypes: Mapping[str, torch.dtype],
         quantiser: Quantiser | None = None,
     ) -> None:
