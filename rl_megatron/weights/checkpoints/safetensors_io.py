@@ -166,7 +166,8 @@ def write_folder(
 
     config.json, generation config, tokenizer files and chat template come from ``source_folder``; the config's dtype
     is set to that of the ``tensors`` of two dimensions and more, if they share one. A file holds at most
-    ``max_shard_bytes``, or one tensor. Others can read the files as the umask says. Raises CheckpointError if ``out`` exists or the source has no config.json.
+    ``max_shard_bytes``, or one tensor. Others can read the files as the umask says. Raises CheckpointError if ``out``
+    exists or the source has no config.json.
     """
     if out.exists():
         raise CheckpointError(f"{out} exists; remove it or give another name")
