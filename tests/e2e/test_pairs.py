@@ -3,6 +3,7 @@ and AdamW of torch; a stopped and resumed run is equal to the bit; and a reward 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -25,6 +26,7 @@ from rl_megatron.config.sections.reward import RewardModelSection
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.observability.metrics.table import deterministic
 from rl_megatron.rewards.classifiers.in_process import ClassifierReward
+from rl_megatron.types import Prompt
 from tests.e2e.processes import Place, Run
 from tests.e2e.trl_values import assert_as_trl
 from tests.unit.observability.report_pages import Page
@@ -243,8 +245,14 @@ def test_an_exported_reward_model_scores_texts_as_its_run_did(place: Place, rewa
     section = RewardModelSection(chat_template=False)
     judge = ClassifierReward(reward.folder / f"hf_step_{STEPS:06d}", section, key="reward.function")
     rows = read(place.folder / "eval.jsonl")
-    scores = [[one.total for one in judge._score("", [text(row["good"]), text(row["bad"])])] for row in rows]  # type: ignore[arg-type]
-    found = sum(good - bad for good, bad in scores) / len(scores)
+    nothing = Prompt(id="p", text="", token_ids=(), answer="")
+
+    async def scores() -> list[list[float]]:
+        texts = [[text(row["good"]), text(row["bad"])] for row in rows]  # type: ignore[arg-type]
+        return [[one.total for one in await judge(nothing, [], pair)] for pair in texts]
+
+    margins = [good - bad for good, bad in asyncio.run(scores())]
+    found = sum(margins) / len(margins)
     assert reward.rows()[-1]["eval/preference_margin"] == pytest.approx(found, rel=1e-4)
 
 
