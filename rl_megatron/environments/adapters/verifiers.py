@@ -152,7 +152,7 @@ class Interpreter:
             answer.set_exception(InterpreterFailed(self._last_words()))
 
     def _listen(self, stderr: IO[bytes]) -> None:
-        """Keep the end of what comes, however much that is, so that nobody waits to write it."""
+        """Read all that the process writes there, so that it never waits for room, and keep the last bytes."""
         with stderr:
             while part := os.read(stderr.fileno(), 1 << 16):
                 self._said = (self._said + part)[-_MOST_SAID:]
