@@ -104,7 +104,7 @@ class SGLangAdapter(Adapter):
                 *("--host", options.host, "--port", str(options.port + (_OTHERS if options.node else 0))),
                 *("--dtype", options.dtype, *degrees(options), *outliving_pushes(options, self._shape)),
                 *("--context-length", str(options.max_length + _MARGIN), "--max-running-requests", str(options.slots)),
-                *("--skip-server-warmup", "--sleep-on-idle", "--skip-tokenizer-init"),
+                *("--sleep-on-idle", "--skip-tokenizer-init"),
                 *(("--enable-memory-saver",) if options.colocated and options.device != "cpu" else ()),
                 *((*ON_CPU, "--max-total-tokens", str(cached)) if options.device == "cpu" else ()),
                 *(("--mem-fraction-static", str(options.memory_fraction)) if options.memory_fraction else ()),

@@ -1,8 +1,9 @@
 """Starts SGLang's server for a run: ``python -m rl_megatron.rollout.servers.sglang.server <SGLang's options>``.
 
-Unlike SGLang's own command it requires a token that is on no command line and in no log (`engine_token`). Ranks on one
-node rendezvous in a file of this user, not at a port that is open to everybody. Runs in SGLang's interpreter. Written
-against SGLang 0.5.21 (launch_server.py, entrypoints/http_server.py).
+Unlike SGLang's own command it requires a token that is on no command line and in no log (`engine_token`), and skips the
+warm-up, whose requests have no token and whose failure ends the server. Ranks on one node rendezvous in a file of this
+user, not at a port that is open to everybody. Runs in SGLang's interpreter. Written against SGLang 0.5.21
+(launch_server.py, entrypoints/http_server.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SECONDS = 10.0
 def main() -> None:
     """Start the server as ``python -m sglang.launch_server`` does."""
     load_plugins()
-    arguments = prepare_server_args(sys.argv[1:])
+    arguments = prepare_server_args(["--skip-server-warmup", *sys.argv[1:]])
     from sglang.srt.entrypoints import http_server  # as SGLang does, after parsing arguments
 
     http_server.app.add_middleware(EngineToken)

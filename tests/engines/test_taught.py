@@ -1,0 +1,98 @@
+"""A run starts vLLM or SGLang as its teacher, by the commands of docs/distillation.md: its divergence and gradient are
+those of the same teacher on ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launcher.servers.engines import SERVERS
+from rl_megatron.config.run import TinyModelSection
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.observability.files import read_jsonl
+from rl_megatron.rollout.servers.sglang.options import ON_CPU
+from tests.engines.benches import interpreter
+from tests.engines.conftest import needs
+
+PAGE = (Path(__file__).parents[2] / "docs/distillation.md").read_text()
+LIMIT = 300.0  # seconds of a run
+LENGTH = 64  # tokens that a server's caches are made for
+KEYS = (
+    *("learner.threads=1", "learner.ep=1", "warm_start.steps=0", "train.steps=2", "eval.every=0"),
+    *("rollout.prompts_per_step=4", "rollout.group_size=4", "log.tensorboard=false", "reward.parts.exact_match=0"),
+)
+ON_CPUS = {
+    "vllm": f"--enforce-eager --dtype float32 --max-model-len {LENGTH}",
+    "sglang": " ".join([*ON_CPU, "--dtype float32", f"--context-length {LENGTH} --max-total-tokens 4096"]),
+}
+MODULES = {engine: f"rl_megatron.rollout.servers.{engine}.server" for engine in SERVERS}
+SETTING = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wider than the student, which has its tokenizer."""
+    spec = TinyModelSection(head_dim=32, hidden_size=96, max_position_embeddings=LENGTH)
+    return make_tiny_model(spec, tmp_path_factory.mktemp("teacher"), seed=3)
+
+
+@pytest.fixture(scope="module")
+def on_ranks(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """What a run records whose teacher has ranks of its own."""
+    folder = tmp_path_factory.mktemp("on_ranks")
+    return record(folder, "algorithm=gkd", "roles.reference=separate", f"algorithm.kl.reference={teacher}")
+
+
+def record(folder: Path, *keys: str) -> list[dict[str, float]]:
+    """A run's steps; a failure shows its service's log."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "launcher", "train", *KEYS, "run.name=taught", *keys],
+        cwd=folder,
+        env={**os.environ, **SETTING, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    run = folder / "runs" / "taught"
+    said = "\n".join(log.read_text()[-3000:] for log in run.glob("service_*.log"))
+    assert ended.returncode == 0, f"{ended.stdout[-3000:]}{ended.stderr[-3000:]}{said}"
+    return [row for row in read_jsonl(run / "metrics.jsonl") if row["phase"] == "rl" and row["step"]]
+
+
+def command(engine: str, teacher: Path) -> str:
+    """The page's, with the interpreter, the folder and the options of this machine."""
+    if engine == "vllm":
+        block = next(one for one in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if "--max-logprobs" in one)
+        given = yaml.safe_load(block)["services"]["big"]["command"]
+        # Builds for CPUs have no program of that name.
+        given = given.replace("/opt/vllm/bin/vllm serve", f"{interpreter(engine)} -m {MODULES[engine]}")
+        given = given.replace("--tensor-parallel-size 8", "--tensor-parallel-size 1")
+    else:
+        (given,) = re.findall(r"`(sh -c '[^`]*sglang[^`]*')`", PAGE)
+        given = given.replace("/opt/sglang/bin/python", str(interpreter(engine)))
+    assert MODULES[engine] in given
+    return str(given).replace("/models/TEACHER", str(teacher)).rstrip("'") + f" {ON_CPUS[engine]}'"
+
+
+@pytest.mark.parametrize("engine", sorted(SERVERS))
+def test_the_pages_command_teaches(
+    engine: str, teacher: Path, on_ranks: list[dict[str, float]], tmp_path: Path
+) -> None:
+    needs(engine)
+    config = {
+        "defaults": ["tiny_cpu", {"algorithm": "gkd"}],
+        "algorithm": {"kl": {"teachers": {"big": {"server": "service:big", "engine": engine, "path": str(teacher)}}}},
+        "services": {"big": {"command": command(engine, teacher), "start_seconds": LIMIT}},
+    }
+    (tmp_path / "taught.yaml").write_text(yaml.safe_dump(config))
+    served = record(tmp_path, "--config", "taught.yaml")
+    assert [row["step"] for row in served] == [row["step"] for row in on_ranks] == [1, 2]
+    for mine, theirs in zip(served, on_ranks, strict=True):
+        for name in ("loss/kl", "kl/reference", "grad_norm"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4), name
