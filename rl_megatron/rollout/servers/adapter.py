@@ -100,7 +100,7 @@ class Description:
     problems: tuple[str, ...]  # reasons why a run cannot use it, each with what to do
     no_routes: str | None = None  # why it returns no routes
     draft_tokens: int = 0  # that a draft layer proposes at each of its steps
-    priorities: bool = False  # whether it takes requests of less priority first
+    priorities: bool = False  # whether it takes requests by their priority
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,7 @@ def test_the_first_node_alone_answers_requests() -> None:
         ("vllm", "--headless", r"has --headless, which rollout\.server\.nodes sets"),
         ("vllm", "--enable-eplb", r"has --enable-eplb, which moves experts between ranks"),
         ("vllm", "--speculative-config={}", r"which rollout\.server\.draft_tokens has a server use; set that"),
+        ("sglang", "--schedule-low-priority-values-first", r"its cache adds 1 where its scheduler overlaps, and ends"),
         ("sglang", "--speculative-algorithm", r"which rollout\.server\.draft_tokens has a server use; set that"),
         ("sglang", "--ep", r"has --ep, which rollout\.server\.ep sets"),
         ("sglang", "--enable-dp-attention", r"which rollout\.server\.dp sets"),

@@ -98,7 +98,8 @@ def test_older_requests_go_first_where_the_server_has_priorities(engine: str) ->
     for has, birth in ((True, 3), (True, None), (False, 3)):
         server.priorities = has
         asyncio.run(adapter.generate(server, replace(ASKED, birth=birth), "id"))
-    assert [body.get("priority") for _, body in server.asked] == [3, 0, None]
+    sign = {"vllm": 1, "sglang": -1}[engine]  # SGLang's highest goes first
+    assert [body.get("priority") for _, body in server.asked] == [sign * 3, 0, None]
 
 
 def test_a_request_is_as_old_as_it_says_or_as_the_version_served_and_the_oldest_if_it_goes_ahead() -> None:

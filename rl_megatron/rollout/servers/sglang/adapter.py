@@ -32,7 +32,7 @@ from rl_megatron.rollout.servers.answers import checked_routes, completion_seed,
 from rl_megatron.rollout.servers.decoding import Judged, SampledColumns
 from rl_megatron.rollout.servers.http import AttemptFailed, Server, read_beside
 from rl_megatron.rollout.servers.sglang import answer as form
-from rl_megatron.rollout.servers.sglang import drafts, loras, orders
+from rl_megatron.rollout.servers.sglang import drafts, loras, orders, priorities
 from rl_megatron.rollout.servers.sglang import request as ask
 from rl_megatron.rollout.servers.sglang.options import KEYS, ON_CPU, cores, degrees, most_cached, outliving_pushes
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, Routes
@@ -47,7 +47,6 @@ _NEEDED = (
     *("/pause_generation", "/server_info", "/release_memory_occupation", "/resume_memory_occupation"),
     "/v1/loads",
 )
-_PRIORITIES = ("--enable-priority-scheduling", "--schedule-low-priority-values-first", "--disable-priority-preemption")
 _INVARIANT_LATENTS = ("fa3", "fa4", "triton")
 _INVARIANT = (*_INVARIANT_LATENTS, "flashinfer")
 """Attention on Nvidia's GPUs that SGLang 0.5.21 takes with --enable-deterministic-inference (arg_groups/choices.py)."""
@@ -112,7 +111,7 @@ class SGLangAdapter(Adapter):
                 *(("--enable-deterministic-inference",) if options.batch_invariant else ()),
                 *loras.started_with(options),
                 *drafts.started_with(options.draft_tokens),
-                *(_PRIORITIES if value_given(options.extra, "--schedule-policy") is None else ()),
+                *priorities.started_with(options.extra),
                 *options.extra,
             ),
             environment={
@@ -177,10 +176,9 @@ class SGLangAdapter(Adapter):
             architecture=",".join(info["architectures"] or ()),
             # Behind what its cache does not hold of a sequence, it ends a completion as if it had all tokens asked for.
             max_length=min(int(settings["context_length"] or _MARGIN) - _MARGIN, most_cached(settings)),
-            problems=(*problems, *drafts.obstacles(settings)),
+            problems=(*problems, *drafts.obstacles(settings), *priorities.obstacles(settings)),
             draft_tokens=drafts.proposed_by(settings),
-            priorities=bool(settings.get("enable_priority_scheduling"))
-            and bool(settings.get("schedule_low_priority_values_first")),
+            priorities=bool(settings.get("enable_priority_scheduling")),
             no_routes=None
             if settings.get("enable_return_routed_experts")
             else "start it with --enable-return-routed-experts",

@@ -21,8 +21,7 @@ def scoring(server: Server, text: Sequence[int]) -> dict[str, object]:
 
 
 def labels(server: Server, birth: int) -> dict[str, object]:
-    """Older requests go first: one without a priority gets one of SGLang 0.5.21's own, with which its cache's tree
-    overflows at the request's end, and the server dies. The key is that by which prefixes that other weights cached are
-    not found."""
-    first = {"priority": birth} if server.priorities else {}
+    """Older requests go first, since higher priorities do. The key is that by which prefixes that other weights cached
+    are not found."""
+    first = {"priority": -birth} if server.priorities else {}
     return {**first, **({} if server.salt is None else {"extra_key": server.salt})}
