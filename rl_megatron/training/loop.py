@@ -165,9 +165,10 @@ class Loop:
             row = await self.job.start(fresh=True)
             if row is not None:
                 measured = await self._evaluated(watch)
-                written = self.recorder.write(row | (measured or {}))
+                row |= measured or {}
+                written = self.recorder.write(row)
                 self.put_off = written if measured is None else None
-            await self.save(watch)
+            await self.save(watch, (row or {}).get("eval/accuracy"))
             await self._finish_save(watch)  # else a failure of the first steps would lose them, too
         elif fresh:
             await unless_stopped(self.stop, self._first_row(watch))
