@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from launcher.processes.imports import uncollected
-from launcher.runs.name import choose
+from launcher.runs.name import choose, refuse_copied
 from rl_megatron.config.io import load_config
 
 
@@ -31,6 +31,8 @@ def train(
     from rl_megatron.services import Services
 
     loaded = load_config(config, overrides or [])
+    if resume:
+        refuse_copied(loaded, Path(config), overrides or [])
     named = choose(loaded, Path(config).stem, resume=resume)
     findings = preflight(named)
     findings.raise_problems()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from launcher.runs.lock import lock
@@ -57,6 +57,28 @@ def choose(
     elif not resume and taken(root / name):
         raise ConfigError(f"run.name={name}: {root / name} exists; {advice(root / name)}take another name")
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
+def refuse_copied(config: RunConfig, file: Path, overrides: Sequence[str]) -> None:
+    """Raises ConfigError where ``file`` lies in a run's folder, but names another run: the folder was copied or moved.
+
+    Not where an override names the run.
+    """
+    here, named = file.absolute().parent, config.run.dir / str(config.run.name)
+    holds_run = (here / "log.txt").is_file() or any(here.glob("checkpoints/*/manifest.json"))
+    if (
+        file.name == "config.yaml"
+        and config.run.name is not None
+        and holds_run
+        and here.resolve() != named.resolve()
+        and not any(override.startswith("run.name=") for override in overrides)
+    ):
+        away = "" if here.parent.resolve() == config.run.dir.resolve() else f" run.dir={here.parent}"
+        other = f", or run.name={config.run.name} to continue {named}" if named.is_dir() else ""
+        raise ConfigError(
+            f"--resume: {file} is of the run {named}, but lies in {here}, as after a copy or a move, or where the "
+            f"current folder is another; add run.name={here.name}{away} to continue the run that is there{other}"
+        )
 
 
 @contextlib.contextmanager

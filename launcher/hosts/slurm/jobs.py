@@ -127,15 +127,14 @@ def status_of(job: str, run: Path) -> Status:
 
 
 def _prints_for(run: Path, job: str, log: str) -> bool:
-    """Whether a job's output goes to the folder of ``run``, or to one beside it, as that of an array's other tasks, or
-    where the run's job of that number says that its own goes (slurm/job.sh).
+    """Whether a job's output goes to ``jobs`` of ``run`` or, of a study's cell that has not begun, of the study, or
+    where the run's job of that number says that its own goes (slurm/job.sh): a copied folder has the number, too.
 
     True where Slurm does not say it, and where spaces in the folder's name end what is read of it.
     """
-    folder, told = run.resolve().parent, (run / "jobs" / f"{job}.txt").resolve()
-    return (
-        not log or " " in f"{folder}{told}" or Path(log).resolve() == told or Path(log).resolve().is_relative_to(folder)
-    )
+    folder, told = run.resolve(), (run / "jobs" / f"{job}.txt").resolve()
+    own = (folder / "jobs", folder.parent / "jobs")
+    return not log or " " in f"{folder}{told}" or (path := Path(log).resolve()) == told or path.parent in own
 
 
 def states_of(tasks: Sequence[str], job_name: str) -> dict[str, Status]:

@@ -165,10 +165,15 @@ class _Wandb:
 
 
 def _wandb_id(folder: Path, *, fresh: bool) -> str:
-    """The run's id, which no other has, whatever the names of their folders. It is drawn once, and kept in the folder;
-    a run whose folder has none was begun when its name was the id."""
+    """The run's id, which no other has, whatever the names of their folders. It is drawn once, and kept in the folder
+    beside the folder's name: a copy under another draws its own. Ids of older runs are without a name; a run whose
+    folder has none was begun when its name was the id."""
     path = folder / "wandb_id.txt"
-    if fresh:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, secrets.token_hex(8).encode())
-    return path.read_text().strip() if path.exists() else folder.name
+    if not fresh:
+        kept, _, name = path.read_text().strip().partition(" ") if path.exists() else (folder.name, "", "")
+        if name in ("", folder.name):
+            return kept
+    folder.mkdir(parents=True, exist_ok=True)
+    identity = secrets.token_hex(8)
+    write_atomically(path, f"{identity} {folder.name}\n".encode())
+    return identity

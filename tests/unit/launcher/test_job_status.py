@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def test_the_status_is_what_slurm_said(
     stand_in(tmp_path / "sacct", NO_ACCOUNTS)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     logs = [line.partition(" StdOut=")[2].partition(" ")[0] for line in RECORDED[situation]]
-    found = status_of(job, Path(logs[0]).parent / "run")
+    found = status_of(job, Path(logs[0]).parent.parent)  # its jobs/
     assert (found.text, found.over) == (text, over)
     if logs[0]:
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -147,8 +148,14 @@ def test_a_job_that_has_ended_is_not_cancelled_by_its_number(
         cancel(run)
     assert not (tmp_path / "called").exists()
     stand_in(tmp_path / "scontrol", f"echo JobId=7 JobState=PENDING Restarts=1 StdOut={run}/jobs/7.txt")
+    copied = shutil.copytree(run, tmp_path / "runs" / "copied")
+    with pytest.raises(ConfigError, match=r"copied: job 7 has ended: gone"):
+        cancel(copied)
     assert cancel(run) == "7"
     assert (tmp_path / "called").read_text() == "7\n"
+    for whose in ("jobs/7", "mine/jobs/7_4294967294"):  # of a study's cell, and of an array, that have not begun
+        stand_in(tmp_path / "scontrol", f"echo JobId=7 JobState=PENDING StdOut={tmp_path}/runs/{whose}.txt")
+        assert status_of("7", run).name == "PENDING"
 
 
 def test_the_log_of_an_arrays_task_is_found_in_the_folder_of_its_own_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,34 @@ def test_a_check_of_a_resume_refuses_what_the_resume_would(
             main(["train", "--config", f"{run}/config.yaml", "--resume", "--check", f"seed={seed}"])
         assert ended.value.code == status
         assert said in capsys.readouterr().err
+
+
+def test_a_copied_or_moved_folder_is_no_longer_the_run_that_its_config_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until an override does: a resume would go on in the other folder, whose checkpoints it would remove."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = run_of(Path("runs/x"), load_config("tiny_cpu", ["run.name=x"]))
+
+    def resumed(folder: Path, *keys: str) -> tuple[object, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["train", "--config", f"{folder}/config.yaml", "--resume", "--check", *keys])
+        return ended.value.code, capsys.readouterr().err
+
+    copied = Path(shutil.copytree(run, "runs/y"))
+    away = Path(shutil.copytree(run, tmp_path / "elsewhere" / "x"))
+    for folder, advice in ((copied, "add run.name=y to"), (away, f"add run.name=x run.dir={away.parent} to")):
+        status, said = resumed(folder)
+        assert status == 1
+        assert f"config.yaml is of the run runs/x, but lies in {folder.absolute()}" in said
+        assert advice in said
+    assert resumed(run) == resumed(copied, "run.name=y") == resumed(copied, "run.name=x") == (0, "")
+    assert resumed(away, "run.name=x", f"run.dir={away.parent}") == (0, "")
+    moved = run.rename("runs/z")
+    assert "add run.name=z to" in resumed(moved)[1]
+    Path("runs/x").symlink_to("z")
+    assert resumed(Path("runs/x")) == (0, "")
 
 
 def test_what_has_no_checkpoint_starts_over(tmp_path: Path) -> None:

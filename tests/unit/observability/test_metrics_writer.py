@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import sys
 import threading
 import types
@@ -233,6 +234,20 @@ def test_wandb_has_one_run_for_each_that_starts_anew_whatever_its_folder_is_call
     first, _, other, _, _, again, _ = ids
     assert ids == [first, first, other, other, first, again, again]
     assert len({first, other, again, "run"}) == 4
+
+
+def test_a_copied_folder_is_a_run_of_its_own_at_wandb(tmp_path: Path, ids: list[str]) -> None:
+    """As its name tells; an id that an older version kept has none beside it, and stays."""
+    MetricsWriter(tmp_path / "x", wandb="offline").close()
+    shutil.copytree(tmp_path / "x", tmp_path / "y")
+    for of in ("y", "x", "y"):
+        MetricsWriter(tmp_path / of, wandb="offline", fresh=False).close()
+    first, copied, *later = ids
+    assert later == [first, copied]
+    assert first != copied
+    (tmp_path / "y" / "wandb_id.txt").write_text("older")
+    MetricsWriter(tmp_path / "y", wandb="offline", fresh=False).close()
+    assert ids[-1] == "older"
 
 
 def test_a_resume_of_a_run_without_an_id_goes_on_under_its_folders_name(tmp_path: Path, ids: list[str]) -> None:
