@@ -2,18 +2,24 @@
 
     python tools/verify_checkpoint.py FOLDER [--against OTHER] [--config HF_DIR]
 
-Checks that every tensor of the model is there, with its shape, in complete files (checksums, if the format has
-them), and that every value is a number; with ``--against``, that another checkpoint of either kind is equal to the bit.
+Checks that every tensor of the model is there, with its shape, in complete files (checksums, if the format has them;
+of a run's checkpoints/step_N/learner those of all files of step_N), and that every value is a number; with
+``--against``, that another checkpoint of either kind is equal to the bit.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rl_megatron.digests import Digest
+from rl_megatron.errors import CheckpointError
+from rl_megatron.training import checkpoints
+from rl_megatron.weights.checkpoints.kind import is_megatron, total_bytes
 from rl_megatron.weights.checkpoints.verify import verify
 from tools import conversion
 from tools.options import OwnFamily
@@ -40,14 +46,24 @@ def run(folder: Path, *, against: Path | None = None, config: Path | None = None
     """Print what is wrong; return whether nothing is. Raises RLMegatronError if it cannot be read to its end."""
     folder = conversion.found(folder)
     against = None if against is None else conversion.found(against)
-    with conversion.display(folder) as progress:
-        problems = list(verify(folder, against=against, config=config, family=family, on_bytes=progress))
+    problems, written = _of_run(folder) if is_megatron(folder) else ([], None)
+    more = sum(digest.bytes for digest in (written or {}).values()) / max(total_bytes(folder), 1)
+    with conversion.display(folder, 1 + more) as progress:
+        problems += verify(folder, against=against, config=config, family=family, written=written, on_bytes=progress)
     for line in problems[:MAX_LINES]:
         print(line)
     if len(problems) > MAX_LINES:
         print(f"and {len(problems) - MAX_LINES} more")
     print(f"{folder}: {len(problems) or 'no'} problems" + (f", compared with {against}" if against else ""))
     return not problems
+
+
+def _of_run(shards: Path) -> tuple[list[str], Mapping[str, Digest] | None]:
+    """What keeps the checkpoint of a run, where ``shards`` is part of one, from being resumed, or else its digests."""
+    try:
+        return [], checkpoints.read(shards.parent).files if checkpoints.files_of(shards) else None
+    except CheckpointError as error:
+        return [str(error)], None
 
 
 if __name__ == "__main__":

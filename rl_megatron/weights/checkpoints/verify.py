@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rl_megatron.digests import Digest, misfits
 from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Copy, Files, OnBytes
@@ -23,16 +24,23 @@ def verify(
     against: Path | None = None,
     config: Path | None = None,
     family: str | None = None,
+    written: Mapping[str, Digest] | None = None,
     on_bytes: OnBytes = lambda n: None,
 ) -> Iterator[str]:
     """Yield a line for each problem; none for a sound checkpoint of either kind.
 
-    It is compared with ``against`` tensor by tensor, to the bit; one that only one of them has is a problem. Raises
+    It is compared with ``against`` tensor by tensor, to the bit; one that only one of them has is a problem.
+    ``written``: of a run's checkpoint, whose shards ``folder`` holds, the digests of all files, by name in the folder
+    above; they count in place of the chunks' own checksums, so that each file is read once for either. Raises
     CheckpointError, WeightError or ConfigError if the checkpoint cannot be read to its end: a torn or missing file, an
     unknown, missing or misshapen tensor.
     """
     tensors, files = hf_tensors(folder, config, family)
-    if is_megatron(folder):
+    if written is not None:
+        for name, digest in written.items():
+            yield from misfits(folder.parent, {name: digest}, read=True)
+            on_bytes(digest.bytes)
+    elif is_megatron(folder):
         yield from _bad_sums(folder, files)
     others: dict[str, Copy] = {}
     other_files = files

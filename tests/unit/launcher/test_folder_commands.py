@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -18,8 +19,10 @@ from typer.testing import CliRunner
 from launcher.__main__ import app, main
 from launcher.programs.logprobs import differences
 from rl_megatron.observability.metrics.table import STEPS
+from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
 from tests.draft_models import save_with_drafts
 from tests.family_models import save_model
+from tests.savings import Shards
 
 LAYERS = """
 from pathlib import Path
@@ -183,6 +186,34 @@ def test_errors_about_a_runs_checkpoint_lead_to_what_reads_it(
         assert main_of(*command, shards, *more) == 1
         assert f"error: {shards} has no config.json; give --config with the Hugging" in capsys.readouterr().err
     assert main_of("verify", shards, "--config", folders / "hf", "--against", folders / "hf") == 0
+
+
+def test_verify_of_a_runs_shards_finds_what_has_changed_in_any_file_of_the_checkpoint(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of which the weights' own format has no checksum, and the controller's: without them it is not resumed."""
+    content = {p.name: p.read_bytes() for p in (folders / "megatron").iterdir() if p.name != "config.json"}
+
+    async def save() -> Path:
+        learner: Any = Shards(content)
+        store = CheckpointStore(tmp_path, keep=1, config={})
+        begun = await store.save(TrainerState(step=2, prompts={}, stream=None), {"learner": learner})
+        return (await begun.finish()).folder
+
+    step = asyncio.run(save())
+    command = ("verify", step / "learner", "--config", folders / "hf")
+    assert main_of(*command) == 0
+    files = [step / "trainer.json", step / "manifest.json", *(step / "learner" / name for name in content)]
+    for path in files:
+        sound = path.read_bytes()
+        path.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+        assert main_of(*command) == 1
+        said = capsys.readouterr()
+        assert str(path) in said.out + said.err
+        path.write_bytes(sound)
+    (step / "trainer.json").unlink()
+    assert main_of(*command) == 1
+    assert f"{step}/trainer.json is missing" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
