@@ -7,6 +7,15 @@ restart=${SLURM_RESTART_COUNT:-0} job=$SLURM_JOB_ID
 if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then # one task of the array has the array's own id, by which Slurm means them all
     job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 fi
+say() { echo "[$(date +%FT%T%z)] job $job, restart $restart: $*"; }
+running() { # whether a process has the run's lock, as train has it; false where the file system has no locks
+    [ -e "$RUN/log.txt" ] && { flock --nonblock "$RUN/log.txt" true 2>/dev/null; [ $? -eq 1 ]; }
+}
+for _ in {1..12}; do running && sleep 5 || break; done # of a job that is about to end
+if running; then # jobs/id is of that one, as is the rest of jobs/
+    say "failed: another process runs in $RUN; wait for its end, or end it"
+    exit 1
+fi
 attempt=$RUN/jobs/$job-$restart
 if [ -e "$attempt" ]; then # an earlier job had this number: Slurm gives them out again once its counter begins again
     earlier=$RUN/jobs/earlier-$(date +%s)
@@ -18,7 +27,6 @@ echo "$job" >"$RUN/jobs/id"
 if [ -f /dev/stdout ] && [ ! -e "$RUN/jobs/$job.txt" ]; then # its output is elsewhere; by this `status` knows the job
     ln -sfn "$(readlink "/proc/$$/fd/1")" "$RUN/jobs/$job.txt"
 fi
-say() { echo "[$(date +%FT%T%z)] job $job, restart $restart: $*"; }
 for_good() { # whether no later try would change what scontrol requeue said, $1; its controller may also be busy or away
     case $1 in *"Invalid job id"* | *disabled* | *denied*) ;; *) false ;; esac
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.hosts.slurm.script import job_script
+from launcher.runs.name import claim
 from tests.e2e.processes import eventually
 from tests.unit.launcher.slurm_jobs import config_of
 
@@ -134,6 +135,22 @@ def test_a_job_of_an_earlier_jobs_number_counts_none_of_its_attempts(tmp_path: P
     (earlier,) = jobs.glob("earlier-*")
     assert [sorted(path.name for path in folder.glob("*-?")) for folder in (earlier, jobs)] == [every, every]
     assert (earlier / "7-0" / "requeue").exists()
+
+
+def test_a_job_of_a_run_that_another_process_runs_takes_nothing_over(tmp_path: Path) -> None:
+    """Else status and cancel would speak of it, and no longer of the job that runs."""
+    run = tmp_path / "run"
+    attempt(tmp_path, 0)
+    (run / "jobs" / "id").write_text("6\n")
+    (run / "jobs" / "stalled").write_text("6\n")
+    before = {path: path.read_bytes() for path in (run / "jobs").rglob("*") if path.is_file()}
+    with claim(run, resume=True):
+        status, said, asked = attempt(tmp_path, 1, "000002")
+    assert (status, asked) == (1, [])
+    assert said.endswith(f"job 7, restart 1: failed: another process runs in {run}; wait for its end, or end it\n")
+    assert {path: path.read_bytes() for path in (run / "jobs").rglob("*") if path.is_file()} == before
+    assert attempt(tmp_path, 1, "000002")[0] == 0
+    assert (run / "jobs" / "id").read_text() == "7\n"
 
 
 def test_a_node_without_the_controllers_interpreter_is_told(tmp_path: Path) -> None:
