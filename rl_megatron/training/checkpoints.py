@@ -25,7 +25,7 @@ from rl_megatron.columns import ColumnReader, ColumnWriter
 from rl_megatron.data.problems.mixture import MixtureState
 from rl_megatron.data.problems.prompt_table import TableState
 from rl_megatron.digests import KIND, Digest, digest_of, digests, misfits
-from rl_megatron.durable import REMOVING, publish_folder, remove_folder, write_atomically
+from rl_megatron.durable import REMOVING, naming, publish_folder, remove_folder, write_atomically
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces import Learner, Saving
 from rl_megatron.observability.recorder import Row
@@ -147,11 +147,14 @@ class CheckpointStore:
             title = f"{temporary} does not hold what the ranks wrote; run.dir must be one shared folder on all nodes"
             raise CheckpointError(_listed([title, *problems]))
         text, columns = state
-        (temporary / _STATE_FILE).write_bytes(text)
-        written = [f"{_COLUMNS}/{name}" for name in columns.write(temporary / _COLUMNS)]
+        with naming(temporary / _STATE_FILE):
+            (temporary / _STATE_FILE).write_bytes(text)
+        with naming(temporary / _COLUMNS):
+            written = [f"{_COLUMNS}/{name}" for name in columns.write(temporary / _COLUMNS)]
         everything = {**files, _STATE_FILE: digest_of(text), **digests(temporary, written)}
         manifest = _Manifest(checksum=KIND, config=self._config, files=everything, accuracy=accuracy)
-        (temporary / _MANIFEST_FILE).write_bytes(_MANIFEST.dump_json(manifest, indent=1))
+        with naming(temporary / _MANIFEST_FILE):
+            (temporary / _MANIFEST_FILE).write_bytes(_MANIFEST.dump_json(manifest, indent=1))
         with _warning(final):
             remove_folder(final)  # a resumed run reached the same step again: both checkpoints are equal
         publish_folder(temporary, final)
@@ -223,11 +226,20 @@ class Unfinished:
             raise
 
     async def _complete(self) -> Saved:
-        """Collect what ranks wrote, and publish it in a thread: files of many ranks take long to look at.
+        """Publish in a thread what ranks wrote, which takes long, or remove it there: a full disk would stay full.
 
         No rank enters a collective while another still writes any model: its time limit may be shorter than a write.
         """
         await self._until_written()
+        try:
+            return await self._published()
+        except (CheckpointError, OSError):
+            work = self.folder.with_name(f"{_TEMPORARY}{self.folder.name}")
+            self._thread = asyncio.create_task(asyncio.to_thread(shutil.rmtree, work, ignore_errors=True))
+            await asyncio.shield(self._thread)
+            raise
+
+    async def _published(self) -> Saved:
         written = await asyncio.gather(*(saving.durable() for saving in self._savings.values()))
         named = zip(self._savings, written, strict=True)
         files = {f"{name}/{file}": digest for name, one in named for file, digest in one.files.items()}

@@ -134,6 +134,19 @@ def test_a_save_that_failed_is_asked_once(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the disk is full"):  # step 2's save waits for step 1's
         asyncio.run(loop_of(Failing({}, shards=learner), tmp_path).run())
     assert learner.asked == 1
+    assert list(tmp_path.iterdir()) == []  # on a full disk, what is left would keep it full
+
+
+@pytest.mark.parametrize("name", ["trainer.json", "manifest.json"])
+def test_a_full_disk_is_told_with_the_file_and_keeps_nothing_of_the_save(tmp_path: Path, name: str) -> None:
+    class Full(Shards):
+        async def save(self, folder: Path) -> Ended:
+            (folder.parent / name).symlink_to("/dev/full")
+            return await super().save(folder)
+
+    with pytest.raises(OSError, match=rf"No space left on device: '.*step_000001/{name}'"):
+        asyncio.run(loop_of(Failing({}, shards=Full()), tmp_path).run())
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("error", [WorkerDied("rank 1"), asyncio.CancelledError()])
@@ -189,7 +202,7 @@ def test_a_save_that_failed_ends_the_run_with_the_next_step(tmp_path: Path) -> N
 
             return Failed({})
 
-    job = Failing({}, shards=(full := Full()), until={3: lambda: full.asked})
+    job = Failing({}, shards=(full := Full()), until={3: lambda: loop.in_hand is None or loop.in_hand._saved.done()})
     loop = loop_of(job, tmp_path)
     loop.pace = replace(loop.pace, checkpoints=2)
     with pytest.raises(CheckpointError, match="the disk is full"):
