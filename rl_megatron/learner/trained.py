@@ -324,7 +324,8 @@ class MegatronLearner(MegatronScorer):
         them. The next one writes over that memory, so this one must be durable before."""
         self.gather()
         if self._lora.rank is not None and dist.get_rank() == 0:
-            write_lora(folder, self._lora)
+            with saving.explained(folder):
+                write_lora(folder, self._lora)
         staged = self._staged if apart else None
         chunks, optimizer = self._chunks_of_all, self._optimizer_of_all
         return saving.save_shards(folder, chunks, optimizer, self._planned, self._parked.on_host, staged)

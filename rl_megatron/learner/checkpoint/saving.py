@@ -97,7 +97,7 @@ def save_shards(
     gathered = Gathered(staged)
     plan = kept.agreed(chunks, optimizer)
     if plan is not None:
-        with _explained(folder):
+        with explained(folder):
             begun = plan.again(folder, optimizer, values, gathered)
     else:
         begun = _begin(folder, chunks, optimizer, kept, values, gathered)
@@ -118,7 +118,7 @@ def _begin(
 ) -> Begun:
     """Have megatron plan a save, and keep the plan."""
     strategy, live = _Strategy(), list[Live]()
-    with _explained(folder), _keeping():
+    with explained(folder), _keeping():
         request = dist_checkpointing.save(
             sharded_state(chunks, optimizer, values=values, gathered=gathered, live=live),
             str(folder),
@@ -171,13 +171,13 @@ class ShardSave:
         CheckpointError that says why nothing could be written.
         """
         self.wait()
-        with _explained(self._folder, self._error):
+        with explained(self._folder, self._error):
             for finalize in self._begun.finalize:
                 finalize()
             if self._error is not None:  # of a rank without shards, of which megatron does not know
                 raise self._error
-        others = () if dist.get_rank() else sorted(p.name for p in self._folder.iterdir() if p.suffix != _SHARDS)
-        return Written(files=self._files | digests(self._folder, others), seconds=self._seconds)
+            others = () if dist.get_rank() else sorted(p.name for p in self._folder.iterdir() if p.suffix != _SHARDS)
+            return Written(files=self._files | digests(self._folder, others), seconds=self._seconds)
 
     def _write_after(self, before: threading.Event | None) -> None:
         """Gather once the save before has: not once it is written, as peers wait for this rank's part, with a limit."""
@@ -218,7 +218,7 @@ class ShardSave:
 
 
 @contextlib.contextmanager
-def _explained(folder: Path, known: Exception | None = None) -> Iterator[None]:
+def explained(folder: Path, known: Exception | None = None) -> Iterator[None]:
     """Raise what is ``known``, or else an error that says why the file system refuses to write here."""
     try:
         yield

@@ -26,6 +26,7 @@ from rl_megatron.learner.model.layers import GroupedColumnLinear, RMSNorm
 from rl_megatron.learner.optimizer import state_of
 from rl_megatron.learner.trained import MegatronLearner
 from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.options.lora import LoraSection
 from rl_megatron.types import Loss
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.layouts.families import read_shape
@@ -278,10 +279,13 @@ def test_a_converted_checkpoint_starts_layers_of_transformer_engine(hf: Path, tm
     assert_same(learner, plain)
 
 
-def test_a_full_disk_is_named_and_not_by_a_traceback(hf: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rank", "room"), [(None, 100_000), (2, 1)])  # the second: no room for lora.json
+def test_a_full_disk_is_named_and_not_by_a_traceback(hf: Path, tmp_path: Path, rank: int | None, room: int) -> None:
+    """The error is none by which a job comes back without the node: that has nothing to do with it."""
     learner = drawn(hf, 5)
+    learner._lora = LoraSection(rank=rank)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:
         (tmp_path / "full").mkdir()
         with pytest.raises(CheckpointError) as caught:
