@@ -36,7 +36,7 @@ def choose(
     taken: Callable[[Path], bool] = Path.exists,
     advice: Callable[[Path], str] = _by_resume,
 ) -> RunConfig:
-    """The config with a run name: as given, or the config's name and the first free number (resume: the last taken).
+    """The config with a run name: as given, or the config's name and the number after the last taken (resume: that).
 
     ``config_name`` is the stem of the configuration's file; ``taken`` tells if a folder holds a run,
     ``advice`` how to continue that. Raises ConfigError if a new run's folder exists or a resume finds none.
@@ -48,10 +48,9 @@ def choose(
         there = [n for n in names if taken(root / n)]
         if resume and not there:
             raise ConfigError(f"--resume: there is no run {config_name!r} in {root}; {_elsewhere(root)}")
-        free = there[-1] if resume else next((n for n in names if n not in there), None)
-        if free is None:
-            raise ConfigError(f"{root} has all of {config_name}-2 to {names[-1]}; set run.name, or another run.dir")
-        name = free
+        if not resume and names[-1] in there:
+            raise ConfigError(f"{root} has {names[-1]}, the last of its numbers; set run.name, or another run.dir")
+        name = names[0] if not there else there[-1] if resume else names[names.index(there[-1]) + 1]
     elif resume and not (root / name).is_dir():
         raise ConfigError(f"--resume: {root / name} does not exist; {_elsewhere(root)}")
     elif not resume and taken(root / name):

@@ -226,7 +226,17 @@ def test_a_runs_folder_given_as_a_configuration_is_told_its_file(tmp_path: Path,
     assert load_config(str(folder / "config.yaml"), []) == RunConfig()
 
 
-def test_a_folder_that_has_every_number_of_a_name_is_told_in_words(tmp_path: Path) -> None:
+def test_a_new_run_has_the_number_that_a_resume_without_a_name_takes(tmp_path: Path) -> None:
     config = load_config("tiny_cpu", [f"run.dir={tmp_path}"])
-    with pytest.raises(ConfigError, match=r"has all of tiny_cpu-2 to tiny_cpu-9999; set run\.name, or another"):
+    for name in ("tiny_cpu", "tiny_cpu-3"):  # the second was removed
+        (tmp_path / name).mkdir()
+    new = choose(config, "tiny_cpu", resume=False)
+    assert new.run.name == "tiny_cpu-4"
+    (tmp_path / "tiny_cpu-4").mkdir()
+    assert choose(config, "tiny_cpu", resume=True) == new
+
+
+def test_a_folder_that_has_the_last_number_of_a_name_is_told_in_words(tmp_path: Path) -> None:
+    config = load_config("tiny_cpu", [f"run.dir={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"has tiny_cpu-9999, the last of its numbers; set run\.name, or another"):
         choose(config, "tiny_cpu", resume=False, taken=lambda _: True)
