@@ -9,6 +9,7 @@ from rich.table import Table
 
 from rl_megatron.errors import CheckpointError
 from rl_megatron.json_text import parse
+from rl_megatron.training.checkpoints import latest
 from rl_megatron.weights.checkpoints.contents import Contents, contents
 
 
@@ -28,8 +29,7 @@ def show(folder: Path) -> None:
 
 def _checkpoint(folder: Path) -> tuple[Path, str]:
     """The folder of the shards, and a text with their step."""
-    steps = sorted((folder / "checkpoints").glob("step_*")) or sorted((folder / "checkpoints").glob("warm_start_*"))
-    place = steps[-1] if steps else folder
+    place = latest(folder / "checkpoints") or folder
     state = place / "trainer.json"
     if not state.is_file():
         return place, ""

@@ -216,6 +216,18 @@ def test_verify_of_a_runs_shards_finds_what_has_changed_in_any_file_of_the_check
     assert f"{step}/trainer.json is missing" in capsys.readouterr().out
 
 
+def test_inspect_takes_the_checkpoint_of_a_run_that_a_resume_would(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the number, not by the name's letters."""
+    for step in (999999, 1000000):
+        shards = tmp_path / "checkpoints" / f"step_{step}" / "learner"
+        shutil.copytree(folders / "megatron", shards)
+        (shards.parent / "trainer.json").write_text(json.dumps({"step": step}))
+    assert main_of("inspect", tmp_path) == 0
+    assert capsys.readouterr().out.startswith(f"{shards}: megatron torch_dist, of step 1000000\n")
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "worst"),
     [
