@@ -65,13 +65,17 @@ outlive() { # in a step, which its node's loss does not end
 }
 if [ -n "${NO_KILL:-}" ]; then outlive </dev/null >"$attempt/outlive.txt" 2>&1 & fi
 
-# SIGUSR1 is ignored until the run listens to it, so it is sent until the run has ended. SIGTERM is not trapped: a job
-# that came back after it would survive scancel.
+# SIGUSR1 is ignored until the run listens to it, so it is sent until the run has ended; before it is ignored, which is
+# before there is a controller.txt, it would end the run. SIGTERM is not trapped: a job that came back after it would
+# survive scancel.
 ask_to_save() {
     say "the time limit or preemption is near: the run saves"
-    (while kill -USR1 "$controller" 2>/dev/null; do sleep 2; done) &
+    (while kill -0 "$controller" 2>/dev/null; do
+        [ ! -e "$attempt/controller.txt" ] || kill -USR1 "$controller" 2>/dev/null
+        sleep 2
+    done) &
 }
-(trap '' USR1; exec "$PYTHON" -m launcher train "${TRAIN[@]}" --resume) >"$attempt/controller.txt" 2>&1 &
+(trap '' USR1; exec "$PYTHON" -m launcher train "${TRAIN[@]}" --resume >"$attempt/controller.txt" 2>&1) &
 controller=$!
 trap ask_to_save USR1
 [ -z "${ASKED:-}" ] || ask_to_save

@@ -124,6 +124,21 @@ def test_a_job_whose_time_is_up_during_its_setup_saves_and_comes_back(tmp_path: 
     assert "the time limit or preemption is near: the run saves" in said
 
 
+SLOW_START = """
+trap() { [ "$BASHPID" = $$ ] || until [ -e "$RUN/waits" ]; do :; done; builtin trap "$@"; }
+sleep() { touch "$RUN/waits"; command sleep "$@"; }
+"""
+
+
+def test_a_job_asked_to_stop_before_its_controller_ignores_the_signal_does_not_end_it(tmp_path: Path) -> None:
+    """The controller's shell changes no trap before the script has asked for the first time."""
+    config = config_of("run.name=run", f"run.dir={tmp_path}", "slurm.setup=kill -USR1 $$")
+    python = str(tmp_path / "commands" / "python")
+    script = SLOW_START + job_script(config, folder=tmp_path, python=python, package=tmp_path)
+    status, said, asked = attempt(tmp_path, 0, script=script)
+    assert (status, asked) == (0, ["requeue 7"]), said
+
+
 def test_a_job_of_an_earlier_jobs_number_counts_none_of_its_attempts(tmp_path: Path) -> None:
     """Slurm's counter began again. The earlier job saved, and lost as many nodes as it might."""
     assert "saved; comes back" in attempt(tmp_path, 0, "000001")[1]
