@@ -135,13 +135,14 @@ def step(optimizer: MegatronOptimizer, learning_rate: float, norm: float) -> Non
 def _count_alone(adam: Any) -> None:
     """Count a step of an optimizer without parameters, which counts none itself. A checkpoint holds rank 0's count, and
     rank 0's stage may have no parameter at all."""
-    by_parameter = isinstance(adam, torch.optim.AdamW | HybridDeviceOptimizer)
-    if by_parameter:
-        made = adam.state.get(_NO_PARAMETER, {}).get("step", torch.tensor(0.0))
-        adam.state[_NO_PARAMETER] = {"step": made + 1}
-    if not isinstance(adam, torch.optim.AdamW):
-        for group in adam.param_groups:
-            group["step"] = group.get("step", 0) + 1
+    state: dict[Any, Any] = adam.state
+    if isinstance(adam, torch.optim.AdamW):
+        state[_NO_PARAMETER] = {"step": state.get(_NO_PARAMETER, {}).get("step", torch.tensor(0.0)) + 1}
+        return
+    for group in adam.param_groups:
+        group["step"] = group.get("step", 0) + 1
+        if isinstance(adam, HybridDeviceOptimizer):  # whose step keeps no state but that of parameters
+            state[_NO_PARAMETER] = {"step": torch.tensor(float(group["step"]))}
 
 
 def _clip(part: MegatronOptimizer, factor: float) -> None:

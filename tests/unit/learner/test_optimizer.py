@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from rl_megatron.learner.optimizer import create_state, step
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """As TransformerEngine's 2.11: its state is known by name, and ``step`` is the group's."""
+    """As TransformerEngine's 2.11: its state is known by name, and ``step`` is the group's, if it has parameters."""
+
+    def step(self, closure: Any = None) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
         out = super().state_dict()
@@ -37,19 +41,26 @@ def test_it_is_what_the_optimizer_can_say_again(kind: Any, counts: bool) -> None
     assert ("step" in state) is counts
 
 
-@pytest.mark.parametrize("kind", [FusedAdam, torch.optim.AdamW])
-def test_steps_of_a_stage_without_parameters_are_counted(kind: Any) -> None:
-    """A checkpoint holds the count of rank 0, whose stage may have no adapters."""
-    optimizer = kind([{"params": []}], {"lr": 0.0}) if kind is FusedAdam else kind([{"params": []}])
+@pytest.mark.parametrize("kind", [FusedAdam, torch.optim.AdamW, HybridDeviceOptimizer])
+def test_steps_of_a_stage_without_parameters_are_counted(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint holds the count of rank 0, whose stage may have no adapters. The count goes on after a load."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    named = {"cpu_optimizer_cls": torch.optim.AdamW, "overlap_cpu_optimizer_d2h_h2d": False}
+    given = {FusedAdam: {"defaults": {"lr": 0.0}}, HybridDeviceOptimizer: named}
+    optimizer = kind([{"params": []}], **given.get(kind, {}))
     part: Any = SimpleNamespace(
         optimizer=optimizer,
         param_groups=optimizer.param_groups,
         config=SimpleNamespace(clip_grad=0.0),
         get_parameters=list,
-        step_with_ready_grads=lambda: True,
+        step_with_ready_grads=optimizer.step,
     )
-    for made in (1, 2):
+    for made in (1, 2, 3):
         step(part, 1e-3, 1.0)
         create_state(part)
         counts = optimizer.param_groups if kind is FusedAdam else optimizer.state.values()
         assert [float(count["step"]) for count in counts] == [made]
+        optimizer.load_state_dict(optimizer.state_dict())
+        part.param_groups = optimizer.param_groups
