@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from math import prod
 from typing import Literal
 
-from rl_megatron.config.beside import frozen_folders, in_words_of, separate
+from rl_megatron.config.beside import frozen_folders, in_words_of, ranked_rewards, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError
@@ -25,6 +26,7 @@ from rl_megatron.options import table as options
 from rl_megatron.options.offload import leaving
 from rl_megatron.options.option import BYTES, Elements, Rank, Terms
 from rl_megatron.placement.names import LEARNER, called
+from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.placement.seats import beside_ranks
 from rl_megatron.scaling.layers.peaks import beside_kept, in_forward
 from rl_megatron.scaling.parameters import elements, ranks_of
@@ -109,22 +111,23 @@ def _footprints(config: RunConfig, shape: ModelShape, here: int | None = None, *
     inner = {role: layout.dims.world_size // layout.dims.pp for role, layout in layouts.items()}
     stages = {role: ranks_of(of[role], layout) for role, layout in layouts.items()}
     beside = _beside_servers(config, here)
-    if not every:
-        alike = {(rank // inner[LEARNER], beside[rank]): rank for rank in sorted(beside, reverse=True)}
-        beside = Counter({rank: beside[rank] for rank in alike.values()})
     firsts = {role: {stage * inner[role] for stage in range(layout.dims.pp)} for role, layout in layouts.items()}
-    firsts[LEARNER] |= beside.keys()
+    for role, servers in beside.items():
+        alike = {(rank // inner[role], servers[rank]): rank for rank in sorted(servers, reverse=True)}
+        firsts[role] |= servers.keys() if every else set(alike.values())
 
     @cache
     def phases(role: str, stage: int, servers: int) -> Sequence[tuple[Phase, Terms]]:
-        terms = gpu_terms(of[role], layouts[role], stages[role][stage], role, servers=servers)
-        return list(_phases(config, role, *terms, servers))
+        terms, critic = gpu_terms(of[role], layouts[role], stages[role][stage], role, servers=servers)
+        if role != LEARNER and servers:
+            terms = {**terms, "engine": servers * _server(config, shape)}
+        return list(_phases(config, role, terms, critic, servers))
 
     return [
         Footprint(rank=r, stage=r // inner[role], terms=terms, role=role, phase=phase)
         for role in of
         for r in sorted(firsts[role])
-        for phase, terms in phases(role, r // inner[role], beside[r] if role == LEARNER else 0)
+        for phase, terms in phases(role, r // inner[role], beside[role][r] if role in beside else 0)
     ]
 
 
@@ -138,7 +141,8 @@ def check_memory(config: RunConfig, shape: ModelShape, here: int | None = None) 
 
     ``here`` as in `beside_ranks`.
     """
-    share, servers = config.rollout.server.memory_fraction, max(_beside_servers(config, here).values(), default=0)
+    share, beside = config.rollout.server.memory_fraction, _beside_servers(config, here)
+    servers = max(beside[LEARNER].values(), default=0)  # rank 0's GPU has the most
     if share is not None and share * servers >= 1:
         raise ConfigError(
             f"rollout.server.memory_fraction={share:g} for each of {servers} servers on a GPU of the learner leaves it "
@@ -151,7 +155,7 @@ def check_memory(config: RunConfig, shape: ModelShape, here: int | None = None) 
     if most.total > room:
         change = in_words_of(config, most.role, advice(config, most.largest))
         when = {"": "", "training": " while it trains", "sampling": " while servers sample"}[most.phase]
-        if most.phase == "sampling" and config.learner.offload.while_sampling != "optimizer":
+        if most.phase == "sampling" and most.role == LEARNER and config.learner.offload.while_sampling != "optimizer":
             change += "; or set learner.offload.while_sampling=optimizer"
         terms = ", ".join(f"{term} {held / GB:.1f}" for term, held in most.terms.items() if held >= 0.05 * GB)
         raise ConfigError(
@@ -226,10 +230,16 @@ def server_window(config: RunConfig, shape: ModelShape) -> float:
     return (count * max(sizes.values()) + outside) / (server.tp * server.dp)
 
 
-def _beside_servers(config: RunConfig, here: int | None) -> Counter[int]:
-    """The number of servers on the GPU of each rank that shares it with some."""
-    ranks = range(config.learner.dims.world_size)
-    return Counter(gpu for gpus in beside_ranks(config, here) for gpu in gpus if gpu in ranks)
+def _beside_servers(config: RunConfig, here: int | None) -> dict[str, Counter[int]]:
+    """The number of servers on the GPU of each rank that shares it with some, by role: on one machine, where separate
+    roles' ranks follow the learner's, of all; in a job of the learner alone, as others have nodes of their own."""
+    on = Counter(gpu for gpus in beside_ranks(config, here) for gpu in gpus)
+    counts = {LEARNER: config.learner.dims.world_size} if here is None else ranks_by_role(config)
+    firsts = zip(counts.items(), accumulate(counts.values(), initial=0), strict=False)
+    return {
+        role: Counter({gpu - first: servers for gpu, servers in on.items() if first <= gpu < first + count})
+        for (role, count), first in firsts
+    }
 
 
 def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, servers: int) -> tuple[Terms, Terms]:
@@ -277,13 +287,16 @@ def gpu_terms(config: RunConfig, layout: Layout, rank: Rank, role: str, *, serve
 
 
 def _phases(config: RunConfig, role: str, terms: Terms, critic: Terms, servers: int) -> Iterator[tuple[Phase, Terms]]:
-    """What ``terms`` are in each phase, beside so many ``servers``."""
-    if role != LEARNER or not (config.rollout.served and config.rollout.server.colocated):
+    """What ``terms`` are in each phase, beside so many ``servers``. Ranks of separate roles keep theirs on the GPU;
+    reward models score while servers sample."""
+    turns = config.rollout.served and config.rollout.server.colocated and (role == LEARNER or servers > 0)
+    if not turns or role in ranked_rewards(config):
         yield "", terms
         return
     yield "training", {**terms, "engine": min(terms["engine"], servers * ASLEEP)}
     idle = dict.fromkeys(("activations", "logits", "step"), 0.0)
-    yield "sampling", {**parked(terms, critic, leaving(config.learner)), **idle}
+    kinds = leaving(config.learner) if role == LEARNER else ()
+    yield "sampling", {**parked(terms, critic, kinds), **idle}
 
 
 def parked(terms: Terms, critic: Terms, kinds: Collection[str]) -> Terms:

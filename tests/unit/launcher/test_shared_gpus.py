@@ -45,6 +45,27 @@ def test_servers_that_leave_the_learner_nothing_of_a_gpu_are_refused_whatever_it
     assert check_memory(*recipe("qwen3_30b_a3b", *keys, "rollout.server.memory_fraction=0.24")) is None
 
 
+@pytest.mark.parametrize(("replicas", "here", "servers"), [(8, 8, 1), (16, 8, 2), (2, 6, 0), (2, 8, 0), (8, None, 0)])
+def test_a_server_on_a_gpu_of_a_separate_role_takes_its_part_of_it(
+    replicas: int, here: int | None, servers: int
+) -> None:
+    """The critic's two ranks are the fullest, on GPUs 4 and 5 of one machine. In turns they keep all but
+    activations there."""
+    keys = ("algorithm=ppo", "roles.critic=separate", "learner.dp=4", "learner.ep=4", "learner.tp=1", "learner.pp=1")
+    keys += ("roles.layouts.critic.dp=2", "roles.layouts.critic.ep=2", "rollout.server.tp=1", "weights.transport=file")
+    keys += ("run.launcher=local", "slurm.gpu_memory_gb=500", f"rollout.server.replicas={replicas}")
+    config, shape = recipe("qwen3_30b_a3b", *keys, "rollout.server.memory_fraction=0.2")
+    most = fullest(config, shape, here)
+    assert (most.role, most.terms["engine"]) == ("critic", servers * 0.2 * 500 * GB)
+    turns = recipe("qwen3_30b_a3b", *keys, "rollout.server.memory_fraction=0.2", "rollout.server.colocated=true")
+    apart = fullest(*turns, here)
+    assert (apart.phase, apart.terms["engine"]) == ("sampling" if servers else "", most.terms["engine"])
+    assert most.total - apart.total == (most.terms["activations"] + most.terms["logits"] if servers else 0)
+    if servers > 1:
+        with pytest.raises(ConfigError, match=r"critic rank 0 needs 516\.\d GB .* Largest: engine; lower rollout"):
+            check_memory(config, shape, here)
+
+
 ONE_MACHINE = ("slurm.heterogeneous=false", "slurm.engines.gpus_per_node=null", "slurm.engines.memory_per_node=null")
 
 
