@@ -54,10 +54,10 @@ def _served(subject: Subject, key: str, folder: Path) -> Iterator[Found]:
     except ConfigError:
         yield unchecked(f"the lengths of {key}={folder}: the learner does not know its family")
     else:
-        if most < config.longest_sequence:
+        if most <= config.longest_sequence:
             yield problem(
-                f"{config.named_longest} = {config.longest_sequence} is more than max_position_embeddings={most} of "
-                f"{key}={folder}; lower them"
+                f"{config.named_longest} = {config.longest_sequence}, with the token that a server makes behind each "
+                f"text, is more than max_position_embeddings={most} of {key}={folder}; lower them"
             )
     yield from _same_tokens(subject.model_folder, folder, key)
 

@@ -65,6 +65,21 @@ def test_a_reference_that_cannot_score_is_refused(
     assert str(folders[reference]) in problem
 
 
+@pytest.mark.parametrize(("positions", "taken"), [(21, False), (22, False), (23, True)])
+def test_a_served_teacher_has_room_for_a_token_behind_the_longest_text(
+    folders: dict[str, Path], tmp_path: Path, positions: int, taken: bool
+) -> None:
+    """Servers score no text without making one, and the longest has 22 tokens."""
+    teacher = make_tiny_model(TinyModelSection(max_position_embeddings=positions), tmp_path, 0)
+    of_teacher = {"server": "http://10.0.0.1:8000", "engine": "vllm", "path": teacher}
+    keys = [f"algorithm.kl.teachers.t.{key}={value}" for key, value in of_teacher.items()]
+    found = problems(load_config("tiny_cpu", ["run.name=x", *KL, f"model.path={folders['policy']}", *keys]))
+    said = (
+        f"behind each text, is more than max_position_embeddings={positions} of algorithm.kl.teachers.t.path={teacher}"
+    )
+    assert [said in one for one in found] == [True] * (not taken)
+
+
 def test_a_classifier_has_no_log_probs_to_compare_with(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "classifier"
     shutil.copytree(folders["like it"], folder)
