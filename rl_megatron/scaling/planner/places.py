@@ -11,8 +11,8 @@ from rl_megatron.scaling.planner.layouts import CUTS, Wanted
 from rl_megatron.scaling.rl_step import MOST_STALENESS, rollout_seconds, server_shape
 from rl_megatron.scaling.rollouts import Sampled
 
-SERVER_DP = (1, 2, 4, 8, 16, 32)
-"""Degrees of a server's data parallelism that are tried."""
+MOST_SERVER_DP = 32
+"""The highest degree of a server's data parallelism that is tried."""
 _SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the nodes that servers may have for themselves
 _FRACTIONS = (0.6, 0.4, 0.25)  # of a GPU for a server that takes turns with the learner
 _CACHE = 0.12  # of a GPU that a server's cache and kernels take at least
@@ -62,14 +62,14 @@ def placements(wanted: Wanted) -> Iterator[tuple[float, dict[str, object]]]:
 def _servers(wanted: Wanted, gpus: int, fraction: float) -> tuple[Sampled, dict[str, object]] | None:
     """Degrees and number of servers that sample fastest on ``gpus``; None if the weights do not fit them."""
     best: tuple[Sampled, dict[str, object]] | None = None
-    shape, base = wanted.shape, wanted.base
+    shape, base, each = wanted.shape, wanted.base, wanted.per_node
     weights = weights_served(base, shape)
-    for tp, dp in product(CUTS, SERVER_DP):
+    for tp, dp in product(CUTS, range(1, MOST_SERVER_DP + 1)):
         ranks = tp * dp
         spread = dp > 1 and (not shape.num_experts or shape.num_experts % ranks)
-        if ranks > gpus or tp > wanted.per_node or shape.num_heads % tp or spread:
+        if ranks > gpus or tp > each or shape.num_heads % tp or spread:
             continue
-        if (ranks > wanted.per_node and tp < wanted.per_node) or gpus % ranks:
+        if (ranks > each and tp < each) or gpus % ranks or each % min(ranks, each):
             continue
         section = base.rollout.server.model_copy(update={"tp": tp, "dp": dp, "memory_fraction": fraction})
         if weights_on_gpu(section, weights) > (fraction - _CACHE) * wanted.gpu.memory * GB:

@@ -26,7 +26,7 @@ from rl_megatron.scaling.planner.layouts import (
     timed_layouts,
     with_keys,
 )
-from rl_megatron.scaling.planner.places import SERVER_DP, placements
+from rl_megatron.scaling.planner.places import MOST_SERVER_DP, placements
 from rl_megatron.scaling.rl_step import RlStep, rl_step
 
 NEAR = 1.3
@@ -37,7 +37,7 @@ _SEARCHED: Mapping[str, str] = {
     **dict.fromkeys(("learner.tp", "learner.cp", "rollout.server.tp"), ", ".join(map(str, CUTS))),
     "learner.ep": f"a divisor of the experts, at most {MOST_EXPERT_RANKS}",
     "learner.pp": f"up to {MOST_STAGES}",
-    "rollout.server.dp": ", ".join(map(str, SERVER_DP)),
+    "rollout.server.dp": f"up to {MOST_SERVER_DP}, where tp * dp divides the experts and fills nodes or a part of one",
     "weights.transport": "cuda_ipc or carried with servers on the learner's GPUs, process_group with servers apart",
 }
 """The values that are tried of keys that a user may give, for messages."""

@@ -11,14 +11,17 @@ import pytest
 
 from launcher.programs.scale import Asked, asked_of, configuration_file, value_of
 from rl_megatron.config import yaml_text
+from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
+from rl_megatron.placement.seats import seat
 from rl_megatron.scaling.hardware import GPUS
 from rl_megatron.scaling.host_memory import host_bytes
 from rl_megatron.scaling.memory import GB, check_memory, fullest
 from rl_megatron.scaling.planner.explained import explain_term
 from rl_megatron.scaling.planner.layouts import described, layouts, stage_layers, with_keys
+from rl_megatron.scaling.planner.places import placements
 from rl_megatron.scaling.planner.search import NEAR, PlannedRun, savings, search
 from rl_megatron.scaling.rl_step import filled, learner_work, rl_step
 from rl_megatron.scaling.time import step_terms
@@ -143,6 +146,28 @@ def test_a_key_without_a_section_is_a_key_and_no_group() -> None:
     assert isinstance(written, dict)
     assert written["seed"] == 3
     assert {"seed": "3"} not in written["defaults"]
+
+
+def test_the_servers_of_our_recipe_are_planned_where_they_share_out_experts_that_are_no_power_of_two() -> None:
+    """Of Kimi-K2, which has 384 experts a layer: no other servers hold it on 12 nodes."""
+    own = load_config("kimi_k2", ["model.path=/models/given"])
+    nodes, server = own.slurm.engines.nodes, own.rollout.server
+    best = search(asked("kimi-k2", "gpus=480", "gpu=h100", f"slurm.engines.nodes={nodes}").wanted).plans[0]
+    keys = ("replicas", "tp", "dp", "ep")
+    assert [best.keys[f"rollout.server.{key}"] for key in keys] == [getattr(server, key) for key in keys]
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 4, 6, 8])
+def test_servers_fill_their_nodes(dp: int) -> None:
+    """Also those of a dp that does not divide a node's GPUs, where a GPU has room for all."""
+    wanted = asked("kimi-k2", "gpus=192", "gpu=h100", f"rollout.server.dp={dp}").wanted
+    found = list(placements(replace(wanted, gpu=replace(wanted.gpu, memory=20_000.0))))
+    assert found
+    for _, placed in found:
+        config = with_keys(wanted.base, placed)
+        nodes = [f"node {i}" for i in range(config.slurm.engines.nodes or config.slurm.nodes)]
+        seats = seat(config.rollout.server, nodes, 8, shared=False)
+        assert sorted((s.node, gpu) for s in seats for gpu in s.gpus) == sorted((n, i) for n in nodes for i in range(8))
 
 
 def test_servers_of_a_plan_have_as_many_requests_as_they_can_take() -> None:
