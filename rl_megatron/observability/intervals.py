@@ -64,14 +64,14 @@ def contrast(
         seeds = sorted(set.intersection(*(set(results[arm]) for arm in weights)))
         sums = [math.fsum(weight * results[arm][seed] for arm, weight in weights.items()) for seed in seeds]
         return mean_interval(sums) if sums else None
-    value, terms, count = 0.0, [], 0
-    for arm, weight in weights.items():
-        each = mean_interval(list(results[arm].values()))
-        value, count = value + weight * each.value, count + each.count
-        if each.high is None:
+    means = {arm: mean_interval(list(results[arm].values())) for arm in weights}
+    value = math.fsum(weight * means[arm].value for arm, weight in weights.items())
+    count, terms = sum(mean.count for mean in means.values()), []
+    for arm, mean in means.items():
+        if mean.high is None:
             return Interval(value=value, low=None, high=None, count=count)
-        error = weight * (each.high - each.value) / t_quantile(each.count - 1)
-        terms.append((error**2, each.count - 1))
+        error = weights[arm] * (mean.high - mean.value) / t_quantile(mean.count - 1)
+        terms.append((error**2, mean.count - 1))
     total = math.fsum(square for square, _ in terms)
     if total == 0:
         return Interval(value=value, low=value, high=value, count=count)

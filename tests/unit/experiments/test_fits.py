@@ -221,6 +221,17 @@ def test_differences_are_those_of_scipy() -> None:
     assert (alone.value, alone.low, alone.high) == (0.5, None, None)
 
 
+@pytest.mark.parametrize("alone", ["a", "b", "c", "d"])
+def test_a_difference_without_an_interval_is_that_of_all_arms_whichever_has_one_seed(alone: str) -> None:
+    weights = {"a": 1.0, "b": -1.0, "c": -1.0, "d": 1.0}
+    means = {"a": 0.8, "b": 0.7, "c": 0.625, "d": 0.5}
+    results = {arm: {0: m} if arm == alone else {1: m - 0.125, 2: m + 0.125} for arm, m in means.items()}
+    found = contrast(results, weights, paired=False)
+    assert found is not None
+    assert found.value == pytest.approx(0.8 - 0.7 - 0.625 + 0.5)
+    assert (found.low, found.high, found.count) == (None, None, 7)
+
+
 def test_survival_is_that_of_the_textbook() -> None:
     """Remission of leukaemia under 6-MP (Freireich et al. 1963), in weeks; + is censored. Shares and Greenwood's errors
     as in Kalbfleisch and Prentice, and Collett: 0.857 (0.076), 0.807 (0.087), 0.753 (0.096), 0.690 (0.107) ..."""
