@@ -86,8 +86,8 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
             finally:
                 loop_watch.stop()
             if stop.comes_back and not finished and parts.allocation is not None:
-                parts.allocation.ask_requeue()  # first: what follows may fail
-            if finished is not None:
+                parts.allocation.ask_requeue()
+            if finished or (finished is False and stop.exports):  # else its job ends soon: a report may take minutes
                 spent = costs(config, folder)
                 for line in spent:
                     progress.note(line)

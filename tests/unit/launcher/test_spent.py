@@ -18,7 +18,6 @@ from launcher.rehearsal.spent import costs, costs_of_run, devices, lines_of_spen
 from launcher.runs.stop import Stop
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import DataError
 from rl_megatron.models.named import NAMED
 from rl_megatron.observability.progress import Progress
 from rl_megatron.scaling.estimates import estimate
@@ -171,14 +170,29 @@ def test_a_run_that_waits_has_spent_nothing_and_its_report_says_that_no_step_is_
     assert costs_of_run(tmp_path) == []
 
 
-def test_a_job_asks_to_come_back_before_what_can_fail_after_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("signals", "finished", "requeued", "reported"),
+    [
+        (["SIGUSR1"], False, True, False),  # the job's time is up, which a long run's report may take
+        (["SIGTERM"], False, False, False),  # to its ranks: preemption
+        (["SIGINT"], False, False, True),
+        (["SIGUSR1"], True, False, True),  # in the last step
+        ([], True, False, True),
+    ],
+)
+def test_a_run_whose_job_ends_soon_makes_no_report(
+    signals: list[str],
+    finished: bool,
+    requeued: bool,
+    reported: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its last step was saved, but wrote no row, so that there is no report."""
-
-    async def saved(_: Parts, __: Progress, stop: Stop, *___: object) -> bool:
-        stop.ask("SIGUSR1")
-        return False
+    async def saved(parts: Parts, _: Progress, stop: Stop, *__: object) -> bool:
+        for name in signals:
+            stop.forward(name)
+        (parts.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        return finished
 
     for name, value in {"ID": "7", "NODELIST": "here"}.items():
         monkeypatch.setenv(f"SLURM_JOB_{name}", value)
@@ -187,12 +201,13 @@ def test_a_job_asks_to_come_back_before_what_can_fail_after_its_run(
     config = load_config("tiny_cpu", ["run.launcher=slurm", "run.name=r", f"run.dir={tmp_path}"])
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGINT)}
     try:
-        with pytest.raises(DataError), asyncio.Runner(loop_factory=TimedLoop) as runner:
+        with asyncio.Runner(loop_factory=TimedLoop) as runner:
             runner.run(train.train(config, lambda *_: 0.0, Services(), resume=False))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert (tmp_path / "r/jobs/7-0/requeue").is_file()
+    assert (tmp_path / "r/jobs/7-0/requeue").is_file() == requeued
+    assert (tmp_path / "r/report.html").is_file() == reported
 
 
 def test_an_allocation_without_a_count_of_gpus_has_those_of_its_ranks() -> None:
