@@ -166,13 +166,15 @@ class _Wandb:
 
 def _wandb_id(folder: Path, *, fresh: bool) -> str:
     """The run's id, which no other has, whatever the names of their folders. It is drawn once, and kept in the folder
-    beside the folder's name: a copy under another draws its own. Ids of older runs are without a name; a run whose
-    folder has none was begun when its name was the id."""
+    beside the folder's name: a copy under another draws its own. Ids of older runs are without a name; where W&B's own
+    folder is there and no id, the run was begun when its name was the id."""
     path = folder / "wandb_id.txt"
-    if not fresh:
-        kept, _, name = path.read_text().strip().partition(" ") if path.exists() else (folder.name, "", "")
+    if not fresh and path.exists():
+        kept, _, name = path.read_text().strip().partition(" ")
         if name in ("", folder.name):
             return kept
+    elif not fresh and (folder / "wandb").exists():
+        return folder.name
     folder.mkdir(parents=True, exist_ok=True)
     identity = secrets.token_hex(8)
     write_atomically(path, f"{identity} {folder.name}\n".encode())

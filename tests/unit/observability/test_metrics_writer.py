@@ -250,7 +250,19 @@ def test_a_copied_folder_is_a_run_of_its_own_at_wandb(tmp_path: Path, ids: list[
     assert ids[-1] == "older"
 
 
-def test_a_resume_of_a_run_without_an_id_goes_on_under_its_folders_name(tmp_path: Path, ids: list[str]) -> None:
+def test_a_resume_that_turns_wandb_on_begins_a_run_of_its_own_there(tmp_path: Path, ids: list[str]) -> None:
+    for of in "aabb":
+        MetricsWriter(tmp_path / of / "run").close()
+        MetricsWriter(tmp_path / of / "run", wandb="offline", fresh=False).close()
+    first, again, other, once_more = ids
+    assert (first, other) == (again, once_more)
+    assert len({first, other, "run"}) == 3
+
+
+def test_a_resume_of_a_run_that_wandb_has_without_an_id_goes_on_under_its_folders_name(
+    tmp_path: Path, ids: list[str]
+) -> None:
+    (tmp_path / "run" / "wandb").mkdir(parents=True)
     for _ in range(2):
         MetricsWriter(tmp_path / "run", wandb="offline", fresh=False).close()
     assert ids == ["run", "run"]
