@@ -68,7 +68,7 @@ class MetricsWriter:
 
         Of the step itself the row of phase ``eval`` goes too: the resume evaluates its weights again. ``step=-1``
         clears the file; ``warm_start_step`` is given for a checkpoint inside the warm start. TensorBoard itself hides
-        its later points, from the next row on.
+        its later points, from the next row on; W&B takes none back.
         """
         if warm_start_step is not None:
             return self._file.truncate_after(warm_start_step, "warm_start/step")
