@@ -314,9 +314,10 @@ def _staleness(run: Run, *, named: bool) -> Chart | None:
     """The run's completions by the pushes since their oldest token, where some were sampled before the last push."""
     shares: dict[int, float] = {}
     for row in run.rl:
-        for name in row:
+        groups = number(row, "groups/trained") or 0.0
+        for name in row if groups else ():
             if age := _AGE.fullmatch(name):
-                shares[int(age[1])] = shares.get(int(age[1]), 0.0) + (number(row, name) or 0.0)
+                shares[int(age[1])] = shares.get(int(age[1]), 0.0) + groups * (number(row, name) or 0.0)
     if max(shares, default=0) == 0:
         return None
     title = "Completions by staleness" + (f": {run.label}" if named else "")

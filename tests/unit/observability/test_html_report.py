@@ -265,16 +265,17 @@ def test_a_finished_run_has_a_report_without_a_plan_or_a_trace_that_is_damaged(t
 
 
 def test_completions_are_counted_by_the_pushes_since_their_oldest_token(tmp_path: Path) -> None:
-    """In the mean of the steps; not where none was sampled ahead."""
+    """Of all steps alike, however many groups each has; not where none was sampled ahead."""
     metrics = MetricsWriter(a_run(tmp_path / "a"))
-    metrics.write({"phase": "rl", "step": 7, "staleness/share/v0": 1.0})
+    metrics.write({"phase": "rl", "step": 7, "groups/trained": 6, "staleness/share/v0": 1.0})
     assert "Completions by staleness" not in Page(write_report([tmp_path / "a"], tmp_path / "r.html")).charts()
-    metrics.write({"phase": "rl", "step": 8, "staleness/share/v0": 0.5, "staleness/share/v1": 0.0})
-    metrics.write({"phase": "rl", "step": 8, "staleness/share/v2": 0.5})
+    ages = {f"staleness/share/v{age}": share for age, share in enumerate((0.5, 0.0, 0.5))}
+    metrics.write({"phase": "rl", "step": 8, "groups/trained": 2, **ages})
+    metrics.write({"phase": "rl", "step": 9, "groups/trained": 0})
     charts = Page(write_report([tmp_path / "a"], tmp_path / "r.html")).charts()
     found = charts["Completions by staleness"]["points"]
     assert [(label, values[0][2]) for _, label, values in found] == [
-        ("staleness 0", "75.0%"),
+        ("staleness 0", "87.5%"),
         ("staleness 1", "0.0%"),
-        ("staleness 2", "25.0%"),
+        ("staleness 2", "12.5%"),
     ]
