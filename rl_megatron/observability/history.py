@@ -142,7 +142,7 @@ def _load(folder: Path, label: str, left_out: Callable[[str], None] | None) -> R
 def _with_evaluations(rows: Sequence[JsonRow]) -> list[JsonRow]:
     """Rows of steps, each with the figures of its step's row of phase ``eval``, written when that evaluation ended."""
     evaluated = {
-        row["step"]: {name: value for name, value in row.items() if name.startswith("eval/")}
+        row["step"]: {name: value for name, value in row.items() if name.startswith(("eval/", "seconds/pin"))}
         for row in rows
         if row.get("phase") == "eval"
     }

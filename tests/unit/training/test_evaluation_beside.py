@@ -323,10 +323,11 @@ def test_reports_show_it_at_its_step(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     for step in (1, 2, 3):
         writer.write({"step": step, "phase": "rl", "seconds/step": 2.0})
-    writer.write({"step": 2, "phase": "eval", "eval/accuracy": 0.5, "seconds/eval": 3.0})
+    writer.write({"step": 2, "phase": "eval", "eval/accuracy": 0.5, "seconds/pin": 1.0, "seconds/eval": 3.0})
     (tmp_path / "config.yaml").write_text("run: {name: a}\n")
     (run,) = load_runs([tmp_path])
     assert [row.get("eval/accuracy") for row in run.rl] == [None, 0.5, None]
+    assert [row.get("seconds/pin") for row in run.rl] == [None, 1.0, None]
     assert not any("seconds/eval" in row for row in run.rl)  # it is no part of that step's seconds
 
 
