@@ -36,6 +36,7 @@ from rl_megatron.observability.timeline.strip import STEPS_SHOWN, Strip, strip_o
 
 MAX_BANDS = 3  # more single runs than this and their shaded bands hide the lines
 SAMPLES_PER_STEP = 4
+_MOST_SOURCES = 24  # of a mixture that have charts, six each
 _MOST_TEXT = 20_000  # characters of a sample's prompt, or of what is said or read in a turn
 _FIGURES = (
     *(("after", "After RL"), ("before", "Accuracy before"), ("warm", "After warm start"), ("loss", "Held-out loss")),
@@ -209,11 +210,16 @@ def _charts(curves: Sequence[Curve], arms: Sequence[Arm]) -> list[Chart]:
 
 
 def _named(curve: Curve, runs: Sequence[Run]) -> list[Curve]:
-    """The curve, or one for each recorded name and number in place of its ``<name>`` and ``<k>``."""
+    """The curve, or one for each recorded name and number in place of its ``<name>`` and ``<k>``: of many sources of a
+    mixture for those that were trained on most."""
     if "<name>" not in curve.metric:
         return [curve]
     recorded = dict.fromkeys(name for run in runs for name in run.names)
     names = [m for m in recorded if (metric := documented(m)) and metric.name == curve.metric]
+    of = ""
+    if curve.metric.startswith("source/") and len(names) > _MOST_SOURCES:
+        of = f" ({_MOST_SOURCES} most trained of {len(names):,})"
+        names = sorted(names, key=lambda metric: _groups(metric, runs), reverse=True)[:_MOST_SOURCES]
     family = re.compile(re.escape(curve.metric).replace("<name>", "(.+)").replace("<k>", "([0-9]+)"))
 
     def filled(text: str, metric: str) -> str:
@@ -226,12 +232,18 @@ def _named(curve: Curve, runs: Sequence[Run]) -> list[Curve]:
         replace(
             curve,
             metric=metric,
-            title=filled(curve.title, metric),
+            title=filled(curve.title, metric) + of,
             low=curve.low and filled(curve.low, metric),
             high=curve.high and filled(curve.high, metric),
         )
         for metric in names
     ]
+
+
+def _groups(metric: str, runs: Sequence[Run]) -> float:
+    """How many groups of the metric's source the runs have trained on."""
+    share = f"{metric.rpartition('/')[0]}/share"
+    return sum((number(r, "groups/trained") or 0.0) * (number(r, share) or 0.0) for run in runs for r in run.rl)
 
 
 def _lines(curve: Curve, arm: Arm, num_arms: int, *, several: bool) -> list[Series]:

@@ -139,6 +139,18 @@ def test_each_reward_part_has_a_chart_of_its_own(tmp_path: Path) -> None:
     assert charts["Set aime: pass@8"]["points"][0][2][0][2] == "0.5 (0.25 to 0.75)"
 
 
+@pytest.mark.parametrize(("count", "of"), [(24, ""), (30, " (24 most trained of 30)")])
+def test_of_many_sources_those_that_were_trained_on_most_have_charts(tmp_path: Path, count: int, of: str) -> None:
+    """By groups, not by shares: of a step of 6 groups, all of sources 24 and on, and of one of 240, of those before."""
+    folder, out = a_run(tmp_path / "a", steps=1), tmp_path / "r.html"
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step, groups, trained in ((2, 6, range(24, count)), (3, 240, range(24))):
+            shares = {f"source/s{n}/share": (n in trained) / max(1, len(trained)) for n in range(count)}
+            file.write(json.dumps({"step": step, "phase": "rl", "groups/trained": groups, **shares}) + "\n")
+    found = [title for title in Page(write_report([folder], out)).charts() if title.startswith("Source")]
+    assert found == [f"Source s{n}: share of the groups{of}" for n in range(24)]
+
+
 @pytest.mark.parametrize(("end", "moved"), [(0.1, "worse"), (0.2, "level"), (0.9, "better")])
 def test_an_accuracy_that_has_not_risen_is_not_shown_as_a_gain(tmp_path: Path, end: float, moved: str) -> None:
     """The warm start ends at 0.2."""
