@@ -22,7 +22,11 @@ from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.types import Loss, LossInputs, LossOutput, Metric
 
 _RATIO_MEANS = dict.fromkeys(("sequence", "turn", "sequence_sum"), "seq_mean_token_mean") | {"token": "token_mean"}
-_OF_RATIOS = ("ratio/", "clip_fraction")
+MEANS_OF_RATIOS = (
+    *("clip_fraction", "clip_fraction/low", "clip_fraction/high"),
+    *("ratio/mean", "ratio/second_moment", "ratio/clamped_fraction", "ratio/share"),
+)
+"""Of tokens, or where ratios are of sequences or turns, of all sequences, those without a trained token included."""
 
 
 def loss_of(row: AlgorithmSection, *, kl_coefficient: float, max_new_tokens: int) -> Loss:
@@ -48,9 +52,10 @@ class PolicyLoss:
 
     Means: ``entropy`` and ``kl/old_policy`` (k3 of KL(old‖current), from tokens the old policy sampled) over tokens;
     ``ratio/mean``, ``ratio/second_moment``, ``ratio/clamped_fraction`` (log-ratio beyond ±``LOG_RATIO_BOUND``),
-    ``clip_fraction`` and its two sides over tokens at token level, else over sequences, each the mean of its tokens;
-    with a correction, ``correction/weight_mean`` and ``correction/dropped_fraction`` over tokens; with a KL or an NLL
-    term, ``loss/kl`` and ``loss/nll``, their parts of the loss.
+    ``clip_fraction`` and its two sides over tokens at token level, else over sequences, each the mean of its tokens, 0
+    without any; ``ratio/share`` is the share with any, which `policy_row` divides them by. With a correction,
+    ``correction/weight_mean`` and ``correction/dropped_fraction`` over tokens; with a KL or an NLL term, ``loss/kl``
+    and ``loss/nll``, their parts of the loss.
     The minimum ``ratio/min`` and the maximum ``ratio/max`` are ±inf where a micro-batch is empty.
     The histogram ``ratio`` counts the log-ratios of tokens.
     """
@@ -90,7 +95,7 @@ class PolicyLoss:
         """
         if name == "loss" or name.startswith("loss/"):
             return DENOMINATORS[self.row.aggregation]
-        over_sequences = name.startswith(_OF_RATIOS) and self.row.ratio_level != "token"
+        over_sequences = name in MEANS_OF_RATIOS and self.row.ratio_level != "token"
         return "num_sequences" if over_sequences else "num_tokens"
 
     def _extra_terms(self, inputs: LossInputs, weights: Tensor) -> dict[str, Tensor]:
@@ -121,6 +126,7 @@ class PolicyLoss:
             "ratio/mean": (ratio * over_ratios).sum(),
             "ratio/second_moment": (ratio.square() * over_ratios).sum(),
             "ratio/clamped_fraction": ((raw.abs() > LOG_RATIO_BOUND) * over_ratios).sum(),
+            "ratio/share": over_ratios.sum(),
         }
         if correction is not None:
             means["correction/weight_mean"] = (correction * over_tokens).sum()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_megatron.algorithms.losses import MEANS_OF_RATIOS
 from rl_megatron.algorithms.mismatch import expert_metrics, gap_metrics, mismatch_metrics
 from rl_megatron.algorithms.quantiles import ratio_quantiles
 from rl_megatron.config.run import RunConfig
@@ -96,7 +97,10 @@ def policy_row(steps: Sequence[Made]) -> Row:
         return {}
     row = _merged([made.of_loss for made in steps]) | {"grad_norm": _grad_norm(steps)}
     row |= _merged([made.step.metrics for made in steps])
-    if "ratio/second_moment" in row:
+    if "ratio/share" in row:
+        share = float(row["ratio/share"] or 0)
+        row |= {name: float(row[name] or 0) / share for name in MEANS_OF_RATIOS}
+        del row["ratio/share"]
         first, second = float(row["ratio/mean"] or 0), float(row.pop("ratio/second_moment") or 0)
         row["ratio/effective_fraction"] = first**2 / second if second else math.nan
     return row

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.algorithms.quantiles import histogram, ratio_quantiles
+from rl_megatron.observability.recorder import Row
 from rl_megatron.training.measures import Made, policy_row
 from rl_megatron.types import Counts, LossInputs, Metric, StepResult
 from tests.reduction import values
@@ -134,12 +135,33 @@ def test_the_effective_fraction_is_kishs_over_the_number_of_weights(
     x = batch(lengths, seed)
     gaps = (x.logprobs - x.old_logprobs).detach()
     weights = (gaps if loss is not GSPO else torch.stack([part.mean() for part in gaps.split(lengths)])).exp()
+    expected = weights.sum().square() / weights.square().sum() / len(weights)
+    assert row_of(loss, x)["ratio/effective_fraction"] == pytest.approx(expected.item(), rel=1e-9)
+
+
+def row_of(loss: PolicyLoss, x: LossInputs) -> Row:
+    """The metrics of one optimizer step on the batch."""
     means: dict[str, Metric[float | Counts]] = {
         name: Metric(value=value.item()) for name, value in values(loss(x), "mean").items()
     }
-    made = Made({"loss": Metric(value=0.0), **means}, StepResult(grad_norm=0.0))
-    expected = weights.sum().square() / weights.square().sum() / len(weights)
-    assert policy_row([made])["ratio/effective_fraction"] == pytest.approx(expected.item(), rel=1e-9)
+    return policy_row([Made({"loss": Metric(value=0.0), **means}, StepResult(grad_norm=0.0))])
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "turn"])
+def test_means_of_ratios_are_over_what_is_trained(level: str) -> None:
+    """Sequences of one token, whose ratios are 1, 2 and 4 at each level; two more are dropped."""
+    x = batch([1] * 5, 0)
+    mask, ratios = torch.arange(5) < 3, torch.tensor([1.0, 2, 4, 8, 16]).double()
+    x = replace(x, logprobs=x.old_logprobs + ratios.log(), advantages=torch.ones(5).double(), mask=mask, num_tokens=3)
+    loss = policy_loss(ratio_level=level, aggregation="token_mean" if level == "token" else "seq_mean_token_mean")
+    row = row_of(loss, replace(x, turn_sum=x.segment_sum))
+    assert row["ratio/mean"] == pytest.approx(7 / 3)
+    assert row["ratio/effective_fraction"] == pytest.approx(49 / 3 / 21)
+    assert (row["clip_fraction"], row["clip_fraction/low"]) == (pytest.approx(2 / 3), 0)
+    assert row["clip_fraction/high"] == row["clip_fraction"]
+    far = replace(x, logprobs=x.old_logprobs + 30.0, turn_sum=x.segment_sum)
+    assert row_of(loss, far)["ratio/clamped_fraction"] == pytest.approx(1)
+    assert not {"ratio/share", "ratio/second_moment"} & set(row)
 
 
 def test_an_entropy_term_has_the_weight_of_a_token_whatever_its_correction() -> None:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from rl_megatron.algorithms.losses import MEANS_OF_RATIOS
 from rl_megatron.algorithms.quantiles import histogram
 from rl_megatron.config.run import RunConfig
 from rl_megatron.training.measures import Made, critic_row, policy_row
@@ -81,6 +82,8 @@ def test_quantiles_and_effective_samples_are_those_of_all_optimizer_steps_togeth
         Made(
             {
                 "loss": Metric(value=0.0),
+                **{name: Metric(value=0.0) for name in MEANS_OF_RATIOS},
+                "ratio/share": Metric(value=1.0),
                 "ratio/mean": Metric(value=x.exp().mean().item()),
                 "ratio/second_moment": Metric(value=(2 * x).exp().mean().item()),
                 "ratio": Metric(value=tuple(histogram(x, torch.ones_like(x).bool()).tolist()), over="histogram"),
