@@ -119,14 +119,18 @@ def _grad_norm(steps: Sequence[Made]) -> float:
 
 
 def _merged(steps: Sequence[Mapping[str, Metric[float | Counts]]]) -> Row:
-    """Merge the metrics of several optimizer steps; a histogram becomes its quantiles."""
+    """Merge each metric of the optimizer steps that have it; a histogram becomes its quantiles."""
+    found: dict[str, list[Metric[float | Counts]]] = {}
+    for step in steps:
+        for name, metric in step.items():
+            if metric.weight or metric.over != "mean":
+                found.setdefault(name, []).append(metric)
     row: Row = {}
-    for name, kind in steps[0].items():
-        parts = [step[name] for step in steps]
-        if kind.over == "histogram":
+    for name, parts in found.items():
+        if parts[0].over == "histogram":
             row |= _quantiles(name, parts)
         else:
-            row[name] = _OVER[kind.over](parts)
+            row[name] = _OVER[parts[0].over](parts)
     return row
 
 

@@ -135,3 +135,16 @@ def test_each_metric_of_several_optimizer_steps_is_reduced_as_it_says_whatever_i
     own = {"a/max": 0.5, "b/min": 1.9, "c/sum": 1.5, "d": 5.0, "e": 2.0}
     assert policy_row(results) == {"loss": 2.0, "grad_norm": 3.0, "moe/load_imbalance": 1.5, **own}
     assert critic_row(results) == {"critic/loss": 2.0, "critic/grad_norm": 3.0, **own}
+
+
+def test_a_metric_is_of_the_optimizer_steps_that_have_it() -> None:
+    """An observer may have nothing to say of a step, or a mean over nothing."""
+    nothing = Metric(value=math.nan, weight=0.0)
+    said: list[dict[str, Metric[float]]] = [
+        {"observer/first": Metric(value=1.0), "observer/empty": nothing},
+        {"observer/second": Metric(value=2.0), "observer/empty": nothing, "observer/in_part": nothing},
+        {"observer/second": Metric(value=4.0), "observer/in_part": Metric(value=5.0, weight=3.0)},
+    ]
+    row = policy_row([Made({"loss": Metric(value=0.0)}, StepResult(grad_norm=1.0, metrics=one)) for one in said])
+    own = {"observer/first": 1.0, "observer/second": 3.0, "observer/in_part": 5.0}
+    assert row == {"loss": 0.0, "grad_norm": 1.0, **own}
