@@ -306,7 +306,7 @@ class Metric(Generic[V_co]):
 
     value: V_co
     over: Over = "mean"
-    weight: float = 1.0  # of an optimizer step's mean among several
+    weight: float = 1.0  # of an optimizer step's mean among several: the count that it is over; of 0 it is absent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,12 +38,13 @@ class ValueLoss:
         bound = math.inf if self.clip is None else self.clip
         clipped = (torch.clamp(values, old - bound, old + bound) - returns).square()
         num_tokens = max(inputs.num_tokens, 1)
+        sums = {
+            "critic/value_mean": values.detach().sum(),
+            "critic/clip_fraction": (clipped > free).to(values.dtype).sum(),
+        }
         return LossOutput(
             loss=torch.maximum(free, clipped).sum() / 2 / num_tokens,
-            metrics={
-                "critic/value_mean": Metric(value=values.detach().sum() / num_tokens),
-                "critic/clip_fraction": Metric(value=(clipped > free).to(values.dtype).sum() / num_tokens),
-            },
+            metrics={name: Metric(value=of_all / num_tokens, weight=num_tokens) for name, of_all in sums.items()},
         )
 
 
@@ -110,10 +111,11 @@ class PreferenceLoss:
         of_answers = torch.cat([(slopes * per_pair[:, None]).flatten(), slopes.new_zeros(1)])
         slope = (of_answers[: len(scale)] * scale)[inputs.segment_ids]
         loss = (spread(losses) * weight + slope * (logprobs - logprobs.detach())).sum()
+        right, num_tokens = (margin > 0).to(logprobs.dtype), max(inputs.num_tokens, 1)
         metrics = {
-            "preference/accuracy": Metric(value=(spread((margin > 0).to(logprobs.dtype)) * weight).sum()),
-            "preference/margin": Metric(value=(spread(margin) * weight).sum()),
-            "entropy": Metric(value=inputs.entropy.detach().sum() / max(inputs.num_tokens, 1)),
+            "preference/accuracy": Metric(value=(spread(right) * weight).sum(), weight=inputs.num_sequences),
+            "preference/margin": Metric(value=(spread(margin) * weight).sum(), weight=inputs.num_sequences),
+            "entropy": Metric(value=inputs.entropy.detach().sum() / num_tokens, weight=num_tokens),
         }
         return LossOutput(loss=loss, metrics=metrics)
 

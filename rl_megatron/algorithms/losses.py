@@ -134,7 +134,7 @@ class PolicyLoss:
         return LossOutput(
             loss=ratio.new_zeros(()),
             metrics={
-                **{name: Metric(value=share) for name, share in means.items()},
+                **{n: Metric(value=x, weight=getattr(inputs, self.denominator(n))) for n, x in means.items()},
                 "ratio/min": Metric(value=-_masked_max(-ratio, inputs.mask), over="min"),
                 "ratio/max": Metric(value=_masked_max(ratio, inputs.mask), over="max"),
                 "ratio": Metric(value=histogram(log_ratio, inputs.mask), over="histogram"),

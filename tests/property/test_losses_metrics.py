@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rl_megatron.algorithms.auxiliary import PreferenceLoss, ValueLoss
 from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.algorithms.quantiles import histogram, ratio_quantiles
 from rl_megatron.observability.recorder import Row
 from rl_megatron.training.measures import Made, policy_row
-from rl_megatron.types import Counts, LossInputs, Metric, StepResult
+from rl_megatron.types import Counts, Loss, LossInputs, Metric, StepResult
 from tests.reduction import values
 from tests.rows import policy_loss
 
@@ -139,12 +140,55 @@ def test_the_effective_fraction_is_kishs_over_the_number_of_weights(
     assert row_of(loss, x)["ratio/effective_fraction"] == pytest.approx(expected.item(), rel=1e-9)
 
 
-def row_of(loss: PolicyLoss, x: LossInputs) -> Row:
-    """The metrics of one optimizer step on the batch."""
-    means: dict[str, Metric[float | Counts]] = {
-        name: Metric(value=value.item()) for name, value in values(loss(x), "mean").items()
-    }
-    return policy_row([Made({"loss": Metric(value=0.0), **means}, StepResult(grad_norm=0.0))])
+def row_of(loss: Loss, *minibatches: LossInputs) -> Row:
+    """The metrics of optimizer steps on the minibatches."""
+    steps = []
+    for x in minibatches:
+        said: dict[str, Metric[float | Counts]] = {"loss": Metric(value=0.0)}
+        for name, metric in loss(x).metrics.items():
+            value = metric.value.detach()
+            said[name] = Metric(
+                value=tuple(value.tolist()) if metric.over == "histogram" else value.item(),
+                over=metric.over,
+                weight=metric.weight,
+            )
+        steps.append(Made(said, StepResult(grad_norm=0.0)))
+    return policy_row(steps)
+
+
+def part_of(x: LossInputs, first: int, stop: int) -> LossInputs:
+    """A minibatch of these sequences."""
+    inside = (x.segment_ids >= first) & (x.segment_ids < stop)
+    tensors = {one.name: getattr(x, one.name) for one in fields(x) if isinstance(getattr(x, one.name), Tensor)}
+    columns = {name: column[inside] for name, column in tensors.items()}
+    ids = columns.pop("segment_ids") - first
+    return replace(
+        x,
+        **columns,
+        segment_ids=ids,
+        segment_sum=lambda values: values.new_zeros(stop - first).index_add_(0, ids, values),
+        num_tokens=int(columns["mask"].sum()),
+        num_sequences=stop - first,
+    )
+
+
+@pytest.mark.parametrize("loss", [*ROWS, ValueLoss(clip=0.1), PreferenceLoss()])
+@quick
+@given(seed=seeds, pairs=st.integers(2, 4), cut=st.integers(1, 3))
+def test_means_of_a_step_are_those_of_its_minibatches_tokens_together(
+    loss: Loss, seed: int, pairs: int, cut: int
+) -> None:
+    """Minibatches of unequal sizes say what one of all their sequences says, but for parts of the loss."""
+    lengths = torch.randint(1, 9, (2 * pairs,), generator=torch.Generator().manual_seed(seed)).tolist()
+    x, cut = batch(lengths, seed, kept=1.0 if isinstance(loss, PreferenceLoss) else 0.6), 2 * min(cut, pairs - 1)
+    x = replace(x, values=x.entropy, old_values=x.advantages, returns=x.rollout_logprobs)
+    parts = part_of(x, 0, cut), part_of(x, cut, 2 * pairs)
+    assume(all(part.num_tokens for part in parts))
+    whole, found = row_of(loss, x), row_of(loss, *parts)
+    for key in {"loss", "loss/kl"} & set(whole):
+        del whole[key], found[key]
+    assert len(found) > 2
+    assert found == pytest.approx(whole, rel=1e-9)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "turn"])

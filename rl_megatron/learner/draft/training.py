@@ -92,7 +92,7 @@ class Drafting:
             logprobs = self.logprobs(hidden, micro_batch)
             loss = -(logprobs * micro_batch.next.mask).sum() / num_tokens
             loss.backward()
-        return {"draft/loss": Metric(value=loss.detach())}
+        return {"draft/loss": Metric(value=loss.detach(), weight=num_tokens)}
 
     def logprobs(self, hidden: Tensor, micro_batch: PackedMicroBatch) -> Tensor:
         """[t] of the tokens after the targets, of the distribution that is sampled from, from the decoder's output

@@ -115,7 +115,11 @@ LEARNING = (
     ("loss/nll", "nats", "the positive-example term's part of `loss`; only if algorithm.nll_coefficient is set"),
     ("kl/reference", "nats", "KL(old || reference) by algorithm.kl.estimator: completions' mean of their tokens' mean"),
     ("kl/coefficient", "", "weight of the KL to the reference in this step"),
-    ("kl/old_policy", "nats", "KL(old || current) per token: k3 estimate from the samples, mean over the minibatches"),
+    (
+        "kl/old_policy",
+        "nats",
+        "KL(old || current) per token: k3 estimate from the samples, each before its minibatch's step",
+    ),
     ("kl/stopped_at", "nats", "kl/old_policy of the minibatch at which it passed algorithm.old_kl_limit; only then"),
     (
         "kl/rollout",

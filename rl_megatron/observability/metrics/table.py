@@ -93,6 +93,9 @@ nats. Metrics in {", ".join(_TIMED_UNITS)}, and those of {", ".join(f"`{name}`" 
 depend on the clock, on when the run saved, on what ranks hold or on connections; all others are equal to the bit in
 equal runs, but where servers sample ahead, whose answers arrive by the clock.
 
+Means and shares of tokens, sequences and pairs are over those of all minibatches of the step together, but where
+minibatches are named.
+
 A metric that a run cannot have is absent, not 0: what says "with max_staleness" where train.max_staleness is 0, what
 needs servers where the learner's processes sample.
 
