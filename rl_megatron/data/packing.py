@@ -9,6 +9,7 @@ Letters: D data-parallel ranks, M micro-batches a rank, S sequences.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +23,7 @@ from rl_megatron.data.bins import fill_bins
 from rl_megatron.data.gathered import MicroBatches, computed_lengths
 from rl_megatron.data.samples import members_of, split_minibatches, tokens_of, whole_parts
 from rl_megatron.errors import DataError
-from rl_megatron.options.padding import PaddingSection, most_padded, padded_tokens, sequence_multiple
+from rl_megatron.options.padding import PaddingSection, most_padded, padded_tokens, sequence_multiple, token_multiple
 from rl_megatron.types import Batch, ParallelDims, Samples
 
 
@@ -73,7 +74,8 @@ class Packer:
     """Packs for the ranks of one learner; the first fields are arguments of `pack`. ``whole_groups``: a group's
     sequences are in one minibatch.
 
-    ``padding`` has the most sequences of a micro-batch, and what the learner pads it to.
+    ``padding`` has the most sequences of a micro-batch, and what the learner pads it to, or else to a multiple of
+    ``multiple`` and of what ``dims`` need.
     """
 
     dims: ParallelDims
@@ -81,6 +83,7 @@ class Packer:
     attention_cost: float
     unit: int = 1
     padding: PaddingSection = field(default_factory=PaddingSection)
+    multiple: int = 1
     whole_groups: bool = False
 
     def pack(
@@ -171,6 +174,7 @@ class Packer:
         """
         slowest = mean = 0.0
         real = computed = 0
+        multiple = math.lcm(sequence_multiple(self.dims) * self.dims.tp, self.multiple)
         for batch in batches:
             work = np.zeros((len(batch.sequences), len(batch.sequences[0])))
             for d, row in enumerate(computed_lengths(batch)):
@@ -178,7 +182,6 @@ class Packer:
                     work[d, m] = sequence_work(lengths, self.attention_cost).sum()
                     real += int(lengths.sum())
                     padded = int(padded_lengths(lengths, self.dims).sum())
-                    multiple = sequence_multiple(self.dims) * self.dims.tp
                     computed += padded_tokens(padded, multiple, self.padding.sizes)
             slowest += float(work.max(0).sum())
             mean += float(work.mean(0).sum())
@@ -198,6 +201,7 @@ def packer_of(learner: LearnerSection, *, attention_cost: float, unit: int = 1, 
         attention_cost=attention_cost,
         unit=unit,
         padding=learner.padding,
+        multiple=token_multiple(learner),
         whole_groups=whole_groups,
     )
 

@@ -10,9 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.data import bins
-from rl_megatron.data.packing import Packer, causal_attention_cost, pack, plan_packing, unpack
+from rl_megatron.data.packing import Packer, causal_attention_cost, pack, packer_of, plan_packing, unpack
 from rl_megatron.errors import DataError
+from rl_megatron.learner.packed import pack_micro_batch
+from rl_megatron.options.fp8 import rows
 from rl_megatron.options.padding import PaddingSection
 from rl_megatron.types import ParallelDims, Samples
 
@@ -304,6 +307,20 @@ def test_metrics_are_those_of_a_loop_over_micro_batches(
     padded = Packer(dims=dims, max_tokens=90, attention_cost=cost, padding=PaddingSection(tokens="960"))
     micro_batches = sum(len(row) for batch in batches for row in batch.micro_batches)
     assert padded.metrics(batches)["packing/padding_fraction"] == pytest.approx(1 - positions / (960 * micro_batches))
+
+
+@pytest.mark.parametrize("fp8", [None, "tensorwise", "blockwise", "mxfp8"])
+@settings(deadline=None, max_examples=20)
+@given(LENGTHS, st.integers(1, 2), st.integers(1, 3))
+def test_the_padding_is_what_ranks_compute(fp8: str | None, lengths: list[int], tp: int, cp: int) -> None:
+    learner = LearnerSection.model_validate({"fp8": fp8, "tp": tp, "cp": cp, "max_tokens_per_micro_batch": 90})
+    packer = packer_of(learner, attention_cost=0.0)
+    batch = packer.pack(ragged(lengths))
+    computed = 0
+    for micro_batch in (one for row in batch.micro_batches for one in row):
+        share = pack_micro_batch(micro_batch, tp=tp, cp=cp, cp_rank=0, device=torch.device("cpu"), rows=rows(learner))
+        computed += cp * len(share.input_ids)
+    assert packer.metrics([batch])["packing/padding_fraction"] == pytest.approx(1 - sum(lengths) / computed)
 
 
 def test_a_placeholder_has_others_tokens_for_padding_and_a_sequence_of_one() -> None:
