@@ -145,7 +145,12 @@ LEARNING = (
     ("ratio/effective_fraction", "", "effective sample size over the number of samples, mean(ratio)^2 / mean(ratio^2)"),
     ("ratio/outside", "", "share of sampled tokens whose ratio left 1 +- 0.2 in the update (train.route_flips)"),
     ("ratio/outside/<name>", "", "the same of tokens whose first flip (moe/first_flip) is in that layer, or `none`"),
-    ("ratio/clamped_fraction", "", "share of ratios clamped to a safe float32 range; anything but 0 is a fault"),
+    (
+        "ratio/clamped_fraction",
+        "",
+        "share of ratios clamped to a safe float32 range; anything but 0 is a fault, unless "
+        "algorithm.ratio_level=sequence_sum (topr, vespo), whose ratios of long completions get there",
+    ),
     ("correction/weight_mean", "", "mean importance weight, learner over engine, if the loss corrects the mismatch"),
     ("correction/dropped_fraction", "", "share of tokens whose correction weight is 0"),
     ("tokens/chosen_fraction", "", "share of a minibatch's tokens that algorithm.tokens.choose chose"),
