@@ -111,8 +111,7 @@ class Packer:
 
     def again(self, batch: Batch) -> Batch:
         """Pack the sequences of a batch that was packed for ranks in another layout."""
-        part = np.sort(np.concatenate([ids.numpy() for row in batch.sequences for ids in row]))
-        return self.pack(batch.samples, part=part)
+        return self.pack(batch.samples, part=_part_of(batch))
 
     def _plan(
         self, lengths: NDArray[np.int64], ranks: NDArray[np.int64] | None = None
@@ -127,24 +126,15 @@ class Packer:
             ranks=ranks,
         )
 
-    def minibatches(
-        self,
-        samples: Samples,
-        *,
-        most: int,
-        seeds: Iterable[int],
-        weighted: Callable[[Samples, NDArray[np.int64]], Samples] | None = None,
-    ) -> Iterator[Batch]:
+    def minibatches(self, samples: Samples, *, most: int, seeds: Iterable[int]) -> Iterator[Batch]:
         """Split and pack the samples once for each seed, each time in a new order.
 
-        Into ``most`` parts, or as many as there are units or whole groups; a trajectory's sequences stay together. The
-        ``nll_weights`` of a batch are divided by how many of its tokens have one; ``weighted`` gives it other columns
-        for its part.
+        Into ``most`` parts, or as many as there are units or whole groups; a trajectory's sequences stay together. All
+        share the columns of the samples: `with_own_columns`.
         """
         for seed in seeds:
             for part in self._parts(samples, most, seed):
-                whole = _over_right_tokens(samples, part)
-                yield self.pack(whole if weighted is None else weighted(whole, part), part=part)
+                yield self.pack(samples, part=part)
 
     def ranks(self, samples: Samples, *, most: int, seed: int) -> NDArray[np.int64]:
         """The data-parallel rank [S] that trains on each sequence in the `minibatches` of the seed.
@@ -287,6 +277,20 @@ def _sorted(totals: NDArray[np.float64], dp: int) -> NDArray[np.int64]:
     """Bins [D, M] of each rank's own, heaviest first: column m holds D bins of similar work."""
     own = totals.reshape(dp, -1)
     return np.argsort(-own, axis=1, kind="stable") + np.arange(dp)[:, None] * own.shape[1]
+
+
+def with_own_columns(
+    batch: Batch, weighted: Callable[[Samples, NDArray[np.int64]], Samples] = lambda samples, part: samples
+) -> Batch:
+    """A minibatch with its ``nll_weights`` divided by how many of its tokens have one, and with the columns that
+    ``weighted`` gives it for its part. They are as long as those of all samples."""
+    part = _part_of(batch)
+    samples = weighted(_over_right_tokens(batch.samples, part), part)
+    return replace(batch, samples=samples, micro_batches=MicroBatches(samples, batch.sequences, batch.spare))
+
+
+def _part_of(batch: Batch) -> NDArray[np.int64]:
+    return np.sort(np.concatenate([ids.numpy() for row in batch.sequences for ids in row]))
 
 
 def _over_right_tokens(samples: Samples, part: NDArray[np.int64]) -> Samples:

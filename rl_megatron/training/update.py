@@ -23,7 +23,7 @@ from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.algorithms.own import check_own_advantages, check_own_objective
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.gathered import computed_lengths, without_routes
-from rl_megatron.data.packing import unpack
+from rl_megatron.data.packing import unpack, with_own_columns
 from rl_megatron.data.samples import to_samples
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles
@@ -235,14 +235,14 @@ class Update:
         computed beside the first: ranks do not wait for them."""
         c = self.config
         choice = token_choice(c.algorithm.tokens, found, seed_of(c.seed, step, c.train.epochs))
-        batches = await to_thread(self._minibatches, samples, choice, step)
-        row: Row = {"learning_rate": learning_rate(c, step), **({} if choice is None else choice.row())}
+        batches, own_columns = await to_thread(self._minibatches, samples, choice, step)
+        row: Row = {"learning_rate": learning_rate(c, step)}
         described = asyncio.ensure_future(to_thread(self._described, found, samples, batches))
         try:
-            policy_steps, critic_steps = await self._steps(batches, step, watch, prompts, row)
+            policy_steps, critic_steps = await self._steps(batches, own_columns, step, watch, prompts, row)
         finally:
             await asyncio.wait([described])
-        row = described.result() | row
+        row = described.result() | row | ({} if choice is None else choice.row())
         row["steps/skipped"] = [*policy_steps, *critic_steps].count(None)
         row |= policy_row([made for made in policy_steps if made is not None])
         if c.algorithm.old_kl_limit is not None:
@@ -254,8 +254,11 @@ class Update:
             row |= {"critic/learning_rate": critic_learning_rate(c, step)} | critic_row(learnt)
         return row
 
-    def _minibatches(self, samples: Samples, choice: TokenChoice | None, step: int) -> list[Batch]:
-        """All minibatches of a step that have a token to train on: of others, momentum would move the weights."""
+    def _minibatches(
+        self, samples: Samples, choice: TokenChoice | None, step: int
+    ) -> tuple[list[Batch], Callable[[Batch], Batch]]:
+        """All minibatches of a step that have a token to train on: of others, momentum would move the weights. They
+        share their columns; the function gives one its own, in their order, so that those of one are held at a time."""
         train = self.config.train
         seeds = [seed_of(self.config.seed, step, epoch) for epoch in range(train.epochs)]
         scale = batch_scale(self.config.algorithm.correction, samples)
@@ -265,11 +268,17 @@ class Update:
             scaled = chosen if scale is None else replace(chosen, advantages=chosen.advantages * scale)
             return self._weighted(scaled, part)
 
-        packed = self.packers.own.minibatches(samples, most=train.minibatches, seeds=seeds, weighted=columns_for)
-        return [batch for batch in packed if batch.num_tokens]
+        packed = self.packers.own.minibatches(samples, most=train.minibatches, seeds=seeds)
+        return [batch for batch in packed if batch.num_tokens], partial(with_own_columns, weighted=columns_for)
 
     async def _steps(
-        self, batches: Sequence[Batch], step: int, watch: Stopwatch, prompts: Sequence[Prompt], row: Row
+        self,
+        batches: Sequence[Batch],
+        own_columns: Callable[[Batch], Batch],
+        step: int,
+        watch: Stopwatch,
+        prompts: Sequence[Prompt],
+        row: Row,
     ) -> tuple[list[Made | None], list[Made | None]]:
         """Make the optimizer steps of policy and critic; of each, None if it was skipped.
 
@@ -283,9 +292,10 @@ class Update:
         policy_steps: list[Made | None] = []
         critic_steps: list[Made | None] = []
         goes_on = critic is None or step > section.critic.only_steps
-        for number, batch in enumerate(batches):
+        for number, planned in enumerate(batches):
             if not goes_on and critic is None:
                 break
+            batch = await to_thread(own_columns, planned)
             async with AtOnce(watch) as at_once:
                 trained = valued = None
                 if goes_on:

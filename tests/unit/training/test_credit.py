@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_megatron.algorithms.shaping import RunningMoments
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.data.packing import Packer
+from rl_megatron.data.packing import Packer, with_own_columns
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
@@ -235,7 +235,7 @@ def test_the_controlled_kl_is_the_mean_over_completions_of_their_tokens_mean() -
 def test_right_completions_tokens_share_the_nll_weight_of_a_minibatch() -> None:
     samples, _ = credit({"nll_coefficient": 0.1}, [group("a", [1.5, 0.0, 0.9], [3, 2, 4]), GROUPS[1]])
     (batch,) = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0).minibatches(samples, most=1, seeds=[0])
-    (whole,) = batch.micro_batches[0]
+    (whole,) = with_own_columns(batch).micro_batches[0]
     each = pytest.approx(0.1 / 6)
     assert sorted(by_completion(whole, "nll_weights")) == [[0.0] * 2, [0.0] * 4, [each], [each] * 2, [each] * 3]
 

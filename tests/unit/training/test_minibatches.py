@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_megatron.config.io import load_config
-from rl_megatron.data.packing import Packer
+from rl_megatron.data.packing import Packer, with_own_columns
 from rl_megatron.errors import ConfigError
 from rl_megatron.training.schedule import seed_of
 from rl_megatron.types import ParallelDims, Samples
@@ -33,7 +33,8 @@ def numbered(count: int) -> Samples:
 def parts_of(samples: Samples, seeds: Sequence[int], *, most: int, unit: int = 1) -> list[Samples]:
     """Each minibatch fits one micro-batch; sequences of one length keep their order there."""
     packer = Packer(dims=ParallelDims(), max_tokens=100, attention_cost=0.0, unit=unit)
-    return [batch.micro_batches[0][0] for batch in packer.minibatches(samples, most=most, seeds=seeds)]
+    made = packer.minibatches(samples, most=most, seeds=seeds)
+    return [with_own_columns(batch).micro_batches[0][0] for batch in made]
 
 
 def orders(*, step: int, epochs: int) -> list[list[int]]:

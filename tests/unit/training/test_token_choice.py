@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.tokens import TokensSection
-from rl_megatron.data.packing import Packer
+from rl_megatron.data.packing import Packer, with_own_columns
 from rl_megatron.errors import ConfigError
 from rl_megatron.training.measures import Measured
 from rl_megatron.training.selection import covariances, drawn_between, greatest, token_choice, top_entropy
@@ -48,7 +48,8 @@ def minibatches(section: TokensSection, dp: int, most: int = 3) -> list[dict[int
     assert choice is not None
     packer = Packer(dims=ParallelDims(dp=dp), max_tokens=16, attention_cost=0.0)
     out = []
-    for made in packer.minibatches(samples, most=most, seeds=[1], weighted=choice):
+    for made in packer.minibatches(samples, most=most, seeds=[1]):
+        made = with_own_columns(made, choice)
         tokens = {}
         for micro in (micro for row in made.micro_batches for micro in row):
             held = torch.zeros_like(micro.advantages) if micro.old_kl_weights is None else micro.old_kl_weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import weakref
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
@@ -18,7 +19,7 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.credit.state import AlgorithmState
 from rl_megatron.training.update import Update
-from rl_megatron.types import Completion, Prompt, RolloutGroup, Routes
+from rl_megatron.types import Batch, Completion, Counts, Loss, Metric, Prompt, RolloutGroup, Routes
 from tests.completions import completion
 from tests.toy_roles import VOCABULARY, Toy, table
 from tests.unit.training.plain_update import PlainUpdate
@@ -265,3 +266,25 @@ def test_the_entropy_bonus_goes_on_from_a_checkpoints_state_to_the_bit() -> None
         weights.append(row["entropy/coefficient"])
     assert len(set(weights)) > 1
     assert 0.0 in weights
+
+
+def test_the_columns_of_one_minibatch_are_held_at_a_time() -> None:
+    """Each is as long as the whole batch, and there are eight minibatches."""
+    held, most = list[weakref.ref[torch.Tensor]](), 0
+
+    class Counting(Toy):
+        async def backward(self, batch: Batch, loss: Loss) -> dict[str, Metric[float | Counts]]:
+            nonlocal most
+            held.append(weakref.ref(batch.samples.advantages))
+            most = max(most, sum(column() is not None for column in held))
+            return await super().backward(batch, loss)
+
+    tokens = {"choose": "top_entropy", "share": 0.3}
+    config = RunConfig.model_validate({"algorithm": {"tokens": tokens}, "train": {"minibatches": 4, "epochs": 2}})
+    policy, unused = Counting(table(VOCABULARY, VOCABULARY, seed=1)), Toy(torch.zeros(1))
+    roles: Any = Roles(learners={"policy": policy}, frozen={}, engine=unused, weights=unused)
+    sampled = groups(3, table(VOCABULARY, VOCABULARY, seed=4))
+    row = asyncio.run(Update(config=config, roles=roles, attention_cost=0.0)(sampled, 3, Stopwatch()))
+    assert "tokens/chosen_fraction" in row
+    assert len(held) == 8
+    assert most <= 2
