@@ -100,11 +100,13 @@ class Epochs:
         self.epoch, self.position, self._order = epoch, position, None
 
 
-def digest_of_prompts(prompts: Sequence[Prompt]) -> str:
-    """Of their ids, texts and answers, of pairs both, in their order."""
+def digest_of_prompts(prompts: Sequence[Prompt], *, of_texts: bool = False) -> str:
+    """Of their ids, questions and answers, of pairs both, in their order; ``of_texts``: of texts in place of questions,
+    as checkpoints of older versions have it, which differs by day where a chat template writes the date."""
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
-        for text in (prompt.id, prompt.text, prompt.answer, *prompt.rejected):
+        question = prompt.text if of_texts or not prompt.question else prompt.question
+        for text in (prompt.id, question, prompt.answer, *prompt.rejected):
             data = text.encode()
             digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()

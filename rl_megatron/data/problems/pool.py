@@ -68,8 +68,8 @@ class Pool(Sequence[Prompt]):
         """The rows of each of these sources."""
 
     @abstractmethod
-    def digest(self, rows: NDArray[np.integer]) -> str:
-        """A checksum of all prompts of one source."""
+    def digest(self, rows: NDArray[np.integer], *, of_texts: bool = False) -> str:
+        """A checksum of all prompts of one source; ``of_texts``: as older versions had it, of what templates made."""
 
     @abstractmethod
     def numbers(self, field: str) -> NDArray[np.float64]:
@@ -125,8 +125,8 @@ class Listed(Pool):
         return {name: np.array(own, np.uint32) for name, own in rows.items()}
 
     @override
-    def digest(self, rows: NDArray[np.integer]) -> str:
-        return digest_of_prompts([self._prompts[row] for row in rows.tolist()])
+    def digest(self, rows: NDArray[np.integer], *, of_texts: bool = False) -> str:
+        return digest_of_prompts([self._prompts[row] for row in rows.tolist()], of_texts=of_texts)
 
     @override
     def numbers(self, field: str) -> NDArray[np.float64]:
@@ -207,7 +207,7 @@ class RowsOfPrompts(Pool):
         return {self._source: np.arange(len(self), dtype=np.uint32)}
 
     @override
-    def digest(self, rows: NDArray[np.integer]) -> str:
+    def digest(self, rows: NDArray[np.integer], *, of_texts: bool = False) -> str:
         """Of the files' bytes, and of which rows are in the pool."""
         return self._digest
 
@@ -311,9 +311,9 @@ class Joined(Pool):
         return {name: found[name] for name in names}
 
     @override
-    def digest(self, rows: NDArray[np.integer]) -> str:
+    def digest(self, rows: NDArray[np.integer], *, of_texts: bool = False) -> str:
         part, start = self._part(int(rows[0]))
-        return part.digest(rows - np.uint32(start))
+        return part.digest(rows - np.uint32(start), of_texts=of_texts)
 
     @override
     def numbers(self, field: str) -> NDArray[np.float64]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -87,7 +87,7 @@ class PromptStream:
         """The position in the stream; ``restore`` of it and ``left_out`` continues with the same prompts."""
         if not self._weights:
             (only,) = self._epochs.values()
-            size, digest = len(self._pool), self._short_digest
+            size, digest = len(self._pool), _short(self._digests[""])
             return {"epoch": only.epoch, "position": only.position, "num_prompts": size, "digest": digest}
         taken = self._shares.taken
         sources = {
@@ -117,7 +117,7 @@ class PromptStream:
                 f"the checkpoint was made with {state['num_prompts']} training prompts, but the data has "
                 f"{len(self._pool)}; resume with the same data and limits, {_SAME_LEAKS}"
             )
-        elif state.get("digest", self._short_digest) != self._short_digest:
+        elif "digest" in state and state["digest"] not in map(_short, self._digests_of("")):
             raise CheckpointError(
                 f"the checkpoint was made with as many training prompts ({state['num_prompts']}), but with others, by "
                 f"their digest; resume with the same files, {_SAME_LEAKS}"
@@ -148,26 +148,26 @@ class PromptStream:
             if self.left_out.issuperset(epochs.rows.tolist()) or (table is None and tried > len(epochs.rows)):
                 raise DataError("every prompt has too many tokens; the warnings before name the key to raise")
 
-    @property
-    def _short_digest(self) -> int:
-        """60 bits of the digest of the only source."""
-        return int(self._digests[""][:15], 16)
-
     @cached_property
     def _digests(self) -> dict[str, str]:
         return {name: self._pool.digest(one.rows) for name, one in self._epochs.items()}
+
+    def _digests_of(self, name: str) -> Iterator[str]:
+        """Those that a checkpoint of the source's prompts may have: the second is of an older version."""
+        yield self._digests[name]
+        yield self._pool.digest(self._epochs[name].rows, of_texts=True)
 
     def _restore_sources(self, state: MixtureState) -> None:
         if list(state.sources) != list(self._weights):
             then, now = ", ".join(state.sources), ", ".join(self._weights) or "one source"
             raise CheckpointError(f"the checkpoint was made with the sources {then}, but the data has {now}")
         for name, source in state.sources.items():
-            size, digest = len(self._epochs[name].rows), self._digests[name]
-            if (source.size, source.digest) != (size, digest):
+            size = len(self._epochs[name].rows)
+            if source.size != size or source.digest not in self._digests_of(name):
                 raise CheckpointError(
                     f"data.sources.{name}: the checkpoint was made with {source.size} training prompts of digest "
-                    f"{source.digest}, but the source has {size} of {digest}; resume with the same file and limits, "
-                    f"{_SAME_LEAKS}"
+                    f"{source.digest}, but the source has {size} of {self._digests[name]}; resume with the same file "
+                    f"and limits, {_SAME_LEAKS}"
                 )
         for name, source in state.sources.items():
             self._epochs[name].move(source.epoch, source.position)
@@ -180,3 +180,8 @@ class PromptStream:
                 *(before, self._weights, state.position),
             )
             self._shares = Proportions(self._weights)
+
+
+def _short(digest: str) -> int:
+    """60 bits of it, which checkpoints of one source have."""
+    return int(digest[:15], 16)

@@ -8,7 +8,6 @@ import logging
 import math
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +16,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import ArithmeticData, FileData
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
-from rl_megatron.errors import CheckpointError, ConfigError, DataError
+from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.types import Prompt
 
@@ -329,57 +328,3 @@ def test_prompts_are_tokenized_few_at_a_time_and_stay_in_order(tmp_path: Path) -
     train, _ = load_prompts(files(path, max_eval=1), Counting(), max_prompt_tokens=99, on_long_prompt="fail", seed=0)
     assert sizes == [1000, 1000, 500, 1]
     assert [bytes(p.token_ids).decode() for p in train] == [f"q{i}" for i in range(2500)]
-
-
-def prompts(n: int) -> list[Prompt]:
-    return [Prompt(id=str(i), text="", token_ids=(i,), answer="") for i in range(n)]
-
-
-def test_an_epoch_is_numpys_permutation_of_its_number() -> None:
-    """A resume of an older checkpoint goes on in the same order."""
-    held = prompts(50)
-    wanted = [held[row] for epoch in (0, 1) for row in np.random.default_rng([5, epoch]).permutation(50).tolist()]
-    assert PromptStream(held, seed=5).take(100) == wanted
-
-
-def test_an_epoch_holds_every_prompt_once_and_epochs_differ() -> None:
-    stream = PromptStream(prompts(20), seed=0)
-    epochs = [[p.id for p in stream.take(20)] for _ in range(3)]
-    assert all(sorted(epoch, key=int) == [str(i) for i in range(20)] for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-
-
-@pytest.mark.parametrize("taken", [0, 3, 7, 10, 14, 33])
-def test_a_restored_stream_continues_in_the_same_order(taken: int) -> None:
-    whole = PromptStream(prompts(7), seed=5).take(taken + 40)
-    first = PromptStream(prompts(7), seed=5)
-    first.take(taken)
-    second = PromptStream(prompts(7), seed=5)
-    second.restore(json.loads(json.dumps(first.state())))
-    assert second.take(40) == whole[taken:]
-
-
-def test_what_is_left_out_comes_no_more_and_all_others_in_the_same_order() -> None:
-    whole, stream = PromptStream(prompts(7), seed=5).take(28), PromptStream(prompts(7), seed=5)
-    assert stream.take(7) == whole[:7]
-    stream.leave_out(whole[2])
-    wanted = [prompt for prompt in whole[7:] if prompt.id != whole[2].id]
-    assert stream.take(4) == wanted[:4]
-    again = PromptStream(prompts(7), seed=5)
-    again.restore(stream.state(), sorted(stream.left_out))
-    assert stream.take(14) == again.take(14) == wanted[4:]
-    for prompt in prompts(6):
-        stream.leave_out(prompt)
-    with pytest.raises(DataError, match="no prompts are left to train on: none of 7 can be sampled"):
-        stream.leave_out(prompts(7)[6])
-
-
-def test_more_than_an_epoch_can_be_taken_at_once() -> None:
-    one_by_one = PromptStream(prompts(3), seed=0)
-    assert PromptStream(prompts(3), seed=0).take(11) == [one_by_one.take(1)[0] for _ in range(11)]
-
-
-def test_a_state_of_other_data_is_refused() -> None:
-    state = PromptStream(prompts(7), seed=0).state()
-    with pytest.raises(CheckpointError, match="made with 7 training prompts, but the data has 8"):
-        PromptStream(prompts(8), seed=0).restore(state)
