@@ -13,14 +13,15 @@ from rl_megatron.rollout.conversation.written import WrittenConversation, Writte
 from rl_megatron.types import Prompt
 
 _SIDES = ("better", "worse")
+_Sides = tuple[WrittenConversation, WrittenConversation]
 
 
 def paired_answers(prompts: Sequence[Prompt], conversations: WrittenConversations) -> list[Pair]:
     """The rows of either conversation's turns behind their common beginning.
 
     Raises DataError that names the prompt: as `WrittenConversations.rows_of`; the conversations first differ in what
-    the assistant did not say; or a template shows one of these turns otherwise later on, so that they are in several
-    rows.
+    the assistant did not say; one has no turn to learn there; or a template shows one of these turns otherwise later
+    on, so that they are in several rows.
     """
     found = conversations.rows_of([side for prompt in prompts for side in _behind_common(prompt)])
     pairs = []
@@ -37,8 +38,8 @@ def paired_answers(prompts: Sequence[Prompt], conversations: WrittenConversation
 
 
 def check_answers(prompts: Iterable[Prompt]) -> None:
-    """Raises DataError that names each of the conversations whose two sides `paired_answers` cannot tell apart."""
-    check_each(prompts, lambda prompt: [side.learnt() for side in _behind_common(prompt)])
+    """Raises DataError that names each of the conversations of whose two sides `paired_answers` makes no pair."""
+    check_each(prompts, _behind_common)
 
 
 def check_texts(prompts: Iterable[Prompt]) -> None:
@@ -52,25 +53,36 @@ def paired_texts(prompts: Sequence[Prompt], conversations: WrittenConversations)
     return [(conversations.whole(better), conversations.whole(worse)) for better, worse in sides]
 
 
-def _behind_common(prompt: Prompt) -> tuple[WrittenConversation, WrittenConversation]:
-    better, worse = _read(prompt)
+def _behind_common(prompt: Prompt) -> _Sides:
     try:
-        alike = zip(better.tidied(), worse.tidied(), strict=False)
+        return _answers(*_read(prompt))
     except MessagesRefused as error:
         raise DataError(f"prompt {prompt.id!r}: {error}") from error
+
+
+def _answers(better: WrittenConversation, worse: WrittenConversation) -> _Sides:
+    """Both from the first message on in which they differ. Raises MessagesRefused."""
+    alike = zip(better.tidied(), worse.tidied(), strict=False)
     first = next((place for place, (one, other) in enumerate(alike) if one != other), None)
     if first is None:
-        raise DataError(f"prompt {prompt.id!r}: one conversation of its pair begins with the whole of the other")
+        raise MessagesRefused("one conversation of its pair begins with the whole of the other")
     for side in (better, worse):
         if (role := side.messages[first].get("role")) != "assistant":
-            raise DataError(
-                f"prompt {prompt.id!r}: its conversations first differ in message {first + 1}, of the role "
-                f"{role!r:.40}; a pair has two answers of the assistant to the same messages"
+            raise MessagesRefused(
+                f"its conversations first differ in message {first + 1}, of the role {role!r:.40}; a pair has two "
+                "answers of the assistant to the same messages"
             )
-    return _from(better, first), _from(worse, first)
+    answers = _from(better, first), _from(worse, first)
+    for which, side in zip(_SIDES, answers, strict=True):
+        if not side.learnt()[1]:
+            raise MessagesRefused(
+                f"the assistant's messages of its {which} conversation have a weight of 0 from message {first + 1} on, "
+                "where the other differs, so there is nothing to compare; remove the weight or the row"
+            )
+    return answers
 
 
-def _read(prompt: Prompt) -> tuple[WrittenConversation, WrittenConversation]:
+def _read(prompt: Prompt) -> _Sides:
     said = json.loads(prompt.text)
     better, worse = (
         WrittenConversation(id=prompt.id, messages=said[side], tools=said["tools"]) for side in ("messages", "rejected")

@@ -157,11 +157,18 @@ def test_messages_that_say_the_same_are_the_same_beginning() -> None:
         assert (row.token_ids.tolist(), row.turns) == (same.token_ids.tolist(), same.turns)
 
 
-def test_a_weight_of_0_takes_the_only_turn_from_a_pair() -> None:
-    one = json.loads(prompt("u:1|a:2", "u:1|a:3").text)
-    one["messages"][-1]["weight"] = 0
-    with pytest.raises(DataError, match="that the other lacks are in 0 rows"):
-        paired_answers([Prompt(id="p", text=json.dumps(one), token_ids=(), answer="")], conversations())
+@pytest.mark.parametrize(("key", "side"), [("messages", "better"), ("rejected", "worse")])
+def test_a_weight_of_0_on_all_that_differs_is_refused_at_the_start_and_on_a_part_is_not(key: str, side: str) -> None:
+    one = json.loads(prompt("u:1|a:2|u:3|a:4|u:5|a:6", "u:1|a:2|u:3|a:no|u:5|a:not").text)
+    one[key][3]["weight"] = 0
+    part = Prompt(id="p:1", text=json.dumps(one), token_ids=(), answer="")
+    check_answers([part])
+    assert len(paired_answers([part], conversations())) == 1
+    one[key][5]["weight"] = 0
+    whole = replace(part, text=json.dumps(one))
+    for check in (check_answers, lambda prompts: paired_answers(prompts, conversations())):
+        with pytest.raises(DataError, match=rf"^prompt 'p:1': .* its {side} .* a weight of 0 from message 4 on"):
+            check([whole])
 
 
 LETTERS = {"q": "1+1", "good": "2", "bad": "3", "m": 0.5}
