@@ -41,7 +41,9 @@ class FileRows:
         """What two rows have in common of which the first alone is trained on where nothing is sampled."""
         if self.data.messages_field is not None:
             return self.texts
-        return _RowTexts(self, _answered_text if self.data.rejected_field is None else _pair_text)
+        if self.data.rejected_field is not None:
+            return _RowTexts(self, _pair_text)
+        return _AnsweredTexts(self.rows) if self.rows.are_texts else _RowTexts(self, _answered_text)
 
     def conversations(self, rows: NDArray[np.int64]) -> Iterator[Prompt]:
         """Those of these ascending rows, without fields that are no part of them; none where rows are problems."""
@@ -66,6 +68,28 @@ def _others(data: FileKeys) -> tuple[str, ...]:
     """The fields besides those of texts that a row must have."""
     names = (data.messages_field, data.rejected_field, data.tools_field, data.margin_field)
     return tuple(dict.fromkeys(name for name in names if name is not None and name not in fields_of(data)))
+
+
+class _AnsweredTexts(ProblemTexts):
+    """Questions with their answers, in columns of text."""
+
+    def __init__(self, rows: ParquetRows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @override
+    def place(self, row: int) -> str:
+        return self._rows.place(row)
+
+    @override
+    def hashes(self) -> NDArray[np.int64]:
+        return self._rows.hashes(texts=2)
+
+    @override
+    def digests(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+        return self._rows.digests(rows, texts=2)
 
 
 class _RowTexts(ProblemTexts):
@@ -107,7 +131,7 @@ def _conversation_text(record: Record, place: str, data: FileKeys) -> str:
 
 
 def _answered_text(record: Record, place: str, data: FileKeys) -> str:
-    return spaced(*filter(None, record.texts))
+    return spaced(*record.texts)
 
 
 def _pair_text(record: Record, place: str, data: FileKeys) -> str:

@@ -103,8 +103,15 @@ class ParquetRows:
                     digest.update(data)
         return digest.hexdigest()
 
-    def hashes(self) -> NDArray[np.int64]:
-        """64 bits of each row's text without a difference of white space, as `leaks` has them.
+    @property
+    def are_texts(self) -> bool:
+        """Whether every field of texts is a column of text in all files."""
+        schemas = [footer.schema.to_arrow_schema() for footer in self._metadata.values()]
+        return all(_is_text(schema.field(name).type) for schema in schemas for name in self._fields)
+
+    def hashes(self, texts: int = 1) -> NDArray[np.int64]:
+        """64 bits of each row's first ``texts`` fields, columns of text, without a difference of white space, as
+        `leaks` has them.
 
         Raises DataError that names all bad rows: those whose fields are null, empty or no text.
         """
@@ -114,16 +121,15 @@ class ParquetRows:
                 if found := self._problems(group, start, batch):
                     problems += found
                 else:
-                    hashes[start : start + len(batch)] = hashes_of(_spaced(batch.column(self._fields[0])).to_pylist())
+                    hashes[start : start + len(batch)] = hashes_of(self._spaced(batch, texts))
         if problems:
             raise DataError(listed(problems))
         return hashes
 
-    def digests(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """128 bits of these ascending rows' texts: [R, 2]."""
-        found = [
-            digests_of(_spaced(batch.column(0)).to_pylist()) for batch in self.selected(rows, list(self._fields[:1]))
-        ]
+    def digests(self, rows: NDArray[np.int64], texts: int = 1) -> NDArray[np.uint64]:
+        """128 bits of these ascending rows' first ``texts`` fields: [R, 2]."""
+        batches = self.selected(rows, list(self._fields[:texts]))
+        found = [digests_of(self._spaced(batch, texts)) for batch in batches]
         return np.concatenate([np.zeros((0, 2), np.uint64), *found])
 
     def numbers(self, name: str) -> NDArray[np.float64]:
@@ -188,6 +194,15 @@ class ParquetRows:
         for values in zip(*columns, strict=True):
             whole = decoded_row(dict(zip(names, values, strict=True)))
             yield whole if isinstance(whole, str) else record_of(whole, self._fields)
+
+    def _spaced(self, batch: Any, texts: int) -> list[str]:
+        """As `leaks.spaced` of each row's first ``texts`` fields, columns of text."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        found = [_spaced(batch.column(name)) for name in self._fields[:texts]]
+        joined: list[str] = pc.binary_join_element_wise(*found, pa.scalar("\0", pa.large_string())).to_pylist()
+        return joined
 
     def _open(self, path: Path) -> Any:
         import pyarrow.parquet as pq  # heavy, and only parquet needs it

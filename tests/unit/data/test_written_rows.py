@@ -8,12 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from rl_megatron.config.sections.data import FileRunData, MixtureData
 from rl_megatron.data.problems import parquet, pool
+from rl_megatron.data.problems.file_rows import file_rows
+from rl_megatron.data.problems.leaks import digests_of, hashes_of, spaced
 from rl_megatron.data.problems.parquet import ParquetRows
 from rl_megatron.data.problems.pool import Pool
 from rl_megatron.data.problems.prompt_stream import PromptStream
@@ -204,6 +207,34 @@ def test_of_rows_with_text_that_is_not_utf8_each_is_named(tmp_path: Path) -> Non
     with pytest.raises(DataError, match=r"t\.parquet:11: the row cannot be read: .*utf-8.*0xff") as error:
         loaded("conversations", path, held_out)
     assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_answers_in_columns_of_text_are_compared_as_in_jsonl_without_an_object_a_row(
+    kind: pa.DataType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blanks = [chr(code) for code in range(0x3001) if chr(code).isspace()]
+    asked = [f"{blank}is {number}{blank}{blank} é?" for number, blank in enumerate(blanks)]
+    answered = [f"it{blank} is \0{blank}" for blank in reversed(blanks)]
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"good": pa.array(answered, kind), "q": pa.array(asked, kind)}), path, row_group_size=7)
+    data = FileRunData.model_validate({"type": "files", "train": path, "eval": path} | FORMS["answers"])
+    wholes, wanted = file_rows([path], data, "data.train").wholes, list(map(spaced, asked, answered))
+    monkeypatch.setattr(ParquetRows, "_records_of", None)
+    assert wholes.hashes().tolist() == hashes_of(wanted).tolist()
+    some = np.array([0, 6, 7, len(asked) - 1])
+    assert wholes.digests(some).tolist() == digests_of(wanted[row] for row in some).tolist()
+
+
+@pytest.mark.parametrize("answers", [[4, 5, 4], [1e-05, 0.5, 1e-05], [[1, 2], [1], [1, 2]]])
+def test_answers_that_are_no_text_are_compared_as_in_jsonl(answers: list[Any], tmp_path: Path) -> None:
+    rows = [{"q": "how many?", "good": answer} for answer in answers]
+    held_out = written(tmp_path / "e.jsonl", made("answers", 1, 5))
+    of_parquet, of_json = (
+        loaded("answers", written(tmp_path / f"t.{kind}", rows), held_out) for kind in ("parquet", "jsonl")
+    )
+    assert list(of_parquet) == list(of_json)
+    assert len(of_json) == 2
 
 
 @pytest.mark.parametrize("name", ["good", "bad", "m"])
