@@ -3,11 +3,12 @@ that are held out is trained on."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.preflight.subject import Found, Subject, problem, unchecked
+from launcher.preflight.subject import Found, Subject, note, problem, unchecked
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.data.problems.files import files_in, local_files, read_records
 from rl_megatron.data.problems.leaks import ListedTexts, leaked, leaks_named, spaced
@@ -67,11 +68,17 @@ def _of(section: str, data: FileKeys, into: Mapping[str, _Texts], limit: str) ->
         try:
             first, *others = files_in(path, key)
             rows = read_records(first, fields_of(data), key=key, limit=most)
-            _add(rows, first, data, found)
+            with_nulls = _add(rows, first, data, found)
         except RLMegatronError as error:
             yield problem(str(error))
         else:
             longer += [str(path)] if others or len(rows) == ROWS else []
+            if with_nulls:
+                yield note(
+                    f"{with_nulls[0]}: a call of a tool has null for an argument, as in {len(with_nulls)} of the first "
+                    f"{len(rows)} rows: it is read as meant. If the file was written of a table of Arrow's, where each "
+                    "call has the keys of other functions, leave these out or train on the parquet file"
+                )
     if longer:
         yield unchecked(f"rows of {' and '.join(longer)} after the first {ROWS}")
     try:
@@ -81,14 +88,17 @@ def _of(section: str, data: FileKeys, into: Mapping[str, _Texts], limit: str) ->
     yield unchecked(f"whether prompts fit in {limit}")
 
 
-def _add(rows: Sequence[Record], file: Path, data: FileKeys, found: _Texts) -> None:
-    """Raises DataError that names all bad rows."""
-    bad = list[str]()
+def _add(rows: Sequence[Record], file: Path, data: FileKeys, found: _Texts) -> list[str]:
+    """The places of rows of JSON lines with a null argument. Raises DataError that names all bad rows."""
+    bad, with_nulls = list[str](), list[str]()
     for line, row in enumerate(rows, 1):
         place = f"{file}:{line}"
         try:
             if data.messages_field is not None:
-                found.add(place, conversation_text(row, place, data, in_structs=file.suffix == ".parquet"))
+                in_structs = file.suffix == ".parquet"
+                found.add(place, text := conversation_text(row, place, data, in_structs=in_structs))
+                if not in_structs and _has_null_argument(text):
+                    with_nulls.append(place)
             else:
                 check_pair(row, place, data)
                 found.add(place, row.texts[0])
@@ -96,3 +106,16 @@ def _add(rows: Sequence[Record], file: Path, data: FileKeys, found: _Texts) -> N
             bad.append(str(error))
     if bad:
         raise DataError(listed(bad))
+    return with_nulls
+
+
+def _has_null_argument(text: str) -> bool:
+    """Whether a call of a tool in the messages has null for an argument itself."""
+    said = json.loads(text)
+    for message in (*said["messages"], *said.get("rejected", ())):
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            match call:
+                case {"function": {"arguments": dict(values)}} if None in values.values():
+                    return True
+    return False

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from launcher.build.data import load_data, training_data
@@ -46,6 +48,30 @@ def test_bad_pairs_are_found_before_the_run(tmp_path: Path) -> None:
     assert "eval.jsonl:1: fields 'answer' and 'worse' are equal" in found
     found = "\n".join(preflight(load_config("reward_tiny", [*keys, "data.margin_field=m"])).texts("problem"))
     assert "train.jsonl:1: field 'm' is 1000" in found
+
+
+@pytest.mark.parametrize("field", ["talk", "worse"])
+def test_null_arguments_of_calls_in_jsonl_are_noted_once_and_in_parquet_left_out(tmp_path: Path, field: str) -> None:
+    """As a table of Arrow's has them: each call with the arguments of every function."""
+    calls = [{"function": {"name": name, "arguments": {name: 1}}} for name in "ab"]
+    rows = []
+    for row in range(3):
+        talk = [{"role": "user", "content": f"{row}"}, {"role": "assistant", "content": "2"}]
+        rows.append({"talk": talk, "worse": [talk[0], {"role": "assistant", "content": "3"}]})
+        rows[-1][field][1]["tool_calls"] = calls if row else None
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, tmp_path / "t.parquet")
+    (tmp_path / "t.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in table.to_pylist()))
+    fields = ("data.type=files", "data.messages_field=talk", "data.rejected_field=worse", "data.on_leak=keep")
+    for kind, wanted in (("jsonl", 1), ("parquet", 0)):
+        files = [f"data.{name}={tmp_path}/t.{kind}" for name in ("train", "eval")]
+        notes = preflight(load_config("dpo_tiny", [*fields, *files])).texts("note")
+        found = [
+            text
+            for text in notes
+            if "t.jsonl:2: a call of a tool has null" in text and "in 2 of the first 3 rows" in text
+        ]
+        assert len(found) == wanted, notes
 
 
 @pytest.mark.parametrize("form", ["conversations", "pairs"])
