@@ -44,11 +44,16 @@ class DockerExecutor(Executor):
                 path.write_bytes(content)
             for path in (folder, *folder.rglob("*")):
                 path.chmod(0o755 if path.is_dir() else 0o644)
+            creating = asyncio.create_task(_asked(create_command(name, self._image, folder, program, limits)))
             try:
-                await _asked(create_command(name, self._image, folder, program, limits))
-                return await _started(name, program.stdin, limits)
-            finally:
-                await asyncio.shield(_removed(name))
+                await asyncio.shield(creating)
+                ran = await _started(name, program.stdin, limits)
+            except BaseException:  # it says why, not what else fails then
+                with contextlib.suppress(SandboxError):
+                    await asyncio.shield(_removed(name, creating))
+                raise
+            await asyncio.shield(_removed(name, creating))
+            return ran
 
 
 def create_command(name: str, image: str, folder: Path, program: SandboxProgram, limits: Limits) -> list[str]:
@@ -152,8 +157,9 @@ async def _read_all(
             task.cancel()
 
 
-async def _removed(name: str) -> None:
-    """Kill the container with all its processes, and remove it."""
+async def _removed(name: str, creating: asyncio.Task[str]) -> None:
+    """Kill the container with all its processes, and remove it, once the command that makes it has ended."""
+    await asyncio.wait([creating])
     await _asked(["docker", "rm", "--force", "--volumes", name])
 
 

@@ -150,6 +150,44 @@ def test_a_machine_without_docker_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
         ran("any", "print(1)")
 
 
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, **commands: str) -> None:
+    """A program ``docker`` that does the given lines of sh for its commands, in the folder."""
+    cases = "".join(f"{name}) {lines} ;;\n" for name, lines in commands.items())
+    program = folder / "docker"
+    program.write_text(f'#!/bin/sh\ncd {folder}\ncase "$1" in\n{cases}esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_a_container_that_is_being_made_is_removed_once_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("begun", "go"):
+        os.mkfifo(tmp_path / name)
+    made = "echo > begun; cat go; echo made >> done"
+    stand_in(tmp_path, monkeypatch, create=made, rm="echo removed >> done")
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(Sandbox(SandboxSection(type="docker", image="x")).run("1"))
+        await asyncio.to_thread((tmp_path / "begun").read_bytes)
+        task.cancel()
+        await asyncio.wait([task], timeout=0.1)  # as long as the removal may take that comes too early
+        await asyncio.to_thread((tmp_path / "go").write_bytes, b"")
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(cancelled(), 60))
+    assert (tmp_path / "done").read_text().split() == ["made", "removed"]
+
+
+def test_why_no_container_was_made_is_said_though_none_can_be_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stand_in(tmp_path, monkeypatch, create="echo no such image >&2; exit 1", rm="echo no container >&2; exit 1")
+    with pytest.raises(SandboxError, match="docker create: no such image"):
+        ran("x", "1")
+
+
 def test_the_command_of_a_container_has_every_fence() -> None:
     argv = ["python3", "-c", "$(touch /tmp/x); --privileged"]
     program = SandboxProgram(argv=argv)
