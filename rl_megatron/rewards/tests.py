@@ -46,38 +46,40 @@ class _Test:
 
 
 class PassedTests:
-    """Each test is a program of its own in the sandbox; with score=all the first that fails is the last that runs."""
+    """Each test is a program of its own in the sandbox, before those of later groups; with score=all the first that
+    fails is the last that runs."""
 
     def __init__(self, section: TestsSection, sandbox: Sandbox) -> None:
         self._section, self._sandbox = section, sandbox
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
         """Raises RewardError for a problem without usable tests, SandboxError where programs cannot run."""
-        tests = _tests(prompt, self._section.field)
+        tests, place = _tests(prompt, self._section.field), self._sandbox.place()
         try:
             async with asyncio.TaskGroup() as group:
-                running = [group.create_task(self._passed(code_of(text), tests)) for text in texts]
+                running = [group.create_task(self._passed(code_of(text), tests, place)) for text in texts]
         except ExceptionGroup as failed:  # the first is the cause; it cancelled the others
             raise failed.exceptions[0] from failed
         return [Scored(total=task.result()) for task in running]
 
-    async def _passed(self, code: str, tests: Sequence[_Test]) -> float:
+    async def _passed(self, code: str, tests: Sequence[_Test], place: int) -> float:
         if not code.strip():
             return 0.0
         passed = 0
         for test in tests:
-            right = await self._passes(code, test)
+            right = await self._passes(code, test, place)
             if not right and self._section.score == "all":
                 return 0.0
             passed += right
         return passed / len(tests)
 
-    async def _passes(self, code: str, test: _Test) -> bool:
+    async def _passes(self, code: str, test: _Test, place: int) -> bool:
         limits = replace(self._sandbox.limits, output_bytes=self._sandbox.limits.output_bytes + test.length)
         if not test.calls:
-            ran = await self._sandbox.run(code, stdin=test.given, limits=limits)
+            ran = await self._sandbox.run(code, stdin=test.given, limits=limits, place=place)
             return ran.ended == "done" and ran.exit == 0 and same_output(ran.stdout, test.wanted)
-        ran = await self._sandbox.run(_CALLER, stdin=test.given, files={_OWN_CODE: code}, limits=limits)
+        files = {_OWN_CODE: code}
+        ran = await self._sandbox.run(_CALLER, stdin=test.given, files=files, limits=limits, place=place)
         if ran.ended != "done" or ran.exit != 0:
             return False
         try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
+import itertools
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 
@@ -30,6 +31,11 @@ class Sandbox:
         self.limits = Limits.of(section)
         self._executor = EXECUTORS[section.type](section)
         self._slots = _Slots(section.concurrency)
+        self._places = itertools.count()
+
+    def place(self) -> int:
+        """A place in the queue for slots, behind all that were given before."""
+        return next(self._places)
 
     async def run(
         self,
@@ -38,11 +44,13 @@ class Sandbox:
         stdin: str | bytes = b"",
         files: Mapping[str, str | bytes] | None = None,
         limits: Limits | None = None,
+        place: int | None = None,
     ) -> Ran:
         """Run Python code, or a command with its arguments; returns once no process of it is left.
 
         It runs in a folder of its own that holds ``files`` alone, with an empty environment and without a network.
-        ``limits`` are the configuration's unless given. Its time begins when it has a slot.
+        ``limits`` are the configuration's unless given. Its time begins when it has a slot. It waits for one at
+        ``place``, which several programs may share, or at a new one.
         Raises SandboxError where it could not be run or not be fenced, and for names of files outside of its folder.
         """
         given = {name: _bytes(content) for name, content in (files or {}).items()}
@@ -55,37 +63,40 @@ class Sandbox:
         argv = None if isinstance(code, str) else list(code)
         if argv is not None and (not argv or any("\0" in part for part in argv)):
             raise SandboxError("a command of a sandbox needs a program's name, and no part of it may hold a NUL")
-        async with self._slots.one():
+        async with self._slots.one(self.place() if place is None else place):
             program = SandboxProgram(argv=argv, stdin=_bytes(stdin), files=given)
             return await self._executor.execute(program, limits or self.limits)
 
 
 class _Slots:
-    """A number of slots that tasks of several event loops share; first come, first served."""
+    """A number of slots that tasks of several event loops share; the first place is served first."""
 
     def __init__(self, number: int) -> None:
         self._free = number
-        self._waiting: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+        self._came = itertools.count()  # of one place, the first that came
+        self._waiting: list[tuple[int, int, asyncio.AbstractEventLoop, asyncio.Future[None]]] = []  # a heap
         self._lock = threading.Lock()
 
     @contextlib.asynccontextmanager
-    async def one(self) -> AsyncIterator[None]:
+    async def one(self, place: int) -> AsyncIterator[None]:
         """A slot, once one is free."""
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
+        waiting = (place, next(self._came), loop, turn)
         with self._lock:
             if self._free:
                 self._free -= 1
                 turn.set_result(None)
             else:
-                self._waiting.append((loop, turn))
+                heapq.heappush(self._waiting, waiting)
         try:
             await turn
         except asyncio.CancelledError:
             with self._lock:
-                waits = (loop, turn) in self._waiting
+                waits = waiting in self._waiting
                 if waits:
-                    self._waiting.remove((loop, turn))
+                    self._waiting.remove(waiting)
+                    heapq.heapify(self._waiting)
             if not waits:  # it was given one meanwhile
                 self._leave()
             raise
@@ -97,7 +108,7 @@ class _Slots:
     def _leave(self) -> None:
         with self._lock:
             while self._waiting:
-                loop, turn = self._waiting.popleft()
+                _, _, loop, turn = heapq.heappop(self._waiting)
                 with contextlib.suppress(RuntimeError):  # its loop has closed
                     loop.call_soon_threadsafe(_give, turn)
                     return

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.environment import EnvironmentSection
@@ -21,6 +22,7 @@ from rl_megatron.errors import ConfigError, RewardError, SandboxError
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rewards.tests import code_of, same_output
 from rl_megatron.sandbox import subprocess as here
+from rl_megatron.sandbox.protocol import Executor, Limits, Ran, SandboxProgram
 from rl_megatron.sandbox.subprocess import why_unfenced
 from rl_megatron.sandbox.table import Sandbox
 from rl_megatron.types import Completion, Prompt, Span
@@ -198,6 +200,30 @@ def test_a_sandbox_that_runs_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SandboxError, match="docker"):
         rewarded(DOUBLE, ["x", "y"], SandboxSection(type="docker", image="none"))
+
+
+def test_groups_that_wait_for_slots_end_in_the_order_in_which_they_came() -> None:
+    groups, texts, tests, ran = 4, 2, 3, list[int]()
+
+    class Noting(Executor):
+        @override
+        async def execute(self, program: SandboxProgram, limits: Limits) -> Ran:
+            ran.append(int(program.stdin))
+            await asyncio.sleep(0)
+            return Ran(ended="done", exit=0, stdout="1", stderr="", seconds=0.0)
+
+    async def score() -> None:
+        sandbox = Sandbox(SandboxSection(concurrency=1))
+        sandbox._executor = Noting()
+        reward = resolve_reward("tests", sandbox=sandbox)
+        given = [{"tests": [{"input": str(group), "output": "1"}] * tests} for group in range(groups)]
+        prompts = [Prompt(id="p", text="", token_ids=(0,), answer="", meta=one) for one in given]
+        await asyncio.gather(*(reward(prompt, [DONE] * texts, ["x"] * texts) for prompt in prompts))
+
+    asyncio.run(score())
+    ends = [len(ran) - 1 - ran[::-1].index(group) for group in range(groups)]
+    # Where one text alone is left, a later group runs a test while its next comes.
+    assert all(end < (group + 1) * texts * tests + tests for group, end in enumerate(ends)), ran
 
 
 def test_keys_of_the_sandbox_need_a_reader() -> None:
