@@ -3,6 +3,7 @@ environments."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from rl_megatron.errors import ServiceError
 
 TextScores: TypeAlias = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[float]]]
 """A reward model's scores of texts, given the tokens of each."""
+
+_LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +35,9 @@ class Services:
         sections: Mapping[str, ServiceSection] | None = None,
         reward_models: Mapping[str, RankedModelSection] | None = None,
     ) -> None:
-        self._serving: dict[str, dict[int, ServiceAddress]] = {name: {} for name in sections or {}}
-        self._turns = dict.fromkeys(self._serving, 0)
+        # None: it is being restarted. Without an entry it has not been started, or was given up.
+        self._replicas: dict[str, dict[int, ServiceAddress | None]] = {name: {} for name in sections or {}}
+        self._turns = dict.fromkeys(self._replicas, 0)
         self._scores: dict[str, TextScores] = {}
         self.reward_models: Mapping[str, Path] = {name: one.path for name, one in (reward_models or {}).items()}
         """The folders of the reward models that ranks will hold, by their names."""
@@ -41,29 +45,42 @@ class Services:
     @property
     def names(self) -> Iterable[str]:
         """All of them, also those that do not serve now."""
-        return self._serving
+        return self._replicas
 
     def address(self, name: str) -> ServiceAddress:
         """The replica whose turn it is. Raises ServiceError if none serves now, or none has that name."""
-        if name not in self._serving:
-            known = ", ".join(self._serving) or "none"
+        if name not in self._replicas:
+            known = ", ".join(self._replicas) or "none"
             raise ServiceError(f"no service is called {name!r:.80}; services has {known}")
-        serving = list(self._serving[name].values())
+        replicas = list(self._replicas[name].values())
+        serving = [one for one in replicas if one is not None]
         if not serving:
-            raise ServiceError(
-                f"service {name}: no replica of it serves now; rl-megatron train and eval start services, other "
-                "commands do not"
+            why = (
+                "it is being restarted; wait for it with `await services.serving(name)`"
+                if replicas
+                else "it was given up, or not started: rl-megatron train and eval start services, other commands do not"
             )
+            raise ServiceError(f"service {name}: no replica of it serves now; {why}")
         self._turns[name] += 1
         return serving[self._turns[name] % len(serving)]
 
+    async def serving(self, name: str) -> ServiceAddress:
+        """As `address`, but while none serves and one is being restarted, it waits."""
+        while (replicas := list(self._replicas.get(name, {}).values())) and not any(replicas):
+            await asyncio.sleep(_LOOK_SECONDS)
+        return self.address(name)
+
     def serves(self, name: str, replica: int, address: ServiceAddress) -> None:
         """A replica has started."""
-        self._serving[name][replica] = address
+        self._replicas[name][replica] = address
 
     def stopped(self, name: str, replica: int) -> None:
-        """A replica has ended."""
-        self._serving[name].pop(replica, None)
+        """A replica has ended, and will be restarted unless it is given up."""
+        self._replicas[name][replica] = None
+
+    def given_up(self, name: str, replica: int) -> None:
+        """A replica that has ended is not restarted."""
+        del self._replicas[name][replica]
 
     def scores(self, name: str) -> TextScores:
         """How to ask the reward model on ranks of that name. Raises ServiceError if they have not loaded it."""

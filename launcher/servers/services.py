@@ -113,6 +113,7 @@ class RunningServices:
             while True:
                 one.ports.close()
                 if one.restarts >= one.section.restarts:
+                    self._services.given_up(one.name, one.number)
                     raise ServiceError(f"services.{one.name}.restarts={one.section.restarts} are used up: {said}")
                 wait = _BACKOFF_SECONDS * 2**one.restarts
                 one.restarts += 1

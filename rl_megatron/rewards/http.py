@@ -59,7 +59,7 @@ class HttpReward:
                     tries = self._section.retries + 1
                     raise RewardError(f"{self._url}, prompt {prompt.id!r}: {error}; attempts made: {tries}") from error
                 logger.warning("%s, prompt %r: %s; retrying in %g s", self._url, prompt.id, error, wait)
-            except (ValueError, OverflowError) as error:  # OverflowError: an integer beyond any float
+            except (ServiceError, ValueError, OverflowError) as error:  # OverflowError: an integer beyond any float
                 raise RewardError(f"{self._url}, prompt {prompt.id!r}: {error}") from error
             await asyncio.sleep(wait)
             wait *= 2
@@ -68,12 +68,12 @@ class HttpReward:
     async def _attempt(self, body: bytes) -> bytes:
         limit = self._section.timeout_seconds
         try:
-            async with self._slots, asyncio.timeout(limit):
-                status, answer = await self._post(body)
+            async with self._slots:
+                url, key = await self._where()
+                async with asyncio.timeout(limit):
+                    status, answer = await self._post(url, key, body)
         except TimeoutError as error:
             raise _TryAgain(f"no answer within reward.http.timeout_seconds={limit}") from error
-        except ServiceError as error:  # it may be restarting
-            raise _TryAgain(str(error)) from error
         except httpx2.TransportError as error:
             raise _TryAgain(f"{type(error).__name__}: {error!s:.500}") from error
         if status == 200:
@@ -83,16 +83,20 @@ class HttpReward:
             raise _TryAgain(said)
         raise ValueError(said)
 
-    async def _post(self, body: bytes) -> tuple[int, bytes]:
+    async def _where(self) -> tuple[str, dict[str, str]]:
+        """The address to ask and its key as a header, once a service that is being restarted serves. Raises
+        ServiceError."""
+        if not self._url.startswith(SERVICE):
+            return self._url, {}
+        name, slash, path = self._url.removeprefix(SERVICE).partition("/")
+        address = await self._services.serving(name)
+        return f"{address.url}{slash}{path}", {"Authorization": f"Bearer {address.key}"}
+
+    async def _post(self, url: str, key: dict[str, str], body: bytes) -> tuple[int, bytes]:
         """Status and body of one request on its own connection, which a cancellation closes."""
         client = httpx2.AsyncClient(timeout=None, trust_env=False, verify=self._trusted)
         headers = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
-        url = self._url
-        if url.startswith(SERVICE):
-            name, slash, path = url.removeprefix(SERVICE).partition("/")
-            address = self._services.address(name)
-            url, headers["Authorization"] = f"{address.url}{slash}{path}", f"Bearer {address.key}"
-        async with client, client.stream("POST", url, content=body, headers=headers) as response:
+        async with client, client.stream("POST", url, content=body, headers=headers | key) as response:
             answer = bytearray()
             async for chunk in response.aiter_raw():
                 answer += chunk

@@ -54,13 +54,15 @@ class Teacher(FrozenModel):
         wait, given = 1.0, f"algorithm.kl.teachers.{self.name}"
         for left in range(self.section.retries, -1, -1):
             try:
-                async with self._slots, asyncio.timeout(self.section.timeout_seconds):
-                    return await self.adapter.judge(self._server(), text, top)
+                async with self._slots:
+                    server = await self._server()
+                    async with asyncio.timeout(self.section.timeout_seconds):
+                        return await self.adapter.judge(server, text, top)
             except TimeoutError:
                 said = f"no answer within timeout_seconds={self.section.timeout_seconds:g}"
-            except (AttemptFailed, ServiceError) as error:  # a service may be restarting
+            except AttemptFailed as error:
                 said = str(error)
-            except EngineError as error:
+            except (EngineError, ServiceError) as error:
                 raise EngineError(f"{given}: {error}") from error
             if left:
                 logger.warning("%s: %s; retrying in %g s", given, said, wait)
@@ -68,12 +70,12 @@ class Teacher(FrozenModel):
                 wait *= 2
         raise EngineError(f"{given}: {said}; attempts made: {self.section.retries + 1}")
 
-    def _server(self) -> Server:
-        """The server whose turn it is. Raises ServiceError if none serves now."""
+    async def _server(self) -> Server:
+        """The server whose turn it is, once one serves that is being restarted. Raises ServiceError if none is."""
         given = self.section.server
         assert given is not None, "a teacher that ranks hold is none of these"
         if given.startswith(SERVICE):
-            address = self.services.address(given.removeprefix(SERVICE))
+            address = await self.services.serving(given.removeprefix(SERVICE))
         else:
             address = ServiceAddress(url=given, key=_token(self.section.token_file))
         if address not in self._servers:

@@ -42,7 +42,7 @@ class NemoGym:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(f"prompt {task.id!r}: {FIELD}: {type(error).__name__}: {error!s:.300}") from error
         self._row, self._tools = row, frozenset(tool["function"]["name"] for tool in tools)
-        self._server = JsonServer(server_address(self._url, self._services))
+        self._server = JsonServer(await server_address(self._url, self._services))
         begun = await self._server.ask_object("POST", "/seed_session", dict(row))
         if "mcp" in begun:
             raise ServerFailed(f"{self._url}: its tools are called over MCP; only those that are routes can be")

@@ -154,7 +154,7 @@ class Session:
 
     async def open(self) -> None:
         """Read the schema of actions, and connect. Raises ServerFailed, and ServiceError."""
-        address = server_address(self._url, self._services)
+        address = await server_address(self._url, self._services)
         asked = JsonServer(address)
         try:
             schemas = await asked.ask_object("GET", "/schema")

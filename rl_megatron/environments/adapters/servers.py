@@ -59,12 +59,13 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def server_address(url: str, services: Services) -> ServiceAddress:
-    """Where ``url``, which is checked, is now; a service's replica whose turn it is. Raises ServiceError."""
+async def server_address(url: str, services: Services) -> ServiceAddress:
+    """Where ``url``, which is checked, is now; a service's replica whose turn it is, once one serves that is being
+    restarted. Raises ServiceError."""
     if not url.startswith(SERVICE):
         return ServiceAddress(url=url.rstrip("/"), key="")
     name, slash, path = url.removeprefix(SERVICE).partition("/")
-    address = services.address(name)
+    address = await services.serving(name)
     return ServiceAddress(url=f"{address.url}{slash}{path}".rstrip("/"), key=address.key)
 
 

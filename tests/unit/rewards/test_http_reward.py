@@ -16,8 +16,10 @@ import pytest
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.services import ServiceSection
 from rl_megatron.errors import ConfigError, RewardError
 from rl_megatron.rewards.registry import resolve_reward
+from rl_megatron.services import ServiceAddress, Services
 from rl_megatron.types import Prompt, Scored
 from tests.completions import completion
 
@@ -188,6 +190,24 @@ def test_no_server_is_named_after_all_attempts() -> None:
         held.bind(("127.0.0.1", 0))  # and does not listen
         with pytest.raises(RewardError, match=r"ConnectError.*attempts made: 3"):
             score(f"http://127.0.0.1:{held.getsockname()[1]}", "a", options={"retries": 2})
+
+
+def test_a_service_that_is_being_restarted_is_waited_for_outside_of_attempts_and_their_limit(server: Server) -> None:
+    services = Services({"judge": ServiceSection(command="judge")})
+
+    async def asked(limit: float, then: Callable[[], None]) -> list[Scored]:
+        section = RewardSection(function="service:judge/score", http={"retries": 0, "timeout_seconds": limit})
+        services.stopped("judge", 0)
+        asking = asyncio.create_task(resolve_reward(section, services=services)(PROMPT, [DONE], ["four"]))
+        await asyncio.wait([asking], timeout=0.05)
+        then()
+        return list(await asking)
+
+    address = ServiceAddress(url=f"http://127.0.0.1:{server.server_port}", key="new")
+    assert asyncio.run(asked(60.0, lambda: services.serves("judge", 0, address))) == [Scored(total=4.0)]
+    with pytest.raises(RewardError, match="'train:7': service judge: no replica of it serves now; it was given up"):
+        asyncio.run(asked(0.01, lambda: services.given_up("judge", 0)))
+    assert len(server.asked) == 1
 
 
 def test_no_more_requests_are_in_flight_than_allowed(server: Server) -> None:

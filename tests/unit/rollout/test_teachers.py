@@ -135,6 +135,21 @@ def test_a_failed_attempt_is_made_again_and_a_service_is_asked_where_it_is_then(
     assert waits == [1.0]
 
 
+def test_a_service_that_is_being_restarted_is_waited_for() -> None:
+    services = _service()
+
+    async def judged(url: str) -> Judged:
+        services.stopped("t", 0)
+        asking = asyncio.create_task(teacher(services=services, retries=0, timeout_seconds=60.0).judge([1, 2, 3], 0))
+        await asyncio.sleep(0)
+        services.serves("t", 0, ServiceAddress(url=url, key="new"))
+        return await asking
+
+    with running(1) as (fake,):
+        answers(fake, 1.0)
+        np.testing.assert_allclose(asyncio.run(judged(fake.url)).logprobs, told([1, 2, 3], 1.0), rtol=1e-6)
+
+
 def _service() -> Services:
     return Services({"t": ServiceSection(command="serve")})
 
@@ -148,7 +163,7 @@ def test_what_goes_on_failing_or_is_refused_ends_with_the_teachers_key() -> None
         with pytest.raises(EngineError, match=r"algorithm\.kl\.teachers\.t: .*too long"):
             asyncio.run(teacher(fake).judge([1, 2], 0))
         assert len(fake.asked) == 2
-    with pytest.raises(EngineError, match=r"no replica of it serves now.*; attempts made: 1"):
+    with pytest.raises(EngineError, match=r"algorithm\.kl\.teachers\.t: .*no replica of it serves now; it was given"):
         asyncio.run(teacher(services=_service(), retries=0).judge([1, 2], 0))
 
 
