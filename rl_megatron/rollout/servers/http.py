@@ -92,12 +92,12 @@ class Server:
         """Post what has an answer in words, which nobody reads. Raises as ``get`` does."""
         await self._ask("POST", path, body, None, self._limit)
 
-    async def sampled(self, path: str, body: object, read: Callable[[bytes], T]) -> T:
-        """The server's samples or scores for ``body``, by ``read``, without a time limit. Raises as ``get`` does, and
-        AttemptFailed where ``read`` raises ValueError."""
+    async def sampled(self, path: str, body: object, read: Callable[[bytes], T], *, beside: bool = False) -> T:
+        """The server's samples or scores for ``body``, by ``read``, ``beside`` the event loop where it takes long;
+        without a time limit. Raises as ``get`` does, and AttemptFailed where ``read`` raises ValueError."""
         answer = await self._ask("POST", path, body, None, None)
         try:
-            return read(answer)
+            return await read_beside(read, answer) if beside else read(answer)
         except ValueError as error:
             raise AttemptFailed(f"{self.url}{path}: its answer has another form: {error!s:.300}") from error
 

@@ -191,6 +191,33 @@ def test_a_judged_text_of_other_tokens_or_fewer_is_no_answer(engine: str) -> Non
             vllm.read_judged(json.dumps(JUDGED[engine]).encode(), text=[5, 8, 7], top=2)
 
 
+class Judging(Server):
+    """A server that judges ``TEXT``."""
+
+    def __init__(self, engine: str) -> None:
+        super().__init__("http://localhost:1", token=None, timeout_seconds=1.0)
+        self.said = json.dumps(JUDGED[engine]).encode()
+
+    async def _ask(self, *_: object) -> bytes:
+        return self.said
+
+
+@ENGINES
+def test_a_judged_text_is_decoded_beside_the_event_loop(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 32,768 tokens with 64 others each it takes seconds."""
+    threads, decoder = list[threading.Thread](), decoding._decoder
+
+    def watched(form: type) -> Any:
+        threads.append(threading.current_thread())
+        return decoder(form)
+
+    monkeypatch.setattr(decoding, "_decoder", watched)
+    said = asyncio.run(SERVERS[engine](NAMED["qwen3-30b-a3b"]).judge(Judging(engine), TEXT, 2))
+    assert said.top_ids.tolist() == [[4, 2], [7, 3]]
+    assert threads
+    assert threading.main_thread() not in threads
+
+
 class Reporting(Server):
     """A server, each of whose ranks reports: over HTTP of vLLM, in the files that an order names of SGLang."""
 

@@ -231,7 +231,8 @@ class SGLangAdapter(Adapter):
     @override
     async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
         body = {**ask.scoring(server, text), "top_logprobs_num": top}
-        return await server.sampled("/generate", body, partial(form.read_judged, length=len(text), top=top))
+        read = partial(form.read_judged, length=len(text), top=top)
+        return await server.sampled("/generate", body, read, beside=True)
 
     @override
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:

@@ -211,7 +211,7 @@ class VLLMAdapter(Adapter):
     @override
     async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
         read = partial(form.read_judged, text=text, top=top)
-        return await server.sampled("/inference/v1/generate", _scoring(server, text, top), read)
+        return await server.sampled("/inference/v1/generate", _scoring(server, text, top), read, beside=True)
 
     @override
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
