@@ -72,6 +72,29 @@ def test_it_is_started_asked_with_its_key_and_ended(tmp_path: Path, monkeypatch:
     assert all(log.stat().st_mode & 0o077 == 0 for log in logs)
 
 
+def test_all_replicas_are_ended_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_STARTS", str(tmp_path / "starts"))
+    here, _ = running(configured(JUDGE, "services.judge.replicas=2"), tmp_path)
+
+    end, ending, most = module._Replica.end, 0, 0
+
+    async def counted(one: module._Replica) -> None:
+        nonlocal ending, most
+        ending += 1
+        most = max(most, ending)
+        await end(one)
+        ending -= 1
+
+    async def run() -> None:
+        monkeypatch.setattr(module._Replica, "end", counted)
+        async with here.running():
+            pass
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert most == 2
+    assert not any(psutil.pid_exists(pid) for pid in started(tmp_path / "starts"))
+
+
 def test_a_replica_that_dies_is_restarted_and_at_last_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_STARTS", str(tmp_path / "starts"))
     monkeypatch.setattr(module, "_BACKOFF_SECONDS", 0.01)
