@@ -65,6 +65,7 @@ class OpenApplication:
     stop_token_ids: tuple[int, ...]
     max_length: int  # most tokens of a prompt and its answer
     key: str
+    start: str = field(default_factory=secrets.token_hex)  # in seeds of requests without one, so that no start repeats
     asked: int = 0
     running: int = 0
     names: TokenTexts = field(init=False)
@@ -169,7 +170,8 @@ class OpenApplication:
 
     def _request(self, request: OpenRequest, prompt: tuple[int, ...], most: int, place: str) -> GenerationRequest:
         """``place``: the request's number, and the prompt's in it."""
-        seed = text_seed(place if request.seed is None else f"{request.seed} {place.partition(' ')[2]}")
+        own = f"{self.start} {place}"
+        seed = text_seed(own if request.seed is None else f"{request.seed} {place.partition(' ')[2]}")
         params = SamplingParams(
             temperature=request.temperature,
             top_p=request.top_p,

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import TOKENIZER_SIZE, make_tiny_model
 from rl_megatron.rollout.endpoint.open_app import OpenApplication
+from rl_megatron.rollout.endpoint.open_shapes import CompletionRequest
 from rl_megatron.rollout.endpoint.server import HttpServer
 from rl_megatron.rollout.local.batched import InThisProcess
 from rl_megatron.rollout.local.engine import LocalEngine
@@ -239,3 +240,21 @@ def test_requests_that_are_scored_at_once_have_seeds_and_names_of_their_own(serv
         ]
     assert len({answer["id"] for answer in answers}) == 4
     assert len({answer["choices"][0]["text"] for answer in answers}) > 1
+
+
+def test_at_another_start_only_requests_with_a_seed_repeat(served: Open) -> None:
+    def seeds(request: CompletionRequest) -> list[int]:
+        """Of two requests after a start."""
+        app = OpenApplication(
+            engine=served.app.engine,
+            scorer=None,
+            tokenizer=served.tokenizer,
+            stop_token_ids=(),
+            max_length=LENGTH,
+            key=KEY,
+        )
+        return [app._request(request, (1,), 4, f"{number} 0").params.seed for number in (1, 2)]
+
+    free, fixed = CompletionRequest(prompt="x"), CompletionRequest(prompt="x", seed=5)
+    assert len({*seeds(free), *seeds(free)}) == 4
+    assert len({*seeds(fixed), *seeds(fixed)}) == 1
