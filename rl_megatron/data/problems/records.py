@@ -69,6 +69,7 @@ def values_of(column: Any) -> list[Any]:
 def _json_of(column: Any) -> list[Any]:
     """As `as_json` of each value of ``to_pylist``, which makes an object of pyarrow's for each part of each value."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     kind = column.type
     if pa.types.is_struct(kind) and len(names := dict.fromkeys(field.name for field in kind)) == kind.num_fields > 0:
@@ -77,13 +78,36 @@ def _json_of(column: Any) -> list[Any]:
             dict(zip(names, row, strict=True)) if there else None
             for there, row in zip(column.is_valid().to_pylist(), rows, strict=True)
         ]
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         values = iter(_json_of(column.flatten()))  # without those of null lists
-        counts = column.value_lengths().to_pylist()
+        counts = pc.list_value_length(column).to_pylist()
         return [None if count is None else list(islice(values, count)) for count in counts]
-    found: list[Any] = column.to_pylist()
+    if pa.types.is_map(kind):
+        bounds = column.offsets.to_pylist()
+        parts = [part.slice(bounds[0], bounds[-1] - bounds[0]) for part in (column.keys, column.items)]
+        pairs = list(map(list, zip(*map(_json_of, parts), strict=True)))
+        return [
+            pairs[start - bounds[0] : stop - bounds[0]] if there else None
+            for start, stop, there in zip(bounds, bounds[1:], column.is_valid().to_pylist(), strict=False)
+        ]
+    if pa.types.is_dictionary(kind):
+        return _json_of(column.dictionary_decode())
+    found: list[Any] = _dates(column) if pa.types.is_temporal(kind) else column.to_pylist()
     is_json = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_integer(kind)
     return found if is_json else [as_json(value) for value in found]
+
+
+def _dates(column: Any) -> list[Any]:
+    """Dates, times and durations; Arrow's text of those that Python has not: nanoseconds, and the year 10000."""
+    import pyarrow as pa
+
+    try:
+        found: list[Any] = column.to_pylist()
+    except (ValueError, OverflowError):
+        if len(column) > 1:
+            return [value for row in range(len(column)) for value in _dates(column.slice(row, 1))]
+        found = column.cast(pa.string()).to_pylist()
+    return found
 
 
 def decoded_row(row: dict[str, Any]) -> Mapping[str, object] | str:

@@ -58,6 +58,32 @@ def test_values_are_those_that_pyarrow_makes_one_by_one(seed: int) -> None:
             assert repr(values_of(part)) == repr([as_json(one) for one in part.to_pylist()])
 
 
+@pytest.mark.parametrize(
+    ("kind", "fits", "text", "beyond", "its_text"),
+    [
+        (pa.timestamp("ns"), 10**9, "1970-01-01 00:00:01", 10**9 + 1, "1970-01-01 00:00:01.000000001"),
+        (pa.timestamp("s"), 1, "1970-01-01 00:00:01", 253_402_300_800, "10000-01-01 00:00:00"),
+        (pa.date32(), 1, "1970-01-02", 2_932_897, "10000-01-01"),
+        (pa.time64("ns"), 1000, "00:00:00.000001", 1, "00:00:00.000000001"),
+        (pa.duration("ns"), 10**9, "0:00:01", 1, "1"),
+    ],
+)
+def test_dates_that_python_has_not_are_text_and_leave_others_as_they_are(
+    kind: pa.DataType, fits: int, text: str, beyond: int, its_text: str
+) -> None:
+    column = pa.array([fits, None, beyond], pa.int64() if kind != pa.date32() else pa.int32()).cast(kind)
+    wanted = [text, None, its_text]
+    assert values_of(column) == wanted
+    ends = pa.array([0, 3, 3], pa.int32())
+    assert values_of(pa.ListArray.from_arrays(ends, column)) == [wanted, []]
+    keys = pa.array(["a", "b", "c"])
+    pairs = [["a", text], ["b", None], ["c", its_text]]
+    assert values_of(pa.MapArray.from_arrays(ends, keys, column)) == [pairs, []]
+    assert values_of(pa.FixedSizeListArray.from_arrays(column, 3)) == [wanted]
+    assert values_of(pa.StructArray.from_arrays([column], ["at"])) == [{"at": one} for one in wanted]
+    assert values_of(column.dictionary_encode()) == wanted
+
+
 def test_text_of_a_column_stays_bytes_and_inside_of_lists_is_text() -> None:
     assert values_of(pa.array(["a", None])) == [b"a", None]
     assert values_of(pa.array([["a"], None])) == [["a"], None]
