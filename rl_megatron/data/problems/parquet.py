@@ -24,6 +24,7 @@ from rl_megatron.data.problems.records import (
     record_of,
     shortened,
     values_of,
+    widened,
 )
 from rl_megatron.errors import DataError
 
@@ -144,7 +145,7 @@ class ParquetRows:
             if not (pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_decimal(kind)):
                 continue
             for start, batch in self._batches(group, [name]):
-                values = pc.cast(batch.column(0), pa.float64(), safe=False)
+                values = pc.cast(widened(batch.column(0)), pa.float64(), safe=False)
                 numbers[start : start + len(batch)] = values.to_numpy(zero_copy_only=False)
         return numbers
 

@@ -92,9 +92,20 @@ def _json_of(column: Any) -> list[Any]:
         ]
     if pa.types.is_dictionary(kind):
         return _json_of(column.dictionary_decode())
-    found: list[Any] = _dates(column) if pa.types.is_temporal(kind) else column.to_pylist()
+    found: list[Any] = _dates(column) if pa.types.is_temporal(kind) else widened(column).to_pylist()
     is_json = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_integer(kind)
     return found if is_json else [as_json(value) for value in found]
+
+
+def widened(column: Any) -> Any:
+    """Floats of 16 or 32 bits as those of 64 with the same shortest decimal, 0.1 as 0.1; other columns as they are."""
+    import pyarrow as pa
+
+    if pa.types.is_float32(column.type):
+        return column.cast(pa.string()).cast(pa.float64())
+    if pa.types.is_float16(column.type):
+        return pa.array(column.to_numpy(zero_copy_only=False).astype(str).astype(float), from_pandas=True)
+    return column
 
 
 def _dates(column: Any) -> list[Any]:

@@ -258,6 +258,15 @@ def test_a_row_group_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         loaded(path, held_out)
 
 
+def test_numbers_of_32_bits_are_answers_and_pass_rates_as_they_were_written(tmp_path: Path) -> None:
+    held_out = written(tmp_path / "e.jsonl", made(1, 5, 10**6))
+    columns = {"question": ["a", "b"], "answer": pa.array([0.1, 1e-5], pa.float32())}
+    pq.write_table(pa.table({**columns, "rate": pa.array([0.9, None], pa.float32())}), tmp_path / "t.parquet")
+    train = loaded(tmp_path / "t.parquet", held_out)
+    assert [one.answer for one in train] == ["0.1", "0.00001"]
+    assert repr(train.numbers("rate").tolist()) == "[0.9, nan]"
+
+
 def test_columns_that_are_missing_or_no_text_are_told(tmp_path: Path) -> None:
     held_out = written(tmp_path / "e.jsonl", made(1))
     with pytest.raises(DataError, match=r"t\.parquet: no field 'question'; it has answer, questoin; did you mean"):
