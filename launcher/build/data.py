@@ -15,7 +15,7 @@ from rl_megatron.config.sections.data import OneSource, data_sources
 from rl_megatron.config.sections.eval import EvalSetSection, RunData
 from rl_megatron.config.sections.jobs import JobName
 from rl_megatron.data.problems.pool import Pool
-from rl_megatron.data.problems.prompts import load_prompts
+from rl_megatron.data.problems.prompts import load_held_out, load_prompts
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.evaluation.sets import ProblemSet
 from rl_megatron.models.families.fields import GenerationFields
@@ -51,23 +51,29 @@ def load_data(config: RunConfig, model_folder: Path) -> Data:
     """Read tokenizer and data. Raises ConfigError, and DataError that names the row."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads would take the learners' cores
     tokenizer = read_tokenizer(model_folder, config.model.template_variables)
-    load = partial(
-        load_prompts,
-        tokenizer=tokenizer,
+    led = config.training_environments
+    own = {key: led.get(f"{key}.environment", led.get("environment")) for key in data_sources(config.data)}
+    train, held_out = load_prompts(
+        config.data,
+        tokenizer,
         max_prompt_tokens=config.longest_prompt,
         on_long_prompt=config.on_long_prompt,
         seed=config.seed,
         pairs=config.kind.pairs,
         samples=config.kind.samples,
         limit_keys=config.prompt_limit_keys,
-    )
-    led = config.training_environments
-    own = {key: led.get(f"{key}.environment", led.get("environment")) for key in data_sources(config.data)}
-    train, held_out = load(
-        config.data,
         on_leak=config.data.on_leak,
         sets=config.eval.data_of_sets,
         environments={key: one for key, one in own.items() if one is not None},
+    )
+    load = partial(
+        load_held_out,
+        tokenizer=tokenizer,
+        max_prompt_tokens=config.longest_prompt,
+        on_long_prompt=config.on_long_prompt,
+        seed=config.seed,
+        pairs=config.kind.pairs,
+        limit_keys=config.prompt_limit_keys,
     )
     return Data(
         tokenizer=tokenizer,
@@ -87,9 +93,7 @@ def training_data(config: RunConfig, model_folder: Path) -> Data:
 
 
 def problem_sets(
-    config: RunConfig,
-    held_out: Sequence[Prompt],
-    load: Callable[[OneSource], tuple[Sequence[Prompt], Sequence[Prompt]]],
+    config: RunConfig, held_out: Sequence[Prompt], load: Callable[[OneSource], Sequence[Prompt]]
 ) -> list[ProblemSet]:
     """The sets of ``eval.sets``, whose own data ``load`` reads; without any, the ``held_out`` prompts."""
     section = config.eval
@@ -99,7 +103,7 @@ def problem_sets(
     sets = []
     for name, one in section.sets.items():
         try:
-            prompts = held_out if isinstance(one.data, RunData) else load(one.data)[1]
+            prompts = held_out if isinstance(one.data, RunData) else load(one.data)
         except (ConfigError, DataError) as error:
             raise type(error)(f"eval.sets.{name}: {error}") from error
         chosen = prompts[: one.limit]

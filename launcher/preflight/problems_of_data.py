@@ -57,7 +57,7 @@ def _of(section: str, data: FileKeys, into: Mapping[str, _Texts], limit: str) ->
     """What is wrong in these files of ``data``, by the names of their keys; their problems go ``into`` the texts of
     that name. ``limit``: the key of most tokens."""
     try:
-        data = local_files(data, section)
+        data = local_files(data, section, into)
     except RLMegatronError as error:
         yield problem(str(error))
         return

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -27,8 +27,9 @@ _ROWS_AT_ONCE = 4096
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def local_files(data: FileKeys, key: str) -> FileKeys:
-    """The section with paths on this machine: files of the hub are downloaded into its cache, if they are not there.
+def local_files(data: FileKeys, key: str, names: Iterable[str]) -> FileKeys:
+    """The section with paths on this machine for these ``names``, train or eval: files of the hub are downloaded into
+    its cache, if they are not there.
 
     ``key``: of the section. Raises DataError where a file is neither in the cache nor to be had.
     """
@@ -37,7 +38,8 @@ def local_files(data: FileKeys, key: str) -> FileKeys:
     from huggingface_hub import hf_hub_download  # a second to import: only for its data sets
 
     paths = {}
-    for name, path in (("train", data.train), ("eval", data.eval)):
+    for name in names:
+        path: Path = getattr(data, name)
         try:
             found = hf_hub_download(data.repo, path.as_posix(), repo_type="dataset", revision=data.revision)
         except Exception as error:  # of many libraries

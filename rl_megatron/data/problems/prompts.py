@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -77,29 +77,18 @@ def load_prompts(
     kept: dict[str, NDArray[np.bool_] | None] = dict.fromkeys(sources)
     if on_leak is not None:
         held = {key: held_out for key, (_, held_out) in splits.items()}
-        held |= {key: _problems(key, source, tokenizer, seed)[1] for key, source in (sets or {}).items()}
+        held |= {key: _held_out(key, source, tokenizer, seed) for key, source in (sets or {}).items()}
         played = {key: _played_in((environments or {}).get(key)) for key in sources}
         kept |= _without_leaks(
             {key: train for key, (train, _) in splits.items()}, played, held, on_leak, samples=samples
         )
     pools, held_out = list[Pool](), list[Prompt]()
-    form: Callable[[Sequence[Problem]], list[Prompt]]
+    of_row = RowForm(tokenizer=tokenizer, max_tokens=max_prompt_tokens, on_long=on_long_prompt, keys=limit_keys)
     for key, source in sources.items():
         name = name_of(key) if isinstance(data, MixtureData) else ""
-        bos = not (isinstance(source, FileKeys) and source.chat_template)  # a chat template writes its own
         train, theirs = splits[key]
-        form = partial(
-            tokenized,
-            tokenizer=tokenizer,
-            add_special_tokens=bos,
-            max_prompt_tokens=max_prompt_tokens,
-            on_long_prompt=on_long_prompt,
-            keys=limit_keys,
-        )
-        if isinstance(source, FileKeys) and source.messages_field is not None:
-            form = unrendered
+        form = partial(_formed, source=source, form=of_row)
         if isinstance(train, FileRows):
-            of_row = RowForm(tokenizer=tokenizer, max_tokens=max_prompt_tokens, on_long=on_long_prompt, keys=limit_keys)
             pools.append(RowsOfPrompts(train, kept[key], of_row, source=name))
         else:
             mask = kept[key]
@@ -107,6 +96,29 @@ def load_prompts(
             pools.append(Listed(_named(form(ours), name)))
         held_out += _named(form(theirs), name)
     return pools[0] if len(pools) == 1 else Joined(pools), held_out
+
+
+def load_held_out(
+    data: OneSource,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_tokens: int,
+    on_long_prompt: OnLongPrompt,
+    seed: int,
+    pairs: bool = False,
+    limit_keys: LimitKeys = SAMPLED,
+) -> list[Prompt]:
+    """The held-out prompts of `load_prompts`, without a look at what is trained on."""
+    form = RowForm(tokenizer=tokenizer, max_tokens=max_prompt_tokens, on_long=on_long_prompt, keys=limit_keys)
+    return _formed(_held_out("data", data, tokenizer, seed, pairs=pairs), data, form)
+
+
+def _formed(problems: Sequence[Problem], source: OneSource, form: RowForm) -> list[Prompt]:
+    """Conversations as they are, and others tokenized."""
+    if isinstance(source, FileKeys) and source.messages_field is not None:
+        return unrendered(problems)
+    bos = not (isinstance(source, FileKeys) and source.chat_template)  # a chat template writes its own
+    return tokenized(problems, form.tokenizer, bos, form.max_tokens, form.on_long, form.keys)
 
 
 def _played_in(section: EnvironmentSection | None) -> str:
@@ -159,11 +171,28 @@ def _problems(
     key: str, source: OneSource, tokenizer: PreTrainedTokenizerBase, seed: int, *, pairs: bool = False
 ) -> tuple[list[Problem] | FileRows, list[Problem]]:
     """Both splits of a source; ``key``: of its section."""
-    return (
-        _arithmetic_problems(key, source, seed, pairs=pairs)
-        if isinstance(source, ArithmeticData)
-        else _file_problems(key, source, tokenizer)
+    if isinstance(source, ArithmeticData):
+        return _arithmetic_problems(key, source, seed, pairs=pairs)
+    _check_templates(source, tokenizer, key)
+    data = local_files(source, key, ("train",))
+    files = files_in(data.train, f"{key}.train")
+    train = (
+        file_rows(files, data, f"{key}.train")
+        if files[0].suffix == ".parquet"
+        else _all_problems(data.train, f"{key}.train", data, tokenizer)
     )
+    return train, _held_out(key, source, tokenizer, seed)
+
+
+def _held_out(
+    key: str, source: OneSource, tokenizer: PreTrainedTokenizerBase, seed: int, *, pairs: bool = False
+) -> list[Problem]:
+    """The held-out split of a source alone."""
+    if isinstance(source, ArithmeticData):
+        return _arithmetic_problems(key, source, seed, pairs=pairs)[1]
+    _check_templates(source, tokenizer, key)
+    data = local_files(source, key, ("eval",))
+    return _all_problems(data.eval, f"{key}.eval", data, tokenizer, data.max_eval)
 
 
 def check_template(data: FileKeys, key: str) -> None:
@@ -174,6 +203,13 @@ def check_template(data: FileKeys, key: str) -> None:
         )
 
 
+def _check_templates(data: FileKeys, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
+    """As `check_template`, and that the tokenizer has a chat template if one is asked for."""
+    check_template(data, key)
+    if data.chat_template and not tokenizer.chat_template:
+        raise ConfigError(f"{key}.chat_template=true, but the model's tokenizer has no chat template; set it to false")
+
+
 def first_problem(data: OneSource, key: str) -> tuple[str, str, Mapping[str, Any]]:
     """Text, without a chat template, answer and other fields of the first training problem; ``key``: of the section.
 
@@ -182,7 +218,7 @@ def first_problem(data: OneSource, key: str) -> tuple[str, str, Mapping[str, Any
     if isinstance(data, ArithmeticData):
         made = _arithmetic(1, 1, data)
         return made.text, made.answer, {}
-    files = local_files(data, key)
+    files = local_files(data, key, ("train",))
     file, *_ = files_in(files.train, f"{key}.train")
     (record,) = read_records(file, fields_of(files), key=f"{key}.train", limit=1)
     question, answer, *_ = record.texts
@@ -217,22 +253,6 @@ def wrong(problem: Problem) -> str:
         return right[:at] + str((int(right[at]) + source.randrange(1, 10)) % 10) + right[at + 1 :]
     other = source.randrange(10 ** len(right) - 1)
     return f"{other + (other >= int(right)):0{len(right)}}"
-
-
-def _file_problems(
-    key: str, data: FileKeys, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[Problem] | FileRows, list[Problem]]:
-    check_template(data, key)
-    if data.chat_template and not tokenizer.chat_template:
-        raise ConfigError(f"{key}.chat_template=true, but the model's tokenizer has no chat template; set it to false")
-    data = local_files(data, key)
-    files = files_in(data.train, f"{key}.train")
-    train = (
-        file_rows(files, data, f"{key}.train")
-        if files[0].suffix == ".parquet"
-        else _all_problems(data.train, f"{key}.train", data, tokenizer)
-    )
-    return train, _all_problems(data.eval, f"{key}.eval", data, tokenizer, data.max_eval)
 
 
 def _all_problems(

@@ -19,18 +19,18 @@ IN_A_SET = ("repo=org/sums", "eval=a.jsonl", "revision=main")
 READ = """
 import json, sys
 from rl_megatron.config.io import load_config
-from rl_megatron.data.problems.prompts import first_problem, load_prompts
+from rl_megatron.data.problems.prompts import first_problem, load_held_out, load_prompts
 from rl_megatron.errors import RLMegatronError
 from tests.unit.data.test_prompts import byte_tokenizer
 
-given = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "seed": 0, "on_leak": "fail"}
+given = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "seed": 0}
 
 def read(config):
     sets = config.eval.data_of_sets
-    train, held_out = load_prompts(config.data, byte_tokenizer(), **given, sets=sets)
+    train, held_out = load_prompts(config.data, byte_tokenizer(), **given, on_leak="fail", sets=sets)
     said = [[one.text for one in train], [one.text for one in held_out], first_problem(config.data, "data")[1]]
     for one in sets.values():
-        said.append([one.text for one in load_prompts(one, byte_tokenizer(), **(given | {"on_leak": None}))[1]])
+        said.append([one.text for one in load_held_out(one, byte_tokenizer(), **given)])
     return said
 
 for keys in json.loads(sys.argv[1]):
@@ -60,13 +60,14 @@ def test_files_are_those_of_the_commit_in_the_cache_and_others_are_named(tmp_pat
         (folder / "train.jsonl").write_text(f'{{"question": "2+2=", "answer": "{answer}"}}\n')
         (folder / "test.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
     keys = {"type": "hub", "repo": "org/sums", "revision": COMMIT[::-1], "eval": "data/test.jsonl"}
+    keys |= {"train": "data/none.jsonl"}  # never read
     set_keys = [f"eval.sets.more.data.{name}={value}" for name, value in keys.items()]
     pinned = f"data.revision={COMMIT}"
     found, with_set, leak, missing = read(
         tmp_path,
         [pinned],
         [pinned, *set_keys],
-        [pinned, *set_keys[:3], "eval.sets.more.data.eval=data/train.jsonl"],
+        [pinned, *set_keys, "eval.sets.more.data.eval=data/train.jsonl"],
         [pinned, "data.train=data/other.jsonl"],
     )
     assert found == [["2+2="], ["1+1="], "4"]

@@ -4,18 +4,22 @@ every figure by hand, when each set is due, and what a configuration may not say
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from launcher.build.data import problem_sets
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.eval import EvalSection, EvalSetSection
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
+from rl_megatron.data.problems.prompts import load_held_out, load_prompts
 from rl_megatron.errors import ConfigError
 from rl_megatron.evaluation.bounds import share_interval
 from rl_megatron.evaluation.chances import chance_interval
@@ -23,6 +27,7 @@ from rl_megatron.evaluation.rates import rate_interval
 from rl_megatron.evaluation.sets import ProblemSet, measure
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.limits import limits_of
+from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.observability.metrics.table import documented
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rollout.sampler import RolloutSampler
@@ -227,6 +232,17 @@ def test_two_ways_to_say_when_and_steps_that_never_come_are_refused() -> None:
         load_config("tiny_cpu", ["eval.sets.a.limit=9", "eval.sets.b.every=5", "eval.sets.b.at_steps=3"])
     with pytest.raises(ConfigError, match=r"eval.sets.b.at_steps=99 is after the last step, train.steps=40"):
         load_config("tiny_cpu", ["train.steps=40", "eval.sets.a.limit=9", "eval.sets.b.at_steps=0,99"])
+
+
+def test_of_a_sets_files_the_first_max_eval_rows_are_read_and_none_to_train_on(tmp_path: Path) -> None:
+    rows = [{"question": "short", "answer": "1"}, {"question": "long " * 99, "answer": "2"}, {"question": 7}]
+    (tmp_path / "e.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    keys = ["type=files", "train=none.jsonl", f"eval={tmp_path}/e.jsonl", "max_eval=1"]
+    config = load_config("tiny_cpu", [f"eval.sets.a.data.{key}" for key in keys])
+    limits: dict[str, Any] = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "seed": 0}
+    (found,) = problem_sets(config, [], partial(load_held_out, tokenizer=byte_tokenizer(), **limits))
+    assert [one.text for one in found.prompts] == ["short"]
+    load_prompts(config.data, byte_tokenizer(), **limits, on_leak="fail", sets=config.eval.data_of_sets)
 
 
 def test_a_sets_files_need_no_train_and_a_saved_configuration_is_valid_again(tmp_path: Path) -> None:
