@@ -32,6 +32,7 @@ _BATCH_BYTES = 16 << 20  # of decoded rows
 _BUFFER_BYTES = 1 << 20  # of a column's file that are read at once
 _MOST_ROWS = 1 << 16
 _RECORDS_AT_ONCE = 1024  # rows that are Python objects at once
+_MEASURED_GROUPS, _MEASURED_ROWS = 16, 64  # of the files, and of each of these groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class ParquetRows:
         self._metadata: dict[Path, Any] = {}
         self._stamps = {}
         groups: list[_Group] = []
-        self._size = total_bytes = 0
+        self._size = 0
         for path in paths:
             with _told(path):
                 if not path.is_file():
@@ -70,11 +71,13 @@ class ParquetRows:
                     group = footer.row_group(index)
                     groups.append(_Group(path, index, first, self._size, group.num_rows))
                     first, self._size = first + group.num_rows, self._size + group.num_rows
-                    total_bytes += group.total_byte_size
         if not self._size:
             raise DataError(f"{key}={paths[0]}: the file is empty; give at least one row")
         self._groups, self._starts = groups, [group.start for group in groups]
-        self.row_bytes = max(1, total_bytes // self._size)
+        self.row_bytes = 1
+        full = [group for group in groups if group.size]
+        for group in full[:: -(-len(full) // _MEASURED_GROUPS)]:
+            next(self._batches(group, None, _MEASURED_ROWS))
 
     def __len__(self) -> int:
         return self._size
@@ -210,9 +213,12 @@ class ParquetRows:
 
         return pq.ParquetFile(path, metadata=self._metadata.get(path), buffer_size=_BUFFER_BYTES)
 
-    def _batches(self, group: _Group, columns: list[str] | None) -> Iterator[tuple[int, Any]]:
-        """Record batches of a row group, each with the number of its first row."""
-        count = max(64, min(_MOST_ROWS, _BATCH_BYTES // self.row_bytes))
+    def _batches(self, group: _Group, columns: list[str] | None, most: int = _MOST_ROWS) -> Iterator[tuple[int, Any]]:
+        """Record batches of a row group, each with the number of its first row.
+
+        Whole rows raise ``row_bytes``, the size of a decoded one: the footer counts a text that many rows have once.
+        """
+        count = max(1, min(most, _BATCH_BYTES // self.row_bytes))
         rows = f"row group {group.index + 1} (rows {group.first + 1} to {group.first + group.size})"
         with _told(group.path, rows):
             if _stamp(group.path) != self._stamps[group.path]:
@@ -220,6 +226,8 @@ class ParquetRows:
             start = group.start
             with self._open(group.path) as file:
                 for batch in file.iter_batches(count, row_groups=[group.index], columns=columns, use_threads=False):
+                    if columns is None:
+                        self.row_bytes = max(self.row_bytes, batch.nbytes // len(batch))
                     yield start, batch
                     start += len(batch)
             if start != group.start + group.size:

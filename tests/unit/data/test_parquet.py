@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import CurriculumSection, MixtureData, RunKeys
-from rl_megatron.data.problems import pool
+from rl_megatron.data.problems import parquet, pool
 from rl_megatron.data.problems.parquet import ParquetRows
 from rl_megatron.data.problems.pool import Pool
 from rl_megatron.data.problems.prompt_stream import PromptStream
@@ -150,6 +151,28 @@ def test_a_prompts_row_is_found_without_a_copy_of_all_rows(tmp_path: Path) -> No
         assert tracemalloc.get_traced_memory()[1] < count  # bytes
     finally:
         tracemalloc.stop()
+
+
+def test_a_text_that_many_rows_have_counts_in_each_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file has it once, and memory for each row. What later rows have is learnt on the way."""
+    monkeypatch.setattr(parquet, "_BATCH_BYTES", most := 1 << 18)
+    groups, size = 4, 1024
+    longer = np.zeros((groups, size), np.int32)
+    longer[1:, 100:] = 1
+    tools = pa.DictionaryArray.from_arrays(longer.ravel(), ["long " * 200, "longer " * 2000])
+    texts = list(map(str, range(groups * size)))
+    path = tmp_path / "t.parquet"
+    table = pa.table({"question": texts, "answer": texts, "tools": tools})
+    pq.write_table(table, path, row_group_size=size, store_schema=False)
+    assert path.stat().st_size < most
+    rows = ParquetRows([path], ("question", "answer"), "data.train")
+    assert 1000 <= rows.row_bytes < 1100
+    sizes = [batch.nbytes for batch in rows.selected(np.arange(size), None)]
+    assert sum(sizes) > size * 1000
+    assert max(sizes) <= most
+    sizes = [batch.nbytes for batch in rows.selected(np.arange(size, groups * size), None)]
+    assert rows.row_bytes > 10_000
+    assert max(sizes[-10:]) <= 2 * most
 
 
 def test_it_is_a_source_of_a_mixture(tmp_path: Path) -> None:
