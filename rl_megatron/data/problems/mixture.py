@@ -62,42 +62,46 @@ class Epochs:
     def __init__(self, rows: NDArray[np.integer], *, seed: int) -> None:
         self.rows, self.epoch, self.position = rows, 0, 0
         self._seed = seed
-        self._order: NDArray[np.uint32] | None = None
+        self._orders: dict[int, NDArray[np.uint32]] = {}
 
     @property
     def passed(self) -> float:
         """The epochs that were drawn, with the part of the present one."""
         return self.epoch + self.position / len(self.rows)
 
+    @property
+    def drawn(self) -> int:
+        """The number of rows that were drawn, in all epochs: the next draw's number."""
+        return self.epoch * len(self.rows) + self.position
+
     def next(self) -> int:
         """The next row."""
         if self.position == len(self.rows):
             self.move(self.epoch + 1, 0)
-        if self._order is None:
-            chance = np.random.default_rng([self._seed, self.epoch])
-            self._order = chance.permutation(np.arange(len(self.rows), dtype=np.uint32))
         self.position += 1
-        return int(self.rows[self._order[self.position - 1]])
+        return int(self.rows[self._order(self.epoch)[self.position - 1]])
 
-    def peek(self) -> int | None:
-        """The row that `next` gives, as if it had been drawn for `upcoming`; None at an epoch's end."""
-        if self.position == len(self.rows):
-            return None
-        return self.next()
-
-    def put_back(self) -> None:
-        """Undo a `peek` that gave a row."""
-        self.position -= 1
-
-    def upcoming(self, start: int, stop: int) -> NDArray[np.integer]:
-        """Of the row that was drawn last and those that follow in its epoch, these."""
-        assert self._order is not None  # one was drawn
-        first = self.position - 1
-        return self.rows[self._order[first + start : first + stop]]
+    def draws(self, start: int, stop: int) -> NDArray[np.integer]:
+        """The rows of the draws with these numbers, in any epochs. Any thread may ask."""
+        parts = [np.zeros(0, np.uint32)]
+        while start < stop:
+            epoch, first = divmod(start, len(self.rows))
+            parts.append(self._order(epoch)[first : first + stop - start])
+            start += len(parts[-1])
+        return self.rows[np.concatenate(parts)]
 
     def move(self, epoch: int, position: int) -> None:
         """Continue there."""
-        self.epoch, self.position, self._order = epoch, position, None
+        self.epoch, self.position = epoch, position
+
+    def _order(self, epoch: int) -> NDArray[np.uint32]:
+        """Of the rows in this epoch; kept until a later one's is made."""
+        order = self._orders.get(epoch)
+        if order is None:
+            chance = np.random.default_rng([self._seed, epoch])
+            order = chance.permutation(np.arange(len(self.rows), dtype=np.uint32))
+            self._orders = {one: own for one, own in self._orders.items() if one >= self.epoch} | {epoch: order}
+        return order
 
 
 def digest_of_prompts(prompts: Sequence[Prompt], *, of_texts: bool = False) -> str:

@@ -37,7 +37,14 @@ logger = logging.getLogger(__name__)
 _WINDOW_BYTES = 64 << 20  # of rows that are read at once, by the footers
 _MOST_ROWS = 1 << 17  # the same
 
-Upcoming = Callable[[int, int], NDArray[np.integer]]
+
+@dataclass(frozen=True, slots=True)
+class Upcoming:
+    """The number of a draw, and a function that gives the rows of the draws from one number to another. Any thread may
+    call it."""
+
+    number: int
+    rows: Callable[[int, int], NDArray[np.integer]]
 
 
 class Pool(Sequence[Prompt]):
@@ -45,8 +52,7 @@ class Pool(Sequence[Prompt]):
 
     @abstractmethod
     def at(self, row: int, upcoming: Upcoming) -> Prompt | None:
-        """The prompt that is drawn; None if it is too long. ``upcoming(start, stop)`` are rows that will be drawn:
-        number 0 is this one."""
+        """The prompt of the draw ``upcoming.number``, which this row is; None if it is too long."""
 
     def read_ahead(self, row: int, upcoming: Upcoming) -> None:
         """Read what `at` needs for this row and some that follow. May take minutes."""
@@ -86,7 +92,8 @@ class Pool(Sequence[Prompt]):
         if isinstance(row, slice):
             return [self[one] for one in range(*row.indices(len(self)))]
         at = range(len(self))[row]  # IndexError, and rows from the end
-        prompt = self.at(at, lambda start, stop: np.arange(at + start, min(at + stop, len(self)), dtype=np.uint32))
+        rows = Upcoming(at, lambda start, stop: np.arange(start, min(stop, len(self)), dtype=np.uint32))
+        prompt = self.at(at, rows)
         if prompt is None:
             raise DataError(f"prompt {self.name_of(at)!r} has too many tokens")
         return prompt
@@ -157,8 +164,7 @@ class RowsOfPrompts(Pool):
         self._rows, self._files, self._form, self._source = files.rows, files, form, source
         whole = np.arange(len(self._rows), dtype=np.uint32)
         self._kept = whole if kept is None or kept.all() else whole[kept]
-        self._window = max(1, min(_MOST_ROWS, _WINDOW_BYTES // self._rows.row_bytes))
-        self._held = _Held(np.zeros(0, np.int64), ())
+        self._held = _Held(np.zeros(0, np.int64), (), 0)
         self._following: Future[_Held] | None = None
         self._reader = ThreadPoolExecutor(1, "parquet")
         self._too_long = 0
@@ -170,7 +176,7 @@ class RowsOfPrompts(Pool):
     def read_ahead(self, row: int, upcoming: Upcoming) -> None:
         number = int(self._kept[row])
         if self._held.batch(number) is None:
-            self._move(upcoming, number)
+            self._move(number, upcoming)
 
     @override
     def at(self, row: int, upcoming: Upcoming) -> Prompt | None:
@@ -223,20 +229,21 @@ class RowsOfPrompts(Pool):
         """Of a source of a mixture."""
         return replace(prompt, id=f"{self._source}/{prompt.id}", source=self._source) if self._source else prompt
 
-    def _move(self, upcoming: Upcoming, number: int) -> None:
-        """Hold the window that begins with the row that is drawn."""
+    def _move(self, number: int, upcoming: Upcoming) -> None:
+        """Hold the following window, or, if it lacks the row that is drawn, one that begins with it."""
         following, self._following = self._following, None
         held = following.result() if following is not None else None
         if held is None or held.batch(number) is None:
-            held = self._read(upcoming(0, self._window))
+            held = self._read(upcoming.number, upcoming)
         self._held = held
-        then = upcoming(self._window, 2 * self._window)
-        if len(then):
-            self._following = self._reader.submit(self._read, then)
+        self._following = self._reader.submit(self._read, held.stop, upcoming)
 
-    def _read(self, rows: NDArray[np.integer]) -> _Held:
-        numbers = np.sort(self._kept[rows]).astype(np.int64)
-        return _Held(numbers, tuple(self._rows.selected(numbers, None)))
+    def _read(self, start: int, upcoming: Upcoming) -> _Held:
+        """The window that begins with this draw, across the end of an epoch if need be."""
+        most = max(1, min(_MOST_ROWS, _WINDOW_BYTES // self._rows.row_bytes, len(self)))
+        stop = start + most
+        numbers = np.unique(self._kept[upcoming.rows(start, stop)]).astype(np.int64)
+        return _Held(numbers, tuple(self._rows.selected(numbers, None)), stop)
 
     def _is_long(self, place: str, length: str) -> None:
         tokens, on_long = self._form.keys
@@ -252,10 +259,11 @@ class RowsOfPrompts(Pool):
 
 
 class _Held:
-    """Rows in memory: their ascending ``numbers``, and record batches of them, one after the other."""
+    """Rows in memory: their ascending ``numbers``, and record batches of them, one after the other. ``stop``: number of
+    the first draw after them."""
 
-    def __init__(self, numbers: NDArray[np.int64], batches: Sequence[Any]) -> None:
-        self._numbers, self._batches = numbers, batches
+    def __init__(self, numbers: NDArray[np.int64], batches: Sequence[Any], stop: int) -> None:
+        self._numbers, self._batches, self.stop = numbers, batches, stop
         self._starts = np.cumsum([0, *map(len, batches)])
 
     def batch(self, number: int) -> Any:
@@ -328,7 +336,7 @@ def _inside(upcoming: Upcoming, start: int, count: int) -> Upcoming:
     """Those of the rows that are of the part with ``count`` rows from ``start`` on, by their numbers in it."""
 
     def rows(first: int, stop: int) -> NDArray[np.integer]:
-        found = upcoming(first, stop)
+        found = upcoming.rows(first, stop)
         return found[(found >= start) & (found < start + count)] - np.uint32(start)
 
-    return rows
+    return Upcoming(upcoming.number, rows)

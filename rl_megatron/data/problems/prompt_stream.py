@@ -10,7 +10,7 @@ import numpy as np
 
 from rl_megatron.config.sections.data import CurriculumSection
 from rl_megatron.data.problems.mixture import Epochs, MixtureState, Proportions, SourceState
-from rl_megatron.data.problems.pool import Listed, Pool
+from rl_megatron.data.problems.pool import Listed, Pool, Upcoming
 from rl_megatron.data.problems.prompt_table import PromptTable
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.types import Prompt
@@ -59,10 +59,9 @@ class PromptStream:
         stream meanwhile."""
         self.digest()
         for epochs in self._epochs.values():
-            row = epochs.peek()
-            if row is not None:
-                self._pool.read_ahead(row, epochs.upcoming)
-                epochs.put_back()
+            number = epochs.drawn
+            (row,) = epochs.draws(number, number + 1).tolist()
+            self._pool.read_ahead(row, Upcoming(number, epochs.draws))
 
     def digest(self) -> Mapping[str, str]:
         """A checksum of each source's prompts, which `state` and `restore` compare: read once."""
@@ -136,7 +135,7 @@ class PromptStream:
             row = epochs.next()
             tried += 1
             if row not in self.left_out and (table is None or table.draws(row, epochs.epoch)):
-                prompt = self._pool.at(row, epochs.upcoming)
+                prompt = self._pool.at(row, Upcoming(epochs.drawn - 1, epochs.draws))
                 if prompt is not None:
                     return prompt
                 if table is not None:

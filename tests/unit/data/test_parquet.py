@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import tracemalloc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -214,11 +215,35 @@ def test_after_reading_ahead_neither_draws_nor_states_read_files(
     if taken:
         before.restore(stream.state())
     before.read_ahead()
-    if taken < 40:  # at an epoch's end the next one's order is not drawn yet
-        monkeypatch.setattr(ParquetRows, "selected", None)
+    monkeypatch.setattr(ParquetRows, "selected", None)
     monkeypatch.setattr(ParquetRows, "checksum", None)
     assert before.take(5) == expected[taken:]
     assert before.state() == state
+
+
+@pytest.mark.parametrize("curriculum", [None, CurriculumSection(highest=0.5, outside=0.1, initial="level")])
+def test_no_draw_reads_files_in_its_own_thread(
+    curriculum: CurriculumSection | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither at an epoch's end nor where rows are passed over: it would block the event loop."""
+    monkeypatch.setattr(pool, "_MOST_ROWS", 60)
+    readers, selected = list[bool](), ParquetRows.selected
+
+    def noted(rows: ParquetRows, *given: Any) -> Any:
+        readers.append(threading.current_thread() is threading.main_thread())
+        return selected(rows, *given)
+
+    monkeypatch.setattr(ParquetRows, "selected", noted)
+    rows, held_out = made(200, values=10**6), written(tmp_path / "e.jsonl", made(1, 5, 10**6))
+    ours, theirs = (
+        PromptStream(loaded(written(tmp_path / f"t.{kind}", rows, 50), held_out), seed=3, curriculum=curriculum)
+        for kind in ("jsonl", "parquet")
+    )
+    theirs.read_ahead()
+    readers.clear()
+    assert theirs.take(700) == ours.take(700)
+    assert len(readers) > 10
+    assert not any(readers)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
