@@ -8,8 +8,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from rl_megatron.config.sections.data import FileKeys, HubData
 from rl_megatron.data.problems.records import (
@@ -24,6 +25,7 @@ from rl_megatron.data.problems.records import (
 from rl_megatron.errors import DataError
 
 _ROWS_AT_ONCE = 4096
+_MOST_LEVELS = 128  # of lists and objects in a row; checkpoints are read with at most 200, of which some are around it
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -110,7 +112,17 @@ def _parse_line(line: bytes) -> Mapping[str, object] | str:
         return f"it must be a JSON object, not {type(value).__name__}"
     if _SURROGATE.search(line) and (name := _broken_text(value)) is not None:
         return f"field {name!r} holds a lone surrogate, which is not valid text"
+    if line.count(b"[") + line.count(b"{") > _MOST_LEVELS and _is_too_deep(value):
+        return f"nested too deep: it has more than {_MOST_LEVELS} lists and objects in each other"
     return value
+
+
+def _is_too_deep(row: Mapping[str, object]) -> bool:
+    level: list[Any] = [row]
+    for _ in range(_MOST_LEVELS):
+        inner = chain.from_iterable(one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for one in inner if isinstance(one, dict | list)]
+    return bool(level)
 
 
 def _broken_text(row: Mapping[str, object]) -> str | None:

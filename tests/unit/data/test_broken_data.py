@@ -10,9 +10,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import TypeAdapter
 
+from rl_megatron.columns import ColumnWriter
 from rl_megatron.data.problems.files import read_records
 from rl_megatron.errors import DataError
+from rl_megatron.rollout.batch import Drawn, Waiting
+from rl_megatron.rollout.ledger import LedgerState
+from rl_megatron.rollout.stream import StreamState
+from rl_megatron.training.checkpoints import TrainerState
+from rl_megatron.types import Prompt
 
 FIELDS = ("question", "answer")
 
@@ -36,6 +43,26 @@ def whole(path: Path) -> bytes:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert said(path) == ""
     return path.read_bytes()
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_the_deepest_row_that_is_read_can_be_read_from_a_checkpoint(opening: str, tmp_path: Path) -> None:
+    """Else a run would write checkpoints that no resume can read. Lists beside each other do not count."""
+    deep = {levels: opening * levels + "1" + {"[": "]"}.get(opening, "}") * levels for levels in (127, 128)}
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(f'{{"question": "a", "answer": "1", "deep": {one}}}\n' for one in deep.values()))
+    assert said(path) == f"{path}:2: nested too deep: it has more than 128 lists and objects in each other"
+    path.write_text(f'{{"question": "a", "answer": "1", "deep": {deep[127]}, "wide": [{"[], " * 500}[]]}}\n')
+    (record,) = read_records(path, FIELDS, key="data.train")
+    prompt = Prompt(id="x:1", text="a", token_ids=(1,), answer="1", meta=record.others)
+    waiting = Waiting(drawn=Drawn(ordinal=0, prompt=prompt, batch=1), birth=0, due=1)
+    counts = dict.fromkeys(("version", "drawn", "opened", "credit", "ahead", "calm"), 0)
+    stream = StreamState(**counts, batch=(), places=(waiting,), left_out=(), ledger=LedgerState())
+    states = TypeAdapter(TrainerState)
+    text = states.dump_json(TrainerState(step=1, prompts={"epoch": 0}, stream=stream), context=ColumnWriter())
+    read = states.validate_json(text).stream
+    assert read is not None
+    assert read.places[0].drawn.prompt == prompt
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
