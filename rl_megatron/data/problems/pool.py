@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_WINDOW_BYTES = 64 << 20  # of rows that are read at once, by the footers
-_MOST_ROWS = 1 << 17  # the same
+_WINDOW_BYTES = 64 << 20  # of rows that are read at once
+_LARGE_WINDOW_BYTES = 256 << 20  # the same, where an epoch has many windows, each of which reads every row group
+_MOST_WINDOWS = 16  # of an epoch, before they are as large
+_MOST_ROWS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +242,9 @@ class RowsOfPrompts(Pool):
 
     def _read(self, start: int, upcoming: Upcoming) -> _Held:
         """The window that begins with this draw, across the end of an epoch if need be."""
-        most = max(1, min(_MOST_ROWS, _WINDOW_BYTES // self._rows.row_bytes, len(self)))
-        stop = start + most
+        each = self._rows.row_bytes
+        most = max(_WINDOW_BYTES // each, min(len(self) // _MOST_WINDOWS, _LARGE_WINDOW_BYTES // each), 1)
+        stop = start + min(most, _MOST_ROWS, len(self))
         numbers = np.unique(self._kept[upcoming.rows(start, stop)]).astype(np.int64)
         return _Held(numbers, tuple(self._rows.selected(numbers, None)), stop)
 

@@ -246,6 +246,26 @@ def test_no_draw_reads_files_in_its_own_thread(
     assert not any(readers)
 
 
+@pytest.mark.parametrize(("large", "windows"), [(1 << 20, 16), (1 << 15, 250), (1, 1000)])
+def test_wide_rows_are_read_in_few_windows_of_an_epoch(
+    large: int, windows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reads every row group. Rows are of 4 KiB, and two are in a window in any case."""
+    for name, value in (("_MOST_ROWS", 10**6), ("_WINDOW_BYTES", 1 << 13), ("_LARGE_WINDOW_BYTES", large)):
+        monkeypatch.setattr(pool, name, value)
+    rows = [{"question": str(row), "answer": "1" * 3900} for row in range(2000)]
+    train = loaded(written(tmp_path / "t.parquet", rows, 500), written(tmp_path / "e.jsonl", made(1, 5, 10**6)))
+    sizes, selected = list[int](), ParquetRows.selected
+
+    def noted(files: ParquetRows, numbers: Any, columns: Any) -> Any:
+        sizes.append(len(numbers))
+        return selected(files, numbers, columns)
+
+    monkeypatch.setattr(ParquetRows, "selected", noted)
+    PromptStream(train, seed=0).take(len(rows) // 10)
+    assert set(sizes) == {len(rows) // windows}
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_of_what_is_held_out_no_more_is_read_than_is_used(kind: str, tmp_path: Path) -> None:
     train = written(tmp_path / "t.parquet", made(3, 5, 10**6))
