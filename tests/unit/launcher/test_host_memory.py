@@ -13,6 +13,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED
 from rl_megatron.scaling.host_memory import copies_bytes
 from rl_megatron.scaling.saves import save_cost
+from tests.unit.launcher.test_memory import RECIPES
 
 WAITS = "checkpoint.async_save=false"
 
@@ -55,6 +56,14 @@ def test_a_node_without_the_memory_that_leaves_gpus_is_told_so(
         assert [message in text and "learner.offload.while_sampling=optimizer" in text for text in told] == (
             [True] if message else []
         )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_job_of_a_recipe_asks_for_the_memory_that_it_needs(recipe: str) -> None:
+    config = load_config(recipe, ["model.path=/models/given", "run.launcher=slurm"])
+    subject = Subject(config, for_job=True)
+    subject.__dict__["shape"] = NAMED[str(config.model.name)]
+    assert [one.text for one in job_memory.check(subject) if one.kind == "problem"] == []
 
 
 def test_copies_of_what_is_saved_by_hand() -> None:
