@@ -30,6 +30,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.experiments.cells import cells_of
 from rl_megatron.experiments.study import read_study
 from rl_megatron.models.named import NAMED
+from rl_megatron.placement.seats import seats_of
 from rl_megatron.scaling.memory import check_memory
 from rl_megatron.scaling.routes import route_of
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
@@ -184,6 +185,17 @@ def test_recipes_of_who_moves_here_fit_their_gpus(command: Command) -> None:
     own = ("model.path=", "data.train=", "data.eval=", "rollout.python=", "reward.function='my_rewards")
     assert [text for text in found.texts("problem") if not text.startswith(own)] == []
     assert found.texts("note") == []
+
+
+def test_the_script_to_edit_trains_on_two_nodes_by_the_words_for_its_sixth_line() -> None:
+    (line,) = re.findall(r"^CONFIG=\((.*)\)$", (REPO / "slurm" / "train.sbatch").read_text(), re.M)
+    (words,) = re.findall(r"sixth line too,.*?as in\s`(.*?)`", (REPO / "slurm" / "README.md").read_text(), re.S)
+    option, name, *keys = shlex.split(line)
+    config = load_config(name, [*keys, "run.launcher=slurm", *shlex.split(words)])
+    assert (option, config.learner.dims.world_size, config.slurm.nodes) == ("--config", 16, 2)
+    assert list(size_problems(config, NAMED[str(config.model.name)])) == []
+    assert check_memory(config, NAMED[str(config.model.name)]) is not None
+    assert [seat.node for seat in seats_of(config, ("a", "b"), ())] == ["a", "b"]
 
 
 def test_a_machine_with_its_own_torch_names_all_packages_that_are_missing() -> None:
