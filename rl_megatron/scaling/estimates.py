@@ -108,11 +108,15 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A run's push, checkpoint and step; ``step`` is None where nothing is known of it, as on CPUs."""
+    """A run's push, checkpoint and step; ``step`` is None where nothing is known of it, as on CPUs.
+
+    ``signal_seconds`` are what a job leaves for a step and a checkpoint before its time is up.
+    """
 
     push: Push
     save: Save
     step: StepTime | None
+    signal_seconds: int
     pushes: bool = True  # whether steps push weights, and not the run's end alone, for its export
 
     def lines(self) -> Iterator[str]:
@@ -143,7 +147,14 @@ class Estimate:
                 "speeds. Give servers nodes of their own (slurm.engines.nodes) and weights.transport=process_group, or "
                 "keep learner and servers on one node (docs/weights.md)"
             )
-        if self.step is None or not self.step.stated:
+        if self.step is None:
+            return
+        if (ends := self.step.seconds + self.save.seconds) > self.signal_seconds:
+            yield (
+                f"a step and a checkpoint take {ends:,.0f} s at assumed speeds, more than slurm.signal_seconds="
+                f"{self.signal_seconds} leaves them: a job whose time is up loses the step; set it longer"
+            )
+        if not self.step.stated:
             return
         pushed = 0.0 if self.push.route.shared or not self.pushes else self.push.seconds
         costs = {
@@ -162,7 +173,8 @@ def estimate(config: RunConfig, shape: ModelShape) -> Estimate:
     """The estimate of a run. Raises ConfigError if the layout or the servers do not fit."""
     push = push_cost(config, shape)
     saves, step = save_cost(config, shape), _step(config, shape, push)
-    return Estimate(push=push, save=saves, step=step, pushes=config.kind.samples)
+    signal = config.slurm.signal_seconds
+    return Estimate(push=push, save=saves, step=step, signal_seconds=signal, pushes=config.kind.samples)
 
 
 def _step(config: RunConfig, shape: ModelShape, push: Push) -> StepTime | None:

@@ -31,6 +31,7 @@ from rl_megatron.experiments.cells import cells_of
 from rl_megatron.experiments.study import read_study
 from rl_megatron.models.named import NAMED
 from rl_megatron.placement.seats import seats_of
+from rl_megatron.scaling.estimates import estimate
 from rl_megatron.scaling.memory import check_memory
 from rl_megatron.scaling.routes import route_of
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
@@ -177,10 +178,11 @@ def test_recipes_of_who_moves_here_fit_their_gpus(command: Command) -> None:
     """Sent as written, they find a fault in nothing but the reader's own files."""
     name, given = parsed(command)
     assert name == "submit"
-    config = configuration(str(given["config"]), list(given["overrides"]))  # type: ignore[call-overload]
+    config = configuration(str(given["config"]), ["run.launcher=slurm", *given["overrides"]])  # type: ignore[misc]
     fullest = check_memory(config, NAMED[str(config.model.name)])
     assert fullest is not None
     assert list(size_problems(config, NAMED[str(config.model.name)])) == []
+    assert list(estimate(config, NAMED[str(config.model.name)]).warnings()) == []
     found = preflight(config, for_job=True)
     own = ("model.path=", "data.train=", "data.eval=", "rollout.python=", "reward.function='my_rewards")
     assert [text for text in found.texts("problem") if not text.startswith(own)] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
@@ -365,6 +366,17 @@ def test_what_takes_more_than_a_tenth_of_a_stated_step_is_warned_of(keys: Sequen
     config = job("qwen3_30b_a3b", *keys)
     found = estimate(config, named(config)).warnings()
     assert [warning.partition(" (slurm.speeds)")[0] for warning in found] == warnings
+
+
+@pytest.mark.parametrize("stated", [(), ("slurm.speeds.step_seconds=100",)])
+def test_a_job_that_leaves_less_than_a_step_and_a_checkpoint_is_noted(stated: Sequence[str]) -> None:
+    usual = estimate(config := job("qwen3_30b_a3b", *stated), named(config))
+    assert usual.step is not None
+    ends = usual.step.seconds + usual.save.seconds
+    for seconds, found in ((math.ceil(ends), []), (math.floor(ends), [f"a step and a checkpoint take {ends:,.0f} s"])):
+        config = job("qwen3_30b_a3b", *stated, f"slurm.signal_seconds={seconds}")
+        warnings = estimate(config, named(config)).warnings()
+        assert [warning.partition(" at assumed")[0] for warning in warnings] == found
 
 
 @pytest.mark.parametrize("key", SpeedsSection.model_fields)
