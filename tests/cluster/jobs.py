@@ -181,7 +181,7 @@ class Cluster:
         config = " ".join(("--config", "tiny_cpu", *TINY, *keys))
         for line, mine in (
             (r"#SBATCH --nodes=1", "#SBATCH --nodes=2"),
-            (r"#SBATCH --ntasks-per-node=8", "#SBATCH --ntasks-per-node=1"),
+            (r"#SBATCH --ntasks-per-node=8 --cpus-per-task=12", "#SBATCH --ntasks-per-node=1"),
             (r"#SBATCH --gpus-per-node=8 --mem=0", "#SBATCH --mem=3000"),
             (r"#SBATCH --partition=batch", f"#SBATCH --partition={partition}"),
             (r"CONFIG=\(.*\)", f"CONFIG=({config})"),

@@ -190,11 +190,13 @@ def test_recipes_of_who_moves_here_fit_their_gpus(command: Command) -> None:
 
 
 def test_the_script_to_edit_trains_on_two_nodes_by_the_words_for_its_sixth_line() -> None:
-    (line,) = re.findall(r"^CONFIG=\((.*)\)$", (REPO / "slurm" / "train.sbatch").read_text(), re.M)
+    script = (REPO / "slurm" / "train.sbatch").read_text()
+    (line,) = re.findall(r"^CONFIG=\((.*)\)$", script, re.M)
     (words,) = re.findall(r"sixth line too,.*?as in\s`(.*?)`", (REPO / "slurm" / "README.md").read_text(), re.S)
     option, name, *keys = shlex.split(line)
     config = load_config(name, [*keys, "run.launcher=slurm", *shlex.split(words)])
     assert (option, config.learner.dims.world_size, config.slurm.nodes) == ("--config", 16, 2)
+    assert f" --cpus-per-task={config.slurm.cpus_per_task}\n" in script
     assert list(size_problems(config, NAMED[str(config.model.name)])) == []
     assert check_memory(config, NAMED[str(config.model.name)]) is not None
     assert [seat.node for seat in seats_of(config, ("a", "b"), ())] == ["a", "b"]

@@ -11,16 +11,21 @@ from pathlib import Path
 import pytest
 
 from launcher.hosts.more_sites import MoreHere, MoreOnNodes
-from launcher.hosts.sites import service_sites, sites_of
+from launcher.hosts.sites import cpus_of_engine_node, service_sites, sites_of
 from launcher.hosts.slurm.allocation import Allocation
+from launcher.hosts.slurm.script import cores_of
 from launcher.processes.guards import Guard, Order, start_guard
 from launcher.runs.folder import mirror_path
 from launcher.servers.site import Site, elsewhere
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.placement.ranks import placement_of
+from rl_megatron.placement.seats import seats_of
 from rl_megatron.scaling.routes import engine_nodes
+from tests.unit.launcher.test_memory import RECIPES
 
 SCONTROL = """#!/bin/sh
 # As scontrol show hostnames: lists without brackets.
@@ -184,6 +189,20 @@ def test_a_component_of_its_own_is_reached_by_its_group(run: Path, monkeypatch: 
     ((site,),) = sites_of(config, allocation)
     assert site.host == "10.0.0.1"
     assert {"--het-group=1", "--nodelist=a1", "--cpus-per-task=9", "--overlap"} <= set(site.before)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_server_of_a_recipe_has_twelve_cores_for_each_of_its_gpus(recipe: str, tmp_path: Path) -> None:
+    """To which srun confines its step; without the key, Slurm gives a rank one core, and a server its ranks' share."""
+    config = load_config(recipe, ["model.path=/models/given", "run.launcher=slurm"])
+    nodes, apart = made_up_nodes(config), config.slurm.heterogeneous
+    engines = nodes.get("engines", ())
+    job = Allocation(
+        id="7", restart=0, here="", nodes=nodes[LEARNER], engine_nodes=engines, heterogeneous=apart, folder=tmp_path
+    )
+    seats = seats_of(config, job.nodes, engines)
+    assert cpus_of_engine_node(config, job, seats) == 12 * sum(len(s.gpus) for s in seats if s.node == seats[0].node)
+    assert not apart or cores_of(config, "engines", len(engines)) == cpus_of_engine_node(config, job, seats)
 
 
 def test_services_are_a_component_before_that_of_servers(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
