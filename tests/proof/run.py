@@ -39,19 +39,19 @@ class Claim:
     runner: str
 
 
-def claims() -> Iterator[Claim]:
+def claims(page: Path = PAGE) -> Iterator[Claim]:
     """Every command that is run, with the block behind it. Raises ValueError for one without an output."""
     command = None
-    for block in blocks(PAGE, "sh", ""):
+    for block in blocks(page, "sh", ""):
         if block.language == "sh":
             if command is not None:
-                raise ValueError(f"{PAGE}: no output is shown of {command.text.strip()!r}")
+                raise ValueError(f"{page}: no output is shown of {command.text.strip()!r}")
             command = block if block.mark.startswith("run by ") else None
         elif command is not None:
             yield Claim(command.text.strip(), block.text, command.mark.removeprefix("run by "))
             command = None
     if command is not None:
-        raise ValueError(f"{PAGE}: no output is shown of {command.text.strip()!r}")
+        raise ValueError(f"{page}: no output is shown of {command.text.strip()!r}")
 
 
 def printed(command: str) -> str:

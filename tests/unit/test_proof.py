@@ -1,4 +1,4 @@
-"""docs/proof.md: every kind of complaint has threads, a command, its output and a test; quick ones hold."""
+"""docs/proof.md: every kind of complaint has threads, command, output and test; quick ones of both pages hold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.proof.run import PAGE, REPO, Claim, claims, printed, stale
 
 KINDS = 12
 EVERY = list(claims())
-QUICK = [claim for claim in EVERY if claim.runner == "tests/unit/test_proof.py"]
+OTHERS = list(claims(REPO / "docs" / "weights.md"))
+QUICK = [claim for claim in [*EVERY, *OTHERS] if claim.runner == "tests/unit/test_proof.py"]
 
 
 def test_every_kind_of_complaint_has_threads_a_command_its_output_and_a_test() -> None:
@@ -70,7 +71,7 @@ def test_a_long_command_and_a_stale_one_fail_the_script(
 
 
 @pytest.mark.parametrize("claim", QUICK, ids=lambda claim: claim.command[:60])
-def test_a_quick_command_prints_what_the_page_shows(claim: Claim) -> None:
+def test_a_quick_command_prints_what_its_page_shows(claim: Claim) -> None:
     text = printed(claim.command)
     assert stale(claim.shown, text) is None, text
 

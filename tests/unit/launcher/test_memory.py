@@ -119,6 +119,13 @@ def test_a_recipe_fills_its_gpus_and_no_more(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
+def test_the_table_of_recipes_says_what_their_fullest_gpu_holds(name: str) -> None:
+    page = (CONF.parent / "slurm" / "README.md").read_text(encoding="utf-8")
+    (said,) = re.findall(rf"^\| `{name}` \|.* (\d+) GB \|$", page, re.M)
+    assert int(said) == round(fullest(*recipe(name)).total / GB)
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_all_ranks_together_hold_the_model_once_for_each_copy(name: str) -> None:
     config, shape = recipe(name)
     d, layout = config.learner.dims, learner_layout(config, shape)
