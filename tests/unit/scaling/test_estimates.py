@@ -23,6 +23,7 @@ BY_ADDRESS = (
     *("rollout.server.addresses=http://a:1", "rollout.server.memory_fraction=null", "rollout.server.tp=1"),
     "weights.transport=process_group",
 )
+CONF = Path(__file__).resolve().parents[3] / "conf"
 SHAPE = NAMED["qwen3-30b-a3b"]
 
 
@@ -34,6 +35,14 @@ def told(config: RunConfig) -> StepTime:
     found = estimate(config, NAMED[str(config.model.name)]).step
     assert found is not None
     return found
+
+
+@pytest.mark.parametrize("recipe", ["qwen3_235b_a22b", "deepseek_v3", "kimi_k2"])
+def test_the_comment_of_a_recipe_says_what_overlap_would_save(recipe: str) -> None:
+    text = (CONF / f"{recipe}.yaml").read_text(encoding="utf-8")
+    said = re.findall(r"a step's seconds: ([\d,]+),\n# or ([\d,]+) with train.max_staleness=1 \((\d+) % less\)", text)
+    now, then = (told(job(recipe, f"train.max_staleness={k}")).seconds for k in (0, 1))
+    assert said == [(f"{now:,.0f}", f"{then:,.0f}", f"{100 * (1 - then / now):.0f}")]
 
 
 def test_a_synchronous_step_by_hand() -> None:
