@@ -307,7 +307,7 @@ def test_bytes_that_are_not_utf8_are_named(conf: Path) -> None:
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_shipped_config_loads_with_every_choice(name: str, choice: str) -> None:
     none = ["slurm.engines.nodes=0", "slurm.heterogeneous=false", "weights.transport=auto", "weights.folder=null"]
-    none += [f"slurm.engines.{key}=null" for key in ("gpus_per_node", "memory_per_node")]
+    none += [f"slurm.engines.{key}=null" for key in ("gpus_per_node", "memory_per_node", "cpus_per_server")]
     none += ["learner.offload.while_sampling=null"]
     where = none if choice == "rollout=local" else []  # no servers: no nodes, no route and no file for them
     of_two = choice in ("algorithm=dpo", "algorithm=dpo_norm")  # sequences, in pairs

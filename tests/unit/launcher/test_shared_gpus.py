@@ -66,7 +66,12 @@ def test_a_server_on_a_gpu_of_a_separate_role_takes_its_part_of_it(
             check_memory(config, shape, here)
 
 
-ONE_MACHINE = ("slurm.heterogeneous=false", "slurm.engines.gpus_per_node=null", "slurm.engines.memory_per_node=null")
+ONE_MACHINE = (
+    "slurm.heterogeneous=false",
+    "slurm.engines.gpus_per_node=null",
+    "slurm.engines.memory_per_node=null",
+    "slurm.engines.cpus_per_server=null",
+)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ ENGINES = sorted(path.stem for path in (REPO / "conf" / "rollout").glob("*.yaml"
 SHAPE = tiny_shape(load_config("tiny_cpu", []).model.tiny.model_copy(update={"head_dim": 32}))
 APART = "slurm.engines.nodes=0"
 WITHOUT_SERVERS = (  # what the in-process engine needs of a recipe with servers
-    *(APART, "slurm.heterogeneous=false", "slurm.engines.gpus_per_node=null", "slurm.engines.memory_per_node=null"),
+    *(APART, "slurm.heterogeneous=false"),
+    *(f"slurm.engines.{key}=null" for key in ("gpus_per_node", "memory_per_node", "cpus_per_server")),
     *("learner.offload.while_sampling=null", "weights.transport=process_group"),
 )
 BY_ADDRESS = (  # of running servers, whose degrees nobody states
