@@ -358,3 +358,29 @@ def test_a_server_that_holds_no_longest_sequence_is_refused_with_what_to_raise(t
     checks._raise_misfits([("http://a", told)])
     with pytest.raises(ConfigError, match=r"sequence is 99, by its .*100 is needed: raise .*memory_fraction, tp or dp"):
         checks._raise_misfits([("http://a", replace(told, max_length=99))])
+
+
+OF_A_RUN = {
+    *("--pipeline-parallel-size", "--distributed-executor-backend", "--api-server-count", "--shutdown-timeout"),
+    *("--disable-uvicorn-access-log", "--sleep-on-idle"),
+}
+"""Options of a run's own servers that others need not have."""
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_pages_command_of_a_server_has_the_options_of_a_runs_own(engine: str) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "engines.md").read_text().replace("\\\n", "")
+    ((module, given),) = re.findall(rf"-m (rl_megatron\.rollout\.servers\.{engine}\.server) (.*)", page)
+    own = SERVERS[engine](MOE).command(replace(OPTIONS, routes=False, tp=8, dtype="bfloat16")).arguments
+    assert module in own
+    there = dict(re.findall(r"(--\S+) ?((?!--)'.*?'|(?!--)\S+|)", given))
+    wanted = {word: after for word, after in zip(own, (*own[1:], ""), strict=True) if word.startswith("--")}
+    assert there.keys() == wanted.keys() - OF_A_RUN
+    free = {"--model", "--model-path", "--host", "--port", "--max-model-len", "--context-length"}
+    free |= {"--max-num-seqs", "--max-running-requests"}
+    for name in there.keys() - free:
+        after = "" if wanted[name].startswith("--") else wanted[name]
+        if name == "--watchdog-timeout":
+            assert float(there[name]) == float(after)
+        else:
+            assert there[name].strip("'") == after
