@@ -11,7 +11,8 @@ say() { echo "[$(date +%FT%T%z)] job $job, restart $restart: $*"; }
 running() { # whether a process has the run's lock, as train has it; false where the file system has no locks
     [ -e "$RUN/log.txt" ] && { flock --nonblock "$RUN/log.txt" true 2>/dev/null; [ $? -eq 1 ]; }
 }
-for _ in {1..12}; do running && sleep 5 || break; done # of a job that is about to end
+# Of a job that is about to end, or after a node's loss until the file system frees what it had: minutes with leases.
+for _ in $(seq $((restart ? 48 : 12))); do running && sleep 5 || break; done
 if running; then # jobs/id is of that one, as is the rest of jobs/
     say "failed: another process runs in $RUN; wait for its end, or end it"
     exit 1

@@ -46,7 +46,7 @@ def run(folder: Path, *, against: Path | None = None, config: Path | None = None
     """Print what is wrong; return whether nothing is. Raises RLMegatronError if it cannot be read to its end."""
     folder = conversion.found(folder)
     against = None if against is None else conversion.found(against)
-    problems, written = _of_run(folder) if is_megatron(folder) else ([], None)
+    problems, written = _of_run(folder.resolve()) if is_megatron(folder) else ([], None)
     more = sum(digest.bytes for digest in (written or {}).values()) / max(total_bytes(folder), 1)
     with conversion.display(folder, 1 + more) as progress:
         problems += verify(folder, against=against, config=config, family=family, written=written, on_bytes=progress)

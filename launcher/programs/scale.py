@@ -41,6 +41,7 @@ _USUAL: Mapping[str, object] = {
     "train.minibatches": 4,
     "checkpoint.every": 20,
     "weights.bucket_mb": 256,
+    "slurm.cpus_per_task": 12,
     "slurm.memory_per_node": "0",
     "slurm.signal_seconds": 1800,
 }

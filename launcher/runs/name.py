@@ -64,7 +64,7 @@ def refuse_copied(config: RunConfig, file: Path, overrides: Sequence[str]) -> No
     Not where an override names the run.
     """
     here, named = file.absolute().parent, config.run.dir / str(config.run.name)
-    holds_run = (here / "log.txt").is_file() or any(here.glob("checkpoints/*/manifest.json"))
+    holds_run = (here / "metrics.jsonl").is_file() or any(here.glob("checkpoints/*/manifest.json"))
     if (
         file.name == "config.yaml"
         and config.run.name is not None

@@ -45,6 +45,11 @@ DOCUMENTS = sorted(
     if path.name != "CHANGELOG.md"
 )
 SHELL = {
+    "mkdir",
+    "ln",
+    "install",
+    "openssl",
+    "cp",
     "source",
     "cd",
     "export",

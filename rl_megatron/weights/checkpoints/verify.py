@@ -38,7 +38,7 @@ def verify(
     tensors, files = hf_tensors(folder, config, family)
     if written is not None:
         for name, digest in written.items():
-            yield from misfits(folder.parent, {name: digest}, read=True)
+            yield from misfits(folder.resolve().parent, {name: digest}, read=True)
             on_bytes(digest.bytes)
     elif is_megatron(folder):
         yield from _bad_sums(folder, files)
