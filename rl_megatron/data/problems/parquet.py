@@ -37,13 +37,15 @@ _MEASURED_GROUPS, _MEASURED_ROWS = 16, 64  # of the files, and of each of these 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A row group: its file and its number there, and its rows' numbers: of its file and of all files."""
+    """A row group: its file and its number there, and its rows' numbers: of its file and of all files; ``encoded``, the
+    bytes of a row by the footer, which counts a text that many rows have once."""
 
     path: Path
     index: int
     first: int
     start: int
     size: int
+    encoded: int
 
 
 class ParquetRows:
@@ -69,18 +71,25 @@ class ParquetRows:
                 first = 0
                 for index in range(footer.num_row_groups):
                     group = footer.row_group(index)
-                    groups.append(_Group(path, index, first, self._size, group.num_rows))
+                    encoded = group.total_byte_size // max(1, group.num_rows)
+                    groups.append(_Group(path, index, first, self._size, group.num_rows, encoded))
                     first, self._size = first + group.num_rows, self._size + group.num_rows
         if not self._size:
             raise DataError(f"{key}={paths[0]}: the file is empty; give at least one row")
         self._groups, self._starts = groups, [group.start for group in groups]
-        self.row_bytes = 1
+        self._decoded: dict[int, tuple[int, int]] = {}  # by a group's start: its rows read whole, and their bytes
+        self._known_rows, self._known_bytes = 0, 0.0  # of all rows of these groups
         full = [group for group in groups if group.size]
         for group in full[:: -(-len(full) // _MEASURED_GROUPS)]:
             next(self._batches(group, None, _MEASURED_ROWS))
 
     def __len__(self) -> int:
         return self._size
+
+    @property
+    def row_bytes(self) -> int:
+        """The mean size of a decoded row, of each group by what was read of it."""
+        return max(1, int(self._known_bytes / max(1, self._known_rows)))
 
     def line(self, row: int) -> tuple[Path, int]:
         """The row's file, and its number there from 1."""
@@ -214,11 +223,11 @@ class ParquetRows:
         return pq.ParquetFile(path, metadata=self._metadata.get(path), buffer_size=_BUFFER_BYTES)
 
     def _batches(self, group: _Group, columns: list[str] | None, most: int = _MOST_ROWS) -> Iterator[tuple[int, Any]]:
-        """Record batches of a row group, each with the number of its first row.
-
-        Whole rows raise ``row_bytes``, the size of a decoded one: the footer counts a text that many rows have once.
-        """
-        count = max(1, min(most, _BATCH_BYTES // self.row_bytes))
+        """Record batches of a row group, each with the number of its first row; ``most`` rows, or as many as the
+        group's or all groups' rows let it have, those that are larger."""
+        read, size = self._decoded.get(group.start, (0, 0))
+        own = size // read if read else group.encoded
+        count = max(1, min(most, _BATCH_BYTES // max(self.row_bytes, own)))
         rows = f"row group {group.index + 1} (rows {group.first + 1} to {group.first + group.size})"
         with _told(group.path, rows):
             if _stamp(group.path) != self._stamps[group.path]:
@@ -227,11 +236,22 @@ class ParquetRows:
             with self._open(group.path) as file:
                 for batch in file.iter_batches(count, row_groups=[group.index], columns=columns, use_threads=False):
                     if columns is None:
-                        self.row_bytes = max(self.row_bytes, batch.nbytes // len(batch))
+                        self._measure(group, batch)
                     yield start, batch
                     start += len(batch)
             if start != group.start + group.size:
                 raise DataError(f"{group.path}: {rows} has {start - group.start} rows; the file is damaged")
+
+    def _measure(self, group: _Group, batch: Any) -> None:
+        """Count the decoded bytes of a batch of whole rows."""
+        read, size = self._decoded.get(group.start, (0, 0))
+        if read:
+            self._known_bytes -= group.size * size / read
+        else:
+            self._known_rows += group.size
+        read, size = read + len(batch), size + batch.nbytes
+        self._known_bytes += group.size * size / read
+        self._decoded[group.start] = read, size
 
     def _problems(self, group: _Group, start: int, batch: Any) -> list[str]:
         """What is wrong with rows of a batch, whose columns are looked at as a whole first."""

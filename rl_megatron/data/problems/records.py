@@ -98,14 +98,19 @@ def _json_of(column: Any) -> list[Any]:
 
 
 def widened(column: Any) -> Any:
-    """Floats of 16 or 32 bits as those of 64 with the same shortest decimal, 0.1 as 0.1; other columns as they are."""
+    """Floats of 16 or 32 bits as those of 64: whole numbers as they are, others by their shortest decimal, 0.1 as 0.1;
+    other columns as they are."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     if pa.types.is_float32(column.type):
-        return column.cast(pa.string()).cast(pa.float64())
-    if pa.types.is_float16(column.type):
-        return pa.array(column.to_numpy(zero_copy_only=False).astype(str).astype(float), from_pandas=True)
-    return column
+        shortest = column.cast(pa.string()).cast(pa.float64())
+    elif pa.types.is_float16(column.type):
+        shortest = pa.array(column.to_numpy(zero_copy_only=False).astype(str).astype(float), from_pandas=True)
+    else:
+        return column
+    exact = column.cast(pa.float32()).cast(pa.float64())
+    return pc.if_else(pc.equal(exact, pc.floor(exact)), exact, shortest)
 
 
 def _dates(column: Any) -> list[Any]:

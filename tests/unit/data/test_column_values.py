@@ -87,9 +87,10 @@ def test_dates_that_python_has_not_are_text_and_leave_others_as_they_are(
 
 @pytest.mark.parametrize(("kind", "type_"), [(pa.float16(), np.float16), (pa.float32(), np.float32)])
 def test_floats_of_fewer_bits_are_their_shortest_decimals(kind: pa.DataType, type_: type[np.floating[Any]]) -> None:
-    numbers = [0.1, 3.14, -0.0, 1e-5, 2.5e4, 1 / 3, float("inf"), float("nan"), None]
+    """Whole numbers are what the column holds: its text has fewer digits, 16380 for 16384."""
+    numbers = [0.1, 3.14, -0.0, 1e-5, 2.0**14, 1 / 3, float("inf"), float("nan"), None]
     column = pa.array([None if one is None else type_(one) for one in numbers], kind)
-    wanted = [0.1, 3.14, -0.0, 1e-5, 2.5e4, float(str(type_(1 / 3))), None, None, None]
+    wanted = [0.1, 3.14, -0.0, 1e-5, 2.0**14, float(str(type_(1 / 3))), None, None, None]
     assert repr(values_of(column)) == repr(wanted)
     assert repr(values_of(pa.FixedSizeListArray.from_arrays(column, 3))) == repr([wanted[:3], wanted[3:6], wanted[6:]])
 
