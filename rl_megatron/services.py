@@ -65,7 +65,8 @@ class Services:
         return serving[self._turns[name] % len(serving)]
 
     async def serving(self, name: str) -> ServiceAddress:
-        """As `address`, but while none serves and one is being restarted, it waits."""
+        """As `address`, but it waits while none serves and the launcher restarts one: at most ``start_seconds`` for
+        each restart that is left. Event loops of several threads may wait."""
         while (replicas := list(self._replicas.get(name, {}).values())) and not any(replicas):
             await asyncio.sleep(_LOOK_SECONDS)
         return self.address(name)

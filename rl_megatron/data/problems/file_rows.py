@@ -70,8 +70,8 @@ def _others(data: FileKeys) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name is not None and name not in fields_of(data)))
 
 
-class _AnsweredTexts(ProblemTexts):
-    """Questions with their answers, in columns of text."""
+class _OfRows(ProblemTexts):
+    """A text of each row of parquet files."""
 
     def __init__(self, rows: ParquetRows) -> None:
         self._rows = rows
@@ -83,6 +83,10 @@ class _AnsweredTexts(ProblemTexts):
     def place(self, row: int) -> str:
         return self._rows.place(row)
 
+
+class _AnsweredTexts(_OfRows):
+    """Questions with their answers, in columns of text."""
+
     @override
     def hashes(self) -> NDArray[np.int64]:
         return self._rows.hashes(texts=2)
@@ -92,18 +96,12 @@ class _AnsweredTexts(ProblemTexts):
         return self._rows.digests(rows, texts=2)
 
 
-class _RowTexts(ProblemTexts):
+class _RowTexts(_OfRows):
     """Texts that are made of several columns of a row: by Python, some 60,000 a second."""
 
     def __init__(self, files: FileRows, text: Callable[[Record, str, FileKeys], str]) -> None:
-        self._files, self._rows, self._text = files, files.rows, text
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @override
-    def place(self, row: int) -> str:
-        return self._rows.place(row)
+        super().__init__(files.rows)
+        self._files, self._text = files, text
 
     @override
     def hashes(self) -> NDArray[np.int64]:
