@@ -13,6 +13,14 @@ from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.layouts.families import read_shape
 from tests.engines.benches import Bench, LocalBench, ServedBench, interpreter, served, spare_a_core
+from tests.engines.forked import forked_guards
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forks() -> Iterator[None]:
+    """Servers that tests start in this process are forks."""
+    with forked_guards():
+        yield
 
 
 @pytest.fixture(scope="session")

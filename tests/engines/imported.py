@@ -1,0 +1,194 @@
+"""Forks servers of an engine, each below its guard, from a process that has done the engine's imports: these take 12 of
+the 14 seconds of CPU time of a server's start.
+
+Run by an engine's interpreter (forked.py). Guard and server are as where a run starts them, the server a child of the
+guard, in sessions of their own; but their command line in /proc is written over, and their environment there is that of
+this process. Forks are sound while OpenMP has one thread, as the tests run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Set
+from types import ModuleType
+from typing import NoReturn
+
+from setproctitle import getproctitle, setproctitle
+
+_MESSAGE_BYTES = 1 << 17  # a command and an environment
+
+
+def main(module: str, guard_file: str, path: str, *imports: str) -> None:
+    """Serve forks of servers ``module`` at the socket ``path`` until the standard input ends."""
+    begun = dict(os.environ)
+    setproctitle(getproctitle())  # it finds its room between arguments and environment while nobody has changed that
+    server = importlib.import_module(module)
+    for name in imports:
+        importlib.import_module(name)
+    assert threading.active_count() == 1, f"forks of threads: {threading.enumerate()}"
+    guard, cores = _loaded(guard_file), os.sched_getaffinity(0)
+    made = {name: value for name, value in os.environ.items() if begun.get(name) != value}
+    forks = _Forks(server, made, changed=made.keys() & begun.keys())
+    gc.collect()
+    gc.freeze()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path)
+    listener.listen()
+    print("ready", flush=True)
+    with selectors.DefaultSelector() as watched:
+        watched.register(0, selectors.EVENT_READ)
+        watched.register(listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in watched.select():
+                if key.fileobj == 0:
+                    return
+                if key.fileobj is listener:
+                    asked, _ = listener.accept()
+                    pid = _fork(asked, listener, guard, forks, cores)
+                    end = os.pidfd_open(pid)
+                    for either in (asked, end):
+                        watched.register(either, selectors.EVENT_READ, (pid, asked, end))
+                elif key.fileobj in watched.get_map():  # else both ended at once
+                    _end(watched, *key.data)
+
+
+def _loaded(path: str) -> ModuleType:
+    """The guard's program, which imports nothing of its package."""
+    spec = importlib.util.spec_from_file_location("engine_guard", path)
+    assert spec is not None
+    assert spec.loader is not None
+    guard = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(guard)
+    return guard
+
+
+def _end(watched: selectors.BaseSelector, pid: int, asked: socket.socket, end: int) -> None:
+    """A guard has ended, or who asked for it: tell the one, or kill the other."""
+    watched.unregister(asked)
+    watched.unregister(end)
+    os.kill(pid, signal.SIGKILL)  # it may be a zombie
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with asked, contextlib.suppress(OSError):  # it is gone
+        asked.send(json.dumps(code).encode())
+    os.close(end)
+
+
+def _fork(asked: socket.socket, listener: socket.socket, guard: ModuleType, forks: _Forks, cores: set[int]) -> int:
+    """Fork a guard, whose server is a fork of it."""
+    message, descriptors, _, _ = socket.recv_fds(asked, _MESSAGE_BYTES, 3)
+
+    def run() -> int:
+        host, command, folder, environment = json.loads(message)
+        os.setsid()
+        os.sched_setaffinity(0, cores)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        for mine in (asked, listener):
+            mine.close()
+        setproctitle(f"engine_guard.py {host}")
+        guard.subprocess = forks  # type: ignore[attr-defined]
+        status: int = guard.main(host, command)
+        return status
+
+    pid = os.fork()
+    if pid == 0:
+        _leave(run)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return pid
+
+
+class _Forks:
+    """What the guard calls of ``subprocess``."""
+
+    DEVNULL, TimeoutExpired = subprocess.DEVNULL, subprocess.TimeoutExpired
+
+    def __init__(self, server: ModuleType, made: Mapping[str, str], changed: Set[str]) -> None:
+        """``made``: variables that imports set, of which they ``changed`` some."""
+        self._server, self._made, self._changed = server, made, changed
+
+    def Popen(  # noqa: N802
+        self, command: list[str], *, preexec_fn: Callable[[], None], env: Mapping[str, str], **_: object
+    ) -> _Forked:
+        made = {name: value for name, value in self._made.items() if name in self._changed or name not in env}
+        return _Forked(self._server, command, preexec_fn, {**env, **made})
+
+
+class _Forked:
+    """What the guard calls of ``Popen``."""
+
+    def __init__(
+        self, server: ModuleType, command: list[str], before: Callable[[], None], environment: Mapping[str, str]
+    ) -> None:
+        self.pid = os.fork()
+        if self.pid == 0:
+
+            def run() -> int:
+                os.setsid()
+                with open(os.devnull) as nothing:
+                    os.dup2(nothing.fileno(), 0)
+                before()
+                os.environ.update(environment)
+                sys.path[:1] = [os.getcwd(), environment["PYTHONPATH"].split(os.pathsep)[0]]
+                tempfile.tempdir = None  # that of the environment
+                sys.argv = [command[0], *command[3:]]
+                setproctitle(" ".join(command))
+                server.main()
+                return 0
+
+            _leave(run)
+        self._end, self._reaped = os.pidfd_open(self.pid), threading.Lock()
+        self._code: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        with selectors.DefaultSelector() as one:
+            one.register(self._end, selectors.EVENT_READ)
+            if not one.select(timeout):
+                raise subprocess.TimeoutExpired("a forked server", timeout or 0)
+        with self._reaped:
+            if self._code is None:
+                self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def _leave(run: Callable[[], int]) -> NoReturn:
+    """Run what a process is for, and end it as an interpreter ends."""
+    code = 1
+    try:
+        code = run()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001  as at an interpreter's top
+        traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code & 255)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
