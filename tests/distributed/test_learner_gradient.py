@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -166,9 +167,9 @@ def test_ten_steps_are_those_of_transformers_and_torch(
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(world_size)]
     found = ranks[-1]["steps"]
     assert all(norm > CLIP for _, norm in wanted[:3])
-    for (loss, norm), (wanted_loss, wanted_norm) in zip(found, wanted, strict=True):
-        assert loss == pytest.approx(wanted_loss, rel=1e-4)
-        assert norm == pytest.approx(wanted_norm, rel=1e-4)
+    for one, other, rel in zip(zip(*found, strict=True), zip(*wanted, strict=True), (1e-4, 1e-3), strict=True):
+        assert one == pytest.approx(other, rel=rel)  # a near tie of a router moved a step's norm by 1.1e-4, once
+        assert median(abs(a / b - 1) for a, b in zip(one, other, strict=True)) < 1e-6  # of no tie: 2e-7 at most
     if optimizer.get("name") == "muon":
         assert found[-1][0] < 0.8 * found[0][0]  # it learns: from 5.6 to 4.0, or 4.4 where tied
         planned = {m.stage: m.terms["optimizer"] for m in footprints(RunConfig(learner=learner), read_shape(model))}

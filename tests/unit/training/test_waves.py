@@ -104,6 +104,7 @@ def test_tables_and_rows_are_those_of_the_whole_batch(name: str) -> None:
     """Groups arrive in the other order; the last step has fewer than planned."""
     one, other = policy(), policy()
     flips = {"route_flips": True, "max_staleness": 2} if name == "grpo" else {}
+    rounding = 5e-5 if name == "KL in rewards" else 1e-6  # its loss is 34, a sum of such with both signs, in float32
     whole, waves = (made(config(SHIPPED[name], **flips), *each) for each in ((Update, one), (WaveUpdate, other)))
     for step in STEPS:
         sampled = [with_greedy(group) for group in groups(step, ENGINE)][: 3 if step == STEPS[-1] else 4]
@@ -113,8 +114,8 @@ def test_tables_and_rows_are_those_of_the_whole_batch(name: str) -> None:
         assert set(found) == set(wanted)
         assert any(key.startswith("mismatch/ratio/v") for key in wanted) == (name == "grpo")
         for key in wanted.keys() - OF_THE_CUT:
-            assert found[key] == pytest.approx(wanted[key], rel=1e-6, abs=1e-6, nan_ok=True), key
-        torch.testing.assert_close(other.weights, one.weights, rtol=1e-6, atol=1e-6)
+            assert found[key] == pytest.approx(wanted[key], rel=rounding, abs=rounding, nan_ok=True), key
+        torch.testing.assert_close(other.weights, one.weights, rtol=rounding, atol=rounding)
     assert waves.state.kl_coefficient == pytest.approx(whole.state.kl_coefficient)
     assert waves.state.entropy_coefficient == whole.state.entropy_coefficient
     assert not torch.equal(one.weights, table(VOCABULARY, VOCABULARY, seed=1))
