@@ -119,7 +119,7 @@ def _imported(python: str, module: str, environment: Mapping[str, str], path: Pa
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**environment, "PYTHONPATH": whole},
+        env={**environment, "PYTHONPATH": whole, "ROOM": " " * 8192},  # where forks write their command lines
         start_new_session=True,
     ) as process:
         assert process.stdout is not None

@@ -101,14 +101,16 @@ def with_plugin(folder: Path) -> Path:
 
 def its_processes() -> list[psutil.Process]:
     """Of the server on two nodes: tests before may have servers of their own."""
-    guards = [p for p in psutil.Process().children() if "--node-rank" in words_of(p)]
-    return [p for guard in guards for p in family(guard.pid)]
+    return [p for one in its_servers() for p in family(one.pid)]
 
 
 def second_node() -> psutil.Process:
-    """The process of the server on its second node; its guard has the same words in its command line."""
-    found = [p for p in psutil.Process().children(recursive=True) if "--node-rank" in words_of(p)]
-    (server,) = [
-        p for p in found if p.ppid() != os.getpid() and words_of(p)[words_of(p).index("--node-rank") + 1] == "1"
-    ]
+    """The process of the server on its second node."""
+    (server,) = [p for p in its_servers() if words_of(p)[words_of(p).index("--node-rank") + 1] == "1"]
     return server
+
+
+def its_servers() -> list[psutil.Process]:
+    """Each node's; what asks for its guard has the same words in its command line."""
+    found = [p for p in psutil.Process().children(recursive=True) if "--node-rank" in words_of(p)]
+    return [p for p in found if p.ppid() != os.getpid()]
