@@ -77,7 +77,7 @@ def _loaded(path: str) -> ModuleType:
 
 
 def _end(watched: selectors.BaseSelector, pid: int, asked: socket.socket, end: int) -> None:
-    """A guard has ended, or who asked for it: tell the one, or kill the other."""
+    """A guard has ended, or its caller has: tell the caller, or kill the guard."""
     watched.unregister(asked)
     watched.unregister(end)
     os.kill(pid, signal.SIGKILL)  # it may be a zombie
