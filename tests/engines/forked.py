@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shutil
 import socket
 import subprocess
@@ -21,9 +22,9 @@ from pathlib import Path
 from launcher.processes import engine_guard
 from rl_megatron.rollout.servers import engine_token
 
-SOCKET, GUARD = "socket", "guard.py"
+_SOCKET, _STUB_FILE = "socket", "guard.py"
 _GUARD = str(engine_guard.__file__)
-IMPORTS = {
+_IMPORTS = {
     "rl_megatron.rollout.servers.vllm.server": (
         "vllm.entrypoints.openai.api_server",
         "vllm.v1.engine.core",
@@ -37,6 +38,7 @@ IMPORTS = {
 }
 """What a server of each module imports, of its engine."""
 _MESSAGE_BYTES = 1 << 17  # a command and an environment
+_READY_SECONDS = 600.0  # for an engine's imports
 _OWN = {
     engine_token.VARIABLE,
     "PYTHONPATH",  # its first entry is the run's link to this package
@@ -50,13 +52,15 @@ def asked(path, message, files=()):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as to:
         to.connect(path)
         socket.send_fds(to, [json.dumps(message).encode()], files)
-        return json.loads(to.recv({_MESSAGE_BYTES}) or b'"the process that servers are forked from is gone"')
+        return json.loads(to.recv({_MESSAGE_BYTES}) or b'"the process that forks servers has ended"')
 
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
 host, *command = sys.argv[1:]
 environment = dict(os.environ)
-path = asked(os.path.join(os.path.dirname(__file__), {SOCKET!r}), [command, environment])
+path, problem = asked(os.path.join(os.path.dirname(__file__), {_SOCKET!r}), [command, environment])
+if problem:
+    sys.exit(problem)
 if path is None:
     os.execv(sys.executable, [sys.executable, {_GUARD!r}, host, *command])
 sys.exit(asked(path, [host, command, os.getcwd(), environment], (0, 1, 2)))
@@ -67,15 +71,15 @@ sys.exit(asked(path, [host, command, os.getcwd(), environment], (0, 1, 2)))
 def forked_guards() -> Iterator[None]:
     """Have guards that this process starts be forks, with their servers."""
     folder = Path(tempfile.mkdtemp(prefix="forks-"))
-    (folder / GUARD).write_text(_STUB)
+    (folder / _STUB_FILE).write_text(_STUB)
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder)
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        listener.bind(str(folder / SOCKET))
+        listener.bind(str(folder / _SOCKET))
         listener.listen()
         answering = threading.Thread(target=_answer, args=(listener, stack, folder), daemon=True)
         answering.start()
-        engine_guard.__file__ = str(folder / GUARD)
+        engine_guard.__file__ = str(folder / _STUB_FILE)
         try:
             yield
         finally:
@@ -86,7 +90,7 @@ def forked_guards() -> Iterator[None]:
 
 def _answer(listener: socket.socket, stack: contextlib.ExitStack, folder: Path) -> None:
     """Tell each guard where it is forked."""
-    known: dict[str, str] = {}
+    known, problems = dict[str, str](), dict[str, str]()
     while True:
         try:
             guard, _ = listener.accept()
@@ -94,26 +98,26 @@ def _answer(listener: socket.socket, stack: contextlib.ExitStack, folder: Path) 
             return
         with guard:
             command, environment = json.loads(guard.recv(_MESSAGE_BYTES))
-            answer = None
-            if command[1] == "-m" and command[2] in IMPORTS:
+            path, problem = None, ""
+            if command[1] == "-m" and command[2] in _IMPORTS:
                 theirs = {name: value for name, value in environment.items() if name not in _OWN}
                 theirs["PYTHONPATH"] = os.pathsep.join(environment["PYTHONPATH"].split(os.pathsep)[1:])
                 key = json.dumps([command[0], command[2], theirs], sort_keys=True)
                 if key not in known:
                     known[key] = str(folder / str(len(known)))
-                    stack.enter_context(_imported(command[0], command[2], theirs, Path(known[key])))
-                answer = known[key]
-            guard.send(json.dumps(answer).encode())
+                    problems[key] = stack.enter_context(_imported(command[0], command[2], theirs, Path(known[key])))
+                path, problem = known[key], problems[key]
+            guard.send(json.dumps([path, problem]).encode())
 
 
 @contextlib.contextmanager
-def _imported(python: str, module: str, environment: Mapping[str, str], path: Path) -> Iterator[None]:
-    """A process with the imports of ``module``, which serves forks at ``path``."""
+def _imported(python: str, module: str, environment: Mapping[str, str], path: Path) -> Iterator[str]:
+    """A process with the imports of ``module``, which serves forks at ``path``. Yields why it does not; else empty."""
     packages = path.with_name(f"{path.name}.packages")
     packages.mkdir()
     (packages / "rl_megatron").symlink_to(Path(__file__).parents[2] / "rl_megatron")
     whole = os.pathsep.join(filter(None, (str(packages), environment["PYTHONPATH"])))
-    command = (python, "-P", str(Path(__file__).with_name("imported.py")), module, _GUARD, str(path), *IMPORTS[module])
+    command = (python, "-P", str(Path(__file__).with_name("imported.py")), module, _GUARD, str(path), *_IMPORTS[module])
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -123,7 +127,8 @@ def _imported(python: str, module: str, environment: Mapping[str, str], path: Pa
         start_new_session=True,
     ) as process:
         assert process.stdout is not None
-        said = process.stdout.readline()
-        while said and said != "ready\n":
-            said = process.stdout.readline()
-        yield
+        ready, _, _ = select.select([process.stdout], [], [], _READY_SECONDS)
+        said = process.stdout.readline() if ready else ""
+        if said != "ready\n":
+            process.kill()
+        yield "" if said == "ready\n" else f"no imports of {module} within {_READY_SECONDS:.0f} s; it said {said!r}"

@@ -239,8 +239,8 @@ def test_a_merge_of_adapters_has_those_of_the_base(saved: tuple[Path, dict[str, 
     merged, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "plain"))
     assert merged.keys() == plain.keys()
     changed = {name for name in plain if not torch.equal(merged[name], plain[name])}
-    for name in changed:  # the sum over ranks is rounded up to four times, by kernels that depend on the processor
-        torch.testing.assert_close(merged[name], tensors[name] + 8, rtol=0, atol=4e-6)
+    for name in changed:  # on one processor they differ in the last bit of 8
+        torch.testing.assert_close(merged[name], tensors[name] + 8, rtol=0, atol=1e-6)
     assert {int(name.split(".")[2]) for name in changed} == set(range(shape.num_layers))
     assert json.loads((tmp_path / "merged/config.json").read_text())["num_nextn_predict_layers"] == 2
 
