@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 from launcher.control.address import address_of
 from launcher.control.client import ask_run
+from launcher.hosts.ray.node import COMPLETE
 from launcher.hosts.slurm import jobs
 from launcher.wire.greetings import this_node
 from rl_megatron.config.io import load_config
@@ -41,6 +43,9 @@ def join_cluster_of(run: Path) -> None:
         ray.stdin.write(told["line"].encode())
         ray.stdin.flush()
         _answer(run, "joined", node=node, seconds=limit + _ASK_SECONDS)
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            ray.stdin.write(COMPLETE)
+            ray.stdin.flush()
         print(
             f"{node} has joined; `rl-megatron engines {run} add --node {node}` starts a server on it, Ctrl-C takes the "
             "node away again",

@@ -23,7 +23,7 @@ from typing_extensions import override
 from launcher.control.listener import Control
 from launcher.hosts.ray.guests import Guests
 from launcher.hosts.ray.head import await_health, join_cluster, start_here, take_sigterm_back
-from launcher.hosts.ray.node import Bundle, NodeCall, engine_node_command, node_command, shares, totals
+from launcher.hosts.ray.node import COMPLETE, Bundle, NodeCall, engine_node_command, node_command, shares, totals
 from launcher.hosts.ray.server_actors import ActorGuard, make_free_actor, make_server_actor
 from launcher.hosts.sites import cpus_of_engine_node, visible_gpus
 from launcher.hosts.slurm.allocation import Allocation
@@ -159,6 +159,9 @@ class RayCluster:
         ]
         wanted = {name for _, told in calls for has in told.resources.values() for name in has}
         await self._come_up(stack, self._join(call, wanted), steps)
+        for step in steps:
+            assert step.stdin is not None
+            step.stdin.write(COMPLETE)
 
     def _node_command(self, allocation: Allocation, placement: Placement) -> list[str]:
         slurm, python = self._config.slurm, sys.executable

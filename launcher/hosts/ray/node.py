@@ -31,6 +31,8 @@ from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import Placement
 from rl_megatron.placement.seats import Seat
 
+RAYLET_SECONDS = 30.0  # `raylet_start_wait_time_s` in ray/_private/node.py of Ray 2.60
+COMPLETE = b"\n"  # the controller's line once the cluster has all its nodes
 OBJECT_STORE_BYTES = 100_000_000  # almost unused
 SETTINGS = {
     "RAY_AUTH_MODE": "token",
@@ -149,22 +151,67 @@ def main() -> None:
     call = NodeCall(**json.loads(sys.stdin.readline()))
     private_folder(Path(call.folder))
     own = await_head(call, threading.Event()) if this_node() != call.head else ""
-    ray = subprocess.Popen(
-        [*_RAY, *options(call, this_node(), own)],
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **environment(call.token)},
-        preexec_fn=die_with_parent,
-    )
-    controller_gone = threading.Event()
-    threading.Thread(target=_end_with_controller, args=(ray, controller_gone), daemon=True).start()
-    status = ray.wait()
+    watch = ControllerWatch()
+    try:
+        status = run_ray([*_RAY, *options(call, this_node(), own)], environment(call.token), call.seconds, watch)
+    finally:
+        shutil.rmtree(call.folder, ignore_errors=True)
+    sys.exit(0 if watch.gone else status)
+
+
+class ControllerWatch:
+    """What the controller tells on the standard input: a line once the cluster has all its nodes, and the end."""
+
+    def __init__(self) -> None:
+        self.complete = self.gone = False
+        self._ray: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def watch(self, ray: subprocess.Popen[bytes]) -> None:
+        """Kill this process when the controller is gone; at once if it is."""
+        with self._lock:
+            self._ray = ray
+            if self.gone:
+                ray.kill()
+
+    def _read(self) -> None:
+        while os.read(0, 1):
+            self.complete = True
+        with self._lock:
+            self.gone = True
+            if self._ray is not None:
+                self._ray.kill()
+
+
+def run_ray(command: Sequence[str], variables: Mapping[str, str], seconds: float, watch: ControllerWatch) -> int:
+    """Run ``ray start --block`` to its end; return its status. No process of it is left.
+
+    Where files are slow or a node is busy, Ray gives up on its own raylet after `RAYLET_SECONDS`, which no setting
+    changes; so one that ends after them is started again, for ``seconds`` in all and while the cluster lacks nodes.
+    What ends sooner has another cause.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        begun = time.monotonic()
+        ray = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env={**os.environ, **variables}, preexec_fn=die_with_parent
+        )
+        watch.watch(ray)
+        status = ray.wait()
+        _kill_children()
+        now = time.monotonic()
+        if watch.gone or watch.complete or now < begun + RAYLET_SECONDS or now > end:
+            return status
+        print(f"Ray ended with status {status} after {now - begun:.0f} s; it starts again", flush=True)
+
+
+def _kill_children() -> None:
     while children := psutil.Process().children(recursive=True):
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         psutil.wait_procs(children, timeout=1.0)
-    shutil.rmtree(call.folder, ignore_errors=True)
-    sys.exit(0 if controller_gone.is_set() else status)
 
 
 def options(call: NodeCall, node: str, own: str) -> list[str]:
@@ -214,13 +261,6 @@ def await_head(call: NodeCall, given_up: threading.Event) -> str:
 def health_command(call: NodeCall) -> list[str]:
     """A command that exits with status 0 once the head answers, and with another after half a minute."""
     return [*_RAY, "health-check", f"--address={call.host}:{call.port}"]
-
-
-def _end_with_controller(ray: subprocess.Popen[bytes], controller_gone: threading.Event) -> None:
-    while os.read(0, 1):
-        pass
-    controller_gone.set()
-    ray.kill()
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from launcher.hosts.ray.node import Bundle, NodeCall, node_command, options, shares, totals
+from launcher.hosts.ray.node import COMPLETE, Bundle, NodeCall, node_command, options, shares, totals
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.placement.ranks import place
@@ -84,3 +85,59 @@ def test_a_folder_that_is_there_already_and_open_to_others_is_not_taken(tmp_path
     assert done.returncode == 1
     assert re.search(rb"no folder of user \d+ alone", done.stderr)
     assert not [*folder.iterdir()]
+
+
+STARTS = """import pathlib, subprocess, sys
+starts = pathlib.Path(sys.argv[1])
+starts.mkdir(exist_ok=True)
+count = len([*starts.iterdir()])
+left = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)
+(starts / str(count)).write_text(str(left.pid))
+print("begun", flush=True)
+if count < 2:
+    sys.exit(7)
+left.wait()
+"""
+RUN = f"""import sys
+from launcher.hosts.ray import node
+from launcher.processes.parent import adopt_orphans
+node.RAYLET_SECONDS = float(sys.argv[2])
+adopt_orphans()
+ray = [sys.executable, "-c", {STARTS!r}, sys.argv[1]]
+sys.exit(node.run_ray(ray, {{}}, float(sys.argv[3]), node.ControllerWatch()))
+"""
+
+
+def started(tmp_path: Path, told: bytes, wait: float, seconds: float) -> tuple[int, list[int]]:
+    """The status, and the processes that each start left. The controller tells that all nodes are there before the
+    first start, or is gone after the last."""
+    folder = tmp_path / "starts"
+    command = [sys.executable, "-c", RUN, str(folder), str(wait), str(seconds)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(told)
+        process.stdin.flush()
+        begun = 0
+        for line in process.stdout:
+            begun += line == b"begun\n"
+            if begun == 3:
+                process.stdin.close()
+                break
+        status = process.wait(600)
+    return status, [int((folder / str(number)).read_text()) for number in range(len([*folder.iterdir()]))]
+
+
+@pytest.mark.parametrize(
+    ("told", "wait", "seconds", "starts"),
+    [(b"", 0.0, 3600.0, 3), (b"", 30.0, 3600.0, 1), (b"", 0.0, 0.0, 1), (COMPLETE, 0.0, 3600.0, 1)],
+    ids=["slow", "ends at once", "too long", "all nodes were there"],
+)
+def test_a_slow_start_of_ray_is_tried_again_until_the_cluster_has_all_nodes(
+    tmp_path: Path, told: bytes, wait: float, seconds: float, starts: int
+) -> None:
+    """Ray gives up on its raylet after 30 s, which no setting changes."""
+    status, left = started(tmp_path, told, wait, seconds)
+    assert len(left) == starts
+    assert status == (-9 & 255 if starts == 3 else 7)
+    assert not [pid for pid in left if psutil.pid_exists(pid)]
