@@ -6,13 +6,10 @@ A guard of a forked run (tests/e2e/forked.py) is in an interpreter of its own, a
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
-import selectors
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +21,7 @@ from typing import Any
 
 from launcher.processes import engine_guard
 from launcher.processes.parent import die_with_parent
+from tests import fork_server
 
 REPOSITORY = Path(__file__).parents[2]
 MODULE = "rl_megatron.rollout.servers.embedded.server"
@@ -39,43 +37,14 @@ sys.exit(be_guard(sys.argv[1], sys.argv[2:]))
 def serve(folder: Path, ready: Any) -> None:
     """Fork servers for the guards that `GUARD` in ``folder`` starts, until the process that started this one ends."""
     (folder / GUARD).write_text(_SCRIPT)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(folder / SOCKET))
-    listener.listen()
-    ready.set()
-    parent = parent_process()
+    listener, parent = fork_server.listening(str(folder / SOCKET)), parent_process()
     assert parent is not None
-    with selectors.DefaultSelector() as watched:
-        watched.register(listener, selectors.EVENT_READ)
-        watched.register(parent.sentinel, selectors.EVENT_READ)
-        while True:
-            for key, _ in watched.select():
-                if key.fileobj == parent.sentinel:
-                    shutil.rmtree(folder, ignore_errors=True)
-                    return
-                if key.fileobj is listener:
-                    guard, _ = listener.accept()
-                    pid = _fork(guard)
-                    end = os.pidfd_open(pid)
-                    for either in (guard, end):
-                        watched.register(either, selectors.EVENT_READ, (pid, guard, end))
-                elif key.fileobj in watched.get_map():  # else both ended at once
-                    _end(watched, *key.data)
+    ready.set()
+    fork_server.serve(listener, parent.sentinel, _fork)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def _end(watched: selectors.BaseSelector, pid: int, guard: socket.socket, end: int) -> None:
-    """A server has ended, or its guard has: tell the one, or kill the other."""
-    watched.unregister(guard)
-    watched.unregister(end)
-    os.kill(pid, signal.SIGKILL)  # it may be a zombie
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with guard, contextlib.suppress(OSError):
-        guard.send(json.dumps(code).encode())
-    os.close(end)
-
-
-def _fork(guard: socket.socket) -> int:
-    message, descriptors, _, _ = socket.recv_fds(guard, _MESSAGE_BYTES, 3)
+def _fork(guard: socket.socket, message: bytes, descriptors: list[int]) -> int:
     pid = os.fork()
     if pid == 0:
         try:
@@ -94,8 +63,6 @@ def _fork(guard: socket.socket) -> int:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    for descriptor in descriptors:
-        os.close(descriptor)
     guard.send(json.dumps(pid).encode())
     return pid
 

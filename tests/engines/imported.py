@@ -9,7 +9,6 @@ this process. Forks are sound while OpenMP has one thread, as the tests run.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import importlib
 import importlib.util
@@ -24,12 +23,12 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Set
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
 from setproctitle import getproctitle, setproctitle
-
-_MESSAGE_BYTES = 1 << 17  # a command and an environment
 
 
 def main(module: str, guard_file: str, path: str, *imports: str) -> None:
@@ -42,55 +41,36 @@ def main(module: str, guard_file: str, path: str, *imports: str) -> None:
         importlib.import_module(name)
     assert threading.active_count() == 1, f"forks of threads: {threading.enumerate()}"
     guard, cores = _loaded(guard_file), os.sched_getaffinity(0)
+    fork_server = _loaded(str(Path(__file__).parents[1] / "fork_server.py"))
     made = {name: value for name, value in os.environ.items() if begun.get(name) != value}
     forks = _Forks(server, made, changed=made.keys() & begun.keys())
     gc.collect()
     gc.freeze()
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(path)
-    listener.listen()
+    listener = fork_server.listening(path)
     os.write(ready, b"ready\n")
-    with selectors.DefaultSelector() as watched:
-        watched.register(0, selectors.EVENT_READ)
-        watched.register(listener, selectors.EVENT_READ)
-        while True:
-            for key, _ in watched.select():
-                if key.fileobj == 0:
-                    return
-                if key.fileobj is listener:
-                    asked, _ = listener.accept()
-                    pid = _fork(asked, listener, guard, forks, cores)
-                    end = os.pidfd_open(pid)
-                    for either in (asked, end):
-                        watched.register(either, selectors.EVENT_READ, (pid, asked, end))
-                elif key.fileobj in watched.get_map():  # else both ended at once
-                    _end(watched, *key.data)
+    fork_server.serve(listener, 0, partial(_fork, listener, guard, forks, cores))
 
 
 def _loaded(path: str) -> ModuleType:
-    """The guard's program, which imports nothing of its package."""
-    spec = importlib.util.spec_from_file_location("engine_guard", path)
+    """The module of a file that imports nothing of its package."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None
     assert spec.loader is not None
-    guard = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(guard)
-    return guard
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def _end(watched: selectors.BaseSelector, pid: int, asked: socket.socket, end: int) -> None:
-    """A guard has ended, or its caller has: tell the caller, or kill the guard."""
-    watched.unregister(asked)
-    watched.unregister(end)
-    os.kill(pid, signal.SIGKILL)  # it may be a zombie
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with asked, contextlib.suppress(OSError):  # it is gone
-        asked.send(json.dumps(code).encode())
-    os.close(end)
-
-
-def _fork(asked: socket.socket, listener: socket.socket, guard: ModuleType, forks: _Forks, cores: set[int]) -> int:
+def _fork(
+    listener: socket.socket,
+    guard: ModuleType,
+    forks: _Forks,
+    cores: set[int],
+    asked: socket.socket,
+    message: bytes,
+    descriptors: list[int],
+) -> int:
     """Fork a guard, whose server is a fork of it."""
-    message, descriptors, _, _ = socket.recv_fds(asked, _MESSAGE_BYTES, 3)
 
     def run() -> int:
         host, command, folder, environment = json.loads(message)
@@ -112,8 +92,6 @@ def _fork(asked: socket.socket, listener: socket.socket, guard: ModuleType, fork
     pid = os.fork()
     if pid == 0:
         _leave(run)
-    for descriptor in descriptors:
-        os.close(descriptor)
     return pid
 
 
