@@ -46,7 +46,7 @@ class MeasuredSet:
 
     problems: tuple[str, ...]  # ids
     samples: int
-    right: tuple[int, ...]  # [P], samples whose reward is at least eval.success_reward
+    right: tuple[int, ...]  # [P], samples whose own reward is at least eval.success_reward
     votes: tuple[float, ...] | None  # [P], maj@n of each; None where the reward reads no answers, or n is 1
     errors: int  # samples without a finite reward; they count as wrong
     length: float  # mean tokens of a sample, of all its turns
@@ -108,9 +108,8 @@ def _versions(turns: Sequence[Turn]) -> Mapping[int, int]:
 
 
 def _judged(answer: Answered, samples: int, success_reward: float) -> list[bool]:
-    """Whether each sample is right; none of a prompt that was not sampled, nor one without a finite reward."""
-    if answer.rewards:
-        return [reward >= success_reward for reward in answer.rewards]
+    """Whether each sample is right; none of a prompt that was not sampled, nor one without a finite reward, whatever
+    number trains in its place."""
     judged = [one.error is None and one.total >= success_reward for one in answer.scored]
     return judged or [False] * samples
 

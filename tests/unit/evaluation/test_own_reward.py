@@ -59,11 +59,12 @@ def fails(prompt: object, completions: object, texts: object) -> list[float]:
 
 
 def test_what_follows_an_error_is_what_the_sets_own_reward_says(model: Path) -> None:
+    """A sample that failed is wrong, also where the number in its place is a success."""
     own = [f"eval.sets.exact.reward.{key}" for key in (f"function={__name__}:fails", "on_error=1.0")]
     config = load_config("tiny_cpu", [*SETS, *own])
     sampler, data = built(config, model)
     measured = asyncio.run(measure(sampler, data.sets[1], config.eval))
-    assert (measured.errors, measured.right) == (4, (1, 1, 1, 1))
+    assert (measured.errors, measured.right) == (4, (0, 0, 0, 0))
     sampler, data = built(load_config("tiny_cpu", [*SETS, own[0]]), model)
     with pytest.raises(RewardError, match=r"fails.*price"):
         asyncio.run(measure(sampler, data.sets[1], config.eval))
