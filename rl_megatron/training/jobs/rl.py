@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +13,7 @@ from typing_extensions import override
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import DataError
-from rl_megatron.rollout.batch import GroupSource, RolloutBatch
+from rl_megatron.rollout.batch import GroupSource, Reason, RolloutBatch
 from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.rollout.stream import Stream
 from rl_megatron.training.credit.shaping import groups_that_differ
@@ -34,6 +36,16 @@ def stream_of(config: RunConfig, prompts: PromptStream, source: GroupSource, led
     )
 
 
+_LEFT_OUT: Mapping[Reason, str] = {
+    "equal_rewards": "equal rewards",
+    "poison": "servers that ended under them",
+    "reward_error": "failed rewards",
+    "environment_error": "failed trajectories",
+    "long_prompt": "prompts that are too long",
+    "nothing_sampled": "trajectories without a sampled turn",
+}
+
+
 @dataclass(slots=True, kw_only=True)
 class Reinforcement(GroupJob):
     """Takes its groups from the stream, which draws from ``prompts``."""
@@ -48,13 +60,14 @@ class Reinforcement(GroupJob):
         batch = await self.stream.take(self.number)
         if len(batch.groups) >= wanted:
             return batch
-        left_out = batch.dropped_groups + batch.filtered_groups
+        reasons = Counter(one.answered.reason for one in batch.places if one.answered is not None)
+        left_out = {reason: reasons[reason] for reason in _LEFT_OUT if reasons[reason]}
         found = (
-            f"step {self.number}: {len(batch.groups) + left_out} prompts left {len(batch.groups)} groups to train on, "
-            f"{wanted} were wanted: {batch.dropped_groups} were dropped for a failed reward or because servers ended "
-            f"under them (log.txt names them), {batch.filtered_groups} had equal rewards"
+            f"step {self.number}: {len(batch.groups) + sum(left_out.values())} prompts left {len(batch.groups)} groups "
+            f"to train on, {wanted} were wanted; left out, as log.txt says of each: "
+            + ", ".join(f"{count} for {_LEFT_OUT[reason]}" for reason, count in left_out.items())
         )
-        if not batch.groups and not batch.filtered_groups:
-            raise DataError(f"{found}. Fix the reward or the data")
+        if not batch.groups and "equal_rewards" not in left_out and left_out.keys() != {"poison"}:
+            raise DataError(f"{found}. Fix these, or the data")
         logger.warning("%s; the step trains on these", found)
         return batch

@@ -18,7 +18,7 @@ from rl_megatron.errors import DataError, Stopped
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
-from rl_megatron.rollout.batch import Answered, Drawn
+from rl_megatron.rollout.batch import Answered, Drawn, Reason
 from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
@@ -143,9 +143,26 @@ def test_rewards_that_all_fail_end_the_run(tmp_path: Path, mode: str, tries: int
     failed = [Answered(group=None, reason="reward_error")] * 4 * tries
     with pytest.raises(
         DataError,
-        match=rf"{4 * tries} were dropped for a failed reward or because servers ended under them \(log.txt.*Fix the",
+        match=rf"left out, as log.txt says of each: {4 * tries} for failed rewards\. Fix these",
     ):
         step(tmp_path, failed, rollout={"dynamic_sampling": mode})
+
+
+def test_what_left_a_step_without_a_group_is_named(tmp_path: Path) -> None:
+    reasons: list[Reason] = ["environment_error", "long_prompt", "environment_error", "poison"]
+    failed = [Answered(group=None, reason=reason) for reason in reasons]
+    with pytest.raises(
+        DataError, match=r"1 for servers that ended .*, 2 for failed traj.*, 1 for prompts that are too"
+    ):
+        step(tmp_path, failed)
+
+
+def test_a_step_that_poison_alone_empties_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A step of one prompt: servers that end under more than one, and than 1 % of all, end the run by themselves."""
+    poison = [Answered(group=None, reason="poison")]
+    row, taken = step(tmp_path, poison, rollout={"prompts_per_step": 1})
+    assert (row["groups/trained"], row["groups/dropped"], taken) == (0, 1, 0)
+    assert "1 for servers that ended under them" in caplog.text
 
 
 def test_a_batch_whose_every_completion_is_left_out_moves_no_weight(
