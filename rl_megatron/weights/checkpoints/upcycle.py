@@ -132,7 +132,7 @@ def upcycle(
         tensors,
         files,
         companion=source,
-        config=_config(config_text(source, {str(dtype)} if dtype else set()), width, given),
+        config=_config(config_text(source, {str(dtype)} if dtype else set()), shape, width, given),
         options=options_of(source, None, dtype, shard_bytes) | {"upcycle": given.model_dump(mode="json")},
         shard_bytes=shard_bytes,
         on_bytes=on_bytes,
@@ -228,9 +228,15 @@ def _dtype_of_mlp(stored: Sequence[Copy]) -> DType:
     return next(tensor.dtype for tensor in stored if tensor.name.endswith(_PARTS[2]))
 
 
-def _config(text: str, width: int, given: Upcycling) -> str:
-    """The new config.json, of the dense one's text."""
+def _config(text: str, shape: ModelShape, width: int, given: Upcycling) -> str:
+    """The new config.json, of the dense one's text, which may leave out what is its family's default alone."""
     config: dict[str, object] = json.loads(text)
     config.pop("num_local_experts", None)  # transformers 5's name
-    sizes = {"num_experts": given.experts, "num_experts_per_tok": given.chosen, "moe_intermediate_size": width}
+    sizes = {
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "num_experts": given.experts,
+        "num_experts_per_tok": given.chosen,
+        "moe_intermediate_size": width,
+    }
     return json.dumps({**config, **_ROUTED, **sizes}, indent=2) + "\n"

@@ -163,3 +163,17 @@ def test_the_command_line(dense: Path, tmp_path: Path) -> None:
     assert f"check it: rl-megatron verify {tmp_path / 'moe'}" in said.output
     assert "--against" not in said.output
     assert logits(Qwen3MoeForCausalLM.from_pretrained(tmp_path / "moe")).isfinite().all()
+
+
+def test_sizes_that_are_defaults_of_the_dense_family_alone_are_written(dense: Path, tmp_path: Path) -> None:
+    """transformers leaves defaults out in some versions; Qwen3-MoE has 4 heads of keys and no head_dim by itself."""
+    sizes = {"num_key_value_heads": 32, "head_dim": 128}
+    config = Qwen3Config.from_pretrained(dense, num_attention_heads=32, **sizes)
+    torch.manual_seed(1)
+    model = Qwen3ForCausalLM(config)
+    folder, out = tmp_path / "dense", tmp_path / "out"
+    model.save_pretrained(folder)
+    left = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({key: left[key] for key in left.keys() - sizes.keys()}))
+    upcycle(folder, out, read_upcycling("experts=4"))
+    torch.testing.assert_close(logits(Qwen3MoeForCausalLM.from_pretrained(out)), logits(model), atol=2e-5, rtol=0)
