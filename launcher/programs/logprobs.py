@@ -66,6 +66,7 @@ def compare_logprobs(
             f"{folder} is a sequence classifier, which scores texts and has no log-probs; give the model that it was "
             "trained from"
         )
+    _check_known(reference)
     texts = made_up_texts(shape.vocab_size, min(_TOKENS, shape.longest), num_texts)
     ours = _learner(folder, shape, learner, texts, threads)
     theirs = _transformers(reference, texts, threads)
@@ -75,6 +76,24 @@ def compare_logprobs(
     said = "within" if worst <= tolerance else "NOT within"
     console.print(f"{folder} beside transformers' {reference}: {said} {tolerance:g}", soft_wrap=True, highlight=False)
     return worst <= tolerance
+
+
+def _check_known(folder: Path) -> None:
+    """Raises ConfigError for a model that transformers has no class for."""
+    from transformers import AutoConfig, __version__
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    try:
+        if AutoConfig.from_pretrained(folder, trust_remote_code=False).model_type in KNOWN:
+            return
+    except ValueError as error:
+        reason = str(error).partition("\n")[0]
+    else:
+        reason = "its class of this model_type gives no log-probs"
+    raise ConfigError(
+        f"{folder}: transformers {__version__} cannot compute it beside: {reason:.300}; give --against a folder of the "
+        "same weights whose model_type it knows (Kimi-K2's are deepseek_v3)"
+    )
 
 
 def differences(ours: LogProbs, theirs: LogProbs, tolerance: float) -> tuple[Table, float]:

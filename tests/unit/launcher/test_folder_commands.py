@@ -172,6 +172,16 @@ def test_verify_compares_to_the_bit_and_with_transformers(
     assert "which transformers cannot read; give --against" in capfd.readouterr().err
 
 
+def test_a_model_that_transformers_does_not_know_is_refused_before_the_learner_scores_it(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kimi = shutil.copytree(folders / "hf", tmp_path / "kimi")
+    config = json.loads((kimi / "config.json").read_text())
+    (kimi / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2"}))
+    assert main_of("verify", kimi, "--logprobs", "--texts", "2") == 1
+    assert "give --against a folder of the same weights whose model_type it knows" in capsys.readouterr().err
+
+
 def test_errors_about_a_runs_checkpoint_lead_to_what_reads_it(
     folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
