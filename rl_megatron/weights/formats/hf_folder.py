@@ -97,13 +97,18 @@ def read_headers(folder: Path) -> Headers:
 def weight_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
     """The folder's safetensors files, and the file in which the index places each tensor (empty without an index).
 
-    Raises CheckpointError that names each missing file.
+    Raises CheckpointError that names each missing file, and where there are two sets of weights.
     """
     index = folder / INDEX
     if not index.is_file() and not (folder / SINGLE).is_file():
         raise CheckpointError(f"{folder}: it has neither {INDEX} nor {SINGLE}; give a safetensors checkpoint")
     placed = read_json(index, _Index, CheckpointError).weight_map if index.is_file() else {}
     files = sorted(set(placed.values())) or [SINGLE]
+    if SINGLE not in files and (folder / SINGLE).is_file():
+        raise CheckpointError(
+            f"{folder}: it has two sets of weights, {SINGLE}, for transformers, and the files of {INDEX}, for "
+            "engines; remove one of them"
+        )
     outside = [shorten(name) for name in files if not is_plain(name)]
     if outside:
         raise CheckpointError(f"{folder}: {INDEX} names files outside of the folder: {_some(outside)}")

@@ -179,6 +179,14 @@ def test_an_index_names_files_of_its_folder_alone(hf: Path, tmp_path: Path, weig
         assert INDEX in outcome(read, folder)
 
 
+def test_two_sets_of_weights_are_refused(hf: Path, tmp_path: Path) -> None:
+    """transformers reads the one, engines the other."""
+    folder = copy_of(hf, tmp_path / "two", INDEX)
+    (folder / "model.safetensors").write_bytes((folder / "model-00001-of-00003.safetensors").read_bytes())
+    for read in (read_hf, read_streamed):
+        assert "it has two sets of weights" in outcome(read, folder)
+
+
 @pytest.mark.parametrize(
     "tensor",
     [
