@@ -10,7 +10,7 @@ YAML.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,7 +44,8 @@ def main(
 def run(folder: Path, source: str, keys: Iterable[str] = ()) -> None:
     """Write both files, or neither.
 
-    Raises ConfigError for an unknown source, keys that it does not take, and files that exist.
+    Raises ConfigError for an unknown source, keys that it does not take, what JSON cannot hold or is empty of what it
+    gives, and files that exist.
     """
     function = SOURCES.get(source) or load_named(source, "SOURCE", "function", callable)
     paths = folder / "train.jsonl", folder / "eval.jsonl"
@@ -54,7 +55,9 @@ def run(folder: Path, source: str, keys: Iterable[str] = ()) -> None:
         splits = function(**dict(_pair(one) for one in keys))
     except TypeError as error:
         raise ConfigError(f"{source}: {error}") from error
-    texts = ["".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) for rows in splits]
+    if not isinstance(splits, tuple | list) or len(splits) != len(paths):
+        raise ConfigError(f"{source} gave {splits!r:.80}; it must give a pair: rows to train on, and held-out rows")
+    texts = ["".join(_lines(source, path.name, rows)) for path, rows in zip(paths, splits, strict=True)]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         for path, text in zip(paths, texts, strict=True):  # half of a surrogate pair is written as JSON escapes it
@@ -65,6 +68,21 @@ def run(folder: Path, source: str, keys: Iterable[str] = ()) -> None:
         raise
     for path, text in zip(paths, texts, strict=True):
         print(f"{path}: {text.count(chr(10))} problems")
+
+
+def _lines(source: str, file: str, rows: Rows) -> Iterator[str]:
+    number = 0
+    for number, row in enumerate(rows, 1):
+        try:
+            if not isinstance(row, Mapping):
+                raise TypeError(f"{row!r:.80} is no mapping")
+            yield json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{source}, row {number} of {file}: {error}; give texts, finite numbers of Python, lists and mappings"
+            ) from error
+    if not number:
+        raise ConfigError(f"{source} gave no row for {file}; a run reads both files")
 
 
 def _pair(given: str) -> tuple[str, Any]:

@@ -31,7 +31,17 @@ _SHOWN = 8  # rejected layouts
 _KINDS = (("throughput", "tokens/s a GPU"), ("memory", "GB on the fullest GPU"), ("rl", "seconds of a whole step"))
 
 
+_READ: Mapping[str, frozenset[str]] = {
+    "check": frozenset({"check", "machine", "as_json"}),
+    "calibrate": frozenset({"calibrate", "device", "ranks", "threads"}),
+    "points": frozenset({"points"}),
+    "MODEL": frozenset({"arguments", "explain", "as_json", "exact", "write"}),
+}
+"""The parameters that each of the command's ways reads."""
+
+
 def scale(
+    context: typer.Context,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
@@ -76,13 +86,15 @@ def scale(
     """Plan a run: search layouts of learner and servers on given GPUs, with memory and seconds by term."""
     given = [*(arguments or []), *(["--exact"] if exact else [])]
     if check is not None or calibrate is not None:
-        _of_machines([*given, points], check, machine, as_json, calibrate, device, ranks, threads)
+        _of_machines([*given, points], check, machine, as_json, calibrate, device, ranks, threads, context)
         return
     if points is not None:
         if given:
             raise ConfigError(f"--points compares a file's runs and takes no MODEL: {' '.join(given)}")
+        _refuse_others(context, "points")
         show_points(points)
         return
+    _refuse_others(context, "MODEL")
     _searched(arguments or [], explain=explain, as_json=as_json, exact=exact, write=write)
 
 
@@ -111,6 +123,15 @@ def _searched(arguments: Sequence[str], *, explain: str | None, as_json: bool, e
         console.print(f"written: {write}; rl-megatron submit {write}{name} --dry-run checks it", soft_wrap=True)
 
 
+def _refuse_others(context: typer.Context, way: str) -> None:
+    """Raises ConfigError for options that are given and that this ``way`` does not read."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE" and parameter.name not in _READ[way]:
+            option = "MODEL" if way == "MODEL" else f"--{way}"
+            raise ConfigError(f"{parameter.opts[-1]} does nothing with {option}; leave one of them out")
+
+
 def _of_machines(
     others: Sequence[object],
     check: Path | None,
@@ -120,10 +141,12 @@ def _of_machines(
     device: str,
     ranks: int,
     threads: int,
+    context: typer.Context,
 ) -> None:
     """Compare a run with its prediction, or measure this machine; ``others`` are arguments of a search."""
     if any(others) or None not in (check, calibrate):
         raise ConfigError("--check and --calibrate stand alone: give one of them, and no MODEL or --points")
+    _refuse_others(context, "calibrate" if check is None else "check")
     if check is not None:
         show_checked(checked_run(check, machine), as_json=as_json)
     if calibrate is not None:

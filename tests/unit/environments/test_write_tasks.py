@@ -7,8 +7,10 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rl_megatron.errors import ConfigError
 from tools.write_tasks import run
 
 HALF = "price: 3 € and \ud83d"  # a lone surrogate, as a reply that was cut has it
@@ -18,6 +20,36 @@ Rows = list[dict[str, Any]]
 def problems(question: str = HALF, held_out: int = 1) -> tuple[Rows, Rows]:
     row = {"question": question, "answer": "3"}
     return [row], [row] * held_out
+
+
+def odd(what: str) -> Any:
+    rows = [{"question": "2 + 1", "answer": 3}]
+    others: dict[str, Any] = {
+        "numpy": (rows, [*rows, {"answer": np.int64(3)}]),
+        "nan": ([*rows, {"answer": float("nan")}], rows),
+        "three": (rows, rows, rows),
+        "none": None,
+        "texts": [rows[0], rows[0]],
+        "empty": (rows, []),
+    }
+    return others[what]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("numpy", r"row 2 of eval\.jsonl: .*int64"),
+        ("nan", r"row 2 of train\.jsonl: "),
+        ("three", "it must give a pair"),
+        ("texts", "row 1 of train\\.jsonl: 'question' is no mapping"),
+        ("none", "it must give a pair"),
+        ("empty", r"no row for eval\.jsonl"),
+    ],
+)
+def test_what_is_no_data_is_refused_by_its_row_and_nothing_is_written(tmp_path: Path, what: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path / "out", f"{__name__}:odd", [f"what={what}"])
+    assert not (tmp_path / "out").exists()
 
 
 def given(folder: Path, *keys: str) -> None:

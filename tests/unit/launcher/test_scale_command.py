@@ -110,3 +110,18 @@ def test_a_dry_run_has_as_many_micro_batches_in_flight_as_there_ever_are(pp: int
     assert count % pp == 0, "megatron-core's interleaved schedule wants whole rounds"
     assert count * vpp >= ahead
     assert vpp == 1 or pp * vpp < ahead
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (*ASKED, "--machine", "mine.json"),
+        (*ASKED, "--device", "cuda"),
+        ("--check", "run", "--explain", "all-to-all"),
+        ("--points", "published.json", "--json"),
+        ("--calibrate", "mine.json", "--json"),
+    ],
+)
+def test_options_that_another_way_reads_are_refused(given: tuple[str, ...], said: Said) -> None:
+    (option,) = [word for word in given[1:] if word.startswith("--")]
+    assert f"{option} does nothing with " in said(*given, status=1)
