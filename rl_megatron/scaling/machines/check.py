@@ -164,6 +164,11 @@ def _notes(config: RunConfig, machine: Calibration | None, steps: Rows) -> Itera
         yield f"learner.threads is not set: the ranks may have had other than the calibration's {machine.threads}"
     if config.train.max_staleness:
         yield "sampling overlaps training (train.max_staleness), so that each phase also waits: no sum is compared"
+    if (rank := config.learner.lora.rank) is not None:
+        yield f"training is predicted of all weights, and learner.lora.rank={rank} trains adapters"
+    if led := config.training_environments:
+        key, one = next(iter(led.items()))
+        yield f"sampling is predicted of single completions, and {key}.function={one.function} has several turns"
     if any(row.get("steps/skipped") for row in steps):
         yield "some optimizer steps were skipped, and took less"
     if config.rollout.served and machine is not None:
