@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -43,17 +44,22 @@ class Proportions:
 
     def __init__(self, weights: Mapping[str, float], taken: Mapping[str, int] | None = None) -> None:
         exact = {name: Fraction(weight) for name, weight in weights.items()}
-        self._weights = exact
-        self._sum = sum(exact.values())
+        scale = math.lcm(*(weight.denominator for weight in exact.values()))
+        self._weights = {name: int(weight * scale) for name, weight in exact.items()}  # in the same ratios, and exact
+        self._sum = sum(self._weights.values())
         self.taken = dict(taken) if taken is not None else dict.fromkeys(weights, 0)
 
     def next(self) -> str:
         """Take the next prompt's source."""
         after = 1 + sum(self.taken.values())
         eligible = [name for name, w in self._weights.items() if self.taken[name] * self._sum < w * after]
-        name = min(eligible, key=lambda one: (self.taken[one] + 1) / self._weights[one])
+        name = eligible[0] if len(eligible) == 1 else min(eligible, key=self._due)
         self.taken[name] += 1
         return name
+
+    def _due(self, name: str) -> Fraction:
+        """When its next prompt is, in prompts of all sources."""
+        return Fraction(self.taken[name] + 1, self._weights[name])
 
 
 class Epochs:
