@@ -28,6 +28,7 @@ from tests.virtual_time import run_at_once
 
 STEPS = 10
 TOKENS = np.zeros(301, np.int32)
+ORDER = [prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(len(PROMPTS))]  # of every world
 
 
 @dataclass
@@ -47,7 +48,6 @@ class World:
         seconds = {prompt.id: r.random() * r.choice([1, 1, 1, tail]) for prompt in PROMPTS}
         dropped = {prompt.id for prompt in PROMPTS if r.random() < drop}
         self.source = Source(seconds.__getitem__, dropped.__contains__)
-        self.order = [prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(len(PROMPTS))]
         self.trained: list[tuple[str, int]] = []  # prompt, step
         self.left_out = 0
         self.limit = r.choice([None, None, 1, 2, 7]) if self.served else None  # of groups
@@ -107,7 +107,7 @@ class World:
         waiting = [place.drawn.prompt.id for place in state.places]
         assert len(trained) == len(set(trained)), self.seed
         assert not set(trained) & set(waiting), self.seed
-        assert set(trained) | set(waiting) <= set(self.order[: state.drawn]), self.seed
+        assert set(trained) | set(waiting) <= set(ORDER[: state.drawn]), self.seed
         assert len(trained) + len(waiting) + self.left_out + len(state.left_out) == state.drawn, self.seed
         counted = stream.row()
         assert counted["ledger/drawn"] == state.drawn, self.seed
