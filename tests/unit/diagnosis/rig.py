@@ -19,7 +19,7 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 from rl_megatron.data.problems.prompts import Prompt
 from rl_megatron.diagnosis.case import Setting, TokenizerCheck, WeightCheck
 from rl_megatron.diagnosis.causes import Finding, judge
-from rl_megatron.diagnosis.experiments import Bench, run_experiments
+from rl_megatron.diagnosis.experiments import Bench, Outcomes, run_experiments
 from rl_megatron.diagnosis.sampling import Parameters
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.local.batched import InThisProcess
@@ -251,9 +251,19 @@ def diagnose(
     )
     configured = Parameters(temperature=bench.temperature, top_p=bench.top_p)
     setting = Setting(**dtypes, configured=configured, served=served, replays=replays, head_dtype=head_dtype)
-    outcomes = asyncio.run(run_experiments(bench, prompts(), completions=3, worth=setting.noise))
-    outcomes = replace(outcomes, **planted)
+    outcomes = replace(found_by(bench, worth=setting.noise), **planted)
     return {f.cause: f for f in judge(outcomes, setting, weights, tokenizer)}
+
+
+def found_by(bench: Bench, *, worth: float) -> Outcomes:
+    """Not as the loop's result: at its end ``asyncio.run`` writes that out, all tensors too, and drops the text."""
+    outcomes: list[Outcomes] = []
+
+    async def run() -> None:
+        outcomes.append(await run_experiments(bench, prompts(), completions=3, worth=worth))
+
+    asyncio.run(run())
+    return outcomes[0]
 
 
 def guilty(found: dict[str, Finding]) -> list[str]:
