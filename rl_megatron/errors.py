@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_MOST_SHOWN = 60  # characters of a value
+
 
 class RLMegatronError(Exception):
     """Base of every error that is the user's to read; the command line prints it without a traceback."""
@@ -68,3 +70,13 @@ class CorruptionError(SyncError):
 
     The processes are in step and nothing but the data is lost: the same sync, tried again, repairs it.
     """
+
+
+def shorten(value: object) -> str:
+    """The value's repr, cut to fit a line of a message."""
+    return cut_to(repr(value), _MOST_SHOWN)
+
+
+def cut_to(text: str, most: int) -> str:
+    """The text, or so many characters of it with dots at the end."""
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.config.errors import shorten
 from rl_megatron.config.resume import changes_no_step, defaults, fixed, is_free
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import CheckpointError
+from rl_megatron.errors import CheckpointError, shorten
 from rl_megatron.training import checkpoints
 
 _MAX_LINES = 20

@@ -12,9 +12,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import cut_to, shorten
 from rl_megatron.section import Section
 
-_MOST_SHOWN = 60  # characters of a value
 _MOST_KEY = 80  # characters of a key
 _NAME = "<name>"  # of the user's own, in a key of a mapping's section
 _MOST_KEYS = 10  # of a section; else the nearest of them
@@ -31,7 +31,7 @@ class _Place(NamedTuple):
     @property
     def shown(self) -> str:
         """The key, cut to what fits a line."""
-        return _cut(self.key, _MOST_KEY)
+        return cut_to(self.key, _MOST_KEY)
 
 
 def explain_errors(errors: Sequence[ErrorDetails]) -> list[str]:
@@ -56,15 +56,6 @@ def near_miss(given: str, names: Iterable[str]) -> str:
     return did_you_mean(difflib.get_close_matches(given, list(names), n=1))
 
 
-def shorten(value: object) -> str:
-    """The value's repr, cut to fit a line."""
-    return _cut(repr(value), _MOST_SHOWN)
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
-
-
 def did_you_mean(names: Sequence[str]) -> str:
     """``" (did you mean 'x' or 'y'?)"``; empty if there are no names."""
     return f" (did you mean {' or '.join(map(repr, names))}?)" if names else ""
@@ -72,7 +63,7 @@ def did_you_mean(names: Sequence[str]) -> str:
 
 def not_a_section(key: str, value: object) -> str:
     """The line for a single value where a section with keys of its own belongs."""
-    place, shown = _locate(key.split(".")), _cut(key, _MOST_KEY)
+    place, shown = _locate(key.split(".")), cut_to(key, _MOST_KEY)
     keys = _keys_of(place, "") if place.key == key else ""  # else within a section whose tag is not in the key
     return f"{shown}={shorten(value)}: a section, not one value; set {shown}.<key>=<value>{keys}"
 

@@ -18,11 +18,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rl_megatron.config import yaml_text
-from rl_megatron.config.errors import did_you_mean, explain_errors, near_miss, not_a_section, shorten
+from rl_megatron.config.errors import did_you_mean, explain_errors, near_miss, not_a_section
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.jobs import JOBS, WarmStartSection
 from rl_megatron.durable import write_atomically
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, shorten
 from rl_megatron.shipped import shipped
 
 _MAX_FILES = 100  # that defaults may lead to

@@ -13,9 +13,8 @@ from pathlib import Path
 import psutil
 
 from rl_megatron.config import yaml_text
-from rl_megatron.config.errors import shorten
 from rl_megatron.durable import write_atomically
-from rl_megatron.errors import DataError
+from rl_megatron.errors import DataError, shorten
 from rl_megatron.experiments.cells import Cell, numbers_of
 from rl_megatron.experiments.queued import Queued, Task, read_task
 from rl_megatron.experiments.study import Study

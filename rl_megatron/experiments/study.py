@@ -12,8 +12,8 @@ from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from rl_megatron.config import yaml_text
-from rl_megatron.config.errors import near_miss, shorten
-from rl_megatron.errors import ConfigError
+from rl_megatron.config.errors import near_miss
+from rl_megatron.errors import ConfigError, shorten
 from rl_megatron.observability.metrics.table import documented
 from rl_megatron.section import Finite, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rl_megatron.config.errors import shorten
-from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError
+from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError, shorten
 from rl_megatron.json_text import parse
 
 MAX_BYTES = 256 << 20  # the index of a trillion parameters in 200,000 tensors has 20 MB

@@ -12,8 +12,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.config.errors import shorten
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, shorten
 from rl_megatron.models.json_files import Fields
 from rl_megatron.models.shape import Rope
 

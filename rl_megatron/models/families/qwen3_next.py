@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.config.errors import shorten
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, shorten
 from rl_megatron.models.families.common import SILU, decoder_fields, refuse_others, text_model, with_defaults
 from rl_megatron.models.shape import DeltaNet, ModelShape
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rl_megatron.config.errors import shorten
-from rl_megatron.errors import CheckpointError, ConfigError
+from rl_megatron.errors import CheckpointError, ConfigError, shorten
 
 _TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, Megatron-Bridge and slime, beside their checkpoints
 _STEP = re.compile(r"\d{1,12}")

@@ -10,8 +10,7 @@ from typing import Annotated, NoReturn
 
 from pydantic import Field
 
-from rl_megatron.config.errors import shorten
-from rl_megatron.errors import CheckpointError, WeightError
+from rl_megatron.errors import CheckpointError, WeightError, shorten
 from rl_megatron.models.families.fields import CLASSIFIER, ConfigFields
 from rl_megatron.models.json_files import JsonFields, read_json
 from rl_megatron.models.shape import STACKED, ModelShape

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from rl_megatron.config.errors import shorten
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, shorten
 from rl_megatron.models.families.fields import ConfigFields, NumberFields, QuantizationFields
 from rl_megatron.models.json_files import read_json
 from rl_megatron.weights.boxes import Shape

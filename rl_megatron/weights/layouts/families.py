@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rl_megatron.config.errors import shorten
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import ConfigError, shorten
 from rl_megatron.models.families.fields import CLASSIFIER, ConfigFields, FamilyField
 from rl_megatron.models.families.refused import REFUSED
 from rl_megatron.models.json_files import Fields, read_json, tensor_names
