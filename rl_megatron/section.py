@@ -61,4 +61,4 @@ class Section(BaseModel):
     """The advice to a user who sets, in one of several alternative sections, a key of another of them."""
     moved: ClassVar[Mapping[str, str]] = {}
     """Former keys of this section, each with the full name of the key that replaced it."""
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)

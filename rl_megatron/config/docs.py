@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core.core_schema import ModelSchema
+from typing_extensions import override
+
 from rl_megatron.config.run import RunConfig
-from rl_megatron.section import MAX_INTEGER
+from rl_megatron.section import MAX_INTEGER, Section
 
 Schema = Mapping[str, Any]  # a JSON schema, as pydantic makes it
 Cells = tuple[str, ...]
@@ -47,9 +54,21 @@ configuration, defaults included, to `runs/<name>/config.yaml`, which is a valid
 _WORDS = {"integer": "integer", "number": "number", "boolean": "`true` or `false`", "string": "text", "null": "`null`"}
 
 
+class _Described(GenerateJsonSchema):
+    """Adds the line under each key, which is read here alone: pydantic would read all at each start of a program."""
+
+    @override
+    def model_schema(self, schema: ModelSchema) -> dict[str, Any]:
+        found = super().model_schema(schema)
+        for key, meaning in _meanings(schema["cls"]).items():
+            if key in found["properties"]:
+                found["properties"][key]["description"] = meaning
+        return found
+
+
 def render() -> str:
     """The page, with a table for each section."""
-    schema = RunConfig.model_json_schema()
+    schema = RunConfig.model_json_schema(schema_generator=_Described)
     sections = dict.fromkeys(_section("", schema, schema["$defs"]))  # each once, also of several kinds of data
     return f"{_HEAD}{''.join(sections)}"
 
@@ -80,6 +99,21 @@ def _section(name: str, section: Schema, definitions: Mapping[str, Schema]) -> I
         yield "\n" + _table(("key", "value", "default", "meaning"), rows)
     for full, section_inside in inner:
         yield from _section(full, section_inside, definitions)
+
+
+def _meanings(section: type) -> dict[str, str]:
+    """What stands under the keys of a section and of its bases; a key that is declared again has its last one's."""
+    found: dict[str, str] = {}
+    for one in (one for one in reversed(section.__mro__) if issubclass(one, Section) and one is not Section):
+        (written,) = ast.parse(inspect.getsource(one)).body
+        assert isinstance(written, ast.ClassDef)
+        for key, behind in pairwise([*written.body, ast.Pass()]):
+            if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name):
+                found.pop(key.target.id, None)
+                match behind:
+                    case ast.Expr(value=ast.Constant(value=str() as text)):
+                        found[key.target.id] = text
+    return found
 
 
 def _table(head: Cells, rows: Sequence[Cells]) -> str:
