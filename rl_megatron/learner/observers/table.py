@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib.metadata import entry_points
 
 import torch
@@ -29,7 +30,7 @@ class Observers:
 
     def __init__(self, models: Sequence[GPTModel], shape: ModelShape, device: torch.device) -> None:
         self._own = [kind(models, shape, device) for kind in OBSERVERS.values()]
-        self._installed = {name: kind(models, shape, device) for name, kind in _installed().items()}
+        self._installed = {name: kind(models, shape, device) for name, kind in installed_observers().items()}
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
@@ -56,7 +57,9 @@ class Observers:
         return found
 
 
-def _installed() -> dict[str, type[Observer]]:
+@cache
+def installed_observers() -> Mapping[str, type[Observer]]:
+    """Observers of other packages, by name, as a process finds them first: a search takes longer than a small model."""
     found: dict[str, type[Observer]] = {}
     for point in entry_points(group=GROUP):
         try:

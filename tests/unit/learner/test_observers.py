@@ -15,6 +15,7 @@ from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.learner import world
 from rl_megatron.learner.megatron import make_policy
+from rl_megatron.learner.observers.table import installed_observers
 from rl_megatron.learner.trained import MegatronLearner
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.observability.metrics.table import documented
@@ -59,6 +60,14 @@ def world_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(TinyModelSection(), tmp_path_factory.mktemp("models"), seed=3)
+
+
+@pytest.fixture(autouse=True)
+def own_packages() -> Iterator[None]:
+    """Those that a test installs, and no other."""
+    installed_observers.cache_clear()
+    yield
+    installed_observers.cache_clear()
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, text: str) -> None:
