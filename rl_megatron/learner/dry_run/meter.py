@@ -43,7 +43,7 @@ class Meter(TorchDispatchMode):
         """Collectives by kind, since then."""
         self.sent: Counter[str] = Counter()
         """Bytes of their larger side, input or output, by kind, since then."""
-        self._sizes: dict[int, int] = {}
+        self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}  # with their bytes
 
     def restart(self) -> None:
         """Forget the peak and the collectives."""
@@ -59,18 +59,21 @@ class Meter(TorchDispatchMode):
             kind = _KINDS.get(func._opname, func._opname)
             self.calls[kind] += 1
             self.sent[kind] += max(sum(x.nbytes for x in tree_leaves(side) if isinstance(x, Tensor)) for side in args)
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor):
-                self._see(x.untyped_storage())
+        if isinstance(out, Tensor):
+            self._see(out.untyped_storage())
+        elif out is not None:
+            for x in tree_leaves(out):
+                if isinstance(x, Tensor):
+                    self._see(x.untyped_storage())
         return out
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
-            self.live += storage.nbytes()
+        if key not in self._alive:
+            size = storage.nbytes()
+            self._alive[key] = size, weakref.ref(storage, lambda _: self._gone(key))
+            self.live += size
             self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._gone, key)
 
     def _gone(self, key: int) -> None:
-        self.live -= self._sizes.pop(key, 0)
+        self.live -= self._alive.pop(key)[0]
