@@ -123,8 +123,7 @@ class OnGpu(Tensor):
     def __torch_dispatch__(
         cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        tensors = _tensors_of((*args, *kwargs.values()))
+        tensors = _tensors_of((*args, *kwargs.values()) if kwargs else args)
         of_host = [tensor for tensor in tensors if not isinstance(tensor, OnGpu)]
         space, name = _name_of(function)
         if space == "c10d":
@@ -133,8 +132,13 @@ class OnGpu(Tensor):
             refuse_mixed(name, args, of_host)
         refuse_unordered(name, args)
         _count_waits(name, args, tensors)
-        with no_dispatch():
-            out = function(*args, **kwargs)
+        undispatched = torch._C._DisableTorchDispatch()  # until it is deleted
+        try:
+            out = function(*args, **kwargs) if kwargs else function(*args)
+        finally:
+            del undispatched
+        if type(out) is Tensor and not of_host:  # most are
+            return OnGpu(out)
         if name in _COPIES and not isinstance(tree_leaves(args[0])[0], OnGpu):
             return out
 
@@ -153,8 +157,13 @@ def _name_of(function: Any) -> tuple[str, str]:
 
 def _tensors_of(values: Sequence[Any]) -> list[Tensor]:
     """The tensors among arguments, those in lists too: most operations have none, and walking a tree is slow."""
-    leaves = (leaf for value in values for leaf in (tree_leaves(value) if isinstance(value, _NESTED) else (value,)))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, _NESTED):
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return found
 
 
 def refuse_mixed(name: str, args: Sequence[Any], of_host: Sequence[Tensor]) -> None:
