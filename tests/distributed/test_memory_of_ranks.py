@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 
+from launcher.controller.learner import LearnerGroup
 from launcher.hosts.local import LocalLauncher
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.io import load_config
@@ -19,6 +20,7 @@ from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import GenerationRequest, ParallelDims, SamplingParams
 from tests.distributed.ragged import ragged_samples
 
+pytestmark = pytest.mark.usefixtures("forked_nursery")
 WARM, STEPS = 100, 500  # the heap still settles at 300
 CYCLE = 25  # steps after which a rank gives back what it has freed
 MOST = 0.02e6  # bytes a step
@@ -49,7 +51,9 @@ def test_it_stays_flat(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with LocalLauncher(model, tmp_path).start(config) as roles:
-            rank = next(p for p in psutil.Process().children(recursive=True) if p.ppid() != os.getpid())  # forked
+            assert isinstance(roles.policy, LearnerGroup)
+            (worker,) = roles.policy._group.workers
+            rank = psutil.Process(worker.process.pid)
             for number in range(1, STEPS + 1):
                 await step(roles, number, g)
                 held.append(rank.memory_info().rss)

@@ -27,6 +27,7 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.types import Samples
 
+pytestmark = pytest.mark.usefixtures("forked_nursery")
 _PIDFD_GETFD = 438  # a system call of Linux 5.6
 LENGTHS = [7, 12, 30, 19] + [500] * 96
 PROMPT = 5

@@ -28,6 +28,7 @@ from rl_megatron.weights.layouts.families import read_shape
 from tests.completions import completion
 from tests.distributed.test_plane import TINY
 
+pytestmark = pytest.mark.usefixtures("forked_nursery")
 PROMPT = Prompt(id="p", text="12+34=", token_ids=(1, 2), answer="46")
 GROUPS = (["46", "a much longer answer, of several words: 46", "", "4", "é 7"], ["one alone"])
 WEIGHTS = {"experts": 2.0, "dense": -0.5}

@@ -7,6 +7,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from launcher.hosts.local import LocalLauncher
@@ -20,6 +21,7 @@ from rl_megatron.training.update import Update
 from rl_megatron.types import Samples
 from tests.distributed.test_plane import TINY, by_transformers, sampled
 
+pytestmark = pytest.mark.usefixtures("forked_nursery")
 LENGTHS = [7, 12, 30, 19, 12, 23, 12, 8]
 GIVEN = (
     *("learner.threads=1", "learner.ep=1", "learner.dp=2", "learner.max_tokens_per_micro_batch=64"),
