@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,10 @@ from tests.rows import policy_loss
 
 STEPS = 3
 BAD = 7  # a sequence
+Alone = Mapping[int, tuple[Path, Any]]
+"""Models, and what was seen of each."""
 CISPO = policy_loss(objective="cispo", aggregation="token_mean")
-TINY = TinyModelSection(num_layers=4)
+LAYERS, STAGED = 2, 4  # of a model, and of one that is cut into stages of more than one layer
 
 
 def make_samples() -> Samples:
@@ -117,7 +120,7 @@ def skipped(megatron: Any, batch: Batch, dp: int) -> list[tuple[int, int]]:
 
 def in_parts(megatron: Any, batch: Batch, dp: int) -> dict[str, float]:
     """How a step of one backward pass for each half, with a score between them and a dropped pass before them, differs
-    from one of a single pass."""
+    from one of a single pass and nothing else."""
     row, counts = batch.micro_batches[dp], {"num_tokens": batch.num_tokens, "num_sequences": batch.num_sequences}
     half = len(row) // 2
     found = []
@@ -128,7 +131,8 @@ def in_parts(megatron: Any, batch: Batch, dp: int) -> dict[str, float]:
             megatron.drop()
         for part in parts:
             losses.append(megatron.backward(part, CISPO, **counts))
-            megatron.score(part, frozenset({"logprobs"}))
+            if len(parts) > 1:
+                megatron.score(part, frozenset({"logprobs"}))
         made = megatron.step(0.0)
         buffers = [b.grad_data for c in megatron._trained for b in (*c.buffers, *c.expert_parallel_buffers)]
         gradient = torch.cat([buffer.flatten() for buffer in buffers])  # a copy
@@ -186,14 +190,14 @@ def assert_as_planned(seen: Any, model: Path, learner: LearnerSection) -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(TINY, tmp_path_factory.mktemp("models"), seed=3)
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One process, one micro-batch."""
-    return run(tmp_path_factory.mktemp("alone") / "cispo", model, LearnerSection())[0]
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """By number of layers: one process, one micro-batch."""
+    root = tmp_path_factory.mktemp("alone")
+    found = {}
+    for layers in (LAYERS, STAGED):
+        model = make_tiny_model(TinyModelSection(num_layers=layers), root / "models", seed=3)
+        found[layers] = model, run(root / f"{layers}", model, LearnerSection())[0]
+    return found
 
 
 def assert_same(seen: Any, alone: Any) -> None:
@@ -219,28 +223,31 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_changes_neither_loss_nor_gradient(name: str, model: Path, alone: Any, tmp_path: Path) -> None:
+def test_layout_changes_neither_loss_nor_gradient(name: str, alone: Alone, tmp_path: Path) -> None:
     learner = LearnerSection.model_validate(LAYOUTS[name])
+    model, wanted = alone[LAYERS if learner.pp == 1 else STAGED]
     seen = run(tmp_path / "cispo", model, learner, max_tokens=200)
-    assert_same(seen, alone)
+    assert_same(seen, wanted)
     for rank in seen:
         assert rank["parts"] == pytest.approx({"gradient": 0, "loss": 0, "load": 0}, abs=1e-6)
     assert 0 < max(gap for rank in seen for gap in rank.get("logits", [])) < 1e-5
 
 
 @pytest.mark.parametrize("max_tokens", [64, 300])
-def test_number_of_micro_batches_changes_nothing(max_tokens: int, model: Path, alone: Any, tmp_path: Path) -> None:
-    assert_same(run(tmp_path / "m", model, LearnerSection(), max_tokens=max_tokens), alone)
+def test_number_of_micro_batches_changes_nothing(max_tokens: int, alone: Alone, tmp_path: Path) -> None:
+    model, wanted = alone[LAYERS]
+    assert_same(run(tmp_path / "m", model, LearnerSection(), max_tokens=max_tokens), wanted)
 
 
-def test_log_probs_are_those_of_transformers(model: Path, alone: Any) -> None:
+def test_log_probs_are_those_of_transformers(alone: Alone) -> None:
     from transformers import AutoModelForCausalLM
 
+    model, seen = alone[STAGED]
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     batch: Batch = pack(make_samples(), dims=LearnerSection().dims, max_tokens=4096)
     (samples,) = batch.micro_batches[0]
-    assert alone["ids"] == [samples.input_ids.tolist()]
-    (found,) = alone["logprobs"]
+    assert seen["ids"] == [samples.input_ids.tolist()]
+    (found,) = seen["logprobs"]
     for i in range(samples.num_sequences):
         one = select(samples, torch.tensor([i]))
         with torch.no_grad():
