@@ -34,6 +34,7 @@ from tests.distributed.ranks import run_ranks
 from tests.optimizer_step import train_step
 from tests.rows import policy_loss
 
+OfLayout = Callable[[str], list[dict[str, Any]]]
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
 IN_WAVES = (
@@ -50,7 +51,9 @@ IN_WAVES = (
     "interpolated",
 )
 """Losses of every aggregation, ratio level and term, each with one denominator."""
-BELOW = ("pp2", "tp2-ep2")
+STAGED = ("alone, two layers", "pp2")
+"""Layouts of two layers, the least that stages take; the others have one, for losses see none."""
+BELOW = (*STAGED, "tp2-ep2")
 """Layouts that cut below the log-probs, of which a loss sees nothing: settings of one function stand for its rows."""
 OF_BELOW = (*IN_WAVES, "dpo", "rejected", "turns", "prompts")
 WAVES_OF_BELOW = ("cispo", "dr_grpo", "kl and entropy", "gkd")  # of both denominators, and of sums over the vocabulary
@@ -58,13 +61,8 @@ REJECTED_MEAN = {"mode": "reject", "level": "sequence", "estimator": "k2", "high
 CRITIC_STEPS, TOP = 3, 9
 KEYS = {"logprobs": "score", "entropy": "entropy", "top": "top"}
 KINDS = ("critic", "own critic")
-LAYOUTS = {
-    "alone": {},
-    "dp2": {"dp": 2},
-    "cp2": {"cp": 2},
-    "pp2": {"pp": 2},
-    "tp2-ep2": {"tp": 2, "ep": 2},
-}
+CUT: dict[str, dict[str, int]] = {"dp2": {"dp": 2}, "cp2": {"cp": 2}, "pp2": {"pp": 2}, "tp2-ep2": {"tp": 2, "ep": 2}}
+LAYOUTS = {"alone": {}, "alone, two layers": {}, **CUT}
 
 
 def make_samples() -> Samples:
@@ -119,7 +117,7 @@ def jobs() -> dict[str, tuple[Loss, int, Samples]]:
 
 
 def waves_of(layout: str) -> Sequence[str]:
-    return () if layout == "alone" else WAVES_OF_BELOW if layout in BELOW else IN_WAVES
+    return () if layout not in CUT else WAVES_OF_BELOW if layout in BELOW else IN_WAVES
 
 
 def turns(samples: Samples) -> dict[str, tuple[Loss, int, Samples]]:
@@ -281,24 +279,32 @@ def reduced(policy: Any) -> torch.Tensor:
     )
 
 
-def run(folder: Path, model: Path, layout: str, max_tokens: int) -> list[dict[str, Any]]:
+def run(folder: Path, model: Path, layout: str) -> list[dict[str, Any]]:
     """What the ranks of a layout saw; those with results first."""
     for kind in KINDS:
         (folder / kind).mkdir(parents=True)
     world_size = LearnerSection.model_validate(LAYOUTS[layout]).dims.world_size
-    run_ranks(rank_main, world_size, layout, folder, model, max_tokens)
+    run_ranks(rank_main, world_size, layout, folder, model, 300 if layout in CUT else 4096)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(TinyModelSection(), tmp_path_factory.mktemp("models"), seed=3)
+def models(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
+    """Of one layer and of two."""
+    root = tmp_path_factory.mktemp("models")
+    return [make_tiny_model(TinyModelSection(num_layers=layers), root, seed=3) for layers in (1, 2)]
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    (seen,) = run(tmp_path_factory.mktemp("alone") / "run", model, "alone", 4096)
-    return seen
+def of_layout(models: Sequence[Path], tmp_path_factory: pytest.TempPathFactory) -> OfLayout:
+    """What the ranks of a layout saw, which run once."""
+    folder = tmp_path_factory.mktemp("layouts")
+    return functools.cache(lambda layout: run(folder / layout, models[layout in STAGED], layout))
+
+
+@pytest.fixture(scope="module")
+def alone(of_layout: OfLayout) -> dict[str, Any]:
+    return of_layout("alone")[0]
 
 
 def assert_same(found: list[Any], wanted: list[Any], name: str) -> None:
@@ -312,18 +318,9 @@ def assert_same(found: list[Any], wanted: list[Any], name: str) -> None:
         assert moved <= 4, name  # of about 460 tokens: a ratio on the edge of its bin
 
 
-@pytest.fixture(scope="module")
-def of_layout(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    """What the ranks of a layout saw, which run once."""
-    folder = tmp_path_factory.mktemp("layouts")
-    return functools.cache(lambda layout: run(folder / layout, model, layout, 300))
-
-
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "alone"])
-def test_losses_critic_and_reference_do_not_depend_on_the_layout(
-    layout: str, alone: dict[str, Any], of_layout: Callable[[str], list[dict[str, Any]]]
-) -> None:
-    ranks = of_layout(layout)
+@pytest.mark.parametrize("layout", CUT)
+def test_losses_critic_and_reference_do_not_depend_on_the_layout(layout: str, of_layout: OfLayout) -> None:
+    ranks, (alone,) = of_layout(layout), of_layout("alone, two layers" if layout in STAGED else "alone")
     last_stage = [seen for seen in ranks if seen["gspo"] is not None]
     assert last_stage
     for seen in last_stage:
@@ -343,8 +340,8 @@ def test_losses_critic_and_reference_do_not_depend_on_the_layout(
             torch.testing.assert_close(torch.stack(parts).sum(0), torch.tensor(alone[key]), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "alone"])
-def test_waves_of_any_cut_are_the_whole_batch(layout: str, of_layout: Callable[[str], list[dict[str, Any]]]) -> None:
+@pytest.mark.parametrize("layout", CUT)
+def test_waves_of_any_cut_are_the_whole_batch(layout: str, of_layout: OfLayout) -> None:
     """Gradient, its norm and the metrics; the loss itself is a float32 sum of large terms of either sign."""
     for rank in of_layout(layout):
         assert set(rank["waves"]) == set(waves_of(layout))
@@ -353,10 +350,10 @@ def test_waves_of_any_cut_are_the_whole_batch(layout: str, of_layout: Callable[[
         assert max(gaps)[0] < 1e-5, sorted(gaps)[-5:]
 
 
-def test_the_most_probable_tokens_are_those_of_transformers(alone: dict[str, Any], model: Path) -> None:
+def test_the_most_probable_tokens_are_those_of_transformers(alone: dict[str, Any], models: Sequence[Path]) -> None:
     """And their log-probs at the temperature; outside the mask there are zeros."""
     samples = make_samples()
-    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32)
     found = torch.tensor(alone["top own"])
     assert found.shape == (len(samples.mask), 2, TOP)
     assert not found[~samples.mask].any()
