@@ -35,7 +35,7 @@ from tests.optimizer_step import train_step
 
 TINY = TinyModelSection(num_layers=4)
 EXPERTS, TOP_K = TINY.num_experts, TINY.experts_per_token
-MAX_TOKENS = 120  # several micro-batches a rank; an interleaved pipeline of two stages adds a copy to five
+MAX_TOKENS = 120  # three micro-batches, or two a rank; an interleaved pipeline of two stages adds a copy to three
 OPTIMIZER = OptimizerSection(distributed=False, clip_grad=0.0)  # every rank sees whole gradients, as they are
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by the number of ranks
     2: {
@@ -65,9 +65,9 @@ LOGPROBS: frozenset[Want] = frozenset({"logprobs"})
 
 
 def make_samples() -> Samples:
-    """20 ragged sequences, with experts drawn at random for each token."""
+    """10 ragged sequences, with experts drawn at random for each token."""
     g = torch.Generator().manual_seed(5)
-    samples = ragged_samples(20, g)
+    samples = ragged_samples(10, g)
     drawn = torch.rand(len(samples.input_ids), TINY.num_layers, EXPERTS, generator=g).argsort(-1)
     return replace(samples, routes=drawn[..., :TOP_K].to(torch.uint8))
 
