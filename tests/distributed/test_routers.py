@@ -195,9 +195,8 @@ class Written:
         found = torch.cat([torch.arange(cu[i], cu[i + 1]) for i in sequences])
         return found[self.samples.mask[found]]
 
-    def norm(self, rows: Any) -> float:
-        """Of the gradient of all losses with their coefficients."""
-        values = self.values(rows)
+    def norm(self, values: dict[str, Tensor]) -> float:
+        """Of the gradient of all losses, whose ``values`` are given, with their coefficients."""
         loss = torch.stack([COEFFICIENTS[kind] * value for kind, value in values.items()]).sum()
         found = torch.autograd.grad(loss, self.parameters, retain_graph=True, allow_unused=True)
         return float(torch.stack([g.norm() for g in found if g is not None]).norm())
@@ -249,10 +248,11 @@ def test_losses_and_their_gradient_are_those_of_the_formula(layout: str, seen: A
     rows = rows_of(ranks)
     assert len(rows[0]) >= (1 if layout == "one" else 2)
     wanted, layers = written.values(rows), len(written.logits)
+    norm = written.norm(wanted)
     for rank in ranks:
         for kind, value in wanted.items():
             assert rank["metrics"][f"moe/{kind}"] == pytest.approx(value.item() / layers, rel=1e-5), kind
-        assert rank["norm"] == pytest.approx(written.norm(rows), rel=1e-4)
+        assert rank["norm"] == pytest.approx(norm, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
