@@ -183,7 +183,7 @@ def test_an_array_is_a_run_for_each_index_in_a_container_and_others_can_wait_for
     four = cluster.submit("four", "slurm.nodes=4", "learner.ep=4", f"slurm.dependency=afterok:{array.id}")
     assert four.shown()["Dependency"].startswith("afterok:")
     assert four.end() == "COMPLETED", four.said()
-    runs = [array.run.with_name(f"array-{index}") for index in range(2)]
+    runs = [array.run / f"array-{index}" for index in range(2)]
     for seed, run in enumerate(runs):
         assert f"\nseed: {seed}\n" in f"\n{(run / 'config.yaml').read_text()}"
     numbers = [numbers_of(read_record(run)) for run in runs]

@@ -47,8 +47,7 @@ def job_script(
         autoescape=False,  # bash, not HTML
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
-    parent, slurm = folder / config.run.dir, config.slurm
-    run = parent / str(config.run.name)
+    slurm, run = config.slurm, folder / config.run.dir / str(config.run.name)
     if found := _UNREAD.search(str(run)):
         raise ConfigError(
             f"{str(run)!r}: sbatch cannot read {found[0]!r} in the path of the run's folder, which may "
@@ -61,7 +60,6 @@ def job_script(
         components=[_component(config, role, nodes) for role, nodes in others.items()] if slurm.heterogeneous else [],
         tasks_per_node=config.slurm.tasks_per_node(config.learner.dims.world_size),
         name=config.run.name,
-        parent=parent,
         run=run,
         seed=config.seed,
         folder=folder,

@@ -156,7 +156,8 @@ class SlurmSection(Section):
     reservation: Word | None = None
     """Reservation to use."""
     array: Word | None = None
-    """Indices of a job array, as in 0-3: each is a run with its own folder, which adds the index to the seed."""
+    """Indices of a job array, as in 0-3: each is a run in ``<dir>/<name>/<name>-<index>`` that adds its index to the
+    seed."""
     dependency: Word | None = None
     """Jobs that this one waits for, as in afterok:123."""
     signal_seconds: Positive = 300

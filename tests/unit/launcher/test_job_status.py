@@ -164,7 +164,8 @@ def test_the_log_of_an_arrays_task_is_found_in_the_folder_of_its_own_run(
     """Slurm writes it beside those of the other tasks; after a restart, which finds the folder, to the same file."""
     config = config_of("slurm.array=0-3")
     script = job_script(config, folder=tmp_path, python="/nowhere/python", package=PACKAGE)
-    written, run = tmp_path / "runs" / "golden" / "jobs" / "12_2.txt", tmp_path / "runs" / "golden-2"
+    array = tmp_path / "runs" / "golden"
+    written, run = array / "jobs" / "12_2.txt", array / "golden-2"
     written.parent.mkdir(parents=True)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     stand_in(tmp_path / "scontrol", f"echo JobId=14 ArrayJobId=12 ArrayTaskId=2 JobState=FAILED StdOut={written}")

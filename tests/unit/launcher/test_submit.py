@@ -219,6 +219,27 @@ def test_two_submits_at_once_have_a_run_each(
         assert capsys.readouterr().err.endswith(f"runs/{name} exists; take another name\n")
 
 
+def test_no_run_of_an_array_is_in_the_folder_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that are chosen end with a number, as those of an array's runs do."""
+    monkeypatch.chdir(tmp_path)
+    runs = dict[Path, list[Path]]()
+    for _ in range(2):
+        with submit.prepare(load_config("tiny_cpu", ["slurm.array=2-3", "seed=5"]), "tiny_cpu") as job:
+            (job.folder / "jobs" / "id").write_text("7\n")
+        before, _, _ = job.script.read_text().partition("REQUEUES=")
+        for index in (2, 3):
+            env = {**os.environ, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(index)}
+            script = f'{before}\nprintf "%s\\n" "$RUN" "${{TRAIN[@]}}"'
+            done = subprocess.run(["bash"], input=script, env=env, capture_output=True, text=True, check=True)
+            run, _, file, *overrides = done.stdout.splitlines()
+            task = load_config(file, overrides)
+            assert ((task.run.dir / str(task.run.name)).absolute(), task.seed) == (Path(run), 5 + index)
+            assert (Path(run) / "jobs" / f"7_{index}.txt").resolve() == job.folder / "jobs" / f"7_{index}.txt"
+            runs.setdefault(job.folder, []).append(Path(run))
+    for folder, own in runs.items():
+        assert own == [folder / f"{folder.name}-{index}" for index in (2, 3)]
+
+
 def test_engine_nodes_take_after_the_learners_where_nothing_else_is_said() -> None:
     keys = (
         "rollout=vllm",
