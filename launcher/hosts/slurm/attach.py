@@ -51,12 +51,14 @@ def follow(run: Path, show: Callable[[str], None], *, seconds: float = _LOOK_SEC
     """Show the output of the run's job until its end. Returns whether it succeeded. ``seconds``: between polls.
 
     Where Slurm does not answer it shows why, goes on with the output, and asks again. Raises ConfigError if the run has
-    no job, the job has already ended, or Slurm does not answer at the start.
+    no job, the job has already ended or is an array, or Slurm does not answer at the start.
     """
     job = jobs.job_of(run)
     status = jobs.status_of(job, run)
     if status.over:
         raise ConfigError(f"{run}: job {job} has ended: {status.text}; rl-megatron logs {run} shows its output")
+    if status.array:
+        raise ConfigError(f"{run}: {jobs.runs_of(run, job)}; give one of them")
     show(f"{run}: job {job}, {status.text}; Ctrl-C leaves it running")
     follower, looks, said = Follower(run, job), 0, status.text
     while not status.over:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +24,20 @@ def describe(run: Path) -> str:
     local = not (run / "jobs" / "id").is_file()
     if local and not (run / "log.txt").is_file():
         raise ConfigError(f"{run}: it holds no run, and no job was submitted from it; give a run's folder")
-    lines = (
-        [f"{run}: a run without a job"] if local else [f"{run}: job {job_of(run)}, {status_of(job_of(run), run).text}"]
-    )
+    if local:
+        lines = [f"{run}: a run without a job"]
+    else:
+        job = job_of(run)
+        status = status_of(job, run)
+        lines = [f"{run}: job {job}, {status.text}"]
+        if status.array:
+            return f"{lines[0]}\n{runs_of(run, job)}"
     metrics = run / "metrics.jsonl"
     steps = [row["step"] for row in read_jsonl(metrics) if row.get("phase") in STEPS] if metrics.is_file() else []
     lines.append(f"step {steps[-1]}" if steps else "no step yet")
     if local:
         return "\n".join([*lines, *filter(None, [last_line(run)])])
-    log = run / "jobs" / f"{job_of(run)}.txt"
+    log = run / "jobs" / f"{job}.txt"
     if log.is_file() and (said := log.read_text(errors="replace").splitlines()):
         lines.append(said[-1])
     return "\n".join(lines)
@@ -40,8 +46,10 @@ def describe(run: Path) -> str:
 def log_file(run: Path, which: str) -> Path:
     """The newest log of a role: ``job``, ``controller``, ``step`` or ``rank-0``. Raises ConfigError that names all."""
     job = job_of(run)
-    if which == "job":
-        return run / "jobs" / f"{job}.txt"
+    if any((run / "jobs").glob(f"{job}_*.txt")):
+        raise ConfigError(f"{run}: {runs_of(run, job)}; give one of them")
+    if which == "job" and (script := run / "jobs" / f"{job}.txt").is_file():
+        return script
     found = attempts(run, job)
     if not found:
         raise ConfigError(f"{run}: job {job} has not started, so it has no log yet")
@@ -59,6 +67,11 @@ def cancel(run: Path) -> str:
         raise ConfigError(f"{run}: job {job} has ended: {status.text}; nothing is left to cancel")
     call_slurm(["scancel", job])
     return job
+
+
+def runs_of(run: Path, job: str) -> str:
+    """Where an array's runs are, to show."""
+    return f"job {job} is an array, whose runs are {run / run.resolve().name}-<index>"
 
 
 def attempts(run: Path, job: str) -> list[Path]:
@@ -89,6 +102,7 @@ class Status:
 
     name: str
     text: str
+    array: bool = False  # whether it is of all tasks of an array
 
     @property
     def over(self) -> bool:
@@ -104,26 +118,43 @@ _OVER = {
 
 def status_of(job: str, run: Path) -> Status:
     """The status of the job of ``run``, from Slurm's controller or accounting; of a heterogeneous job, the first
-    component's. The controller's job of that number is another's if it prints elsewhere: numbers are given out again.
+    component's; of an array, that of the tasks that Slurm remembers. The controller's job of that number is another's
+    if it prints elsewhere: numbers are given out again.
 
     Raises ConfigError where Slurm is not installed or does not answer, which is not to say that the job has ended.
     """
     shown = _known("scontrol", "show", "job", "-o", job).splitlines()
     # The first entry of a name counts, because a later comment may hold any text. An array shows all tasks.
     parts = [dict(reversed(re.findall(r"(\S+?)=(\S*)", line))) for line in shown]
-    named = [part for part in parts if job in (part.get("JobId"), part.get("HetJobId"), *_tasks(part))]
+    named = [p for p in parts if job in (p.get("JobId"), p.get("HetJobId"), p.get("ArrayJobId"), *_tasks(p))]
     if parts := [part for part in named if _prints_for(run, job, part.get("StdOut", ""))]:
         found = parts[0]
-        waits = f" ({found['Reason']})" if found.get("Reason", "None") != "None" else ""
+        if found.get("ArrayJobId") == job:
+            return _of_tasks([_state(part) for part in parts for _ in _tasks(part)])
         nodes = [part["NodeList"] for part in parts if part.get("NodeList", "") not in ("", "(null)")]
         on = f" on {' and '.join(nodes)}" if nodes else ""
-        name = found["JobState"]
-        return Status(name=name, text=f"{name}{waits}{on}, restart {found.get('Restarts', '0')}")
+        return Status(name=found["JobState"], text=f"{_state(found)}{on}, restart {found.get('Restarts', '0')}")
     if not named and shutil.which("sacct"):  # else it would speak of the job that has the number now
-        said = _known("sacct", "-X", "-n", "-P", "-j", job, "-o", "State").split("\n")[0]
-        if said:
-            return Status(name=said.split()[0], text=said)
+        said = _known("sacct", "-X", "-n", "-P", "-j", job, "-o", "JobID,State").splitlines()
+        rows = [(name, state) for name, _, state in (line.partition("|") for line in said) if state]
+        if rows and rows[0][0].startswith(f"{job}_"):
+            return _of_tasks([state for name, state in rows for _ in _tasks_of(name)])
+        if rows:
+            return Status(name=rows[0][1].split()[0], text=rows[0][1])
     return Status(name="GONE", text="gone from Slurm's memory")
+
+
+def _state(part: Mapping[str, str]) -> str:
+    """As PENDING (Resources)."""
+    reason = part.get("Reason", "None")
+    return part["JobState"] if reason == "None" else f"{part['JobState']} ({reason})"
+
+
+def _of_tasks(states: Sequence[str]) -> Status:
+    """An array has ended once all tasks have, and is COMPLETED if all are."""
+    name = min((state.split()[0] for state in states), key=lambda word: (word in _OVER) + (word == "COMPLETED"))
+    counts = (f"{count} {state}" for state, count in Counter(states).items())
+    return Status(name=name, text=", ".join(counts), array=True)
 
 
 def _prints_for(run: Path, job: str, log: str) -> bool:

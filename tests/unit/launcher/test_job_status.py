@@ -15,6 +15,7 @@ from launcher.hosts.slurm.attach import Follower
 from launcher.hosts.slurm.jobs import cancel, describe, log_file, status_of
 from launcher.hosts.slurm.script import PACKAGE, job_script
 from rl_megatron.errors import ConfigError
+from tests.unit.launcher.commands import Said
 from tests.unit.launcher.slurm_jobs import config_of
 
 RECORDED = json.loads((Path(__file__).parent / "golden" / "scontrol.json").read_text())
@@ -35,7 +36,7 @@ def stand_in(path: Path, script: str) -> None:
         ("failed", "3", "FAILED (NonZeroExitCode) on n3, restart 0", True),
         ("unavailable", "10", "PENDING (ReqNodeNotAvail,_May_be_reserved_for_other_job), restart 0", False),
         ("heterogeneous", "11", "RUNNING on n1 and n3, restart 0", False),
-        ("array", "1", "PENDING (JobArrayTaskLimit), restart 0", False),  # the other task of it runs on n1
+        ("array", "1", "2 PENDING (JobArrayTaskLimit), 1 RUNNING", False),
         ("array", "1_2", "PENDING (JobArrayTaskLimit), restart 0", False),
         ("array", "1_0", "RUNNING on n1, restart 0", False),
         ("held, 22.05", "1", "PENDING (JobHeldUser), restart 0", False),
@@ -156,6 +157,66 @@ def test_a_job_that_has_ended_is_not_cancelled_by_its_number(
     for whose in ("jobs/7", "mine/jobs/7_4294967294"):  # of a study's cell, and of an array, that have not begun
         stand_in(tmp_path / "scontrol", f"echo JobId=7 JobState=PENDING StdOut={tmp_path}/runs/{whose}.txt")
         assert status_of("7", run).name == "PENDING"
+
+
+TASKS = {0: ("COMPLETED", "None"), 1: ("RUNNING", "None"), 2: ("RUNNING", "None"), 3: ("FAILED", "NonZeroExitCode")}
+
+
+@pytest.mark.parametrize("forgotten", [(), (3,), (0, 3), (0, 1, 2, 3)])
+def test_an_array_has_ended_once_all_its_tasks_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forgotten: tuple[int, ...]
+) -> None:
+    """Slurm gives the array's own number to its last task, and forgets each task on its own."""
+    run = tmp_path / "runs" / "mine"
+    (run / "jobs" / "101_1-0").mkdir(parents=True)
+    (run / "jobs" / "id").write_text("101\n")
+    for name, script in {"sacct": NO_ACCOUNTS, "scancel": f'echo "$@" >>{tmp_path}/called'}.items():
+        stand_in(tmp_path / name, script)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def remember(tasks: dict[int, tuple[str, str]]) -> None:
+        lines = [
+            f"JobId={101 if task == 3 else 102 + task} ArrayJobId=101 ArrayTaskId={task} JobState={state} "
+            f"Reason={reason} StdOut={run}/jobs/101_{task}.txt"
+            for task, (state, reason) in tasks.items()
+        ]
+        gone = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+        stand_in(tmp_path / "scontrol", "\n".join(f"echo '{line}'" for line in lines) or gone)
+
+    left = {task: said for task, said in TASKS.items() if task not in forgotten}
+    remember(left)
+    if len(forgotten) == 4:
+        stand_in(tmp_path / "sacct", "printf '101_%s\\n' '0|COMPLETED' '3|FAILED' '1|RUNNING' '[2,4-5%2]|PENDING'")
+        assert status_of("101", run).text == "1 COMPLETED, 1 FAILED, 1 RUNNING, 3 PENDING"
+    else:
+        counts = {(0,): "1 COMPLETED, ", (3,): ", 1 FAILED (NonZeroExitCode)"}
+        before, after = (counts[task] if task[0] in left else "" for task in ((0,), (3,)))
+        assert status_of("101", run).text == f"{before}2 RUNNING{after}"
+    where = f"job 101 is an array, whose runs are {run}/mine-<index>"
+    assert Said("status", capsys)(str(run)).splitlines()[1] == where
+    assert f"{where}; give one of them" in Said("attach", capsys)(str(run), status=1)
+    assert cancel(run) == "101"
+    ended = dict.fromkeys(TASKS, ("COMPLETED", "None"))
+    remember(ended | {2: ("CANCELLED", "None")})
+    assert (status_of("101", run).name, status_of("101", run).over) == ("CANCELLED", True)
+    remember(ended)
+    assert status_of("101", run).name == "COMPLETED"
+    with pytest.raises(ConfigError, match="job 101 has ended: 4 COMPLETED; nothing is left to cancel"):
+        cancel(run)
+    assert (tmp_path / "called").read_text() == "101\n"
+
+
+def test_logs_of_an_array_are_those_of_its_runs(tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+    (run / "jobs").mkdir(parents=True)
+    (run / "jobs" / "id").write_text("101\n")
+    for which in ("job", "controller"):
+        with pytest.raises(ConfigError, match="mine: job 101 has not started, so it has no log yet"):
+            log_file(run, which)
+    (run / "jobs" / "101_0.txt").touch()
+    for which in ("job", "controller"):
+        with pytest.raises(ConfigError, match=r"mine: job 101 is an array, whose runs are \S*/mine/mine-<index>; give"):
+            log_file(run, which)
 
 
 def test_the_log_of_an_arrays_task_is_found_in_the_folder_of_its_own_run(
