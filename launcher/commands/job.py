@@ -12,6 +12,7 @@ import typer
 from launcher.control.address import Address
 from launcher.hosts.slurm import jobs
 from launcher.hosts.slurm.attach import follow
+from launcher.hosts.slurm.calls import outside_jobs
 
 RunFolder = Annotated[Path, typer.Argument(help="the run's folder", show_default=False)]
 
@@ -20,7 +21,8 @@ def ask_there(run: Path, address: Address) -> None:
     """Run this command on the controller's node instead, in the run's job, if that is another. Raises ConfigError if it
     has none."""
     if not address.here:
-        os.execvp("srun", [*jobs.srun_beside(run, address.node), sys.executable, "-m", "launcher", *sys.argv[1:]])
+        command = [*jobs.srun_beside(run, address), sys.executable, "-m", "launcher", *sys.argv[1:]]
+        os.execvpe(command[0], command, outside_jobs())
 
 
 def status(run: RunFolder) -> None:

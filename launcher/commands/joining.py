@@ -14,6 +14,7 @@ from launcher.control.address import address_of
 from launcher.control.client import ask_run
 from launcher.hosts.ray.node import COMPLETE
 from launcher.hosts.slurm import jobs
+from launcher.hosts.slurm.calls import outside_jobs
 from launcher.wire.greetings import this_node
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
@@ -68,11 +69,10 @@ def _answer(run: Path, command: str, *, node: str, seconds: float) -> Any:
     if address.here:
         return ask_run(run, command, seconds=seconds, node=node)
     asking = [sys.executable, "-m", "launcher.control.client", str(run.resolve()), command, json.dumps({"node": node})]
-    own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
-    command_line = jobs.srun_beside(run, address.node) + asking
+    command_line = jobs.srun_beside(run, address) + asking
     try:
         done = subprocess.run(
-            command_line, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=own, timeout=seconds
+            command_line, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=outside_jobs(), timeout=seconds
         )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(

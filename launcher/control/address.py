@@ -36,6 +36,7 @@ class Address:
 
     node: str
     path: str
+    job: str | None = None  # the Slurm job of which that is a node; of an array's task its own number, not 12_3
 
     @property
     def here(self) -> bool:
@@ -47,7 +48,8 @@ class Address:
 def findable(run: Path, path: Path) -> Iterator[None]:
     """Have `address_of` find the socket ``path`` of this node while the context is open."""
     file = run / _FILE
-    data = json.dumps(asdict(Address(node=this_node(), path=str(path)))).encode()
+    job = os.environ.get("SLURM_JOB_ID") if "SLURMD_NODENAME" in os.environ else None  # not in a shell of salloc
+    data = json.dumps(asdict(Address(node=this_node(), path=str(path), job=job))).encode()
     write_atomically(file, data, private=True)
     try:
         yield
@@ -61,7 +63,7 @@ def address_of(run: Path) -> Address:
         raise ConfigError(f"{run}: it holds no run; give a run's folder")
     try:
         data = parse((run / _FILE).read_bytes())
-        return Address(node=str(data["node"]), path=str(data["path"]))
+        return Address(node=str(data["node"]), path=str(data["path"]), job=data.get("job"))
     except FileNotFoundError:
         raise ConfigError(not_running(run)) from None
     except (ValueError, KeyError, TypeError) as error:

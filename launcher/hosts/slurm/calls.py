@@ -23,6 +23,18 @@ _VARIABLES = {
 """The variables of sbatch, without SBATCH_, that replace an option, where they are not just its name."""
 
 
+def outside_jobs() -> dict[str, str]:
+    """This process's variables without those of a job that it is in, which commands of Slurm would take for options."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _NO_JOBS or not name.startswith(("SLURM_", "SRUN_"))
+    }
+    if (clusters := kept.pop("SBATCH_CLUSTERS", None)) is not None:  # for all commands: they ask where it was sent
+        kept["SLURM_CLUSTERS"] = clusters
+    return kept
+
+
 def call_slurm(command: Sequence[str], script: Path | None = None) -> str:
     """What a command prints, outside of any job that this is in. ``script`` is sbatch's: the user's SBATCH_ variables
     count for what it leaves open, as sbatch itself would have them replace its options.
@@ -31,14 +43,8 @@ def call_slurm(command: Sequence[str], script: Path | None = None) -> str:
     """
     command = command if script is None else [*command, str(script)]
     stated = set() if script is None else _stated(script.read_text(encoding="utf-8"))
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in stated and (name in _NO_JOBS or not name.startswith(("SLURM_", "SRUN_")))
-    }
+    kept = {name: value for name, value in outside_jobs().items() if name not in stated}
     kept.pop("SBATCH_WAIT", None)  # until the job ends
-    if (clusters := kept.pop("SBATCH_CLUSTERS", None)) is not None:  # for all commands: they ask where it was sent
-        kept["SLURM_CLUSTERS"] = clusters
     kept["SLURM_BITSTR_LEN"] = "0"  # else lists of an array's tasks are cut at 64 characters
     seconds, shown = SENT_SECONDS if command[0] == "sbatch" else ANSWER_SECONDS, shlex.join(command)
     try:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.control.address import Address
 from launcher.hosts.slurm.calls import ANSWER_SECONDS, call_slurm
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.files import read_jsonl
@@ -87,13 +88,13 @@ def job_of(run: Path) -> str:
     return path.read_text().strip()
 
 
-def srun_beside(run: Path, node: str) -> list[str]:
-    """The srun command that runs another on a node of a run's job, beside its steps, and says so if Slurm has not
-    started it in `ANSWER_SECONDS`. Raises ConfigError without a job."""
-    if not (run / "jobs" / "id").is_file():
-        raise ConfigError(f"{run}: its controller is on {node}; run this command there")
-    where = ("--overlap", "--nodes=1", "--ntasks=1", "--mem=0", f"--nodelist={node}", f"--immediate={ANSWER_SECONDS:g}")
-    return ["srun", f"--jobid={job_of(run)}", *where]
+def srun_beside(run: Path, address: Address) -> list[str]:
+    """The srun command, for `outside_jobs`, that runs another on the controller's node, beside the steps of the run's
+    job, and says so if Slurm has not started it in `ANSWER_SECONDS`. Raises ConfigError without a job."""
+    if address.job is None:
+        raise ConfigError(f"{run}: its controller is on {address.node}; run this command there")
+    where = ("--overlap", "--nodes=1", "--ntasks=1", "--mem=0", f"--nodelist={address.node}")
+    return ["srun", f"--jobid={address.job}", *where, f"--immediate={ANSWER_SECONDS:g}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -309,6 +309,47 @@ def test_a_run_that_is_not_there_is_told(run: Run, tmp_path: Path) -> None:
         ask_run(run.folder, "echo")
 
 
+SRUN = """#!/bin/sh
+{ echo "$@"; env | grep -E '^(SLURM|SRUN)_'; } >"$(dirname "$0")/called"
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "node"), [(("engines",), "n1"), (("profile",), "n1"), (("engines", "join"), "n1"), (("profile",), None)]
+)
+def test_a_command_on_another_node_is_a_step_of_the_runs_job_by_that_jobs_own_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], node: str | None
+) -> None:
+    """srun knows a task as 12_3 since 23.02 alone; of the job that the command is given in it must know nothing."""
+    path, of_task = os.environ["PATH"], {"JOB_ID": "14", "ARRAY_JOB_ID": "12", "ARRAY_TASK_ID": "3"}
+    for name, value in of_task.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)  # salloc's shell is on no node of its job
+    if node is not None:
+        monkeypatch.setenv("SLURMD_NODENAME", node)
+    one = Run(tmp_path / "run")
+    (one.folder / "jobs").mkdir()
+    (one.folder / "jobs" / "id").write_text("12_3\n")
+    file = one.folder / "control.json"
+    told = json.loads(file.read_bytes())
+    one.end()
+    file.write_text(json.dumps({**told, "node": "elsewhere"}))
+    stand_in = tmp_path / "srun"
+    stand_in.write_text(SRUN)
+    stand_in.chmod(0o755)
+    callers = {"JOB_ID": "99", "CPUS_PER_TASK": "64", "NTASKS_PER_NODE": "8", "EXPORT_ENV": "NONE"}
+    env = {**os.environ, "PATH": f"{tmp_path}:{path}", "SRUN_CPU_BIND": "none", "SLURM_CONF": "/x"}
+    env |= {f"SLURM_{name}": value for name, value in callers.items()}
+    asked = [sys.executable, "-m", "launcher", command[0], str(one.folder), *command[1:]]
+    done = subprocess.run(asked, env=env, capture_output=True, text=True)
+    if node is None:
+        assert "its controller is on elsewhere; run this command there" in done.stderr
+        return
+    arguments, *variables = (tmp_path / "called").read_text().splitlines()
+    assert arguments.startswith("--jobid=14 --overlap --nodes=1 ")
+    assert variables == ["SLURM_CONF=/x"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
