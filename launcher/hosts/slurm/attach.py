@@ -53,8 +53,7 @@ def follow(run: Path, show: Callable[[str], None], *, seconds: float = _LOOK_SEC
     Where Slurm does not answer it shows why, goes on with the output, and asks again. Raises ConfigError if the run has
     no job, the job has already ended or is an array, or Slurm does not answer at the start.
     """
-    job = jobs.job_of(run)
-    status = jobs.status_of(job, run)
+    job, status = jobs.current(run)
     if status.over:
         raise ConfigError(f"{run}: job {job} has ended: {status.text}; rl-megatron logs {run} shows its output")
     if status.array:

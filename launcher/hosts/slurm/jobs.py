@@ -22,23 +22,18 @@ def describe(run: Path) -> str:
 
     For a run without a job: its last step and what it logged last. Raises ConfigError if the folder holds no run.
     """
-    local = not (run / "jobs" / "id").is_file()
-    if local and not (run / "log.txt").is_file():
+    found = _current(run)
+    if found is None and not (run / "log.txt").is_file():
         raise ConfigError(f"{run}: it holds no run, and no job was submitted from it; give a run's folder")
-    if local:
-        lines = [f"{run}: a run without a job"]
-    else:
-        job = job_of(run)
-        status = status_of(job, run)
-        lines = [f"{run}: job {job}, {status.text}"]
-        if status.array:
-            return f"{lines[0]}\n{runs_of(run, job)}"
+    lines = [f"{run}: a run without a job" if found is None else f"{run}: job {found[0]}, {found[1].text}"]
+    if found is not None and found[1].array:
+        return f"{lines[0]}\n{runs_of(run, found[0])}"
     metrics = run / "metrics.jsonl"
     steps = [row["step"] for row in read_jsonl(metrics) if row.get("phase") in STEPS] if metrics.is_file() else []
     lines.append(f"step {steps[-1]}" if steps else "no step yet")
-    if local:
+    if found is None:
         return "\n".join([*lines, *filter(None, [last_line(run)])])
-    log = run / "jobs" / f"{job}.txt"
+    log = run / "jobs" / f"{found[0]}.txt"
     if log.is_file() and (said := log.read_text(errors="replace").splitlines()):
         lines.append(said[-1])
     return "\n".join(lines)
@@ -63,11 +58,22 @@ def log_file(run: Path, which: str) -> Path:
 
 def cancel(run: Path) -> str:
     """Cancel the run's job for good. Returns its id. Raises ConfigError where it has ended: another may have its id."""
-    job = job_of(run)
-    if (status := status_of(job, run)).over:
+    job, status = current(run)
+    if status.over:
         raise ConfigError(f"{run}: job {job} has ended: {status.text}; nothing is left to cancel")
     call_slurm(["scancel", job])
     return job
+
+
+def current(run: Path) -> tuple[str, Status]:
+    """The run's job and its status: of its script sent by hand, where that waits and no job before it goes on.
+
+    Raises ConfigError if there is none, or Slurm does not answer.
+    """
+    found = _current(run)
+    if found is None:
+        raise _without_job(run)
+    return found
 
 
 def runs_of(run: Path, job: str) -> str:
@@ -84,8 +90,32 @@ def job_of(run: Path) -> str:
     """The id of the run's job. Raises ConfigError if none was submitted."""
     path = run / "jobs" / "id"
     if not path.is_file():
-        raise ConfigError(f"{run}: no job was submitted for it; submit one with rl-megatron submit")
+        raise _without_job(run)
     return path.read_text().strip()
+
+
+def _without_job(run: Path) -> ConfigError:
+    return ConfigError(f"{run}: no job was submitted for it; submit one with rl-megatron submit")
+
+
+def _current(run: Path) -> tuple[str, Status] | None:
+    """As `current`; None if there is none."""
+    known = (job := job_of(run), status_of(job, run)) if (run / "jobs" / "id").is_file() else None
+    return known if known and not known[1].over else _sent_by_hand(run) or known
+
+
+def _sent_by_hand(run: Path) -> tuple[str, Status] | None:
+    """A job of the run's script that has not ended: it writes its number to ``jobs/id`` only as it begins."""
+    if not (run / "job.sbatch").is_file() or not shutil.which("squeue"):
+        return None
+    folder = run.resolve()
+    said = _known("squeue", "--noheader", f"--name={folder.name}", "--format=%F").split()
+    for job in sorted({word for word in said if word.isdigit()}, key=int, reverse=True):
+        logs = [part["StdOut"] for part in _shown(job) if part.get("StdOut")]
+        its = folder / "jobs" in (Path(log).resolve().parent for log in logs)  # a run elsewhere may have its name
+        if its and not (status := status_of(job, run)).over:
+            return job, status
+    return None
 
 
 def srun_beside(run: Path, address: Address) -> list[str]:
@@ -124,10 +154,7 @@ def status_of(job: str, run: Path) -> Status:
 
     Raises ConfigError where Slurm is not installed or does not answer, which is not to say that the job has ended.
     """
-    shown = _known("scontrol", "show", "job", "-o", job).splitlines()
-    # The first entry of a name counts, because a later comment may hold any text. An array shows all tasks.
-    parts = [dict(reversed(re.findall(r"(\S+?)=(\S*)", line))) for line in shown]
-    named = [p for p in parts if job in (p.get("JobId"), p.get("HetJobId"), p.get("ArrayJobId"), *_tasks(p))]
+    named = [p for p in _shown(job) if job in (p.get("JobId"), p.get("HetJobId"), p.get("ArrayJobId"), *_tasks(p))]
     if parts := [part for part in named if _prints_for(run, job, part.get("StdOut", ""))]:
         found = parts[0]
         if found.get("ArrayJobId") == job:
@@ -143,6 +170,13 @@ def status_of(job: str, run: Path) -> Status:
         if rows:
             return Status(name=rows[0][1].split()[0], text=rows[0][1])
     return Status(name="GONE", text="gone from Slurm's memory")
+
+
+def _shown(job: str) -> list[dict[str, str]]:
+    """What Slurm's controller knows of a job, of each component, or of an array's tasks; nothing once forgotten."""
+    shown = _known("scontrol", "show", "job", "-o", job).splitlines()
+    # The first entry of a name counts, because a later comment may hold any text.
+    return [dict(reversed(re.findall(r"(\S+?)=(\S*)", line))) for line in shown]
 
 
 def _state(part: Mapping[str, str]) -> str:

@@ -159,6 +159,44 @@ def test_a_job_that_has_ended_is_not_cancelled_by_its_number(
         assert status_of("7", run).name == "PENDING"
 
 
+def test_a_run_whose_script_was_sent_by_hand_is_known_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once its own job has ended, or after a dry run; not by its name alone, which a run elsewhere may have, too."""
+    run = tmp_path / "runs" / "mine"
+    (run / "jobs").mkdir(parents=True)
+    (run / "job.sbatch").touch()
+    job = "JobId=$4 JobState=PENDING Reason=Priority Restarts=0 StdOut"
+    stand_in(
+        tmp_path / "scontrol",
+        f"""case $4 in
+            7) echo JobId=7 JobState=$(cat {tmp_path}/state) StdOut={run}/jobs/7.txt ;;
+            8) echo {job}={run}/jobs/8.txt ;;
+            9) echo {job}={tmp_path}/elsewhere/mine/jobs/9.txt ;;
+            10) echo JobId=10 JobState=RUNNING Reason=None ;;
+        esac""",
+    )
+    stand_in(tmp_path / "squeue", f'[ "$2" = --name=mine ] && printf "CLUSTER: gpu1\\n"; cat {tmp_path}/queue')
+    stand_in(tmp_path / "scancel", f'echo "$@" >>{tmp_path}/called')
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "queue").write_text("8\n10\n9\n")
+    assert Said("status", capsys)(str(run)).splitlines()[0] == f"{run}: job 8, PENDING (Priority), restart 0"
+    assert cancel(run) == "8"
+    (run / "jobs" / "id").write_text("7\n")
+    for state, found in {"COMPLETED": "8", "RUNNING": "7"}.items():
+        (tmp_path / "state").write_text(state)
+        assert describe(run).startswith(f"{run}: job {found}, ")
+        assert cancel(run) == found
+    (tmp_path / "queue").write_text("10\n9\n")
+    (tmp_path / "state").write_text("COMPLETED")
+    with pytest.raises(ConfigError, match="job 7 has ended: COMPLETED, restart 0; nothing is left to cancel"):
+        cancel(run)
+    (run / "jobs" / "id").unlink()
+    assert "no job was submitted for it" in Said("cancel", capsys)(str(run), status=1)
+    assert "it holds no run, and no job was submitted" in Said("status", capsys)(str(run), status=1)
+    assert (tmp_path / "called").read_text().split() == ["8", "8", "7"]
+
+
 TASKS = {0: ("COMPLETED", "None"), 1: ("RUNNING", "None"), 2: ("RUNNING", "None"), 3: ("FAILED", "NonZeroExitCode")}
 
 
