@@ -21,7 +21,7 @@ from launcher.runs.lock import lock
 from launcher.runs.name import choose
 from rl_megatron.config.beside import separate
 from rl_megatron.config.errors import explain_errors
-from rl_megatron.config.io import save_resolved
+from rl_megatron.config.io import resolved
 from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import remove_folder, write_atomically
 from rl_megatron.errors import ConfigError
@@ -63,6 +63,7 @@ class Prepared:
     """A job that is ready to be submitted; the run's folder holds all of it."""
 
     folder: Path
+    created: bool  # whether the folder is new; else a dry run's, whose job may have been sent by hand
     script: Path
     checked: Checked
     findings: Preflight
@@ -106,64 +107,87 @@ def for_slurm(config: RunConfig) -> RunConfig:
         raise ConfigError("\n".join(explain_errors(error.errors()))) from error
 
 
-def taken(folder: Path) -> bool:
-    """Whether the folder holds a run; a folder with only an unsubmitted job is free."""
+def unsent(folder: Path) -> bool:
+    """Whether the folder holds a dry run alone, whose job may be sent by hand: Slurm writes nothing until it starts."""
     jobs = folder / "jobs"
-    only_prepared = jobs.is_dir() and not any(jobs.iterdir()) and {p.name for p in folder.iterdir()} <= _PREPARED
-    return folder.exists() and not only_prepared
+    return jobs.is_dir() and not any(jobs.iterdir()) and {p.name for p in folder.iterdir()} <= _PREPARED
 
 
-def _by_job(folder: Path) -> str:
+def _advice(folder: Path, *, goes_on: bool) -> str:
     script = folder / "job.sbatch"
-    return f"sbatch {script} continues it once it has ended, or " if script.is_file() else ""
+    if unsent(folder):
+        return f"sbatch {script} sends the job that a dry run of other keys left there, or "
+    return f"sbatch {script} continues it once it has ended, or " if goes_on and script.is_file() else ""
 
 
 @contextlib.contextmanager
 def prepare(config: RunConfig, config_name: str, *, command: Sequence[str] = ("train",)) -> Iterator[Prepared]:
-    """A new run's folder (`choose`) with config.yaml, job.sbatch and placement.txt, which no other submit takes while
-    the context is open. Raises ConfigError before it writes any."""
+    """A new run's folder (`choose`), or that of a dry run of the same job, with config.yaml, job.sbatch and
+    placement.txt, which no other submit takes while the context is open. Raises ConfigError before it writes any."""
     config = for_slurm(config)
     findings = preflight(config, for_job=True)
     findings.raise_problems()
     found = checked(config)
     held = set[Path]()
+
+    def free(path: Path) -> bool:
+        return not path.exists() or (unsent(path) and _holds(path, _files(config, path.name, command)))
+
     while True:
         named = choose(
             config,
             config_name,
             resume=False,
-            taken=lambda path: path in held or taken(path),
-            advice=lambda path: _by_job(path) if "train" in command else "",  # no rehearsal goes on
+            taken=lambda path: path in held or not free(path),
+            advice=lambda path: _advice(path, goes_on="train" in command),  # no rehearsal does
         )
         held.add(own := named.run.dir / str(named.run.name))
-        folder = Path.cwd() / own
-        script = job_script(named, folder=Path.cwd(), python=sys.executable, package=PACKAGE, command=command)
+        folder, files = Path.cwd() / own, _files(config, own.name, command)
+        created = not folder.exists()
         (folder / "jobs").mkdir(parents=True, exist_ok=True)
         with (folder / _LOCK).open("ab") as file:
-            if lock(file) and not taken(folder):  # since it was chosen another may have sent its job
-                save_resolved(named, folder / "config.yaml")
-                write_atomically(folder / "job.sbatch", script.encode(), private=bool(named.slurm.environment))
+            if lock(file) and free(folder):  # since it was chosen another may have sent its job
+                for name, data in files.items():
+                    write_atomically(folder / name, data, private=config.private)
                 write_atomically(folder / "placement.txt", f"{found.describe()}\n".encode())
-                yield Prepared(folder=folder, script=folder / "job.sbatch", checked=found, findings=findings)
+                script = folder / "job.sbatch"
+                yield Prepared(folder=folder, created=created, script=script, checked=found, findings=findings)
                 return
+
+
+def _files(config: RunConfig, name: str, command: Sequence[str]) -> dict[str, bytes]:
+    """What a run of this name runs, and the job's script."""
+    named = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+    script = job_script(named, folder=Path.cwd(), python=sys.executable, package=PACKAGE, command=command)
+    return {"config.yaml": resolved(named), "job.sbatch": script.encode()}
+
+
+def _holds(folder: Path, files: Mapping[str, bytes]) -> bool:
+    """Whether no file in the folder differs from these."""
+    return all(not (path := folder / name).is_file() or path.read_bytes() == data for name, data in files.items())
 
 
 def verify_script(prepared: Prepared, *, cluster: bool) -> None:
     """Have bash parse the script, and Slurm check whether the job could ever run.
 
-    Raises ConfigError with their message, after removing the run's folder.
+    Raises ConfigError with their message, after removing the run's folder if `prepare` made it.
     """
     try:
         parse_script(prepared.script.read_text(encoding="utf-8"))
         if cluster:
             call_slurm(["sbatch", "--test-only"], prepared.script)
     except ConfigError:
-        remove_folder(prepared.folder)
+        if prepared.created:
+            remove_folder(prepared.folder)
         raise
 
 
 def send(prepared: Prepared) -> str:
-    """Submit the job. Returns its id, which is also written to the run's folder."""
+    """Submit the job. Returns its id, which is also written to the run's folder.
+
+    No other submit takes the folder from then on: where sbatch fails or answers too late, Slurm may have the job.
+    """
+    (prepared.folder / "jobs" / "sent").touch()
     job = call_slurm(["sbatch", "--parsable"], prepared.script).strip().partition(";")[0]
     write_atomically(prepared.folder / "jobs" / "id", f"{job}\n".encode())
     return job

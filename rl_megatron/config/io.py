@@ -75,8 +75,12 @@ def save_resolved(config: RunConfig, path: Path) -> None:
 
     Other users cannot read the file if it has environment variables of a job, which may be secrets.
     """
-    text = yaml_text.write(config.model_dump(mode="json"))
-    write_atomically(path, text.encode(), private=config.private)
+    write_atomically(path, resolved(config), private=config.private)
+
+
+def resolved(config: RunConfig) -> bytes:
+    """What `save_resolved` writes."""
+    return yaml_text.write(config.model_dump(mode="json")).encode()
 
 
 class _Composer:

@@ -14,8 +14,7 @@ from launcher.__main__ import main
 from launcher.build.model import starting_folder, starting_shape
 from launcher.preflight import reward
 from launcher.preflight.checks import CHECKS, preflight
-from launcher.programs.submit import prepare, taken
-from launcher.runs.name import choose
+from launcher.programs.submit import prepare
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
@@ -295,16 +294,6 @@ def test_check_says_what_it_found_by_its_exit_status(
     assert "learner: ep = 3 does not divide 8 experts" in said
     assert "no module 'gone'" in said
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_of_a_dry_run_alone_is_taken_again(tmp_path: Path, keys: tuple[str, ...]) -> None:
-    config = job(keys)
-    with prepare(config, "any") as made:
-        folder = made.folder
-    assert not taken(folder)
-    assert choose(config, "any", resume=False, taken=taken).run.name == "x"
-    (folder / "jobs" / "id").write_text("12")
-    assert taken(folder)
 
 
 @pytest.mark.parametrize("given", [(), ("slurm.environment.WANDB_API_KEY=mine",)])

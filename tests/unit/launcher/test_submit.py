@@ -240,6 +240,48 @@ def test_no_run_of_an_array_is_in_the_folder_of_another(tmp_path: Path, monkeypa
         assert own == [folder / f"{folder.name}-{index}" for index in (2, 3)]
 
 
+REFUSING = """#!/bin/bash
+# Refuses partition typo; of any other job it does not say that Slurm has taken it.
+case "$*" in
+    *--test-only*) ! grep -q "partition=typo" "${@: -1}" ;;
+    *) echo "Socket timed out on send/recv operation" >&2; exit 1 ;;
+esac
+"""
+
+
+def test_no_submit_changes_a_folder_whose_job_may_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sbatch").write_text(REFUSING)
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    runs = tmp_path / "runs"
+
+    def submitted(*keys: str, fails: bool = False) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["submit", "tiny_cpu", *keys])
+        assert ended.value.code == int(fails)
+        said = capsys.readouterr()
+        return said.err if fails else said.out.splitlines()[-1].rpartition(" ")[2]
+
+    def seeds() -> dict[str, int]:
+        return {path.name: load_config(str(path / "config.yaml"), []).seed for path in runs.iterdir()}
+
+    assert submitted("seed=1", "--dry-run") == submitted("seed=1", "--dry-run") == f"{runs}/tiny_cpu/job.sbatch"
+    assert submitted("seed=2", "--dry-run") == f"{runs}/tiny_cpu-2/job.sbatch"
+    said = submitted("seed=3", "run.name=tiny_cpu", fails=True)
+    assert "sbatch runs/tiny_cpu/job.sbatch sends the job that a dry run of other keys left there, or" in said
+    typo = ("run.name=typo", "seed=4", "slurm.partition=typo")
+    assert submitted(*typo, "--dry-run") == f"{runs}/typo/job.sbatch"
+    assert "sbatch --test-only" in submitted(*typo, fails=True)
+    assert "sbatch --test-only" in submitted("run.name=new", "slurm.partition=typo", fails=True)
+    assert "Socket timed out" in submitted("run.name=late", "seed=5", fails=True)
+    assert "late exists; sbatch runs/late/job.sbatch continues it" in submitted("run.name=late", "seed=5", fails=True)
+    assert "Socket timed out" in submitted("run.name=tiny_cpu-2", "seed=2", fails=True)  # its dry run's keys
+    assert seeds() == {"tiny_cpu": 1, "tiny_cpu-2": 2, "typo": 4, "late": 5}
+
+
 def test_engine_nodes_take_after_the_learners_where_nothing_else_is_said() -> None:
     keys = (
         "rollout=vllm",
