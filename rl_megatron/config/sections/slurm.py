@@ -172,10 +172,10 @@ class SlurmSection(Section):
     """Most nodes that the job leaves out from a restart on because the run named them slow (run.slow_factor); 0: slow
     nodes are only named."""
     modules: Modules | None = None
-    """Environment modules to load, separated by spaces."""
+    """Environment modules to load, separated by spaces. The job ends where that fails."""
     setup: Line | None = None
-    """A shell command that the job runs before the run starts, as in: source /opt/site/env.sh. The job's shell runs the
-    text of no other key."""
+    """A shell command that the job runs before the run starts, as in: source /opt/site/env.sh; with a status other than
+    0 the job ends. The job's shell runs the text of no other key."""
     environment: Mapping[Variable, Line] = Field(default_factory=dict)
     """Environment variables of the job, by name."""
     python: Word | None = None

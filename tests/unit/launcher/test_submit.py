@@ -58,6 +58,24 @@ def test_steps_get_the_jobs_variables_however_it_was_submitted(tmp_path: Path) -
     assert "SLURM_EXPORT_ENV" not in shown
 
 
+@pytest.mark.parametrize(
+    ("module", "setup", "said"),
+    [
+        ("true", "source site.sh", "begins\n"),
+        ("return 3", "source site.sh", "failed: slurm.modules ended with status 3"),
+        ("true", "source gone.sh # of the site", "failed: slurm.setup ended with status 1"),
+    ],
+)
+def test_a_job_ends_where_a_module_or_its_setup_fails(tmp_path: Path, module: str, setup: str, said: str) -> None:
+    config = config_of("slurm.modules=aws-ofi-nccl", f"slurm.setup={setup}")
+    made = submit.job_script(config, folder=tmp_path, python="python", package=Path("/c"))
+    (tmp_path / "site.sh").write_text("OF_THE_SITE=here\n")
+    script = f"module() {{ {module}; }}\n{made.partition('# One attempt of a run')[0]}\necho begins"
+    done = subprocess.run(["bash"], input=script, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.startswith(said)
+    assert done.returncode == (said != "begins\n")
+
+
 def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_commands() -> None:
     path = REPO / "slurm" / "train.sbatch"
     subprocess.run(["bash", "-n", path], check=True)
