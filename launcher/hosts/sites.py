@@ -69,8 +69,7 @@ def service_sites(config: RunConfig, allocation: Allocation | None) -> dict[str,
         return {name: [Site(number=next(numbers), count=count) for _ in of_name] for name, of_name in here.items()}
     assert allocation is not None
     slurm, each = config.slurm, -(-count // len(nodes))
-    node_cpus = slurm.tasks_per_node(config.learner.dims.world_size) * (slurm.cpus_per_task or 1)
-    cpus = (slurm.cpus_per_task or 1) if allocation.heterogeneous else max(1, node_cpus // each)
+    cpus = slurm.cpus_per_task if allocation.heterogeneous else _share(config, each)
 
     def at(node: str) -> Site:
         host = _host(Seat(node=node, gpus=()), allocation, alone=False)
@@ -129,10 +128,11 @@ def _here(seat: Seat, allocation: Allocation) -> bool:
     return seat.node == allocation.here and not allocation.heterogeneous
 
 
-def cpus_of_engine_node(config: RunConfig, allocation: Allocation, seats: Sequence[Seat]) -> int:
-    """CPU cores for all servers of a node without ranks."""
+def cpus_of_engine_node(config: RunConfig, allocation: Allocation, seats: Sequence[Seat]) -> int | None:
+    """CPU cores for all servers of a node without ranks; None: all of the job's."""
     each = _each(seats, allocation)
-    return _cpus(config, allocation, each) * each
+    cpus = _cpus(config, allocation, each)
+    return None if cpus is None else cpus * each
 
 
 def _each(seats: Sequence[Seat], allocation: Allocation) -> int:
@@ -140,10 +140,15 @@ def _each(seats: Sequence[Seat], allocation: Allocation) -> int:
     return -(-len(seats) // len(allocation.engine_nodes or allocation.nodes))
 
 
-def _cpus(config: RunConfig, allocation: Allocation, each: int) -> int:
-    """CPU cores of a server's step, if a node has ``each`` servers."""
+def _cpus(config: RunConfig, allocation: Allocation, each: int) -> int | None:
+    """CPU cores of a server's step, if a node has ``each`` servers; None: all of the job's."""
     slurm = config.slurm
-    ranks = slurm.tasks_per_node(config.learner.dims.world_size)
     if allocation.heterogeneous:
-        return slurm.engines.cpus_per_server or slurm.cpus_per_task or 1
-    return max(1, ranks * (slurm.cpus_per_task or 1) // each)
+        return slurm.engines.cpus_per_server or slurm.cpus_per_task
+    return _share(config, each)
+
+
+def _share(config: RunConfig, each: int) -> int | None:
+    """A node's CPU cores for one of ``each`` on it, where all nodes are alike; None: all of the job's."""
+    cores = config.slurm.cores(config.slurm.tasks_per_node(config.learner.dims.world_size))
+    return None if cores is None else max(1, cores // each)

@@ -121,7 +121,7 @@ def commands(config: RunConfig, placement: Placement, allocation: Allocation | N
     if allocation is None:
         return [task]
     contained = [*slurm.container_options(slurm.container), *slurm.container_prefix(slurm.container)]
-    cpus = dict.fromkeys(allocation.by_role, placement.ranks_per_node * (slurm.cpus_per_task or 1))
+    cpus = dict.fromkeys(allocation.by_role, slurm.cores(placement.ranks_per_node))
     if allocation.heterogeneous:
         others = (role for role in allocation.by_role if role != LEARNER)
         cpus |= {role: cores_of(config, role, len(allocation.by_role[role])) for role in others}

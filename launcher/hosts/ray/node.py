@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from launcher.hosts.slurm.allocation import Allocation
+from launcher.hosts.slurm.allocation import Allocation, cores_option
 from launcher.processes.parent import adopt_orphans, die_with_parent
 from launcher.processes.ports import free_port
 from launcher.wire.greetings import this_node
@@ -120,15 +120,15 @@ def node_command(
         f"--nodes={count}",
         f"--ntasks={count}",
         "--ntasks-per-node=1",
-        f"--cpus-per-task={placement.ranks_per_node * (slurm.cpus_per_task or 1)}",
+        *cores_option(slurm.cores(placement.ranks_per_node)),
         "--kill-on-bad-exit=1",
         f"--output={folder}/{stem}-%t.txt",
         *_program(python),
     ]
 
 
-def engine_node_command(allocation: Allocation, cpus: int, *, python: str, no_kill: bool) -> list[str]:
-    """The srun command that starts Ray on the nodes of engine servers alone, with ``cpus`` cores each.
+def engine_node_command(allocation: Allocation, cpus: int | None, *, python: str, no_kill: bool) -> list[str]:
+    """The srun command that starts Ray on the nodes of engine servers alone, with ``cpus`` cores each (`cores_option`).
 
     ``no_kill``: the others go on without one that fails.
     """

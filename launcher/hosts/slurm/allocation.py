@@ -126,9 +126,9 @@ class Allocation:
             return [f"--het-group={list(by_role).index(role)}"]
         return [f"--nodelist={','.join(by_role[role])}"] if len(by_role) > 1 else []
 
-    def everywhere(self, command: Sequence[str], cpus: Mapping[str, int]) -> list[list[str]]:
+    def everywhere(self, command: Sequence[str], cpus: Mapping[str, int | None]) -> list[list[str]]:
         """For each role an srun command that runs ``command`` once on each of its nodes, beside other steps, with so
-        many ``cpus`` there and all their memory and GPUs."""
+        many ``cpus`` there (`cores_option`) and all their memory and GPUs."""
         every = [
             (role, nodes, f"--het-group={i}" if self.heterogeneous else f"--nodelist={','.join(nodes)}")
             for i, (role, nodes) in enumerate(self.by_role.items())
@@ -137,7 +137,7 @@ class Allocation:
         return [
             [
                 *(*_OWN, "srun", where, f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"),
-                *(*how, f"--cpus-per-task={cpus[role]}", "--mem=0", *command),
+                *(*how, *cores_option(cpus[role]), "--mem=0", *command),
             ]
             for role, nodes, where in every
         ]
@@ -153,7 +153,7 @@ class Allocation:
         """An srun command for a role with its own nodes, with all their memory and GPUs."""
         return [*_OWN, command[0], *self._on(role), "--mem=0", *command[1:]]
 
-    def server_command(self, nodes: Sequence[str], cpus: int, role: str = "engines") -> list[str]:
+    def server_command(self, nodes: Sequence[str], cpus: int | None, role: str = "engines") -> list[str]:
         """The srun command that runs a command on each node with all its memory and GPUs, beside other steps.
 
         Nodes are those of ``role``, or else the learner's, whose component is srun's own.
@@ -163,8 +163,14 @@ class Allocation:
             "srun",
             *(self._on(role) if self.heterogeneous and nodes[0] in self.by_role.get(role, ()) else []),
             *("--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", f"--nodelist={','.join(nodes)}"),
-            *(f"--cpus-per-task={cpus}", "--mem=0"),
+            *(*cores_option(cpus), "--mem=0"),
         ]
+
+
+def cores_option(cores: int | None) -> list[str]:
+    """The option of srun that gives each task so many cores and no more (it implies --exact); None: without it a task
+    has all that the job has on its node."""
+    return [] if cores is None else [f"--cpus-per-task={cores}"]
 
 
 def _hosts(variable: str) -> tuple[str, ...]:

@@ -71,10 +71,11 @@ def job_script(
     )
 
 
-def cores_of(config: RunConfig, role: str, nodes: int) -> int:
-    """The CPU cores that a heterogeneous job has on each of the ``nodes`` of a role."""
+def cores_of(config: RunConfig, role: str, nodes: int) -> int | None:
+    """The CPU cores that a heterogeneous job asks for on each of the ``nodes`` of a role; None: no number of them."""
     component = _component(config, role, nodes)
-    return int(component["tasks_per_node"]) * int(component["cpus_per_task"] or 1)
+    each = component["cpus_per_task"]
+    return None if each is None else int(component["tasks_per_node"]) * int(each)
 
 
 def _component(config: RunConfig, role: str, nodes: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from launcher.controller.handle import STOP_SECONDS
+from launcher.hosts.slurm.allocation import cores_option
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.placement.ranks import Placement
 
@@ -20,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 def step_command(slurm: SlurmSection, placement: Placement, *, python: str, where: Sequence[str] = ()) -> list[str]:
     """The srun command that runs worker/node.py on every node, in the container if given; its tasks read a `Muster`."""
-    nodes, cores = len(placement.nodes), placement.ranks_per_node * (slurm.cpus_per_task or 0)
+    nodes = len(placement.nodes)
     return [
         "srun",
         *where,
         f"--nodes={nodes}",
         f"--ntasks={nodes}",
         "--ntasks-per-node=1",
-        *([f"--cpus-per-task={cores}"] if cores else []),
+        *cores_option(slurm.cores(placement.ranks_per_node)),
         "--kill-on-bad-exit=1",  # a rank that dies before it connects ends the step
         "--label",  # output, which goes to step.txt, with the number of the node
         *slurm.container_options(slurm.container),

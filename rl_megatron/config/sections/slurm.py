@@ -76,7 +76,7 @@ class EngineNodesSection(RoleNodesSection):
     nodes: NonNegative = 0
     """Number of the servers' nodes, in addition to ``slurm.nodes``; 0: servers share the learner's nodes."""
     cpus_per_server: Positive | None = None
-    """CPU cores of each server; null: as of a learner rank."""
+    """CPU cores of each server; null: ``slurm.cpus_per_task``."""
     no_kill: bool = False
     """Whether the job goes on without a node that fails (sbatch --no-kill), with the servers that are left. For one of
     the learner's nodes it is requeued still, by its script or, where that was on it, by nodes of servers."""
@@ -138,7 +138,8 @@ class SlurmSection(Section):
     the learner, the critic, the reference, teachers, reward models, the services and the engine servers take theirs in
     this order."""
     cpus_per_task: Positive | None = None
-    """CPU cores of each rank."""
+    """CPU cores of each rank. null: the job asks for no number of them, and what runs on a node shares those that the
+    job has there."""
     memory_per_node: Word | None = None
     """Memory of each node, as in 500G; 0 is all."""
     time: Duration = "24:00:00"
@@ -195,6 +196,10 @@ class SlurmSection(Section):
     def tasks_per_node(self, ranks: int) -> int:
         """Learner ranks on each node if there are ``ranks`` in all, rounded up."""
         return self.ntasks_per_node or self.gpus_per_node or -(-ranks // self.nodes)
+
+    def cores(self, ranks: int) -> int | None:
+        """CPU cores of so many learner ranks; None: all that the job has."""
+        return None if self.cpus_per_task is None else self.cpus_per_task * ranks
 
     @property
     def engine_gpus(self) -> int:

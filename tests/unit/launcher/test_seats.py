@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from launcher.hosts.more_sites import MoreHere, MoreOnNodes
+from launcher.hosts.ray.node import engine_node_command, node_command
 from launcher.hosts.sites import cpus_of_engine_node, service_sites, sites_of
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.script import cores_of
 from launcher.processes.guards import Guard, Order, start_guard
+from launcher.rehearsal.survey import commands
 from launcher.runs.folder import mirror_path
 from launcher.servers.site import Site, elsewhere
 from rl_megatron.config.io import load_config
@@ -193,7 +195,7 @@ def test_a_component_of_its_own_is_reached_by_its_group(run: Path, monkeypatch: 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_server_of_a_recipe_has_twelve_cores_for_each_of_its_gpus(recipe: str, tmp_path: Path) -> None:
-    """To which srun confines its step; without the key, Slurm gives a rank one core, and a server its ranks' share."""
+    """To which srun confines its step."""
     config = load_config(recipe, ["model.path=/models/given", "run.launcher=slurm"])
     nodes, apart = made_up_nodes(config), config.slurm.heterogeneous
     engines = nodes.get("engines", ())
@@ -203,6 +205,28 @@ def test_a_server_of_a_recipe_has_twelve_cores_for_each_of_its_gpus(recipe: str,
     seats = seats_of(config, job.nodes, engines)
     assert cpus_of_engine_node(config, job, seats) == 12 * sum(len(s.gpus) for s in seats if s.node == seats[0].node)
     assert not apart or cores_of(config, "engines", len(engines)) == cpus_of_engine_node(config, job, seats)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_without_a_number_of_cores_no_step_is_confined_to_some(
+    run: Path, monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    """Where a cluster gives whole nodes, --cpus-per-task=1 leaves a server one core of them: it implies --exact."""
+    if apart:
+        monkeypatch.setenv("SLURM_HET_SIZE", "3")
+        for number, node in enumerate(("a1", "a2", "b1")):
+            monkeypatch.setenv(f"SLURM_JOB_NODELIST_HET_GROUP_{number}", node)
+    judge = ("reward.function=service:judge/score", "services.judge.command=judge", "slurm.services.nodes=1")
+    config = config_of(f"slurm.heterogeneous={apart}", "slurm.engines.nodes=1", *judge)
+    job, placement = allocation_of(config, run), placement_of(config, ("a1",))
+    (((server,),), ((judges,),)) = sites_of(config, job), service_sites(config, job).values()
+    on_ray = cpus_of_engine_node(config, job, seats_of(config, job.nodes, job.engine_nodes))
+    steps = [
+        *(server.before, judges.before, *commands(config, placement, job)),
+        node_command(config.slurm, placement, run, python="p"),
+        engine_node_command(job, on_ray, python="p", no_kill=False),
+    ]
+    assert [word for step in steps for word in step if word.startswith("--cpus-per-task")] == []
 
 
 def test_services_are_a_component_before_that_of_servers(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
