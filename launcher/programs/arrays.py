@@ -12,7 +12,7 @@ from pathlib import Path
 
 from launcher.hosts.slurm import jobs
 from launcher.hosts.slurm.calls import call_slurm
-from launcher.hosts.slurm.script import PACKAGE, job_script
+from launcher.hosts.slurm.script import code_folder, job_script, show_code
 from launcher.preflight.checks import preflight
 from launcher.programs import submit
 from rl_megatron.config.io import save_resolved
@@ -107,6 +107,7 @@ def send(study: Study, arrays: Sequence[CellArray]) -> list[tuple[str, Path]]:
     folder = study.folder / "jobs"
     for needed in (folder, study.folder / "cells"):
         needed.mkdir(parents=True, exist_ok=True)
+    show_code(study.folder)
     paths = [folder / f"next-{number}.sbatch" for number, _ in enumerate(arrays)]
     sent = []
     try:
@@ -175,7 +176,8 @@ def _script(study: Study, cell: Cell, names: Sequence[str], array: str, minutes:
     run = config.run.model_copy(update={"dir": study.folder.parent, "name": study.folder.name})
     config = config.model_copy(update={"slurm": slurm, "run": run})
     folder, budgeted = Path.cwd(), minutes is not None
-    return job_script(config, folder=folder, python=sys.executable, package=PACKAGE, cells=names, budgeted=budgeted)
+    package = code_folder(folder / study.folder)
+    return job_script(config, folder=folder, python=sys.executable, package=package, cells=names, budgeted=budgeted)
 
 
 def _minutes(study: Study, cell: Cell) -> int:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from launcher.build.model import starting_shape
 from launcher.hosts.slurm.calls import call_slurm, parse_script
-from launcher.hosts.slurm.script import PACKAGE, job_script
+from launcher.hosts.slurm.script import code_folder, job_script, show_code
 from launcher.preflight.checks import Preflight, preflight
 from launcher.runs.lock import lock
 from launcher.runs.name import choose
@@ -32,7 +32,7 @@ from rl_megatron.placement.seats import Seat, describe_seats, seats_of
 from rl_megatron.scaling.memory import GB, Footprint, check_memory
 
 _LOCK = "submit.lock"
-_PREPARED = {"config.yaml", "job.sbatch", "placement.txt", "jobs", _LOCK}
+_PREPARED = {"config.yaml", "job.sbatch", "placement.txt", "jobs", "code", _LOCK}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +147,7 @@ def prepare(config: RunConfig, config_name: str, *, command: Sequence[str] = ("t
         (folder / "jobs").mkdir(parents=True, exist_ok=True)
         with (folder / _LOCK).open("ab") as file:
             if lock(file) and free(folder):  # since it was chosen another may have sent its job
+                show_code(folder)
                 for name, data in files.items():
                     write_atomically(folder / name, data, private=config.private)
                 write_atomically(folder / "placement.txt", f"{found.describe()}\n".encode())
@@ -158,7 +159,8 @@ def prepare(config: RunConfig, config_name: str, *, command: Sequence[str] = ("t
 def _files(config: RunConfig, name: str, command: Sequence[str]) -> dict[str, bytes]:
     """What a run of this name runs, and the job's script."""
     named = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
-    script = job_script(named, folder=Path.cwd(), python=sys.executable, package=PACKAGE, command=command)
+    package = code_folder(Path.cwd() / named.run.dir / name)
+    script = job_script(named, folder=Path.cwd(), python=sys.executable, package=package, command=command)
     return {"config.yaml": resolved(named), "job.sbatch": script.encode()}
 
 

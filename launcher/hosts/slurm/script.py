@@ -15,8 +15,8 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.placement.nodes import beside
 from rl_megatron.shipped import shipped
 
-PACKAGE = Path(__file__).resolve().parents[3]
-"""The folder of this code."""
+_HERE = Path(__file__).resolve().parents[3]
+_CODE = ("rl_megatron", "launcher", "tools")
 _UNREAD = re.compile(r"[^\w./+:=@,~-]")  # not allowed in a line of #SBATCH: quotes, %, spaces, newlines
 
 
@@ -69,6 +69,23 @@ def job_script(
         cells=cells,
         budgeted=budgeted,
     )
+
+
+def code_folder(run: Path) -> Path:
+    """The folder with this code that a job has on PYTHONPATH: the checkout, or, of an installed wheel, which has the
+    learner's other packages beside it, the ``code`` of ``run``, which `show_code` makes."""
+    return run / "code" if (_HERE / "rl_megatron" / "conf").is_dir() else _HERE
+
+
+def show_code(run: Path) -> None:
+    """Have `code_folder` hold this code alone: other interpreters of the job, as an engine's, read it too."""
+    if (folder := code_folder(run)) == _HERE:
+        return
+    folder.mkdir(exist_ok=True)
+    for name in _CODE:
+        if (link := folder / name).resolve() != _HERE / name:  # an earlier job may read by it now
+            link.unlink(missing_ok=True)
+            link.symlink_to(_HERE / name)
 
 
 def cores_of(config: RunConfig, role: str, nodes: int) -> int | None:

@@ -13,11 +13,12 @@ import pytest
 from launcher.hosts.slurm import calls
 from launcher.hosts.slurm.attach import Follower
 from launcher.hosts.slurm.jobs import cancel, describe, log_file, status_of
-from launcher.hosts.slurm.script import PACKAGE, job_script
+from launcher.hosts.slurm.script import job_script
 from rl_megatron.errors import ConfigError
 from tests.unit.launcher.commands import Said
 from tests.unit.launcher.slurm_jobs import config_of
 
+REPO = Path(__file__).resolve().parents[3]
 RECORDED = json.loads((Path(__file__).parent / "golden" / "scontrol.json").read_text())
 NO_ACCOUNTS = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
 
@@ -91,7 +92,7 @@ def test_the_users_variables_count_where_the_script_says_nothing(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     stand_in(tmp_path / "sbatch", "env")
     script = tmp_path / "job.sbatch"
-    script.write_text(job_script(config_of("slurm.partition=x"), folder=tmp_path, python="p", package=PACKAGE))
+    script.write_text(job_script(config_of("slurm.partition=x"), folder=tmp_path, python="p", package=REPO))
     given = [line.partition("=")[0] for line in calls.call_slurm(["sbatch"], script).splitlines() if "=given" in line]
     assert sorted(given) == [*sorted(f"{whose}_{name}" for name, whose in of_shell.items()), "SLURM_CLUSTERS"]
 
@@ -125,7 +126,7 @@ def test_a_job_that_prints_elsewhere_is_known_by_what_its_script_notes(
     env = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
     for restart in ("0", "1"):
         with written.open("ab") as out:
-            script = given + (PACKAGE / "slurm" / "job.sh").read_text()
+            script = given + (REPO / "slurm" / "job.sh").read_text()
             subprocess.run(["bash"], input=script.encode(), stdout=out, env=env | {"SLURM_RESTART_COUNT": restart})
         assert status_of("7", run).name == "RUNNING"
         assert describe(run).splitlines()[-1] == written.read_text().splitlines()[-1]
@@ -262,7 +263,7 @@ def test_the_log_of_an_arrays_task_is_found_in_the_folder_of_its_own_run(
 ) -> None:
     """Slurm writes it beside those of the other tasks; after a restart, which finds the folder, to the same file."""
     config = config_of("slurm.array=0-3")
-    script = job_script(config, folder=tmp_path, python="/nowhere/python", package=PACKAGE)
+    script = job_script(config, folder=tmp_path, python="/nowhere/python", package=REPO)
     array = tmp_path / "runs" / "golden"
     written, run = array / "jobs" / "12_2.txt", array / "golden-2"
     written.parent.mkdir(parents=True)
