@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -45,6 +47,7 @@ _KEYS = {
     "family": "learner.model",
 }
 """Options of two layouts, and the keys of a configuration that say the same."""
+_NO_FOLDER = Path(os.devnull)  # where model.path is not given, which a configuration for a model must have
 
 ElementBytes = Annotated[int | None, typer.Option(min=1, help="bytes per element; 2, as of bfloat16, if not given")]
 GpuMemory = Annotated[
@@ -179,17 +182,14 @@ def _unlike(dims: ParallelDims) -> range:
 def show_config(config_name: str, overrides: Sequence[str], *, exact: bool = False) -> None:
     """Print what a configuration needs and costs as a job: memory, a push, a checkpoint, with ``exact`` a dry run too.
 
-    A configuration with model.name needs no folder of the model. Raises ConfigError, also for what does not fit, and
-    RLMegatronError if a dry run fails.
+    A configuration with model.name needs no folder of the model; one that is here must hold that model. Raises
+    ConfigError, also for what does not fit, and RLMegatronError if a dry run fails.
     """
-    named = [] if any(item.startswith("model.path=") for item in overrides) else ["model.path=."]
     job = [] if any(item.startswith("run.launcher=") for item in overrides) else ["run.launcher=slurm"]
-    config = load_config(config_name, [*overrides, *named, *job])
-    if config.model.name is None and named:
-        raise ConfigError(f"{config_name}: the model's sizes are not known; set model.path or model.name")
+    config = load_config(config_name, [*overrides, *job], otherwise={"model.path": _NO_FOLDER})
+    model = _model(config_name, config)
     of_nodes = Preflight(found=tuple(beside_nodes(config)), seconds=0.0)
     of_nodes.raise_problems()
-    model = str(config.model.name if named else config.model.path)
     shape = shape_with_drafts(config, model_shape(model, config.learner.model))
     expect(config.model.name, shape)
     show_memory(config_name, config, shape)
@@ -202,6 +202,18 @@ def show_config(config_name: str, overrides: Sequence[str], *, exact: bool = Fal
     found = estimate(config, shape)
     for line in (*found.lines(), *of_nodes.notes(), *(f"note: {warning}" for warning in found.warnings())):
         print(line)
+
+
+def _model(config_name: str, config: RunConfig) -> str:
+    """The folder or the name that gives the model's sizes."""
+    path, name = config.model.path, config.model.name
+    if path == _NO_FOLDER and name is None:
+        raise ConfigError(f"{config_name}: the model's sizes are not known; set model.path or model.name")
+    if name is None or (path is not None and path.is_dir()):
+        return str(path)
+    if path != _NO_FOLDER:
+        print(f"model.path={path} is not on this machine: the sizes are those of model.name={name}.")
+    return name
 
 
 def _counted_layers(config: RunConfig, shape: ModelShape) -> str:

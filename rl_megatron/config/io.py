@@ -30,8 +30,11 @@ _MAX_LINES = 30  # of an error
 _MAX_LINE = 1000  # characters of a line
 
 
-def load_config(name: str, overrides: Sequence[str], root: Path | None = None) -> RunConfig:
-    """The config ``<root>/<name>.yaml``, or the YAML file ``name``, changed by ``key=value`` overrides.
+def load_config(
+    name: str, overrides: Sequence[str], root: Path | None = None, *, otherwise: Mapping[str, object] | None = None
+) -> RunConfig:
+    """The config ``<root>/<name>.yaml``, or the YAML file ``name``, changed by ``key=value`` overrides; ``otherwise``
+    has values of keys that are then null.
 
     ``root`` (default: the shipped conf/) also holds the groups. Raises one ConfigError for all that
     is wrong in files, YAML, overrides, keys and values; it checks rules between keys once each value is valid.
@@ -61,6 +64,10 @@ def load_config(name: str, overrides: Sequence[str], root: Path | None = None) -
     for key, value in values:
         tree = _cleared(tree, {key: value})
         composer.put(tree, key, value)
+    for key, value in (otherwise or {}).items():
+        if _value(tree, key) is None:
+            tree = _cleared(tree, {key: value})
+            composer.put(tree, key, value)
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -239,6 +246,13 @@ def _cleared(base: dict[str, Any], given: Mapping[str, object]) -> dict[str, Any
         if isinstance(section := base.get(name), dict):
             out[name] = {key: value for key, value in section.items() if key not in keys}
     return out
+
+
+def _value(tree: object, key: str) -> object:
+    """The value at a dotted key; None where it or a section of it is not given."""
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
 
 
 def _is_file(path: Path) -> bool:

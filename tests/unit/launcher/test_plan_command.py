@@ -11,6 +11,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED
 from rl_megatron.scaling.memory import GB, footprints
 from tests.unit.launcher.commands import Said
+from tests.unit.launcher.test_memory import QWEN3
 
 
 @pytest.fixture
@@ -109,6 +110,27 @@ def test_a_configuration_shows_memory_and_then_what_pushes_and_checkpoints_cost(
     assert save.startswith("a checkpoint, every 20 steps: 9,437.7 GB, up to 347.5 GB by one node: 94.4 s at 5 GB/s")
     through = said("--config", "deepseek_v3", "weights.transport=file")
     assert "\nnote: each push of weights goes through a file in the run's folder, on a shared file system: " in through
+
+
+def test_the_path_in_a_file_is_the_model_as_on_the_command_line(said: Said, tmp_path: Path) -> None:
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / "config.json").write_text(json.dumps({**QWEN3, "num_hidden_layers": 24}))
+
+    def planned(*arguments: str, status: int = 0, **model: object) -> str:
+        file = tmp_path / "mine.yaml"
+        file.write_text(json.dumps({"defaults": ["qwen3_30b_a3b"], "model": model}))
+        return said("--config", str(file), *arguments, status=status)
+
+    of_half = planned("model.name=null", f"model.path={half}")
+    assert planned(name=None, path=str(half)) == of_half
+    whole = planned()
+    assert whole != of_half
+    other = planned(path=str(half), status=1)
+    assert "another model than model.name=qwen3-30b-a3b: num_layers 24 instead of 48" in other
+    away = f"model.path={tmp_path / 'away'} is not on this machine: the sizes are those of model.name=qwen3-30b-a3b.\n"
+    assert planned(path=str(tmp_path / "away")) == away + whole
+    assert "the model's sizes are not known; set model.path or model.name" in planned(name=None, status=1)
 
 
 def test_numbers_of_16_stages_are_whole_in_80_columns(
