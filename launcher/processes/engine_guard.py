@@ -101,6 +101,9 @@ def compiled_folder(otherwise: Callable[[], str]) -> Mapping[str, str]:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = home / "rl_megatron" / "torch" / _processor()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:  # of a home that is read-only, or full
+            file.write(b"1")
+            os.fsync(file.fileno())
     except (OSError, RuntimeError):
         return {_COMPILED: otherwise()}
     return {_COMPILED: str(folder)}

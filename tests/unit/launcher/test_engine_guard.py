@@ -95,13 +95,18 @@ def test_a_server_keeps_compiled_code_where_no_other_user_can_have_put_any(
         return folder
 
     for given in (None, usual):  # torch writes it into the environment where it is imported
-        assert (folder := told(tmp_path / "cache", given)).is_relative_to(tmp_path / "cache" / "rl_megatron")
+        folder = told(tmp_path / "cache", given)
+        assert folder.is_relative_to(tmp_path / "cache" / "rl_megatron")
         assert folder.stat().st_mode & 0o077 == 0
         assert variables(threads=1, device="cpu")["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
     assert told(tmp_path / "cache", own) == own
-    spare = told(blocked, None)  # goes with the guard
-    assert spare.parent.name.startswith("engine-")
-    assert not spare.parent.exists()
+    there = tmp_path / "full" / "rl_megatron" / "torch"
+    there.mkdir(parents=True)
+    (there / folder.name).symlink_to("/proc/self")  # a folder in which even root makes no file
+    for cache in (blocked, tmp_path / "full"):
+        spare = told(cache, None)  # goes with the guard
+        assert spare.parent.name.startswith("engine-")
+        assert not spare.parent.exists()
     rank = "from launcher.processes.environment import variables; "
     rank += "folder = [variables(threads=1, device='cpu')['TORCHINDUCTOR_CACHE_DIR'] for _ in range(2)]; "
     rank += "import os; print(*folder, oct(os.stat(folder[0]).st_mode))"
