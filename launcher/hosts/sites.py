@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.servers.site import HERE, Site, Sites, StartAt
@@ -87,7 +88,7 @@ def _by_srun(site: Site, seat: Seat, config: RunConfig, allocation: Allocation, 
         return site
     inside = ["env", *(f"{name}={value}" for name, value in site.environment.items())]  # after srun, which sets it
     command = allocation.server_command([seat.node], _cpus(config, allocation, each))
-    contained = [*slurm.container_options(image), *slurm.container_prefix(image)]
+    contained = [*slurm.container_options(image, Path.cwd()), *slurm.container_prefix(image)]
     python = sys.executable if image is None else str(config.rollout.python)
     return replace(site, environment={}, before=(*command, *contained, *inside), python=python)
 

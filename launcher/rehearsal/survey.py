@@ -120,7 +120,7 @@ def commands(config: RunConfig, placement: Placement, allocation: Allocation | N
     task = [python, "-m", "launcher.rehearsal.node"]
     if allocation is None:
         return [task]
-    contained = [*slurm.container_options(slurm.container), *slurm.container_prefix(slurm.container)]
+    contained = [*slurm.container_options(slurm.container, Path.cwd()), *slurm.container_prefix(slurm.container)]
     cpus = dict.fromkeys(allocation.by_role, slurm.cores(placement.ranks_per_node))
     if allocation.heterogeneous:
         others = (role for role in allocation.by_role if role != LEARNER)

@@ -31,7 +31,7 @@ def step_command(slurm: SlurmSection, placement: Placement, *, python: str, wher
         *cores_option(slurm.cores(placement.ranks_per_node)),
         "--kill-on-bad-exit=1",  # a rank that dies before it connects ends the step
         "--label",  # output, which goes to step.txt, with the number of the node
-        *slurm.container_options(slurm.container),
+        *slurm.container_options(slurm.container, Path.cwd()),
         *slurm.container_prefix(slurm.container),
         slurm.container_python if slurm.container else python,
         "-m",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -188,8 +189,8 @@ class SlurmSection(Section):
     container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
     """How ranks start in the container: by srun --container-image (pyxis), or by apptainer exec."""
     container_mounts: Word | None = None
-    """Folders to mount in containers, as in /data:/data,/home. They must see the run's folder and this package under
-    the same paths as outside."""
+    """Folders to mount in containers, as in /data:/data,/home. They must see the run's folder, the one in which
+    ``submit`` was called and this package under the same paths as outside."""
     container_python: Word = "python"
     """Python interpreter inside the image."""
 
@@ -217,12 +218,16 @@ class SlurmSection(Section):
         given = self.alone(role).gpus_per_node
         return self.gpus_per_node if given is None else given
 
-    def container_options(self, image: str | None) -> list[str]:
-        """The options of srun that make pyxis start a container of ``image``; None: no container."""
+    def container_options(self, image: str | None, folder: Path) -> list[str]:
+        """The options of srun that make pyxis start a container of ``image`` in ``folder``; None: no container.
+
+        Without them the image's own folder and variables would win.
+        """
         if image is None or self.container_runtime != "pyxis":
             return []
         mounts = [f"--container-mounts={self.container_mounts}"] if self.container_mounts else []
-        return [f"--container-image={image}", *mounts]
+        names = ",".join(sorted({"PYTHONPATH", *self.environment}))
+        return [f"--container-image={image}", *mounts, f"--container-workdir={folder}", f"--container-env={names}"]
 
     def container_prefix(self, image: str | None) -> list[str]:
         """The apptainer command that precedes the one to run in a container of ``image``; None: no container."""

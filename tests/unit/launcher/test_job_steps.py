@@ -22,8 +22,12 @@ from tests.unit.launcher.slurm_jobs import CASES, config_of
         ((), "/bin/python -m launcher.worker.node"),
         (("slurm.cpus_per_task=3",), "/bin/python -m launcher.worker.node"),
         (
-            ("slurm.container=/images/rl.sqsh", "slurm.container_mounts=/data:/data"),
-            "--container-image=/images/rl.sqsh --container-mounts=/data:/data python -m launcher.worker.node",
+            (
+                *("slurm.container=/images/rl.sqsh", "slurm.container_mounts=/data:/data"),
+                "slurm.environment.NCCL_DEBUG=INFO",
+            ),
+            f"--container-image=/images/rl.sqsh --container-mounts=/data:/data --container-workdir={Path.cwd()} "
+            "--container-env=NCCL_DEBUG,PYTHONPATH python -m launcher.worker.node",
         ),
         (
             ("slurm.container=/images/rl.sif", "slurm.container_runtime=apptainer", "slurm.gpus_per_node=2"),

@@ -248,7 +248,14 @@ def test_services_are_a_component_before_that_of_servers(run: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("runtime", "options", "prefix"),
     [
-        ("pyxis", ["--container-image=/vllm.sqsh", "--container-mounts=/data"], []),
+        (
+            "pyxis",
+            [
+                *("--container-image=/vllm.sqsh", "--container-mounts=/data"),
+                *(f"--container-workdir={Path.cwd()}", "--container-env=PYTHONPATH"),
+            ],
+            [],
+        ),
         ("apptainer", [], ["apptainer", "exec", "--nv", "--bind=/data", "/vllm.sqsh"]),
     ],
 )
