@@ -1,9 +1,10 @@
-"""Reads JSON of files and answers that anybody may have written."""
+"""Reads JSON of files and answers that anybody may have written, and writes texts that anybody may have."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 
 def parse(text: str | bytes | bytearray) -> Any:
@@ -12,3 +13,23 @@ def parse(text: str | bytes | bytearray) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("values are nested too deeply") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Escaped:
+    """The pydantic schema of a text whose halves of surrogate pairs, which no UTF-8 has, are written as ``\\ud83d``."""
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.str_schema(
+            serialization=core_schema.plain_serializer_function_ser_schema(_escaped, when_used="json")
+        )
+
+
+ForeignText = Annotated[str, _Escaped()]
+"""What a user's code, an engine or a model said, as it is: an error's text may quote half of an emoji."""
+
+
+def _escaped(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,9 +1,8 @@
 """Every type that one room hands to another. Data only: no behaviour beyond trivial views, no torch import at run time.
 
-Engines answer in read-only numpy columns; training reads tensors.
-Letters: P prompts, G group size, S sequences, N tokens of a ragged batch (all sequences concatenated),
-D data-parallel ranks, M micro-batches. Log-probs are nats, float32, of the sampling distribution.
-A *position* is one (input token, target token) pair: a sequence of L tokens has L - 1 positions.
+Engines answer in read-only numpy columns; training reads tensors. Letters: P prompts, G group size, S sequences,
+N tokens of a ragged batch (all sequences concatenated), D data-parallel ranks, M micro-batches. Log-probs are nats,
+float32, of the sampling distribution. A *position* is one (input, target) pair: L tokens have L - 1 positions.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from rl_megatron.columns import LogProbs, RouteBytes, TokenIds, freeze
+from rl_megatron.json_text import ForeignText
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -190,9 +190,9 @@ class Scored:
     total: float  # the reward; of a weighted sum, the sum
     parts: Mapping[str, float] = field(default_factory=dict)  # of a weighted sum, by name, before their weights
     steps: tuple[tuple[int, float], ...] = ()  # the end of each in the text, in characters, and its part of the total
-    error: str | None = None  # why there is no finite reward
+    error: ForeignText | None = None  # why there is no finite reward
     late: bool = False  # it was not there within its time limit, which is the error
-    answer: str | None = None  # read out of the completion, alike for equal answers; "": none there; None: none read
+    answer: ForeignText | None = None  # of the completion, alike for equal answers; "": none there; None: none read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

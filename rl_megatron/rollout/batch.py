@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from rl_megatron.json_text import ForeignText
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Scored
 
 Reason = Literal["equal_rewards", "reward_error", "poison", "environment_error", "long_prompt", "nothing_sampled"]
@@ -38,7 +39,7 @@ class Answered:
 
     group: RolloutGroup | None  # None: it is left out, for ``reason``
     reason: Reason | None = None
-    problem: str = ""  # what the engine said of a prompt that is poison
+    problem: ForeignText = ""  # what the engine said of a prompt that is poison
     rewards: tuple[float, ...] = ()  # of its completions, also where it is left out; none if one of them failed
     scored: tuple[Scored, ...] = ()
     greedy: tuple[Scored, ...] = ()  # of the greedy completion, if there is one

@@ -89,6 +89,19 @@ def test_groups_that_wait_without_a_finite_reward_are_read_as_they_were_saved(
     assert repr(read.scored) == repr(answered.scored)  # NaN is not equal to NaN
 
 
+def test_half_of_a_surrogate_pair_in_what_failed_is_saved_by_its_number(tmp_path: Path, stream: StreamState) -> None:
+    """A model that cut an emoji in JSON, and a reward or tool that quotes it; UTF-8 has no such character."""
+    quoted = Scored(total=math.nan, error="no tool \ud83d", answer="\udc00€")
+    answered = Answered(group=None, reason="environment_error", problem="no tool \ud83d", scored=(quoted,))
+    state = replace(stream, places=(replace(stream.places[0], answered=answered), *stream.places[1:]))
+    found = checkpoints.read(saved(tmp_path, state)).state.stream
+    assert found is not None
+    read = found.places[0].answered
+    assert read is not None
+    assert (read.problem, read.scored[0].error) == ("no tool \\ud83d", "no tool \\ud83d")
+    assert read.scored[0].answer == "\\udc00€"
+
+
 def test_a_checkpoint_that_counts_no_left_out_tokens_is_still_read(stream: StreamState) -> None:
     left_out = replace(stream.places[0], answered=Answered(group=None, reason="equal_rewards", left_out_tokens=5))
     older = json.loads(AS_JSON.dump_json(replace(stream, left_out=(left_out,))))
