@@ -177,16 +177,18 @@ class RunningServices:
 
 
 async def unless_given_up(work: Coroutine[Any, Any, T], watching: asyncio.Task[None]) -> T:
-    """The result of ``work``, which is cancelled once ``watching`` of `RunningServices.running` raises ServiceError."""
-    working = asyncio.create_task(work)
+    """The result of ``work``, which is cancelled once ``watching`` of `RunningServices.running` raises ServiceError,
+    with its text, and may then finish a checkpoint."""
+    working, why = asyncio.create_task(work), ""
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
+            why = str(watching.exception())
             watching.result()  # raises: a watch ends by an error alone
         return working.result()
     finally:
         if not working.done():
-            working.cancel()
+            working.cancel(why)
             await asyncio.wait([working])
 
 

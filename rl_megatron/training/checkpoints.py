@@ -193,7 +193,11 @@ class Unfinished:
         self._thread: asyncio.Task[None] | None = None
         self._saved = asyncio.create_task(self._complete())
         self._saved.add_done_callback(self._seen)
-        self.failed = False  # what ranks or threads raised has been raised here
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is still written; a second Ctrl-C cancels that, as every task."""
+        return not self._saved.done() and not self._saved.cancelling()
 
     @property
     def saved(self) -> Saved | None:
@@ -201,29 +205,17 @@ class Unfinished:
 
         Raises WorkerDied, CheckpointError or OSError if it cannot have it.
         """
-        if not self._saved.done():
-            return None
-        with self._noting():
-            return self._saved.result()
+        return self._saved.result() if self._saved.done() else None
 
     async def finish(self) -> Saved:
         """Wait until the checkpoint has its final name. Raises as ``saved``."""
         self._hurry.set()
-        with self._noting():
-            return await asyncio.shield(self._saved)
+        return await asyncio.shield(self._saved)
 
     async def settled(self) -> None:
         """Wait for no rank any more, and until no thread works on the folder. Raises nothing of the save's."""
         self._saved.cancel()
         await asyncio.wait({self._saved, self._thread or self._saved})
-
-    @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            self.failed = True
-            raise
 
     async def _complete(self) -> Saved:
         """Publish in a thread what ranks wrote, which takes long, or remove it there: a full disk would stay full.

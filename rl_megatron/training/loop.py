@@ -122,11 +122,11 @@ class Loop:
         """Make all steps. Returns False if a stop ended the job early; a checkpoint is then written.
 
         Raises Stopped if a stop is requested before the first step. An error that is not the ranks' own leaves the
-        checkpoint in hand too, whole.
+        checkpoint in hand too, whole, as does a cancellation of this task alone.
         """
         try:
             return await self._run()
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             await self._keep_in_hand(error)
             raise
         finally:
@@ -249,16 +249,19 @@ class Loop:
         watch.note("checkpoint/step", self.saved or 0)
         self.in_hand = None
 
-    async def _keep_in_hand(self, error: Exception) -> None:
+    async def _keep_in_hand(self, error: BaseException) -> None:
         """Finish the checkpoint in hand, although ``error`` ends the run, unless it is of the ranks that write it."""
-        if self.in_hand is None or self.in_hand.failed or isinstance(error, WorkerDied):
+        if self.in_hand is None or isinstance(error, WorkerDied):
             return
-        logger.info("the run fails (%s: %s); its checkpoint in hand is finished first", type(error).__name__, error)
+        if self.in_hand.goes_on:
+            what = type(error).__name__
+            logger.info("the run fails (%s: %s); its checkpoint in hand is finished first", what, error)
         try:
             await self._finish_save(Stopwatch())
         except Exception as second:
-            what = type(second).__name__
-            logger.error("%s is not finished: %s: %s", self.in_hand.folder, what, second, exc_info=True)
+            if second is not error:
+                what = type(second).__name__
+                logger.error("%s is not finished: %s: %s", self.in_hand.folder, what, second, exc_info=True)
 
     async def restore(self, checkpoint: Checkpoint, done: int) -> None:
         """Continue after step ``done``, from its checkpoint."""

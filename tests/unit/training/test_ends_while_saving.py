@@ -13,8 +13,9 @@ from typing import Any, cast
 
 import pytest
 
+from launcher.servers.services import unless_given_up
 from rl_megatron.digests import Written
-from rl_megatron.errors import CheckpointError, DataError, WorkerDied
+from rl_megatron.errors import CheckpointError, DataError, ServiceError, WorkerDied
 from rl_megatron.interfaces import Learner
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training import checkpoints
@@ -111,6 +112,39 @@ def test_a_fault_outside_of_the_ranks_leaves_the_checkpoint_in_hand(tmp_path: Pa
         asyncio.run(loop_of(Failing({2: DataError("line 7")}, shards=Writing()), tmp_path).run())
     assert checkpoints.latest(tmp_path) == tmp_path / "step_000001"
     assert checkpoints.read(tmp_path / "step_000001").state.step == 1
+
+
+def test_a_service_that_is_given_up_leaves_the_checkpoint_in_hand(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        begun = asyncio.Event()  # step 2
+
+        async def watch() -> None:
+            await begun.wait()
+            raise ServiceError("services.judge.restarts=3 are used up")
+
+        job = Failing({}, until={2: begun.set}, shards=Writing())
+        await unless_given_up(loop_of(job, tmp_path).run(), asyncio.create_task(watch()))
+
+    with caplog.at_level(logging.INFO), pytest.raises(ServiceError, match="are used up"):
+        asyncio.run(run())
+    assert checkpoints.latest(tmp_path) == tmp_path / "step_000001"
+    assert "services.judge.restarts=3 are used up); its checkpoint in hand is finished first" in caplog.text
+
+
+def test_a_second_ctrl_c_waits_for_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What its signal raises ends the event loop, and asyncio then cancels every task."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    learner = Writing()
+    job = Failing({}, until={2: lambda: asyncio.get_running_loop().call_soon(interrupt) and False}, shards=learner)
+    with caplog.at_level(logging.INFO), pytest.raises(KeyboardInterrupt):
+        asyncio.run(loop_of(job, tmp_path).run())
+    assert (checkpoints.latest(tmp_path), learner.asked) == (None, 0)
+    assert "in hand" not in caplog.text
 
 
 def test_ranks_that_failed_are_not_waited_for(tmp_path: Path) -> None:
