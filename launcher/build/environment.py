@@ -6,12 +6,12 @@ import logging
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from launcher.build.data import Data
 from launcher.servers.site import HERE
 from rl_megatron.config.run import RunConfig
-from rl_megatron.environments.protocol import Demonstrating
+from rl_megatron.environments.demonstrations import demonstrated
 from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_environment
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rollout.conversation.chat import ChatTemplate
@@ -111,14 +111,17 @@ def _leave_out_of_proxies(host: str) -> None:
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = given
 
 
-def demonstrations(made: EnvironmentMaker | Agent, seed: int) -> Targets:
-    """What the warm start learns: the environment's own texts, another choice of them in each step."""
+def demonstrations(made: EnvironmentMaker | Agent, config: RunConfig) -> Targets:
+    """What the warm start learns: the environment's own texts, another choice of them in each step. Raises as
+    `demonstrated`."""
+    function, seed = config.environment.function, config.seed
 
     def of_step(prompts: Sequence[Prompt], step: int) -> list[Sequence[str]]:
         assert isinstance(made, EnvironmentMaker)  # preflight
-        demonstration = cast("Demonstrating", made()).demonstration
+        environment = made()
         return [
-            demonstration(one, text_seed(f"demonstration {seed} {step} {place}")) for place, one in enumerate(prompts)
+            demonstrated(environment, function, one, text_seed(f"demonstration {seed} {step} {place}"))
+            for place, one in enumerate(prompts)
         ]
 
     return of_step

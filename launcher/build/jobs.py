@@ -106,7 +106,7 @@ def _sampling(
         roles=roles,
         prompts=PromptStream(data.train, seed=config.seed + 1, weights=weights_of(config.data)),
         tokenizer=data.tokenizer,
-        targets=answers if made is None else demonstrations(made, config.seed),
+        targets=answers if made is None else demonstrations(made, config),
         evaluation=evaluation,
         supervised=SupervisedSteps(
             learner=roles.policy,

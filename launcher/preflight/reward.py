@@ -1,11 +1,14 @@
-"""Finds the environment, or the reward function, which it calls as a run does with two made-up completions."""
+"""Finds the environment, whose demonstration for a warm start it calls, or the reward function, which it calls as a run
+does with two made-up completions."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,6 +20,7 @@ from rl_megatron.config.sections.eval import RunData
 from rl_megatron.config.sections.reward import RANKS, RewardSection, reward_key
 from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.data.problems.prompts import first_problem
+from rl_megatron.environments.demonstrations import demonstrated
 from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_environment
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import RewardFunction
@@ -25,6 +29,8 @@ from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.sandbox.subprocess import why_unfenced
 from rl_megatron.sandbox.table import Sandbox
 from rl_megatron.types import Completion, Prompt, Scored, Span
+
+T = TypeVar("T")
 
 SECONDS = 3.0  # the limit for its answer, if reward.timeout_seconds is more
 MADE_UP = "a made-up completion"
@@ -72,7 +78,7 @@ def _sandbox(subject: Subject) -> Iterator[Found]:
 
 
 def _environment(subject: Subject, key: str, section: EnvironmentSection) -> Iterator[Found]:
-    """Finds the environment of the section ``key``, and calls none of its methods."""
+    """Finds the environment of the section ``key``, and calls none of its methods but a warm start's."""
     warm_start = section is subject.config.environment and subject.config.warm_start.steps > 0
     if not subject.for_job and (said := limits.problem_of_trajectories(section.concurrency)):
         yield problem(said)
@@ -84,8 +90,33 @@ def _environment(subject: Subject, key: str, section: EnvironmentSection) -> Ite
             f"warm_start.steps with environment.function={section.function}: it has no method demonstration, so there "
             "is nothing to learn from; add one (docs/environments.md), or set warm_start.steps=0"
         )
+    elif warm_start and isinstance(made, EnvironmentMaker):
+        yield from _demonstrated(subject, section, made)
     kind = "leads trajectories" if isinstance(made, Agent) else "makes environments"
     yield fact(f"environment {section.function!r} {kind}")
+
+
+def _demonstrated(subject: Subject, section: EnvironmentSection, made: EnvironmentMaker) -> Iterator[Found]:
+    """Looks at the demonstration of the first problem."""
+    prompt = _prompt(subject)
+    if prompt is None:  # the check of the data reports it
+        return
+    if "services" in made.options:
+        yield unchecked(f"the demonstrations of environment {section.function!r}, which may ask the run's services")
+        return
+
+    def work() -> str:
+        try:
+            demonstrated(made(), section.function, prompt, subject.config.seed)
+        except RLMegatronError as error:
+            return str(error)
+        return ""
+
+    said = _within(SECONDS, work)
+    if said is None:
+        yield unchecked(f"the demonstration of environment {section.function!r}, which took more than {SECONDS:g} s")
+    elif said:
+        yield problem(f"warm_start.steps, before the run: {said}")
 
 
 def _of(subject: Subject, section: RewardSection, source: str) -> Iterator[Found]:
@@ -113,7 +144,8 @@ def _of(subject: Subject, section: RewardSection, source: str) -> Iterator[Found
     if servers:
         yield unchecked(f"the reward server {', '.join(servers)}")
         return
-    yield from _asked(function, section, _prompt(subject, source))
+    made_up = Prompt(id="made-up", text="1+1=", token_ids=(0, 1), answer="2", source=source)
+    yield from _asked(function, section, _prompt(subject, source) or made_up)
 
 
 def _asked(function: RewardFunction, section: RewardSection, prompt: Prompt) -> Iterator[Found]:
@@ -135,7 +167,6 @@ def _asked(function: RewardFunction, section: RewardSection, prompt: Prompt) -> 
 
 def _ask(function: RewardFunction, prompt: Prompt, limit: float) -> tuple[Scored, ...] | None:
     """Its scores; None if it does not answer in time, even if it blocks its event loop."""
-    answers: list[tuple[Scored, ...]] = []
     texts = (prompt.answer, MADE_UP)
     completions = [
         Completion(
@@ -146,25 +177,27 @@ def _ask(function: RewardFunction, prompt: Prompt, limit: float) -> tuple[Scored
         )
         for n in (len(text.encode()) + 1 for text in texts)
     ]
+    return _within(limit, lambda: asyncio.run(score(function, prompt, completions, texts, limit=2 * limit)))
 
-    def work() -> None:
-        answers.append(asyncio.run(score(function, prompt, completions, texts, limit=2 * limit)))
 
-    thread = threading.Thread(target=work, name="preflight reward", daemon=True)
+def _within(limit: float, work: Callable[[], T]) -> T | None:
+    """What ``work`` answers in a thread of its own, which must not raise; None if it does not in time."""
+    answers = list[T]()
+    thread = threading.Thread(target=lambda: answers.append(work()), name="preflight", daemon=True)
     thread.start()
     thread.join(limit)
     return answers[0] if answers else None
 
 
-def _prompt(subject: Subject, source: str) -> Prompt:
-    """The first problem of a source or a set; its token ids are made up."""
+def _prompt(subject: Subject, source: str = "") -> Prompt | None:
+    """The first problem of a source or a set, else of the first source. None where it cannot be read, as the check of
+    the data says."""
     config, own = subject.config, subject.config.eval.sets.get(source.removeprefix("eval.sets."))
     sources = {name_of(key): (key, one) for key, one in data_sources(config.data).items()}
     key, data = sources.get(source) or next(iter(sources.values()))
     if own is not None and source not in sources and not isinstance(own.data, RunData):
         key, data = f"{source}.data", own.data
     try:
-        text, answer, meta = first_problem(data, key)
-    except RLMegatronError:  # the check of the data reports it
-        text, answer, meta = "1+1=", "2", {}
-    return Prompt(id="made-up", text=text, token_ids=(0, 1), answer=answer, meta=meta, source=source)
+        return replace(first_problem(data, key), source=source)
+    except RLMegatronError:
+        return None

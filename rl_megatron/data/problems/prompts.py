@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -210,19 +210,21 @@ def _check_templates(data: FileKeys, tokenizer: PreTrainedTokenizerBase, key: st
         raise ConfigError(f"{key}.chat_template=true, but the model's tokenizer has no chat template; set it to false")
 
 
-def first_problem(data: OneSource, key: str) -> tuple[str, str, Mapping[str, Any]]:
-    """Text, without a chat template, answer and other fields of the first training problem; ``key``: of the section.
+def first_problem(data: OneSource, key: str) -> Prompt:
+    """The first training problem, its text without a chat template; id and tokens are made up. ``key``: of the section.
 
     Raises DataError.
     """
+    made_up = Prompt(id="made-up", text="", token_ids=(0, 1), answer="")
     if isinstance(data, ArithmeticData):
         made = _arithmetic(1, 1, data)
-        return made.text, made.answer, {}
+        return replace(made_up, text=made.text, question=made.raw, answer=made.answer)
     files = local_files(data, key, ("train",))
     file, *_ = files_in(files.train, f"{key}.train")
     (record,) = read_records(file, fields_of(files), key=f"{key}.train", limit=1)
     question, answer, *_ = record.texts
-    return files.prompt_template.replace("{prompt}", question), answer, record.others
+    text = files.prompt_template.replace("{prompt}", question)
+    return replace(made_up, text=text, question=question, answer=answer, meta=record.others)
 
 
 def _arithmetic(a: int, b: int, data: ArithmeticData) -> Problem:

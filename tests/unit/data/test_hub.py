@@ -28,7 +28,7 @@ given = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "seed": 0}
 def read(config):
     sets = config.eval.data_of_sets
     train, held_out = load_prompts(config.data, byte_tokenizer(), **given, on_leak="fail", sets=sets)
-    said = [[one.text for one in train], [one.text for one in held_out], first_problem(config.data, "data")[1]]
+    said = [[one.text for one in train], [one.text for one in held_out], first_problem(config.data, "data").answer]
     for one in sets.values():
         said.append([one.text for one in load_held_out(one, byte_tokenizer(), **given)])
     return said
