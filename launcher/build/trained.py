@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launcher.build.model import starting_folder
 from rl_megatron.config.io import load_config
@@ -22,13 +23,15 @@ from rl_megatron.weights.checkpoints.kind import is_megatron
 
 _STEP = re.compile(r"(step|warm_start)_\d{6,}")
 _DEFAULT = "tiny_cpu"
+_NAMES_MODEL = ("model.path=", "model.tiny.", "learner.model=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """``source`` is a Hugging Face folder, or the learner's shards of a checkpoint."""
+    """``source`` is a Hugging Face folder, or the learner's shards of a checkpoint; ``run`` made these."""
 
     config: RunConfig
+    run: RunConfig
     source: Path
     out: Path  # the folder for what is written about it
     name: str
@@ -37,24 +40,64 @@ class TrainedModel:
 def trained_model(model: Path, config: str | None, overrides: Sequence[str]) -> TrainedModel:
     """The target of a Hugging Face folder, a run's folder (its newest checkpoint) or one of its checkpoints.
 
-    ``config``: by default the run's, also of a folder in the run's own.
+    ``config``: by default the run's, also of a folder in the run's own. A checkpoint's model is its run's in any case.
 
     Raises ConfigError, and CheckpointError that names torn files.
     """
+    if model.name == "learner" and _STEP.fullmatch(model.parent.name) and _is_run(model.parents[2]):
+        model = model.parent
     run = model.parent.parent if _STEP.fullmatch(model.name) else model
     if _is_run(run):
         checkpoint = checkpoints.latest(run / "checkpoints") if model == run else model
         if checkpoint is None:
             raise ConfigError(f"{run}: no checkpoint is complete; train on, or give a Hugging Face folder")
-        loaded = _sampling(load_config(config or str(run / "config.yaml"), overrides))
+        own = str(run / "config.yaml")
+        loaded, of_run = _sampling(load_config(config or own, overrides)), load_config(own, [])
         source = checkpoints.read(checkpoint).folder / "learner"
-        return TrainedModel(config=loaded, source=source, out=run / "eval", name=checkpoint.name)
+        return TrainedModel(
+            config=_with_model_of(of_run, loaded, source, overrides),
+            run=_changed(of_run, model={"cache_dir": loaded.model.cache_dir}),
+            source=source,
+            out=run / "eval",
+            name=checkpoint.name,
+        )
     if not model.is_dir():
         raise ConfigError(f"{model}: no such folder; give a Hugging Face folder, a run's folder or checkpoints/step_N")
-    is_megatron(model)  # raises for neither kind
-    around = model.resolve().parent
-    loaded = _sampling(load_config(config or (str(around / "config.yaml") if _is_run(around) else _DEFAULT), overrides))
-    return TrainedModel(config=loaded, source=model, out=Path("eval"), name=model.resolve().name)
+    shards, around = is_megatron(model), model.resolve().parent
+    config = config or (str(around / "config.yaml") if _is_run(around) else None)
+    loaded = _sampling(load_config(config or _DEFAULT, overrides))
+    if shards and not (model / "config.json").is_file() and config is None and loaded.model.path is None:
+        raise ConfigError(
+            f"{model}: shards of no run's checkpoint, without config.json; give the model that they were trained from, "
+            "as model.path=FOLDER or their run's configuration as --config"
+        )
+    return TrainedModel(config=loaded, run=loaded, source=model, out=Path("eval"), name=model.resolve().name)
+
+
+def _with_model_of(run: RunConfig, loaded: RunConfig, source: Path, overrides: Sequence[str]) -> RunConfig:
+    """``loaded`` with the model that ``run`` trained, in its dtype unless an override has another.
+
+    Raises ConfigError for an override that names another model.
+    """
+    model = {"path": run.model.path, "tiny": run.model.tiny}
+    learner = {"model": run.learner.model}
+    if not any(item.startswith("learner.dtype=") for item in overrides):
+        learner["dtype"] = run.learner.dtype
+    changed = _changed(loaded, model=model, learner=learner)
+    named = [item for item in overrides if item.startswith(_NAMES_MODEL)]
+    if named and (changed.model, changed.learner.model) != (loaded.model, loaded.learner.model):
+        raise ConfigError(
+            f"{', '.join(named)}: {source} is of a run from {run.model.path or 'a tiny model'}, and goes with that "
+            f"alone; leave it out, or evaluate what rl-megatron convert {source} OUT --config MODEL writes"
+        )
+    return changed
+
+
+def _changed(config: RunConfig, **sections: Mapping[str, Any]) -> RunConfig:
+    """The configuration with other values in its sections; no learner starts, whose rules they might break."""
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=changes) for name, changes in sections.items()}
+    )
 
 
 def _is_run(folder: Path) -> bool:
@@ -87,7 +130,7 @@ def hugging_face(target: TrainedModel, spare: Path) -> Path:
     if not is_megatron(target.source):
         return target.source
     out, of_run = spare / target.name, not (target.source / "config.json").is_file()
-    known = starting_folder(target.config) if of_run else None
+    known = starting_folder(target.run) if of_run else None
     if held_lora(target.source) is not None:
         family, dtype = target.config.learner.model, DType(target.config.learner.dtype)
         merge_adapters(target.source, known or target.source, out, family=family, dtype=dtype)
@@ -99,9 +142,4 @@ def hugging_face(target: TrainedModel, spare: Path) -> Path:
 def of_folder(config: RunConfig, folder: Path) -> RunConfig:
     """The configuration with that folder's model, and servers that keep their memory: no learner takes turns."""
     server = config.rollout.server.model_copy(update={"colocated": False})
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"path": folder}),
-            "rollout": config.rollout.model_copy(update={"server": server}),
-        }
-    )
+    return _changed(config, model={"path": folder}, rollout={"server": server})

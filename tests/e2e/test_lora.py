@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from launcher.build.trained import hugging_face, trained_model
+from rl_megatron.errors import ConfigError
 from rl_megatron.weights.adapters.files import held_lora
 from rl_megatron.weights.adapters.merging import merge_adapters
-from tests.e2e.processes import PORTABLE, Place
+from tests.e2e.processes import PORTABLE, Place, Run
 
 GIVEN = (
     *("reward.function=my_rewards:even", "warm_start.steps=0", "eval.every=0", "train.lr_decay=none"),
@@ -18,10 +21,17 @@ GIVEN = (
 )
 
 
-def test_engines_get_merged_weights_and_a_resume_goes_on_to_the_bit(place: Place, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(place: Place) -> Run:
+    """Of two steps."""
     place.environment = PORTABLE
-    whole, halves = place.fork("whole", *GIVEN, "train.steps=2"), place.fork("halves", *GIVEN, "train.steps=1")
-    whole.finish()
+    run = place.fork("whole", *GIVEN, "train.steps=2")
+    run.finish()
+    return run
+
+
+def test_engines_get_merged_weights_and_a_resume_goes_on_to_the_bit(place: Place, whole: Run, tmp_path: Path) -> None:
+    halves = place.fork("halves", *GIVEN, "train.steps=1")
     halves.finish()
     halves = place.fork("halves", *GIVEN, "train.steps=2", "--resume")
     halves.finish()
@@ -44,3 +54,31 @@ def test_engines_get_merged_weights_and_a_resume_goes_on_to_the_bit(place: Place
     for name in base:
         torch.testing.assert_close(merged[name], pushed[name], atol=1e-7, rtol=1e-6)
         assert torch.equal(pushed[name], base[name]) == (not name.endswith("_proj.weight")), name
+
+
+def test_a_checkpoint_is_evaluated_with_the_model_of_its_run_whatever_configuration_has_the_sets(
+    place: Place, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another seed, or another configuration's model, would make or name another frozen model of the same shape."""
+    monkeypatch.chdir(place.folder)
+    checkpoint, exported = whole.folder / "checkpoints" / "step_000002", whole.folder / "hf_step_000002"
+    pushed = load_file(exported / "model.safetensors")
+    other = tmp_path / "sets.yaml"
+    other.write_text(f"defaults: [tiny_cpu]\nmodel: {{path: {exported}}}\n")
+    kept = f"model.cache_dir={place.cache}"
+    cases: dict[str, tuple[Path, str | None, list[str]]] = {
+        "seed": (checkpoint, None, ["seed=7"]),
+        "config": (whole.folder, str(other), []),
+        "shards": (checkpoint / "learner", None, []),
+        "recipe": (checkpoint / "learner", "tiny_cpu", ["seed=7", kept]),
+    }
+    for name, (model, config, overrides) in cases.items():
+        (tmp_path / name).mkdir()
+        merged = load_file(hugging_face(trained_model(model, config, overrides), tmp_path / name) / "model.safetensors")
+        for key in pushed:
+            assert torch.allclose(merged[key], pushed[key], atol=1e-7, rtol=1e-6), (name, key)
+    with pytest.raises(ConfigError, match="is of a run from a tiny model, and goes with that alone"):
+        trained_model(checkpoint, None, [f"model.path={exported}"])
+    copied = Path(shutil.copytree(checkpoint / "learner", tmp_path / "copied"))
+    with pytest.raises(ConfigError, match="give the model that they were trained from"):
+        trained_model(copied, None, [])
