@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import ValidationError
+
+from rl_megatron.config.errors import explain_errors
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, MixtureData, OneSource
+from rl_megatron.config.sections.eval import EvalSection
 from rl_megatron.config.sections.jobs import WarmStartSection
-from rl_megatron.config.sections.log import LogSection
-from rl_megatron.errors import CheckpointError
+from rl_megatron.config.sections.log import LogSection, ProfileSection
+from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.formats.hf_folder import weight_files
 
@@ -17,21 +21,27 @@ MINUTES = 20
 """The time limit of a rehearsal's job."""
 STEPS = 2
 """Steps before a rank is killed; one more follows the resume."""
+_LAST = 100  # step of the run inside, which is ended before
 _EVALUATED = 8  # prompts
 _SIGNAL_SECONDS = 60
 
 
 def rehearsal_of(config: RunConfig) -> RunConfig:
-    """The rehearsal's job: a run of its own beside ``config``'s, which is never requeued."""
+    """The rehearsal's job: a run of its own beside ``config``'s, which is never requeued.
+
+    Raises ConfigError if the run inside it cannot be.
+    """
     name = config.run.name
     slurm = {"time": f"{MINUTES}", "signal_seconds": _SIGNAL_SECONDS, "requeues": 0, "restarts": 0, "array": None}
     model = {"random_weights": not _has_weights(config)}
-    return _changed(
+    job = _changed(
         config,
         run={"name": name if name is None or name.endswith(SUFFIX) else f"{name}{SUFFIX}"},
         slurm=slurm,
         model=model,
     )
+    run_of(job)
+    return job
 
 
 def run_of(config: RunConfig) -> RunConfig:
@@ -46,10 +56,11 @@ def run_of(config: RunConfig) -> RunConfig:
     return _changed(
         config,
         data=little,
-        train={"steps": 100, "lr_warmup_steps": 0, "lr_decay": "none"},  # it is ended before its last
+        train={"steps": _LAST, "lr_warmup_steps": 0, "lr_decay": "none"},
         warm_start=WarmStartSection().model_dump(),
-        eval={"every": 0},
-        checkpoint={"every": 1, "keep": 2},
+        eval=_eval(config.eval),
+        checkpoint={"every": 1, "keep": 2, "keep_every": None, "keep_best": 0},
+        profile=ProfileSection().model_dump(),
         log={"progress": "plain", "tensorboard": False, "wandb": "off", "wandb_project": LogSection().wandb_project},
         run={"slow_steps": STEPS, "slow_factor": config.run.slow_factor or 1.5},
     )
@@ -57,6 +68,16 @@ def run_of(config: RunConfig) -> RunConfig:
 
 def _little(source: OneSource) -> dict[str, int]:
     return {"max_eval": _EVALUATED} if isinstance(source, FileKeys) else {"num_eval": _EVALUATED}
+
+
+def _eval(section: EvalSection) -> dict[str, Any]:
+    """Before the first step a few problems of the first set are sampled; other sets are due at a step that never comes.
+    Servers of evaluations start."""
+    sets = {name: {**dict(one), "every": None, "at_steps": (_LAST,)} for name, one in section.sets.items()}
+    for name in list(sets)[:1]:
+        limit = min(section.sets[name].limit or _EVALUATED, _EVALUATED)
+        sets[name] |= {"at_steps": (), "limit": limit, "samples": 1, "pass_at": ()}
+    return {"every": 0 if section.mode == "blocking" else _LAST, "sets": sets}
 
 
 def _has_weights(config: RunConfig) -> bool:
@@ -72,8 +93,11 @@ def _has_weights(config: RunConfig) -> bool:
 
 
 def _changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
-    """The configuration with other values in its sections, checked again."""
+    """The configuration with other values in its sections, checked again. Raises ConfigError."""
     values = config.model_dump()
     for section, changes in sections.items():
         values[section].update(changes)
-    return RunConfig.model_validate(values)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(["its rehearsal cannot be:", *explain_errors(error.errors())])) from error

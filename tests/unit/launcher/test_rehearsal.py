@@ -25,6 +25,7 @@ from launcher.rehearsal.survey import Surveyed, read_answers
 from launcher.rehearsal.table import TableLine
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.evaluation.sets import ProblemSet
 from rl_megatron.models.tiny import make_tiny_model
 from tests.exposure import check_sockets
 
@@ -223,6 +224,42 @@ def test_the_job_is_short_and_ends_for_good_and_the_run_is_the_real_one_but_shor
     assert (run.checkpoint.every, run.warm_start.steps, run.log.wandb, run.run.slow_steps) == (1, 0, "off", 2)
     same = ("model", "reward", "algorithm", "rollout", "learner", "roles", "weights")
     assert all(getattr(run, section) == getattr(config(*keys), section) for section in same)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("checkpoint.keep_best=2",),
+        ("checkpoint.keep_best=1", "checkpoint.keep_every=100"),
+        ("eval.mode=beside", "eval.at_once=4", "rollout.server.replicas=1"),
+        ("eval.mode=pinned", "eval.replicas=2", "rollout.server.replicas=1"),
+        (
+            "eval.sets.own.samples=1",
+            "eval.sets.late.data.type=arithmetic",
+            "train.steps=400",
+            "eval.sets.late.at_steps=400",
+        ),
+        ("train.steps=400", "profile.steps=150", "profile.ranks=0"),
+    ],
+)
+def test_every_run_has_a_rehearsal_with_the_servers_of_its_evaluations(keys: tuple[str, ...]) -> None:
+    job = rehearsal_of(config("run.name=x", *keys))
+    assert (run_of(job).eval.mode, run_of(job).eval.servers) == (job.eval.mode, job.eval.servers)
+
+
+def test_of_all_sets_a_rehearsal_samples_few_problems_of_the_first_once() -> None:
+    """The others keep their samples, for which servers need slots, and are due at a step that never comes."""
+    first = ("samples=64", "temperature=1.0", "pass_at=1,8", "limit=256", "data.type=arithmetic", "data.digits=3")
+    other = ("samples=16", "temperature=1.0", "every=5")
+    keys = [*(f"eval.sets.first.{key}" for key in first), *(f"eval.sets.other.{key}" for key in other)]
+    run = run_of(rehearsal_of(config("run.name=x", *keys)))
+    sets = {
+        name: ProblemSet(name=name, prompts=(), section=one, temperature=1.0) for name, one in run.eval.sets.items()
+    }
+    assert [name for name, one in sets.items() if one.due(0, every=run.eval.every, last=False)] == ["first"]
+    assert (run.eval.sets["first"].limit, run.eval.sets["first"].samples) == (8, 1)
+    assert run.eval.sets["other"].samples == 16
+    assert run_of(rehearsal_of(config("run.name=x", *keys, "eval.sets.first.limit=3"))).eval.sets["first"].limit == 3
 
 
 def test_weights_are_made_up_where_the_folder_has_none(tmp_path: Path) -> None:
