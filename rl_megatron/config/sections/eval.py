@@ -23,6 +23,9 @@ from rl_megatron.section import (
     Section,
 )
 
+_OF_WRITTEN_TEXT = ("messages_field", "tools_field", "rejected_field", "margin_field")
+"""What only jobs on written text read of a file."""
+
 
 class RunData(Section):
     """The run's own held-out problems (``data``)."""
@@ -125,8 +128,9 @@ class EvalSection(Section):
                 yield f"{key}: every={one.every} and at_steps={list(one.at_steps)} both say when; leave one of them out"
             if most := [k for k in one.pass_at if k > one.samples]:
                 yield f"{key}.pass_at={most[0]} needs as many samples, but samples={one.samples}; raise the second"
-            if isinstance(one.data, FileKeys) and one.data.rejected_field is not None:
-                yield f"{key}.data.rejected_field={one.data.rejected_field}: a set is not trained on; leave it out"
+            for field in _OF_WRITTEN_TEXT if isinstance(one.data, FileKeys) else ():
+                if (given := getattr(one.data, field)) is not None:
+                    yield f"{key}.data.{field}={given}: a set's rows are problems with an answer each; leave it out"
             if one.reward is not None and one.reward.only_records:
                 parts = ", ".join(one.reward.parts)
                 yield f"{key}.reward.parts: the weights of {parts} are all 0, so nothing is right; give one a weight"

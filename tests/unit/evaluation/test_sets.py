@@ -221,6 +221,16 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("keys", [("messages_field",), ("messages_field", "tools_field"), ("margin_field",)])
+def test_a_set_has_no_conversations_and_no_margins(keys: tuple[str, ...]) -> None:
+    """Those have no tokens to sample from, and a set's samples are compared with no worse answer."""
+    data = ["eval.sets.own.samples=1", *(f"eval.sets.a.data.{one}" for one in ("type=files", "eval=a.jsonl"))]
+    with pytest.raises(ConfigError) as refused:
+        load_config("tiny_cpu", [*data, *(f"eval.sets.a.data.{key}=talk" for key in keys)])
+    for key in keys:
+        assert f"eval.sets.a.data.{key}=talk: a set's rows are problems with an answer each" in str(refused.value)
+
+
 @pytest.mark.parametrize("given", REFUSED)
 def test_what_a_set_cannot_be_is_refused(given: str) -> None:
     with pytest.raises(ConfigError, match=REFUSED[given]):
