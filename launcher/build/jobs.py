@@ -85,7 +85,6 @@ def _sampling(
         last_step=config.train.steps,
     )
     cost = attention_cost(shape)
-    at_peak = seconds_at_peak(shape, roles.gpus)
     prompts = PromptStream(
         data.train,
         seed=config.seed,
@@ -97,7 +96,7 @@ def _sampling(
         config=config,
         roles=roles,
         attention_cost=cost,
-        seconds_at_peak=at_peak,
+        seconds_at_peak=seconds_at_peak(shape, roles.gpus),
         training_flops=partial(training_flops, shape),
         tracked=None if prompts.table is None else prompts.table.value_of,
     )
@@ -106,6 +105,7 @@ def _sampling(
         roles=roles,
         prompts=PromptStream(data.train, seed=config.seed + 1, weights=weights_of(config.data)),
         tokenizer=data.tokenizer,
+        vocab_size=size,
         targets=answers if made is None else demonstrations(made, config),
         evaluation=evaluation,
         supervised=SupervisedSteps(

@@ -107,7 +107,7 @@ async def load_reward_models(
         model, sizes = roles.judges[role], role_shape(config, shape, role)
         await model.start_from(config.reward_models[name].path)
         packer = packer_of(config.learner_of(role), attention_cost=attention_cost(sizes))
-        services.holds(name, RankedScores(model=model, packer=packer))
+        services.holds(name, RankedScores(model=model, packer=packer, vocab_size=sizes.vocab_size))
 
 
 async def _served_teachers(

@@ -16,7 +16,7 @@ from rl_megatron.config.sections.jobs import JobName
 from rl_megatron.data.packing import Packer, packer_of
 from rl_megatron.data.pairs import Pair, answer_pairs, margin_of, scored_pairs
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.data.samples import supervised_rows
+from rl_megatron.data.samples import check_tokens, supervised_rows
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.names import LEARNER
@@ -37,6 +37,7 @@ class _Rows:
 
     data: Data
     margin_fields: Mapping[str, str | None]  # by the source of a mixture
+    vocab_size: int  # of the model that is trained
 
     @cached_property
     def _conversations(self) -> WrittenConversations:
@@ -51,14 +52,14 @@ class _Rows:
             else:
                 rows = self._conversations.rows(some)
             made += [(row,) for row in rows]
-        return made
+        return self._known(made)
 
     def preferred(self, prompts: Sequence[Prompt]) -> list[Unit]:
         """Both answers of each."""
         made = list[Unit]()
         for is_problem, some in _runs(prompts):
             made += answer_pairs(some, self.data.tokenizer) if is_problem else paired_answers(some, self._conversations)
-        return made
+        return self._known(made)
 
     def scored(self, prompts: Sequence[Prompt]) -> list[Unit]:
         """Both whole texts of each, as ``reward.function=hf:`` reads them: with special tokens, which the chat template
@@ -71,7 +72,12 @@ class _Rows:
                 else paired_texts(some, self._conversations)
             )
             made += self._pairs(some, texts, add_special_tokens=is_problem)
-        return made
+        return self._known(made)
+
+    def _known(self, units: list[Unit]) -> list[Unit]:
+        """Raises as `check_tokens`."""
+        check_tokens((row for unit in units for row in unit), self.vocab_size)
+        return units
 
     def _pairs(
         self, prompts: Sequence[Prompt], texts: Sequence[tuple[str, str]], *, add_special_tokens: bool
@@ -152,7 +158,7 @@ def written_job(parts: Parts, shape: ModelShape, roles: Roles, data: Data, *, at
         name_of(key): source.margin_field if isinstance(source, FileKeys) else None
         for key, source in data_sources(config.data).items()
     }
-    rows = _Rows(data=data, margin_fields=fields)
+    rows = _Rows(data=data, margin_fields=fields, vocab_size=shape.vocab_size)
     name, built = _OBJECTIVES[config.job]
     steps = OptimizerSteps(name="policy", most=config.train.most_skipped)
     units_of, objective = built(

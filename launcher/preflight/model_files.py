@@ -77,6 +77,7 @@ def _policy(subject: Subject) -> Iterator[Found]:
     elif not _has_chat_template(folder):
         for key, advice in _shown_by_template(subject.config):
             yield problem(f"{key}, but the tokenizer of model.path={folder} has no chat template; {advice}")
+    yield from _without_rows(folder, subject.shape.vocab_size)
     if subject.config.model.random_weights:
         return
     if is_megatron(folder):
@@ -87,6 +88,18 @@ def _policy(subject: Subject) -> Iterator[Found]:
         yield problem(
             f"learner.draft.train=true, but no tensor in model.path={folder} is of a draft layer; give a folder that "
             "has one, as the model is published, or leave it out"
+        )
+
+
+def _without_rows(folder: Path, rows: int) -> Iterator[Found]:
+    """Yields that the tokenizer has tokens beyond the embedding's rows, as some published models have and never use."""
+    beyond = {number: token for token, number in (_token_ids(folder) or {}).items() if number >= rows}
+    if beyond:
+        first = min(beyond)
+        yield unchecked(
+            f"whether the data uses tokens of model.path={folder} for which its embedding has no row: the tokenizer "
+            f"has {len(beyond)}, as {beyond[first]!r:.40}, {first}, and the embedding {rows} rows. A text with one "
+            "ends the run; give the model its own tokenizer, or resize its embedding (resize_token_embeddings)"
         )
 
 

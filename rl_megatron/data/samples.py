@@ -7,7 +7,7 @@ Letters: S sequences, N positions of all of them, L tokens of one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -113,6 +113,17 @@ def written_samples(rows: Sequence[WrittenRow]) -> Samples:
     turns = [[(start, np.zeros(stop - start, np.float32)) for start, stop in row.turns] for row in rows]
     samples = _join([row.id for row in rows], [row.token_ids for row in rows], turns)
     return replace(samples, advantages=samples.mask.float())
+
+
+def check_tokens(rows: Iterable[WrittenRow], vocab_size: int) -> None:
+    """Raises DataError for a row with a token that an embedding of ``vocab_size`` rows lacks. Engines refuse such a
+    token; of what is written without one the learner would read zeros for it."""
+    for row in rows:
+        if (most := int(row.token_ids.max())) >= vocab_size:
+            raise DataError(
+                f"prompt {row.id!r} has the token {most}, but the model's embedding has {vocab_size} rows; give the "
+                "model its own tokenizer, or resize its embedding to the tokenizer (resize_token_embeddings)"
+            )
 
 
 def rows_of(cu_seqlens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.data.samples import supervised_rows, written_samples
+from rl_megatron.data.samples import check_tokens, supervised_rows, written_samples
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.checkpoints import TrainerState
@@ -40,6 +40,7 @@ class WarmStart:
     roles: Roles
     prompts: PromptStream
     tokenizer: PreTrainedTokenizerBase
+    vocab_size: int  # of the policy
     targets: Targets
     evaluation: Evaluation
     supervised: SupervisedSteps
@@ -60,8 +61,9 @@ class WarmStart:
         """Make an optimizer step on ``warm_start.batch_size`` problems; the loss is null if it was skipped."""
         c, self.number = self.config, number
         prompts = self.prompts.take(c.warm_start.batch_size)
-        samples = written_samples(supervised_rows(prompts, self.targets(prompts, number), self.tokenizer))
-        made = await self.supervised.step(samples, c.warm_start.learning_rate, prompts)
+        rows = supervised_rows(prompts, self.targets(prompts, number), self.tokenizer)
+        check_tokens(rows, self.vocab_size)
+        made = await self.supervised.step(written_samples(rows), c.warm_start.learning_rate, prompts)
         loss = None if made is None else made.loss
         return {**self._row(), "warm_start/loss": loss, **self.roles.rank_metrics()}
 

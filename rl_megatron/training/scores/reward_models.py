@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rl_megatron.data.packing import Packer, unpack
 from rl_megatron.data.pairs import scored_row
-from rl_megatron.data.samples import written_samples
+from rl_megatron.data.samples import check_tokens, written_samples
 from rl_megatron.interfaces import Scorer
 
 
@@ -20,11 +20,14 @@ class RankedScores:
 
     model: Scorer
     packer: Packer
+    vocab_size: int
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def __call__(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """Raises DataError for a text that no micro-batch holds, and as `Scorer.score`."""
-        samples = await to_thread(written_samples, [scored_row("to score", ids) for ids in texts])
+        """Raises DataError for a text that no micro-batch holds, and as `check_tokens` and `Scorer.score`."""
+        rows = [scored_row("to score", ids) for ids in texts]
+        check_tokens(rows, self.vocab_size)
+        samples = await to_thread(written_samples, rows)
         async with self.turn:
             batch = await to_thread(self.packer.pack, samples)
             said = await self.model.score(batch, frozenset({"values"}))

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from launcher.build.data import load_data, training_data
+from launcher.build.model import starting_shape
+from launcher.build.roles import Parts
+from launcher.build.written import written_job
 from launcher.preflight.checks import preflight
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import DataError
+from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.conversation.written import WrittenConversation, WrittenConversations
 from tests.unit.launcher.sites import data_file, model_folder
@@ -149,3 +154,35 @@ def test_conversations_are_read_through_while_processes_start(tmp_path: Path, na
     assert len(load_data(config, tmp_path).train) == 1  # for an evaluation, which trains on none
     with pytest.raises(DataError, match=r"^prompt 'train:1': message 1 has content .*image_url"):
         training_data(config, tmp_path)
+
+
+@pytest.mark.parametrize("form", ["problems", "conversations"])
+@pytest.mark.parametrize(("name", "more"), [("sft_tiny", ()), ("dpo_tiny", PAIRED), ("reward_tiny", PAIRED)])
+def test_a_token_without_a_row_of_the_embedding_ends_the_run(
+    tmp_path: Path, name: str, more: tuple[str, ...], form: str
+) -> None:
+    """No engine is there that would refuse it, and the learner would read zeros for it."""
+    tokenizer, none = byte_tokenizer(), cast(Any, None)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}<eos>{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}assistant:{% endif %}"
+    tokenizer.save_pretrained(model := model_folder(tmp_path / "model", {**QWEN3, "vocab_size": 259}))
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"split_special_tokens": False}))
+    for split, said in (("train", "<new>2"), ("eval", "2")):
+        row: dict[str, Any] = {"question": split, "answer": said, "worse": "3"}
+        if form == "conversations":
+            row |= {"talk": [{"role": "user", "content": split}, {"role": "assistant", "content": said}]}
+            row |= {"worse": [row["talk"][0], {"role": "assistant", "content": "3"}]}
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row))
+    rows = [f"data.{split}={tmp_path / split}.jsonl" for split in ("train", "eval")]
+    field = ["data.messages_field=talk"] if form == "conversations" else []
+    config = load_config(name, [f"model.path={model}", "data.type=files", *field, *rows, *more])
+    parts = Parts(config=config, folder=tmp_path, reward=none, allocation=None)
+    roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
+    data = training_data(config, model)
+    job = written_job(parts, starting_shape(config), roles, data, attention_cost=1.0)
+    assert job.units_of(data.held_out)
+    with pytest.raises(DataError, match=r"^prompt 'train:1' has the token 259, but .* has 259 rows"):
+        job.units_of(data.train[:])
+    assert any("the tokenizer has 1, as '<new>', 259" in text for text in preflight(config).texts("unchecked"))
