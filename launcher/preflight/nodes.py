@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +17,15 @@ from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.placement.ranks import placement_of
 from rl_megatron.placement.seats import seats_of
 
+_READ_BY_BASH = re.compile(r"\$[A-Za-z_{(]|(^|:)~")
+
 
 def check(subject: Subject) -> Iterator[Found]:
     """Yields what does not fit a job's nodes, and idle GPUs. A run without a job has no nodes."""
     if not subject.for_job:
         return
     yield from _controller(subject.config.slurm)
+    yield from _variables(subject.config.slurm)
     yield from beside_nodes(subject.config)
 
 
@@ -60,6 +64,16 @@ def _controller(slurm: SlurmSection) -> Iterator[Found]:
             f"{key}: torch is not installed there, and the controller runs in it, outside of containers; install this "
             "package and torch there (slurm/README.md)"
         )
+
+
+def _variables(slurm: SlurmSection) -> Iterator[Found]:
+    """Yields a note on each variable that looks as if bash read its value, which may be a secret."""
+    for name, value in slurm.environment.items():
+        if _READ_BY_BASH.search(value):
+            yield note(
+                f"slurm.environment.{name} is set as it is written, with its $ or ~, in place of what slurm.modules or "
+                f"the job had; if bash is to read it, give it as 'slurm.setup=export {name}=...'"
+            )
 
 
 def _idle(config: RunConfig) -> Iterator[Found]:

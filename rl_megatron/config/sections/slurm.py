@@ -179,7 +179,7 @@ class SlurmSection(Section):
     """A shell command that the job runs before the run starts, as in: source /opt/site/env.sh; with a status other than
     0 the job ends. The job's shell runs the text of no other key."""
     environment: Mapping[Variable, Line] = Field(default_factory=dict)
-    """Environment variables of the job, by name."""
+    """Environment variables of the job, by name, set as they are written, after the modules; slurm.setup may use $X."""
     python: Word | None = None
     """Python interpreter of the job, on every node; null: the one that runs ``submit``. The controller runs in it,
     outside of containers, and needs torch there."""

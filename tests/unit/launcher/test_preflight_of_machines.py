@@ -64,6 +64,25 @@ def test_more_ranks_than_a_machine_has_memory_for_are_told_before_one_starts() -
     assert not preflight(load_config("tiny_cpu", ["learner.dp=8"]), for_job=False).texts("problem")
 
 
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("/opt/efa/lib:$LD_LIBRARY_PATH", True),
+        ("${HOME}/lib", True),
+        ("$(cat /site/path)", True),
+        ("~/lib", True),
+        ("/opt/lib:~me/lib", True),
+        ("/opt/lib", False),
+        ("cost $5, or 7~8", False),
+    ],
+)
+def test_a_variable_of_a_job_that_looks_as_if_bash_read_it_is_told_by_name(value: str, told: bool) -> None:
+    """Not by its value, which may be a secret."""
+    found = preflight(load_config("tiny_cpu", [f"slurm.environment.LD_LIBRARY_PATH={value!r}"]), for_job=True)
+    notes = [note for note in found.notes() if "slurm.environment" in note]
+    assert [("slurm.setup=export LD_LIBRARY_PATH=" in note, value in note) for note in notes] == [(True, False)] * told
+
+
 def test_a_learner_on_gpus_where_none_can_be_used_is_told_so() -> None:
     problems = preflight(load_config("tiny_cpu", ["learner.device=cuda"])).texts("problem")
     assert len(problems) == 1
