@@ -10,7 +10,7 @@ from launcher.preflight.engine import has_module
 from launcher.preflight.subject import Found, Subject, note, problem, unchecked
 from rl_megatron.config.beside import separate
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.slurm import SlurmSection
+from rl_megatron.config.sections.slurm import SlurmSection, minutes_of
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.nodes import made_up_nodes
@@ -26,6 +26,7 @@ def check(subject: Subject) -> Iterator[Found]:
         return
     yield from _controller(subject.config.slurm)
     yield from _variables(subject.config.slurm)
+    yield from _time(subject.config.slurm)
     yield from beside_nodes(subject.config)
 
 
@@ -74,6 +75,15 @@ def _variables(slurm: SlurmSection) -> Iterator[Found]:
                 f"slurm.environment.{name} is set as it is written, with its $ or ~, in place of what slurm.modules or "
                 f"the job had; if bash is to read it, give it as 'slurm.setup=export {name}=...'"
             )
+
+
+def _time(slurm: SlurmSection) -> Iterator[Found]:
+    """Yields a note on a job whose time is all for saving; a limit of 0 is none."""
+    if 0 < 60 * minutes_of(slurm.time) <= slurm.signal_seconds:
+        yield note(
+            f"slurm.time={slurm.time} is no longer than slurm.signal_seconds={slurm.signal_seconds}: the run is asked "
+            "to save and come back as soon as it starts; raise slurm.time, or lower slurm.signal_seconds"
+        )
 
 
 def _idle(config: RunConfig) -> Iterator[Found]:

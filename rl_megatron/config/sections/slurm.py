@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from rl_megatron.config.sections.reward import REWARD
 from rl_megatron.config.sections.teachers import TEACHER
-from rl_megatron.section import NonNegative, Positive, PositiveFloat, Section
+from rl_megatron.section import NUMBER, NonNegative, Positive, PositiveFloat, Section
 
 Line = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\n\r]*$")]
 Word = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\s'\"$`\\;&|<>()]+$")]
@@ -19,6 +19,8 @@ Features = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^[^\s'\"$`
 Modules = Annotated[str, Field(pattern=r"^[\w./+:=@~-]+( +[\w./+:=@~-]+)*$")]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Duration = Annotated[str, Field(coerce_numbers_to_str=True, pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")]
+
+SignalSeconds = Annotated[int, Field(ge=1, le=65_535), NUMBER]  # of sbatch --signal
 
 
 class SpeedsSection(Section):
@@ -162,7 +164,7 @@ class SlurmSection(Section):
     seed."""
     dependency: Word | None = None
     """Jobs that this one waits for, as in afterok:123."""
-    signal_seconds: Positive = 300
+    signal_seconds: SignalSeconds = 300
     """How long before the time limit the run saves a checkpoint and requests the next job; set it longer than a step
     and a checkpoint take. An evaluation does not count, but for the last step's."""
     requeues: NonNegative = 100

@@ -83,6 +83,14 @@ def test_a_variable_of_a_job_that_looks_as_if_bash_read_it_is_told_by_name(value
     assert [("slurm.setup=export LD_LIBRARY_PATH=" in note, value in note) for note in notes] == [(True, False)] * told
 
 
+@pytest.mark.parametrize(("time", "told"), [("4", True), ("5:00", True), ("6", False), ("0", False)])
+def test_a_job_that_is_asked_to_save_as_soon_as_it_starts_is_told(time: str, told: bool) -> None:
+    """0 is no limit."""
+    notes = preflight(load_config("tiny_cpu", [f"slurm.time={time}"]), for_job=True).notes()
+    said = f"note: slurm.time={time} is no longer than slurm.signal_seconds=300"
+    assert [note.startswith(said) for note in notes if "signal_seconds" in note] == [True] * told
+
+
 def test_a_learner_on_gpus_where_none_can_be_used_is_told_so() -> None:
     problems = preflight(load_config("tiny_cpu", ["learner.device=cuda"])).texts("problem")
     assert len(problems) == 1
