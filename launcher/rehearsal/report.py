@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import io
 import json
 import re
@@ -10,6 +9,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class RehearsalReport:
             config[section].pop(key, None)
         return {
             "format": 1,
-            "rl_megatron": importlib.metadata.version("rl-megatron"),
+            "rl_megatron": next((own.version for own in distributions(name="rl-megatron")), None),
             "lines": [asdict(line) | {"verdict": line.verdict} for line in self.lines],
             "slow": self.slow,
             "notes": self.notes,

@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import stat
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -285,6 +286,17 @@ def test_the_file_to_send_holds_no_secret_and_other_names_for_nodes_if_asked(tmp
     assert f"rank 3 on {name}, host-" in text
     assert "gpu-7" in (tmp_path / "rehearsal.txt").read_text()
     assert with_hidden_hosts("gpu-7", ["gpu-7"]) != with_hidden_hosts("gpu-7", ["gpu-7"])
+
+
+def test_an_interpreter_in_which_this_code_is_not_installed_reports_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As slurm.python's, which has the code by PYTHONPATH and only needs its dependencies."""
+    report = RehearsalReport(config=config("run.name=x"))
+    installed = json.loads(report.write(tmp_path, hide_hosts=False).read_text())
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert installed["rl_megatron"]
+    assert json.loads(report.write(tmp_path, hide_hosts=False).read_text()) == {**installed, "rl_megatron": None}
 
 
 def test_a_run_that_cannot_start_is_told_with_its_last_words(tmp_path: Path) -> None:
