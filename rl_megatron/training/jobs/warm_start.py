@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.data.samples import check_tokens, supervised_rows, written_samples
+from rl_megatron.data.samples import WrittenRow, check_tokens, supervised_rows, written_samples
+from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.checkpoints import TrainerState
@@ -49,9 +50,9 @@ class WarmStart:
     number: int = 0  # of the last step
 
     async def start(self, *, fresh: bool) -> Row | None:
-        """Push the weights, unless a step follows, before which ``evaluate`` does."""
+        """Look at what is left to learn, or push the weights: where a step follows, ``evaluate`` does before it."""
         if self.config.warm_start.steps:
-            await asyncio.to_thread(self.prompts.read_ahead)
+            await asyncio.to_thread(self._look_ahead)
             return self._row() if fresh else None
         if fresh:
             await self.roles.weights.push(0)
@@ -61,11 +62,39 @@ class WarmStart:
         """Make an optimizer step on ``warm_start.batch_size`` problems; the loss is null if it was skipped."""
         c, self.number = self.config, number
         prompts = self.prompts.take(c.warm_start.batch_size)
-        rows = supervised_rows(prompts, self.targets(prompts, number), self.tokenizer)
-        check_tokens(rows, self.vocab_size)
-        made = await self.supervised.step(written_samples(rows), c.warm_start.learning_rate, prompts)
+        samples = written_samples(self._rows(prompts, number))
+        made = await self.supervised.step(samples, c.warm_start.learning_rate, prompts)
         loss = None if made is None else made.loss
         return {**self._row(), "warm_start/loss": loss, **self.roles.rank_metrics()}
+
+    def _look_ahead(self) -> None:
+        """Make a row of each prompt that is drawn yet, until a step has no new one: a bad one would lose the steps
+        before it, of which there is no checkpoint. Raises as `_rows`."""
+        self.prompts.read_ahead()
+        before, left_out, seen = self.prompts.state(), tuple(self.prompts.left_out), set[str]()
+        for number in range(self.number, self.config.warm_start.steps):
+            drawn = self.prompts.take(self.config.warm_start.batch_size)
+            unseen = [prompt for prompt in drawn if prompt.id not in seen]
+            if not unseen:
+                break
+            self._rows(unseen, number + 1)
+            seen.update(prompt.id for prompt in unseen)
+        self.prompts.restore(before, left_out)
+
+    def _rows(self, prompts: Sequence[Prompt], number: int) -> list[WrittenRow]:
+        """What step ``number`` learns of them. Raises what the targets raise, and DataError that names a prompt of
+        which that is more than a micro-batch holds, or a token that the model lacks."""
+        rows = supervised_rows(prompts, self.targets(prompts, number), self.tokenizer)
+        check_tokens(rows, self.vocab_size)
+        steps, most = self.config.warm_start.steps, self.config.learner.max_tokens_per_micro_batch
+        for row in rows:
+            if (positions := len(row.token_ids) - 1) > most:
+                raise DataError(
+                    f"prompt {row.id!r} has {positions} positions with what warm_start.steps={steps} learns of it, but "
+                    f"learner.max_tokens_per_micro_batch={most}; raise the latter, leave the row out, or set "
+                    "warm_start.steps=0"
+                )
+        return rows
 
     def _row(self) -> Row:
         return {"step": 0, "phase": "warm_start", "warm_start/step": self.number}
