@@ -27,7 +27,15 @@ from launcher.servers.services import RunningServices, unless_given_up
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import digest_of
 from rl_megatron.errors import ConfigError
-from rl_megatron.evaluation.results import WHOLE, Results, SetResult, paired_figures, read_results, result_of
+from rl_megatron.evaluation.results import (
+    WHOLE,
+    Results,
+    SetResult,
+    drawn_otherwise,
+    paired_figures,
+    read_results,
+    result_of,
+)
 from rl_megatron.evaluation.sets import ProblemSet, measure
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.observability.intervals import Interval
@@ -97,6 +105,8 @@ def show_compared(first: Path, second: Path) -> None:
         both = f"{row.first:.4f}", f"{row.second:.4f}"
         table.add_row(row.set, row.figure, *both, f"{row.difference.value:+.4f}", *_ends(row.difference, "+"))
     Console(markup=False).print(table)
+    for name, unlike in drawn_otherwise(one, other).items():
+        print(f"{name}: samples of the two were drawn otherwise: {', '.join(unlike)}")
     for name in sorted(one.sets.keys() ^ other.sets.keys()):
         print(f"left out: {name}, which one of the two has not")
 

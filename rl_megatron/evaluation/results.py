@@ -15,6 +15,7 @@ from rl_megatron.durable import write_atomically
 from rl_megatron.errors import DataError
 from rl_megatron.evaluation.bounds import difference_interval
 from rl_megatron.evaluation.figures import pass_at
+from rl_megatron.evaluation.rules import drawing_keys, judging_keys, unlike_keys
 from rl_megatron.evaluation.sets import MeasuredSet, ProblemSet
 from rl_megatron.observability.intervals import Interval
 
@@ -92,12 +93,33 @@ def read_results(path: Path) -> Results:
 
 
 def paired_figures(first: Results, second: Results) -> list[PairedFigure]:
-    """Each figure that both have, of each set that both have. Raises DataError for one name of different problems, and
-    if they share no set."""
-    shared = [name for name in first.sets if name in second.sets]
+    """Each figure that both have, of each set that both have. Raises DataError for one name of different problems or
+    of samples that were judged otherwise, and if they share no set."""
+    shared = _shared(first, second)
     if not shared:
         raise DataError(f"the two share no set: {', '.join(first.sets)} and {', '.join(second.sets)}")
+    for name in shared:
+        rules = (judging_keys(each.config, each.sets[name].section) for each in (first, second))
+        if unlike := list(unlike_keys(*rules)):
+            raise DataError(
+                f"set {name}: the two were judged otherwise, by {', '.join(unlike)}, so their difference is not of the "
+                "models alone; evaluate both with the same keys"
+            )
     return [row for name in shared for row in _of_set(name, first.sets[name], second.sets[name])]
+
+
+def drawn_otherwise(first: Results, second: Results) -> dict[str, list[str]]:
+    """By each set that both have whose samples were drawn otherwise: the keys, with both values."""
+    found = dict[str, list[str]]()
+    for name in _shared(first, second):
+        ways = (drawing_keys(each.config, each.sets[name].section, each.engine) for each in (first, second))
+        if unlike := list(unlike_keys(*ways)):
+            found[name] = unlike
+    return found
+
+
+def _shared(first: Results, second: Results) -> list[str]:
+    return [name for name in first.sets if name in second.sets]
 
 
 def _of_set(name: str, first: SetResult, second: SetResult) -> Iterator[PairedFigure]:

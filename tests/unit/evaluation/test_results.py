@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import FileData
 from rl_megatron.config.sections.eval import EvalSetSection
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.errors import DataError
-from rl_megatron.evaluation.results import Results, SetResult, paired_figures, read_results, result_of
+from rl_megatron.evaluation.results import Results, SetResult, drawn_otherwise, paired_figures, read_results, result_of
 from rl_megatron.evaluation.sets import MeasuredSet, ProblemSet
 from rl_megatron.models.tiny import byte_tokenizer
 
@@ -65,3 +66,45 @@ def test_files_of_older_versions_are_told_by_tokens(tmp_path: Path) -> None:
     assert compared(tmp_path, old, old) == compared(tmp_path, old, new) == 1
     with pytest.raises(DataError, match=r"or tokens of them, which files of older .* on one, with this version$"):
         compared(tmp_path, old, other)
+
+
+def evaluated(folder: Path, *keys: str) -> Results:
+    """Its file of one set, with these keys."""
+    config = load_config("tiny_cpu", ["eval.sets.one.samples=1", *keys])
+    section = {**config.eval.sets["one"].model_dump(mode="json"), "temperature": config.eval.temperature_of("one")}
+    one = replace(result(folder, ROW, "{{ messages[0].content }}"), section=section)
+    found = Results(
+        model="", weights="", engine=config.rollout.engine, config=config.model_dump(mode="json"), sets={"one": one}
+    )
+    found.write(folder / "one.json", private=False)
+    return read_results(folder / "one.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("eval.success_reward=0", r"eval.success_reward \(1.0 and 0.0\)"),
+        ("reward.function=length", r"reward.function \(exact_match and length\)"),
+        ("eval.sets.one.reward.function=length", r"reward.function \(exact_match and length\)"),
+        ("environment.function=calculator", r"environment.function \(None and calculator\)"),
+    ],
+)
+def test_samples_that_were_judged_otherwise_are_not_compared(tmp_path: Path, key: str, said: str) -> None:
+    plain = ["environment.template=plain"] if key.startswith("environment") else []
+    first, second = evaluated(tmp_path), evaluated(tmp_path, key, *plain)
+    with pytest.raises(DataError, match=f"set one: the two were judged otherwise, by .*{said}.* with the same keys"):
+        paired_figures(first, second)
+
+
+def test_what_judges_no_sample_may_differ_and_how_samples_were_drawn_is_told(tmp_path: Path) -> None:
+    first, alike = (
+        evaluated(tmp_path),
+        evaluated(tmp_path, "reward.timeout_seconds=9", "reward.on_error=drop", "seed=9"),
+    )
+    other = evaluated(tmp_path, "eval.sets.one.temperature=0.5", "rollout.max_new_tokens=9")
+    older = replace(first, config={"reward": {"function": "exact_match"}})
+    assert all(len(paired_figures(first, each)) == 1 for each in (alike, other, older))
+    assert not drawn_otherwise(first, alike)
+    tokens = first.config["rollout"]["max_new_tokens"]
+    drawn = ["temperature (0.0 and 0.5)", f"max_new_tokens ({tokens} and 9)"]
+    assert drawn_otherwise(first, other) == {"one": drawn}
