@@ -51,7 +51,7 @@ def rate_interval(right: Sequence[int], *, samples: int) -> Interval:
     low, high = beta_quantiles(right, samples=samples)
     say = min(sum(one > 0 for one in right), sum(one < samples for one in right))
     low, high = ((say * a + FEW * b) / (say + FEW) for a, b in ((whole.low, low), (whole.high, high)))
-    return Interval(value=value, low=low if any(right) else 0.0, high=high, count=len(right))
+    return Interval(value=value, low=min(low, value), high=high, count=len(right))
 
 
 def beta_quantiles(right: Sequence[int], *, samples: int) -> tuple[float, float]:

@@ -97,6 +97,18 @@ def test_ends_are_means_of_two_rules_by_how_many_problems_say_something() -> Non
     assert (found.value, found.count) == (9 / 32, 8)
 
 
+@pytest.mark.parametrize("problems", [2, 30, 400])
+@pytest.mark.parametrize(("samples", "right"), [(64, 1), (128, 1), (256, 2), (1024, 1), (1024, 3)])
+def test_an_interval_holds_its_own_value_however_few_samples_are_right(problems: int, samples: int, right: int) -> None:
+    """One problem has all of them, which a beta takes for a sign that others are sometimes solved, too."""
+    rare = [right, *[0] * (problems - 1)]
+    for given in (rare, [samples - one for one in rare]):
+        found = rate_interval(given, samples=samples)
+        assert found.low is not None
+        assert found.high is not None
+        assert found.low <= found.value <= found.high
+
+
 def test_sets_of_one_kind() -> None:
     none, every = rate_interval([0] * 20, samples=16), rate_interval([16] * 20, samples=16)
     assert (none.value, none.low, every.value, every.high) == (0.0, 0.0, 1.0, 1.0)
