@@ -28,10 +28,16 @@ def is_quantised(name: str, shape: Shape) -> bool:
 
 
 def quantization_config(tensors: Sequence[tuple[str, Shape]]) -> dict[str, Any]:
-    """config.json's ``quantization_config`` for a checkpoint of tensors with these names and shapes."""
+    """config.json's ``quantization_config`` for a checkpoint of tensors with these names and shapes.
+
+    Experts of one tensor a layer, which are not quantised, are named by their module: readers take each ``experts``
+    that is not named for quantised.
+    """
     names = {name for name, _ in tensors}
     matrices = (name for name, shape in tensors if len(shape) == 2 and name.endswith(".weight"))
-    whole = [name.removesuffix(".weight") for name in matrices if name + SCALES not in names]
+    whole = {name.removesuffix(".weight") for name in matrices if name + SCALES not in names}
+    stacks = (name.rpartition(".")[0] for name, shape in tensors if len(shape) == 3 and name + SCALES not in names)
+    whole |= {module for module in stacks if module.endswith(".experts")}
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",

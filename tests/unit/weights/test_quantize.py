@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize, replace_with_fp8_linear
 
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import ConfigError, RLMegatronError
@@ -29,6 +30,7 @@ from rl_megatron.weights.formats.quantize import dequantise, quantise
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from tests.family_models import save_model
 
 FP8 = torch.float8_e4m3fn
 # Blocks end inside tensors, inside a query group and inside the halves of tp=2.
@@ -144,6 +146,24 @@ def test_writing_quantises_linear_layers_alone(plain: Path, tmp_path: Path) -> N
     index = json.loads((tmp_path / "fp8/model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == written.keys()
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in written.values())
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5_moe_stacked"])
+def test_experts_of_one_tensor_a_layer_stay_plain_for_transformers_too(name: str, tmp_path: Path) -> None:
+    """What it makes of the new config.json on a GPU wants the very scales that are written."""
+    save_model(name, tmp_path / "hf")
+    convert.hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "fp8", dtype=DType.F8_E4M3)
+    told = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"]
+    config = AutoConfig.from_pretrained(tmp_path / "fp8")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config.get_text_config())
+    whole = [module.replace("model.language_model.", "model.") for module in told["modules_to_not_convert"]]
+    replace_with_fp8_linear(model, whole, FineGrainedFP8Config(**told), pre_quantized=True)
+    wanted = {key for key in model.state_dict() if key.endswith("_scale_inv")}
+    written = {key.replace("model.language_model.", "model.") for key in tensors(tmp_path / "fp8")}
+    assert wanted == {key for key in written if key.endswith("_scale_inv")}
+    assert wanted
 
 
 PUBLISHED = {  # modules with scales in the checkpoints on the hub
