@@ -17,7 +17,7 @@ from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.checkpoints.convert import converted_shape, in_dtype, options_of, write_hf
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies
 from rl_megatron.weights.checkpoints.streaming import Copy, OnBytes, Sliceable
-from rl_megatron.weights.checkpoints.writing import Share
+from rl_megatron.weights.checkpoints.writing import Share, fingerprint
 from rl_megatron.weights.formats.hf_folder import config_text
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
 from rl_megatron.weights.layouts.lora import hf_adapter_name
@@ -73,7 +73,7 @@ def merge_adapters(
         files,
         companion=base,
         config=config_text(base, {str(dtype)} if dtype else set(), drafts=shape.drafts),
-        options=options_of(base, family, dtype, shard_bytes) | {"adapters": str(source)},
+        options=options_of(base, family, dtype, shard_bytes) | {"adapters": fingerprint(source)},
         shard_bytes=shard_bytes,
         on_bytes=on_bytes,
         share=share or Share(),

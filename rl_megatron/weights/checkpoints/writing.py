@@ -62,7 +62,7 @@ def write_files(
     are kept if they have their digests. Raises CheckpointError if ``out`` exists, the disk is
     full, or an earlier process began with another source or other ``options``; WeightError as `numbers`.
     """
-    book = json.loads(json.dumps({"source": _fingerprint(source), "files": [sink.name for sink in sinks], **options}))
+    book = json.loads(json.dumps({"source": fingerprint(source), "files": [sink.name for sink in sinks], **options}))
     partial = out.with_name(f".{out.name}.partial")
     if _is_made(out, book, share):
         return []
@@ -88,6 +88,12 @@ def write_files(
             f"{partial}: {error.strerror or error}; complete files stay there, and running the same command again "
             "continues with them"
         ) from error
+
+
+def fingerprint(folder: Path) -> list[list[object]]:
+    """Name, size and time of every file, to recognise the same source."""
+    found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
 
 
 def _is_made(out: Path, book: Mapping[str, Any], share: Share) -> bool:
@@ -218,9 +224,3 @@ def _publish(partial: Path, out: Path, book: Mapping[str, Any], finish: Callable
     partial.rename(out)
     sync(out.parent)
     shutil.rmtree(out / _NOTES, ignore_errors=True)
-
-
-def _fingerprint(folder: Path) -> list[list[object]]:
-    """Name, size and time of every file, to recognise the same source."""
-    found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
-    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
