@@ -47,9 +47,10 @@ class LayerKind:
         return BYTES_READ[self.precision] if self.precision == "float32" else 2.0
 
     def __hash__(self) -> int:
-        """Of the numbers that differ between layouts of one model, whose hash takes longer."""
+        """Of what differs between layouts of one model, whose hash takes longer, and between the constants of a fit: of
+        equal hashes each table of results has to compare all."""
         own = (self.sparse, self.tp, self.ep, self.etp, self.cp, self.tokens, self.dispatcher, self.again, self.scored)
-        return hash(own)
+        return hash((own, self.constants))
 
 
 def product_seconds(
