@@ -56,6 +56,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run"
 
 
+def three_components(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_HET_SIZE", "3")
+    for number, node in enumerate(("a1", "a2", "b1")):
+        monkeypatch.setenv(f"SLURM_JOB_NODELIST_HET_GROUP_{number}", node)
+
+
 def allocation_of(config: RunConfig, run: Path) -> Allocation:
     allocation = Allocation.this(run, config)
     assert allocation is not None
@@ -213,9 +219,7 @@ def test_without_a_number_of_cores_no_step_is_confined_to_some(
 ) -> None:
     """Where a cluster gives whole nodes, --cpus-per-task=1 leaves a server one core of them: it implies --exact."""
     if apart:
-        monkeypatch.setenv("SLURM_HET_SIZE", "3")
-        for number, node in enumerate(("a1", "a2", "b1")):
-            monkeypatch.setenv(f"SLURM_JOB_NODELIST_HET_GROUP_{number}", node)
+        three_components(monkeypatch)
     judge = ("reward.function=service:judge/score", "services.judge.command=judge", "slurm.services.nodes=1")
     config = config_of(f"slurm.heterogeneous={apart}", "slurm.engines.nodes=1", *judge)
     job, placement = allocation_of(config, run), placement_of(config, ("a1",))
@@ -230,9 +234,7 @@ def test_without_a_number_of_cores_no_step_is_confined_to_some(
 
 
 def test_services_are_a_component_before_that_of_servers(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_HET_SIZE", "3")
-    for number, node in enumerate(("a1", "a2", "b1")):
-        monkeypatch.setenv(f"SLURM_JOB_NODELIST_HET_GROUP_{number}", node)
+    three_components(monkeypatch)
     judge = ("reward.function=service:judge/score", "services.judge.command=judge", "services.judge.replicas=2")
     config = config_of("slurm.heterogeneous=true", "slurm.services.nodes=1", "slurm.engines.nodes=1", *judge)
     allocation = allocation_of(config, run)
@@ -245,17 +247,13 @@ def test_services_are_a_component_before_that_of_servers(run: Path, monkeypatch:
     assert {"--het-group=2", "--nodelist=b1"} <= set(server.before)
 
 
+PYXIS = ("--container-image=/vllm.sqsh", "--container-mounts=/data")
+
+
 @pytest.mark.parametrize(
     ("runtime", "options", "prefix"),
     [
-        (
-            "pyxis",
-            [
-                *("--container-image=/vllm.sqsh", "--container-mounts=/data"),
-                *(f"--container-workdir={Path.cwd()}", "--container-env=PYTHONPATH"),
-            ],
-            [],
-        ),
+        ("pyxis", [*PYXIS, f"--container-workdir={Path.cwd()}", "--container-env=PYTHONPATH"], []),
         ("apptainer", [], ["apptainer", "exec", "--nv", "--bind=/data", "/vllm.sqsh"]),
     ],
 )

@@ -35,6 +35,7 @@ def warm_start(data: Sequence[Prompt], targets: Targets = answers, *keys: str) -
         roles=NONE,
         prompts=PromptStream(data, seed=0),
         tokenizer=byte_tokenizer(),
+        vocab_size=259,
         targets=targets,
         evaluation=NONE,
         supervised=NONE,
