@@ -23,6 +23,12 @@ from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, rank
 
 _KEYS = "lora.json"  # beside the shards of a checkpoint that holds adapters alone
 PREFIX = "base_model.model."  # peft's, of every tensor
+OF_EXPERTS_ALONE = {
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
+    *("olmoe", "qwen3_moe", "qwen3_next"),
+}
+"""Families in which peft 0.21 takes ``gate_proj``, ``up_proj`` and ``down_proj`` for names of routed experts alone
+(``_MOE_TARGET_MODULE_MAPPING`` of ``utils/transformers_weight_conversion.py``)."""
 
 
 def write_lora(folder: Path, lora: LoraSection) -> None:
@@ -80,7 +86,9 @@ def adapters_to_peft(
 def peft_config(lora: LoraSection, shape: ModelShape, base: Path) -> dict[str, object]:
     """peft's adapter_config.json.
 
-    peft 0.21 has experts of one tensor a layer, as transformers 5 does, gate and up in one: twice the rank there.
+    peft 0.21 has experts of one tensor a layer, as transformers 5 does, gate and up in one: twice the rank there. Where
+    it takes the linears' names for experts', those of dense layers and shared experts are named as parameters, which
+    vLLM 0.32 and SGLang 0.5.21 do not read.
     """
     by_part, rank = ranks_of_parts(megatron_layout(shape), lora), lora.rank or 0
     routed = {part.removesuffix(".weight"): each for part, each in by_part.items() if "{expert}" in part}
@@ -89,6 +97,8 @@ def peft_config(lora: LoraSection, shape: ModelShape, base: Path) -> dict[str, o
         ranks[r"experts\.\d+\." + part.rpartition(".")[2]] = each
         ranks |= {r"experts\.gate_up_proj": 2 * each, r"experts\.down_proj": each}
         alphas[r"experts\.gate_up_proj"] = 2 * lora.alpha
+    named = (part.rpartition("{layer}.")[2] for part in by_part if ".mlp." in part and "{expert}" not in part)
+    beside = sorted(named) if shape.family in OF_EXPERTS_ALONE else []
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -98,6 +108,7 @@ def peft_config(lora: LoraSection, shape: ModelShape, base: Path) -> dict[str, o
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted({part.removesuffix(".weight").rpartition(".")[2] for part in by_part}),
+        "target_parameters": beside or None,
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
     }

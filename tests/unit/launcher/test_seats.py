@@ -35,6 +35,7 @@ echo "$3" | tr , '\\n'
 """
 SERVED = ("rollout=vllm", "run.launcher=slurm")
 GPUS = ("learner.device=cuda", "learner.tp=4", "learner.ep=8", "slurm.gpus_per_node=8", "rollout.server.tp=2")
+PYXIS = ("--container-image=/vllm.sqsh", "--container-mounts=/data")
 
 
 def config_of(*keys: str) -> RunConfig:
@@ -56,9 +57,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run"
 
 
-def three_components(monkeypatch: pytest.MonkeyPatch) -> None:
+def three_components(monkeypatch: pytest.MonkeyPatch, *nodes: str) -> None:
     monkeypatch.setenv("SLURM_HET_SIZE", "3")
-    for number, node in enumerate(("a1", "a2", "b1")):
+    for number, node in enumerate(nodes or ("a1", "a2", "b1")):
         monkeypatch.setenv(f"SLURM_JOB_NODELIST_HET_GROUP_{number}", node)
 
 
@@ -164,9 +165,7 @@ def test_roles_with_ranks_of_their_own_have_the_nodes_between(run: Path, monkeyp
     allocation = allocation_of(config_of(*keys), run)
     with pytest.raises(ConfigError, match=r"slurm\.critic\.nodes=0 cannot share out the ranks of a separate critic"):
         placement_of(config_of(*keys), allocation.separate["critic"], "critic")
-    monkeypatch.setenv("SLURM_HET_SIZE", "3")
-    for number, nodes in enumerate(("a1", "b1", "a2")):
-        monkeypatch.setenv(f"SLURM_JOB_NODELIST_HET_GROUP_{number}", nodes)
+    three_components(monkeypatch, "a1", "b1", "a2")
     allocation = allocation_of(config_of(*keys, "slurm.heterogeneous=true"), run)
     assert (allocation.nodes, dict(allocation.separate), allocation.engine_nodes) == (
         ("a1",),
@@ -224,11 +223,11 @@ def test_without_a_number_of_cores_no_step_is_confined_to_some(
     config = config_of(f"slurm.heterogeneous={apart}", "slurm.engines.nodes=1", *judge)
     job, placement = allocation_of(config, run), placement_of(config, ("a1",))
     (((server,),), ((judges,),)) = sites_of(config, job), service_sites(config, job).values()
-    on_ray = cpus_of_engine_node(config, job, seats_of(config, job.nodes, job.engine_nodes))
+    seats = seats_of(config, job.nodes, job.engine_nodes)
     steps = [
         *(server.before, judges.before, *commands(config, placement, job)),
         node_command(config.slurm, placement, run, python="p"),
-        engine_node_command(job, on_ray, python="p", no_kill=False),
+        engine_node_command(job, cpus_of_engine_node(config, job, seats), python="p", no_kill=False),
     ]
     assert [word for step in steps for word in step if word.startswith("--cpus-per-task")] == []
 
@@ -239,15 +238,11 @@ def test_services_are_a_component_before_that_of_servers(run: Path, monkeypatch:
     config = config_of("slurm.heterogeneous=true", "slurm.services.nodes=1", "slurm.engines.nodes=1", *judge)
     allocation = allocation_of(config, run)
     (found,) = service_sites(config, allocation).values()
-    assert [(site.host, site.node, site.number, site.count) for site in found] == [
-        ("10.0.0.2", "a2", number, 2) for number in range(2)
-    ]
+    placed = [(site.host, site.node, site.number, site.count) for site in found]
+    assert placed == [("10.0.0.2", "a2", number, 2) for number in range(2)]
     assert all({"--het-group=1", "--nodelist=a2", "--overlap"} <= set(site.before) for site in found)
     ((server,),) = sites_of(config, allocation)
     assert {"--het-group=2", "--nodelist=b1"} <= set(server.before)
-
-
-PYXIS = ("--container-image=/vllm.sqsh", "--container-mounts=/data")
 
 
 @pytest.mark.parametrize(
