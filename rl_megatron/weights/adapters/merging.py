@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.adapters.files import adapter_copies, held_lora
-from rl_megatron.weights.bytes.bits import to_bits, to_tensor
+from rl_megatron.weights.bytes.bits import as_dtype, to_tensor
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.checkpoints.convert import converted_shape, in_dtype, options_of, write_hf
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies
@@ -27,6 +27,7 @@ from rl_megatron.weights.layouts.lora import hf_adapter_name
 class _Merged:
     """A stored matrix with B A added in float32 as it is read, then rounded to its dtype."""
 
+    name: str
     source: Sliceable
     dtype: DType
     a: Tensor
@@ -35,7 +36,7 @@ class _Merged:
     def __getitem__(self, box: tuple[slice, ...]) -> Bits:
         values = to_tensor(self.source[box].copy(), self.dtype).float()
         merged = values.addmm_(self.b[box[0]], self.a[:, box[1]])
-        return to_bits(merged.to(getattr(torch, self.dtype)))
+        return as_dtype(self.name, merged, self.dtype)
 
 
 def merge_adapters(
@@ -82,7 +83,7 @@ def merge_adapters(
 
 def _with(tensor: Copy, a: Callable[[], Tensor], b: Callable[[], Tensor]) -> Copy:
     def read(source: Callable[[], Sliceable]) -> _Merged:
-        return _Merged(source=source(), dtype=tensor.dtype, a=a(), b=b())
+        return _Merged(name=tensor.name, source=source(), dtype=tensor.dtype, a=a(), b=b())
 
     return replace(tensor, fragments=tuple(replace(p, source=partial(read, p.source)) for p in tensor.fragments))
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from rl_megatron.errors import WeightError
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 
 
@@ -32,3 +33,20 @@ def to_bits(tensor: Tensor) -> Bits:
 def all_numbers(tensor: Tensor) -> bool:
     """Whether no element is NaN or infinite, in one pass over them."""
     return not tensor.numel() or all(math.isfinite(end.item()) for end in tensor.aminmax())
+
+
+def as_dtype(name: str, values: Tensor, dtype: DType) -> Bits:
+    """The values of the tensor ``name`` in ``dtype``. Raises as `raise_overflow`."""
+    bits = to_bits(values.to(getattr(torch, dtype)))
+    if not dtype.all_numbers(bits):
+        raise_overflow(name, values, getattr(torch, dtype))
+    return bits
+
+
+def raise_overflow(name: str, values: Tensor, dtype: torch.dtype) -> None:
+    """Raises WeightError where ``values``, which are not finite in ``dtype``, are finite themselves."""
+    if all_numbers(values):
+        raise WeightError(
+            f"{name} holds a number of size {values.abs().max().item():g}, and {dtype} none above "
+            f"{torch.finfo(dtype).max:g}; choose another dtype: bfloat16 and float32 hold numbers up to 3e38"
+        )

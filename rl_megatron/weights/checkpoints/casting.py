@@ -8,11 +8,10 @@ from functools import partial
 from math import prod
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from rl_megatron.weights.boxes import Box, Shape
-from rl_megatron.weights.bytes.bits import to_bits, to_tensor
+from rl_megatron.weights.bytes.bits import as_dtype, to_bits, to_tensor
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.checkpoints.streaming import Copy, OnBytes, Sliceable, Streamed
 from rl_megatron.weights.formats.block_scales import BLOCK, SCALES, is_quantised
@@ -22,14 +21,15 @@ from rl_megatron.weights.formats.quantize import block_scales, quantise, read_qu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cast:
-    """A stored tensor, read as another dtype."""
+    """The stored tensor ``name``, read as another dtype."""
 
+    name: str
     source: Sliceable
     given: DType
     wanted: DType
 
     def __getitem__(self, box: tuple[slice, ...]) -> Bits:
-        return to_bits(to_tensor(self.source[box].copy(), self.given).to(getattr(torch, self.wanted)))
+        return as_dtype(self.name, to_tensor(self.source[box].copy(), self.given), self.wanted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Dequantised:
 
     def __getitem__(self, box: tuple[slice, ...]) -> Bits:
         values = read_quantised(self.weight, tuple((cut.start, cut.stop) for cut in box), self._part)
-        return to_bits(values.to(getattr(torch, self.wanted)))
+        return as_dtype(self.weight.numbers, values, self.wanted)
 
     def _part(self, name: str, box: Box) -> Tensor:
         bits, dtype = self.parts[name]
@@ -85,7 +85,7 @@ def cast(tensor: Copy, dtype: DType) -> Copy:
     """The tensor in another dtype."""
 
     def read(source: Callable[[], Sliceable]) -> Cast:
-        return Cast(source=source(), given=tensor.dtype, wanted=dtype)
+        return Cast(name=tensor.name, source=source(), given=tensor.dtype, wanted=dtype)
 
     return replace(
         tensor, dtype=dtype, fragments=tuple(replace(p, source=partial(read, p.source)) for p in tensor.fragments)

@@ -17,7 +17,7 @@ from torch import Tensor
 from rl_megatron.durable import publish_folder
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.weights.boxes import Box, Shape, whole_box
-from rl_megatron.weights.bytes.bits import all_numbers, to_tensor
+from rl_megatron.weights.bytes.bits import all_numbers, raise_overflow, to_tensor
 from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors
 from rl_megatron.weights.checkpoints.streaming import Copy, numbers
 from rl_megatron.weights.checks.checksums import checksum
@@ -89,8 +89,9 @@ def read_boxes(source: TensorSource, hf: Layout, layout: Layout, rank: int, tens
 
     ``hf`` is the layout of ``source`` itself. Values are cast to each tensor's dtype. Raises WeightError naming
     every tensor of it, then of ``tensors``, that is missing, unknown or misshapen; nothing is written then. It names
-    the first tensor that holds NaN or infinite values, and an output matrix that differs from the embedding which it is
-    tied to: each rank compares the rows that it reads, so that all ranks together read the matrix once a replica.
+    the first tensor that holds NaN or infinite values, or a number too large for its dtype here, and an output matrix
+    that differs from the embedding which it is tied to: each rank compares the rows that it reads, so that all ranks
+    together read the matrix once a replica.
     """
     given, tied = own_weights(source.folder, source.shapes(), hf.shape)
     raise_uncounted(source.folder, len(given), hf)
@@ -104,6 +105,7 @@ def read_boxes(source: TensorSource, hf: Layout, layout: Layout, rank: int, tens
             piece = source.read(t.src_param, t.src_box)
             place = tensors[t.dst_param][tuple(slice(start, stop) for start, stop in t.dst_box)]
             if not all_numbers(place.copy_(piece)):
+                raise_overflow(f"{source.folder}: {t.src_param}", piece, place.dtype)
                 raise WeightError(f"{source.folder}: {t.src_param} holds NaN or infinite values; fetch it again")
             if tied is not None and t.src_param == tied.embedding:
                 same = source.read(tied.head, t.src_box)

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -254,6 +255,28 @@ def test_weights_that_are_no_numbers_are_refused_by_name(
     assert list(tmp_path.iterdir()) == [folder]
     with pytest.raises(WeightError, match=rf"{name} holds NaN or infinite values"):
         read_hf(folder)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "most"), [(DType.F16, 1e5, "65504"), (DType.BF16, 3.4e38, r"3\.38953e\+38")]
+)
+def test_numbers_that_another_dtype_cannot_hold_are_not_called_broken(
+    hf: Path, tmp_path: Path, dtype: DType, value: float, most: str
+) -> None:
+    folder = copy_of(hf, tmp_path / "large", "config.json")
+    (folder / INDEX).unlink()
+    tensors = {k: t for f in folder.glob("model-*") for k, t in load_file(f).items()}
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    tensors[name][3, 5] = -value
+    save_file(tensors, folder / "model.safetensors")
+    said = re.escape(f"{name} holds a number of size {value:g}, and torch.{dtype} none above ") + most
+    with pytest.raises(WeightError, match=said):
+        convert.hf_to_megatron(folder, tmp_path / "out", dtype=dtype)
+    shape = read_shape(folder)
+    wanted = getattr(torch, dtype)
+    here = {n: torch.empty(s, dtype=wanted) for n, s in megatron_layout(shape).local_shapes(0).items()}
+    with pytest.raises(WeightError, match=said):
+        read_boxes(HFFolder(folder), hf_layout(shape), megatron_layout(shape), 0, here)
 
 
 @pytest.mark.parametrize("dtype", [d for d in DType if d.name[0] in "FB" and d is not DType.BOOL])
