@@ -138,10 +138,9 @@ def test_a_step_that_slurm_does_not_start_is_waited_for_no_longer_than_the_limit
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, srun = tmp_path / "run", tmp_path / "bin" / "srun"
-    (run / "jobs").mkdir(parents=True)
+    run.mkdir()
     (run / "config.yaml").write_text("{}")
-    (run / "jobs" / "id").write_text("7")
-    (run / "control.json").write_text('{"node": "node1", "path": "/tmp/nowhere"}')
+    (run / "control.json").write_text('{"node": "node1", "path": "/tmp/nowhere", "job": "7"}')
     srun.parent.mkdir()
     srun.write_text("#!/bin/sh\nexec sleep 600\n")
     srun.chmod(0o755)
