@@ -273,7 +273,7 @@ class ReplicaWeights:
             if isinstance(answer, AttemptFailed) and replica.server is server:  # not one that came since
                 replica.suspect(answer)
         if any(isinstance(a, AttemptFailed) for a in answers):
-            await asyncio.sleep(_GRACE_SECONDS)
+            await self._ends_are_known()
         done: dict[str, T] = {}
         problems = []
         for (replica, server), answer in zip(replicas.items(), answers, strict=True):
@@ -289,3 +289,10 @@ class ReplicaWeights:
             ends = dict.fromkeys(f"{replica.reason}" for replica in self._replicas.all)
             raise ReplicasLost("\n  ".join([f"{what} failed, and is not served:", *ends]))
         return done
+
+    async def _ends_are_known(self) -> None:
+        """Wait until it is known which servers that failed have died: on a busy machine that may take long."""
+        await asyncio.sleep(_GRACE_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._section.health_seconds):
+                await self._replicas.judged()
