@@ -8,6 +8,23 @@ runs no kernel and opens no group. What a test sets in ``os.environ`` does not r
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+from collections.abc import Mapping, Sequence
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.imports"])
+
+
+def be_nursery(controller: int, imports: Sequence[str], environment: Mapping[str, str]) -> None:
+    """In a fork: the process that a run's ranks are forked from, with this environment and the descriptor
+    ``controller`` as its standard input."""
+    from launcher.worker import nursery
+    from launcher.worker.forking import HELD_BACK
+
+    signal.pthread_sigmask(signal.SIG_SETMASK, HELD_BACK)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.dup2(controller, 0)
+    os.close(controller)
+    nursery.main(imports)

@@ -44,8 +44,8 @@ def main(
 def run(folder: Path, source: str, keys: Iterable[str] = ()) -> None:
     """Write both files, or neither.
 
-    Raises ConfigError for an unknown source, keys that it does not take, what JSON cannot hold or is empty of what it
-    gives, and files that exist.
+    Raises ConfigError for an unknown source, keys that it does not take, rows that JSON cannot hold, a split
+    without rows, and files that exist.
     """
     function = SOURCES.get(source) or load_named(source, "SOURCE", "function", callable)
     paths = folder / "train.jsonl", folder / "eval.jsonl"

@@ -30,14 +30,13 @@ from rl_megatron.scaling.published.rl import rl_predictions
 _SHOWN = 8  # rejected layouts
 _KINDS = (("throughput", "tokens/s a GPU"), ("memory", "GB on the fullest GPU"), ("rl", "seconds of a whole step"))
 
-
 _READ: Mapping[str, frozenset[str]] = {
     "check": frozenset({"check", "machine", "as_json"}),
     "calibrate": frozenset({"calibrate", "device", "ranks", "threads"}),
     "points": frozenset({"points"}),
-    "MODEL": frozenset({"arguments", "explain", "as_json", "exact", "write"}),
+    "arguments": frozenset({"arguments", "explain", "as_json", "exact", "write"}),
 }
-"""The parameters that each of the command's ways reads."""
+"""The parameters that each of the command's ways reads, by the one that chooses it."""
 
 
 def scale(
@@ -84,18 +83,15 @@ def scale(
     threads: Annotated[int, typer.Option(min=1, help="of --calibrate: CPU threads of each process")] = 1,
 ) -> None:
     """Plan a run: search layouts of learner and servers on given GPUs, with memory and seconds by term."""
-    given = [*(arguments or []), *(["--exact"] if exact else [])]
-    if check is not None or calibrate is not None:
-        _of_machines([*given, points], check, machine, as_json, calibrate, device, ranks, threads, context)
-        return
-    if points is not None:
-        if given:
-            raise ConfigError(f"--points compares a file's runs and takes no MODEL: {' '.join(given)}")
-        _refuse_others(context, "points")
+    _refuse_unread(context)
+    if check is not None:
+        show_checked(checked_run(check, machine), as_json=as_json)
+    elif calibrate is not None:
+        calibrate_into(calibrate, device=device, ranks=ranks, threads=threads)
+    elif points is not None:
         show_points(points)
-        return
-    _refuse_others(context, "MODEL")
-    _searched(arguments or [], explain=explain, as_json=as_json, exact=exact, write=write)
+    else:
+        _searched(arguments or [], explain=explain, as_json=as_json, exact=exact, write=write)
 
 
 def _searched(arguments: Sequence[str], *, explain: str | None, as_json: bool, exact: bool, write: Path | None) -> None:
@@ -123,34 +119,19 @@ def _searched(arguments: Sequence[str], *, explain: str | None, as_json: bool, e
         console.print(f"written: {write}; rl-megatron submit {write}{name} --dry-run checks it", soft_wrap=True)
 
 
-def _refuse_others(context: typer.Context, way: str) -> None:
-    """Raises ConfigError for options that are given and that this ``way`` does not read."""
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if source is not None and source.name == "COMMANDLINE" and parameter.name not in _READ[way]:
-            option = "MODEL" if way == "MODEL" else f"--{way}"
-            raise ConfigError(f"{parameter.opts[-1]} does nothing with {option}; leave one of them out")
-
-
-def _of_machines(
-    others: Sequence[object],
-    check: Path | None,
-    machine: str | None,
-    as_json: bool,
-    calibrate: Path | None,
-    device: str,
-    ranks: int,
-    threads: int,
-    context: typer.Context,
-) -> None:
-    """Compare a run with its prediction, or measure this machine; ``others`` are arguments of a search."""
-    if any(others) or None not in (check, calibrate):
-        raise ConfigError("--check and --calibrate stand alone: give one of them, and no MODEL or --points")
-    _refuse_others(context, "calibrate" if check is None else "check")
-    if check is not None:
-        show_checked(checked_run(check, machine), as_json=as_json)
-    if calibrate is not None:
-        calibrate_into(calibrate, device=device, ranks=ranks, threads=threads)
+def _refuse_unread(context: typer.Context) -> None:
+    """Raises ConfigError for what is given and not read by the first of the command's ways that is given."""
+    given = {
+        one.name or "": f"MODEL {' '.join(context.params[one.name])}" if one.name == "arguments" else one.opts[-1]
+        for one in context.command.params
+        if (source := context.get_parameter_source(one.name or "")) is not None
+        and source.name == "COMMANDLINE"
+        and context.params.get(one.name or "")
+    }
+    way = next((each for each in _READ if each in given), "arguments")
+    for name, shown in given.items():
+        if name not in _READ[way]:
+            raise ConfigError(f"{shown} does nothing with {given.get(way, 'MODEL')}; leave one of them out")
 
 
 def show(console: Console, asked: Asked, found: SearchResult, seconds: float) -> None:

@@ -29,6 +29,7 @@ from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.sandbox.subprocess import why_unfenced
 from rl_megatron.sandbox.table import Sandbox
 from rl_megatron.types import Completion, Prompt, Scored, Span
+from rl_megatron.user_code import describe_error
 
 T = TypeVar("T")
 
@@ -110,6 +111,8 @@ def _demonstrated(subject: Subject, section: EnvironmentSection, made: Environme
             demonstrated(made(), section.function, prompt, subject.config.seed)
         except RLMegatronError as error:
             return str(error)
+        except Exception as error:  # noqa: BLE001  the user's code makes the environment
+            return f"environment {section.function!r}: {describe_error(error)}; fix it"
         return ""
 
     said = _within(SECONDS, work)

@@ -16,7 +16,7 @@ from rl_megatron.scaling.flops import training_flops
 from rl_megatron.scaling.machines.calibration import machine_named
 from rl_megatron.scaling.memory import GB
 from rl_megatron.scaling.pushes import Push, push_cost
-from rl_megatron.scaling.rl_step import RlStep, rl_step
+from rl_megatron.scaling.rl_step import RlStep, rl_step, unlike_run
 from rl_megatron.scaling.rollouts import lengths_of
 from rl_megatron.scaling.saves import Save, save_cost
 
@@ -194,11 +194,8 @@ def _unpredicted(config: RunConfig) -> str:
         return "set slurm.speeds.gpu to the kind of your GPUs, as h100"
     if not config.kind.samples:
         return f"they are of steps that sample, and job={config.job} samples nothing"
-    if led := config.training_environments:
-        key, one = next(iter(led.items()))
-        return f"they are of single completions, and {key}.function={one.function} has several turns"
-    if (rank := config.learner.lora.rank) is not None:
-        return f"they are of training all weights, and learner.lora.rank={rank} trains adapters"
+    for why in unlike_run(config):
+        return f"they are of {why}"
     if not config.rollout.served:
         return f"they are of servers that sample, and rollout.engine={config.rollout.engine}"
     if server.addresses is not None:

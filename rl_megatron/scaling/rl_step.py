@@ -7,7 +7,7 @@ batch is trained on at most k steps after it was begun (Little's law; simulated 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf
@@ -283,3 +283,12 @@ def _moved_to_host(config: RunConfig, shape: ModelShape) -> float:
 def _all_parameters(shape: ModelShape) -> float:
     experts = 3.0 * shape.hidden_size * shape.expert_width * len(shape.moe_layers)
     return shape.active_parameters + experts * (shape.num_experts - shape.experts_per_token)
+
+
+def unlike_run(config: RunConfig) -> Iterator[str]:
+    """Yields what `rl_step` computes that a run with this configuration does not do, as the end of a sentence."""
+    for key, one in config.training_environments.items():
+        yield f"single completions, and {key}.function={one.function} has several turns"
+        break
+    if (rank := config.learner.lora.rank) is not None:
+        yield f"training all weights, and learner.lora.rank={rank} trains adapters"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 from collections.abc import Mapping, Sequence
 
 import pytest
 
-from tests.forks import FORKS
+from tests.forks import FORKS, be_nursery
 
 
 @pytest.fixture
@@ -35,11 +34,4 @@ class ForkedNursery:
 
 
 def _main(controller: socket.socket, imports: Sequence[str], environment: Mapping[str, str]) -> None:
-    from launcher.worker import nursery
-    from launcher.worker.forking import HELD_BACK
-
-    signal.pthread_sigmask(signal.SIG_SETMASK, HELD_BACK)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.dup2(controller.detach(), 0)
-    nursery.main(imports)
+    be_nursery(controller.detach(), imports, environment)

@@ -23,10 +23,9 @@ from launcher import entry
 from launcher.hosts import forks
 from launcher.processes import engine_guard
 from launcher.processes.parent import die_with_parent
-from launcher.worker import nursery
 from launcher.worker.forking import HELD_BACK
 from tests.e2e import forked_servers
-from tests.forks import FORKS
+from tests.forks import FORKS, be_nursery
 
 PROGRAM = Path(sys.executable).with_name("rl-megatron")
 NURSERY = "test-nursery"  # what the kernel calls the process, 15 characters at most
@@ -161,9 +160,5 @@ def _be_nursery(asked: socket.socket, parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, NURSERY.encode())
     message, (stdin,), _, _ = socket.recv_fds(asked, _ENVIRONMENT_BYTES, 1)
     imports, environment = json.loads(message)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.dup2(stdin, 0)
-    os.close(stdin)
     asked.close()
-    nursery.main(imports)
+    be_nursery(stdin, imports, environment)

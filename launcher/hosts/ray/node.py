@@ -169,7 +169,7 @@ class ControllerWatch:
         threading.Thread(target=self._read, daemon=True).start()
 
     def watch(self, ray: subprocess.Popen[bytes]) -> None:
-        """Kill this process when the controller is gone; at once if it is."""
+        """Kill ``ray`` when the controller is gone; at once if it is."""
         with self._lock:
             self._ray = ray
             if self.gone:

@@ -17,7 +17,7 @@ from rl_megatron.scaling.hardware import Gpu
 from rl_megatron.scaling.machines.calibration import Calibration
 from rl_megatron.scaling.machines.embedded import decode_seconds
 from rl_megatron.scaling.memory import fullest
-from rl_megatron.scaling.rl_step import forward_seconds, learner_work, rl_step
+from rl_megatron.scaling.rl_step import forward_seconds, learner_work, rl_step, unlike_run
 from rl_megatron.scaling.rollouts import lengths_of
 from rl_megatron.scaling.time import LearnerWork, step_terms
 from rl_megatron.types import ParallelDims
@@ -164,11 +164,8 @@ def _notes(config: RunConfig, machine: Calibration | None, steps: Rows) -> Itera
         yield f"learner.threads is not set: the ranks may have had other than the calibration's {machine.threads}"
     if config.train.max_staleness:
         yield "sampling overlaps training (train.max_staleness), so that each phase also waits: no sum is compared"
-    if (rank := config.learner.lora.rank) is not None:
-        yield f"training is predicted of all weights, and learner.lora.rank={rank} trains adapters"
-    if led := config.training_environments:
-        key, one = next(iter(led.items()))
-        yield f"sampling is predicted of single completions, and {key}.function={one.function} has several turns"
+    for why in unlike_run(config):
+        yield f"predicted seconds are of {why}"
     if any(row.get("steps/skipped") for row in steps):
         yield "some optimizer steps were skipped, and took less"
     if config.rollout.served and machine is not None:

@@ -64,7 +64,7 @@ class Reinforcement(GroupJob):
         left_out = {reason: reasons[reason] for reason in _LEFT_OUT if reasons[reason]}
         found = (
             f"step {self.number}: {len(batch.groups) + sum(left_out.values())} prompts left {len(batch.groups)} groups "
-            f"to train on, {wanted} were wanted; left out, as log.txt says of each: "
+            f"to train on, {wanted} were wanted; left out (log.txt names those that failed): "
             + ", ".join(f"{count} for {_LEFT_OUT[reason]}" for reason, count in left_out.items())
         )
         if not batch.groups and "equal_rewards" not in left_out and left_out.keys() != {"poison"}:

@@ -11,6 +11,7 @@ from rl_megatron.data.packing import Packer, unpack
 from rl_megatron.data.pairs import scored_row
 from rl_megatron.data.samples import check_tokens, written_samples
 from rl_megatron.interfaces import Scorer
+from rl_megatron.types import Samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +26,15 @@ class RankedScores:
 
     async def __call__(self, texts: Sequence[Sequence[int]]) -> list[float]:
         """Raises DataError for a text that no micro-batch holds, and as `check_tokens` and `Scorer.score`."""
-        rows = [scored_row("to score", ids) for ids in texts]
-        check_tokens(rows, self.vocab_size)
-        samples = await to_thread(written_samples, rows)
+        samples = await to_thread(self._samples, texts)
         async with self.turn:
             batch = await to_thread(self.packer.pack, samples)
             said = await self.model.score(batch, frozenset({"values"}))
             await self.model.forget()
         values = await to_thread(unpack, batch, said["values"], samples)
         return [float(value) for value in values[samples.mask]]
+
+    def _samples(self, texts: Sequence[Sequence[int]]) -> Samples:
+        rows = [scored_row("to score", ids) for ids in texts]
+        check_tokens(rows, self.vocab_size)
+        return written_samples(rows)

@@ -112,3 +112,17 @@ def test_nothing_is_demonstrated_before_the_run_where_it_may_ask_services() -> N
     found = preflight(configured(WithServices), for_job=False)
     assert found.texts("problem") == []
     assert any("which may ask the run's services" in text for text in found.texts("unchecked"))
+
+
+class Unmade(Raising):
+    """Its own start fails."""
+
+    def __init__(self) -> None:
+        raise KeyError("price list")
+
+
+def test_an_environment_that_cannot_be_made_is_a_problem_and_not_a_slow_one() -> None:
+    (problem,) = preflight(configured(Unmade), for_job=False).texts("problem")
+    assert re.match(
+        r"warm_start\.steps, before the run: environment '.*Unmade': raised KeyError: 'price list'", problem
+    )

@@ -150,6 +150,6 @@ def test_what_cannot_be_compared_is_said() -> None:
     skipped = [{**each, "steps/skipped": 1} for each in ROWS]
     assert any("skipped" in note for note in found(skipped).notes)
     adapters = " ".join(found(learner__lora={"rank": 4}).notes)
-    assert "training is predicted of all weights, and learner.lora.rank=4 trains adapters" in adapters
+    assert "predicted seconds are of training all weights, and learner.lora.rank=4 trains adapters" in adapters
     turns = " ".join(found(environment__function="calculator").notes)
-    assert "sampling is predicted of single completions, and environment.function=calculator has" in turns
+    assert "predicted seconds are of single completions, and environment.function=calculator has" in turns

@@ -143,7 +143,7 @@ def test_rewards_that_all_fail_end_the_run(tmp_path: Path, mode: str, tries: int
     failed = [Answered(group=None, reason="reward_error")] * 4 * tries
     with pytest.raises(
         DataError,
-        match=rf"left out, as log.txt says of each: {4 * tries} for failed rewards\. Fix these",
+        match=rf"left out \(log.txt names those that failed\): {4 * tries} for failed rewards\. Fix these",
     ):
         step(tmp_path, failed, rollout={"dynamic_sampling": mode})
 
