@@ -53,7 +53,7 @@ def test_it_prints_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("--check", "RUN"), "--machine FILE.json"),
         (("--check", "RUN", "--machine", "h100"), "learner.device=cpu in the run, and h100 is a GPU"),
         (("--check", "RUN", "--machine", "nowhere.json"), "rl-megatron scale --calibrate FILE writes one"),
-        (("--check", "RUN", "--calibrate", "a.json"), "give one of them"),
+        (("--check", "RUN", "--calibrate", "a.json"), "--calibrate does nothing with --check; leave one of them out"),
         (("--calibrate", "a.yaml"), "give a file NAME.json"),
         (("--calibrate", "a.json", "--device", "tpu"), "must be cpu or cuda"),
     ],
