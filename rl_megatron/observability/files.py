@@ -44,13 +44,18 @@ class JsonlFile:
             os.fsync(self._file.fileno())
 
     def truncate_after(
-        self, last: int, field: str = "step", *, late: Callable[[JsonRow], bool] = lambda row: False
+        self,
+        last: int,
+        field: str = "step",
+        *,
+        late: Callable[[JsonRow], bool] = lambda row: False,
+        also: Callable[[JsonRow], bool] = lambda row: False,
     ) -> int:
         """Remove rows whose ``field`` is above ``last`` or missing, and a torn last line. Returns the rows removed.
 
-        The rows ascend in ``field``, but for those that are ``late``: of these, the ones at ``last`` are removed too.
-        Atomic. Reads from the end, no further than one row below ``last`` that is not late; ``last=-1`` removes every
-        row. Raises DataError for an invalid line that it reaches, other than a torn last one.
+        The rows ascend in ``field``, but for those that are ``late``. Of the rows at ``last`` those that are ``also``
+        are removed too. Atomic. Reads from the end, no further than one row below ``last`` that is not late;
+        ``last=-1`` removes every row. Raises DataError for an invalid line that it reaches, other than a torn last one.
         """
         self.close()
         if not self.path.exists():
@@ -61,7 +66,7 @@ class JsonlFile:
             cut = cut if number else place + len(line) + 1
             row = _parse_anywhere(self.path, line)
             value = int(row.get(field, last + 1) or 0)
-            if value > last or (value == last and late(row)):
+            if value > last or (value == last and also(row)):
                 removed, cut = removed + 1, place
                 moved += kept
                 kept = []

@@ -112,6 +112,10 @@ class Recorder:
         self._metrics.truncate_after(step, warm_start_step=warm_start_step)
         self._samples.truncate_after(step)
 
+    def has_evaluation(self, step: int) -> bool:
+        """As MetricsWriter does."""
+        return self._metrics.has_evaluation(step)
+
     def close(self) -> None:
         """Flush and release the files."""
         self._metrics.close()

@@ -43,11 +43,11 @@ class EvaluationBeside:
     async def begin(self, step: int) -> None:
         """Evaluate the weights that were just pushed after ``step``, unless an earlier evaluation is under way.
 
-        Returns once training may go on; at once where the evaluation of ``step`` has begun. Raises what an earlier one
-        raised.
+        Returns once training may go on; at once where the evaluation of ``step`` has begun, or a run that is resumed
+        has its row. Raises what an earlier one raised.
         """
         self.check()
-        if self.step == step:
+        if self.step == step or self.recorder.has_evaluation(step):
             return
         if self._running is not None:
             self.skipped += 1
@@ -82,7 +82,7 @@ class EvaluationBeside:
         self.check()
 
     async def close(self) -> None:
-        """Cancel what is under way: a resume from its step's checkpoint evaluates again."""
+        """Cancel what is under way: a resume from its step's checkpoint begins it again."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running})

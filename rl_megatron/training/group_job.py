@@ -298,7 +298,7 @@ class GroupJob(ABC):
                 one.in_a_row = state.skipped.get(one.name, 0)
         await self.roles.weights.push(self.number)
         if self.beside is not None and 0 < self.number < self.config.train.steps and self.evaluation.due(self.number):
-            await self.beside.begin(self.number)  # its row, if there was one, is gone: `Recorder.truncate_after`
+            await self.beside.begin(self.number)
 
 
 def carried_row(turns: Sequence[Turn], section: RolloutSection) -> Row:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
-from rl_megatron.observability.files import JsonlFile, JsonRow, JsonValue
+from rl_megatron.observability.files import JsonlFile, JsonRow, JsonValue, from_the_end
 from rl_megatron.observability.metrics.table import checked_row
 
 if TYPE_CHECKING:
@@ -66,19 +66,28 @@ class MetricsWriter:
     def truncate_after(self, step: int, *, warm_start_step: int | None = None) -> int:
         """Prepare a resume from ``step``: remove later rows and a torn last line. Returns the number of rows removed.
 
-        Of the step itself the row of phase ``eval`` goes too: the resume evaluates its weights again. ``step=-1``
-        clears the file; ``warm_start_step`` is given for a checkpoint inside the warm start. TensorBoard itself hides
-        its later points, from the next row on; W&B takes none back.
+        ``step=-1`` clears the file; ``warm_start_step`` is given for a checkpoint inside the warm start. TensorBoard
+        itself hides its later points, from the next row on; W&B takes none back.
         """
         if warm_start_step is not None:
             return self._file.truncate_after(warm_start_step, "warm_start/step")
-        return self._file.truncate_after(step, late=lambda row: row.get("phase") == "eval")
+        return self._file.truncate_after(step, late=_is_beside)
+
+    def has_evaluation(self, step: int) -> bool:
+        """Whether a row of this RL step has figures of an evaluation."""
+        for row in from_the_end(self._file.path) if self._file.path.exists() else ():
+            if row["step"] == step and any(name.startswith("eval/") for name in row):
+                return True
+            if int(str(row["step"])) < step and not _is_beside(row):
+                return False
+        return False
 
     def _remove(self, written: JsonRow) -> None:
         """Remove the row of that phase and step; rows of other phases at the step stay."""
         axis = "warm_start/step" if written["phase"] == "warm_start" else "step"
         place = {name: written[name] for name in ("phase", axis)}
-        self._file.truncate_after(int(str(written[axis])), axis, late=lambda row: place.items() <= row.items())
+        last, also = int(str(written[axis])), place.items()
+        self._file.truncate_after(last, axis, late=_is_beside, also=lambda row: also <= row.items())
 
     def close(self) -> None:
         """Flush and close all files; mark the W&B run as finished, for which it has half a minute."""
@@ -87,6 +96,11 @@ class MetricsWriter:
             writer.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def _is_beside(row: JsonRow) -> bool:
+    """Whether the row is of an evaluation beside later steps, whose rows it may stand behind."""
+    return row.get("phase") == "eval"
 
 
 def _tagged(row: JsonRow) -> tuple[dict[str, float], int]:

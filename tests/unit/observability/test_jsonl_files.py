@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import tracemalloc
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,10 @@ def test_truncation_keeps_every_row_that_is_due_in_the_order_of_the_file(
     given_rows: list[tuple[int, bool, int]], last: int
 ) -> None:
     """Steps ascend by 0 .. 3; a row that is late has a step of any before it."""
+
+    def is_late(row: Mapping[str, object]) -> bool:
+        return row["late"] == 1
+
     step, rows = 0, []
     for number, late, length in given_rows:
         step += 0 if late else number
@@ -125,7 +130,7 @@ def test_truncation_keeps_every_row_that_is_due_in_the_order_of_the_file(
         file.append(rows)
         file.path.write_bytes(file.path.read_bytes() + b'{"step": 0')
         kept = [row for row in rows if row["step"] < last or (row["step"] == last and not row["late"])]
-        assert file.truncate_after(last, late=lambda row: row["late"] == 1) == len(rows) - len(kept)
+        assert file.truncate_after(last, late=is_late, also=is_late) == len(rows) - len(kept)
         assert file.path.read_bytes() == b"".join(json.dumps(row).encode() + b"\n" for row in kept)
 
 

@@ -312,12 +312,39 @@ def test_one_that_a_resume_began_is_not_begun_again(tmp_path: Path, caplog: pyte
     assert "not evaluated" not in caplog.text
 
 
-def test_a_resume_keeps_evaluations_of_earlier_steps_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("phase", ["rl", "eval"])
+def test_a_resume_keeps_the_evaluation_of_its_step_and_makes_it_no_second_time(tmp_path: Path, phase: str) -> None:
+    """Whether it was made beside later steps, whose rows may come before, or before training went on."""
+    writer = MetricsWriter(tmp_path)
+    writer.write({"step": 3, "phase": "rl", **({"eval/accuracy": 0.25} if phase == "rl" else {})})
+    writer.write({"step": 4, "phase": "rl"})
+    if phase == "eval":
+        writer.write({"step": 3, "phase": "eval", "eval/accuracy": 0.25})
+    writer.truncate_after(3)
+
+    async def evaluated() -> None:
+        engine = Waits()
+        engine.go.set()
+        ours = beside(tmp_path, sampler(engine))
+        await ours.begin(3)
+        await ours.finish(4)
+        await ours.begin(6)
+        await ours.finish(7)
+
+    asyncio.run(asyncio.wait_for(evaluated(), 30))
+    found = [(row["step"], row["eval/accuracy"]) for row in rows(tmp_path) if "eval/accuracy" in row]
+    assert found == [(3, 0.25), (6, 1.0)]
+
+
+def test_a_resume_keeps_evaluations_up_to_its_step(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     for step, phase in ((1, "rl"), (2, "rl"), (1, "eval"), (3, "rl"), (2, "eval"), (3, "eval")):
         writer.write({"step": step, "phase": phase, "eval/accuracy": step / 10})
-    assert writer.truncate_after(2) == 3
-    assert [(row["step"], row["phase"]) for row in rows(tmp_path)] == [(1, "rl"), (2, "rl"), (1, "eval")]
+    assert writer.truncate_after(2) == 2
+    assert [(row["step"], row["phase"]) for row in rows(tmp_path)] == [(1, "rl"), (2, "rl"), (1, "eval"), (2, "eval")]
+    assert [writer.has_evaluation(step) for step in (1, 2, 3)] == [True, True, False]
+    writer.write({"step": 2, "phase": "rl", "loss": 1.0}, again=True)
+    assert [row["phase"] for row in rows(tmp_path)] == ["rl", "eval", "eval", "rl"]
 
 
 def test_reports_show_it_at_its_step(tmp_path: Path) -> None:
