@@ -16,6 +16,7 @@ from rl_megatron.config.resume import fixed
 from rl_megatron.config.sections.data import weights_of
 from rl_megatron.data.packing import packer_of
 from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.evaluation.results import measured_by
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.recorder import Recorder
@@ -53,6 +54,7 @@ def loops_of(
         keep_every=saves.keep_every,
         keep_best=saves.keep_best,
         config=fixed(config),
+        measured_by=measured_by(config.model_dump(mode="json"), data.sets[0]),
     )
     looped = partial(Loop, checkpoints=store, recorder=recorder, stop=stop, async_save=saves.async_save)
     every = Pace(steps=config.train.steps, rows=1, evaluations=config.eval.every, checkpoints=saves.every)

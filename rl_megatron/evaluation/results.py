@@ -68,12 +68,28 @@ _RESULTS = TypeAdapter(Results)
 def result_of(problems: ProblemSet, measured: MeasuredSet) -> SetResult:
     """The result of a set."""
     return SetResult(
-        digest=_digest([(one.id, one.token_ids, one.answer) for one in problems.prompts]),
+        digest=_of_problems(problems),
         questions=_digest([(one.id, one.question, one.answer) for one in problems.prompts]),
-        section={**problems.section.model_dump(mode="json"), "temperature": problems.temperature},
+        section=_section(problems),
         measured=measured,
         figures=measured.figures(problems.section.pass_at),
     )
+
+
+def measured_by(config: Mapping[str, Any], problems: ProblemSet) -> str:
+    """A digest of what a set's accuracy follows from beside the weights: its problems' tokens, and how samples of a run
+    with this ``config`` are drawn and judged."""
+    section = _section(problems)
+    ways = drawing_keys(config, section, config["rollout"]["engine"]), judging_keys(config, section)
+    return _digest([(_of_problems(problems), *ways)])
+
+
+def _of_problems(problems: ProblemSet) -> str:
+    return _digest([(one.id, one.token_ids, one.answer) for one in problems.prompts])
+
+
+def _section(problems: ProblemSet) -> dict[str, Any]:
+    return {**problems.section.model_dump(mode="json"), "temperature": problems.temperature}
 
 
 def _digest(told: Sequence[tuple[object, ...]]) -> str:

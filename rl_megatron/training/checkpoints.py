@@ -67,6 +67,7 @@ class _Manifest:
     config: dict[str, JsonValue]  # see Checkpoint
     files: dict[str, Digest]
     accuracy: float | None = None  # held-out, of these weights
+    measured_by: str = ""  # see CheckpointStore
 
 
 _STATE = TypeAdapter(TrainerState)
@@ -93,9 +94,11 @@ class CheckpointStore:
         config: Mapping[str, JsonValue],
         keep_every: int | None = None,
         keep_best: int = 0,
+        measured_by: str = "",
     ) -> None:
-        """``config``: see Checkpoint."""
-        self._folder, self._config = folder, dict(config)
+        """``config``: see Checkpoint. ``measured_by``: a digest of how accuracies are measured, of which those that
+        differ in it are not compared."""
+        self._folder, self._config, self._measured_by = folder, dict(config), measured_by
         self._keep, self._keep_every, self._keep_best = keep, keep_every, keep_best
 
     async def save(
@@ -152,7 +155,9 @@ class CheckpointStore:
         with naming(temporary / _COLUMNS):
             written = [f"{_COLUMNS}/{name}" for name in columns.write(temporary / _COLUMNS)]
         everything = {**files, _STATE_FILE: digest_of(text), **digests(temporary, written)}
-        manifest = _Manifest(checksum=KIND, config=self._config, files=everything, accuracy=accuracy)
+        manifest = _Manifest(
+            checksum=KIND, config=self._config, files=everything, accuracy=accuracy, measured_by=self._measured_by
+        )
         with naming(temporary / _MANIFEST_FILE):
             (temporary / _MANIFEST_FILE).write_bytes(_MANIFEST.dump_json(manifest, indent=1))
         with _warning(final):
@@ -162,22 +167,29 @@ class CheckpointStore:
             with _warning(old):
                 remove_folder(old)
 
+    def note_accuracy(self, folder: Path, accuracy: float) -> None:
+        """Note the held-out accuracy of a checkpoint's weights, which was measured after it was written."""
+        manifest = replace(_manifest(folder), accuracy=accuracy, measured_by=self._measured_by)
+        write_atomically(folder / _MANIFEST_FILE, _MANIFEST.dump_json(manifest, indent=1))
+
     def _superseded(self, found: Sequence[Path]) -> list[Path]:
         """Those of ``found``, oldest first, that no rule keeps."""
         kept = set(found[-self._keep :])
         if self._keep_every is not None:
             kept |= {path for path in found if (step := _step_of(path)) and step % self._keep_every == 0}
         if self._keep_best:
-            scored = list[tuple[float, int, Path]]()
+            scored: dict[str, list[tuple[float, int, Path]]] = {}
             for place, path in enumerate(found):
                 try:
-                    accuracy = _manifest(path).accuracy
+                    manifest = _manifest(path)
                 except CheckpointError as error:  # it may be the best, so it stays; the run needs it for nothing
                     logger.warning("checkpoint.keep_best keeps a checkpoint of unknown accuracy: %s", error)
                     kept.add(path)
                 else:
-                    scored += [(accuracy, place, path)] if accuracy is not None else []
-            kept |= {path for _, _, path in sorted(scored, reverse=True)[: self._keep_best]}
+                    if manifest.accuracy is not None:
+                        scored.setdefault(manifest.measured_by, []).append((manifest.accuracy, place, path))
+            for alike in scored.values():
+                kept |= {path for _, _, path in sorted(alike, reverse=True)[: self._keep_best]}
         return [path for path in found if path not in kept]
 
 
@@ -281,12 +293,6 @@ def _warning(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         logger.warning("%s cannot be removed: %s; it takes room, and the next checkpoint tries again", folder, error)
-
-
-def note_accuracy(folder: Path, accuracy: float) -> None:
-    """Note the held-out accuracy of a checkpoint's weights, which was measured after it was written."""
-    manifest = replace(_manifest(folder), accuracy=accuracy)
-    write_atomically(folder / _MANIFEST_FILE, _MANIFEST.dump_json(manifest, indent=1))
 
 
 def latest(folder: Path) -> Path | None:

@@ -15,14 +15,7 @@ from rl_megatron.errors import Stopped, WorkerDied
 from rl_megatron.interfaces import Learner
 from rl_megatron.observability.files import JsonValue
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
-from rl_megatron.training.checkpoints import (
-    Checkpoint,
-    CheckpointStore,
-    Saved,
-    TrainerState,
-    Unfinished,
-    note_accuracy,
-)
+from rl_megatron.training.checkpoints import Checkpoint, CheckpointStore, Saved, TrainerState, Unfinished
 from rl_megatron.training.tasks import unless_stopped
 
 logger = logging.getLogger(__name__)
@@ -197,7 +190,7 @@ class Loop:
         self.recorder.write(row, again=True)  # until now without it, as this resume too may be stopped before
         accuracy = row.get("eval/accuracy")
         if isinstance(accuracy, float) and self.resumed is not None and self.pace.checkpoints is not None:
-            await asyncio.to_thread(note_accuracy, self.resumed, accuracy)
+            await asyncio.to_thread(self.checkpoints.note_accuracy, self.resumed, accuracy)
         return self.job.enough(row)
 
     async def _evaluated(self, watch: Stopwatch) -> Row | None:

@@ -18,7 +18,8 @@ class CheckpointSection(Section):
     """Steps between checkpoints that are kept besides, for good: a multiple of ``every``. null: none is."""
     keep_best: NonNegative = 0
     """Number of checkpoints to keep besides whose ``eval/accuracy`` is the highest, of equal ones the later; ``every``
-    is then a multiple of eval.every."""
+    is then a multiple of eval.every. After a resume that measures it otherwise, as on another set, so many of each way
+    of measuring are kept."""
     async_save: bool = True
     """Whether training goes on while a checkpoint is written: it waits until the state is copied in the host's memory,
     which a rank keeps for the next one. A kill leaves the checkpoint before; a stop, the run's end and the next

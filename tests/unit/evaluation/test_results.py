@@ -8,14 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from launcher.build.data import problem_sets
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import FileData
 from rl_megatron.config.sections.eval import EvalSetSection
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.errors import DataError
-from rl_megatron.evaluation.results import Results, SetResult, drawn_otherwise, paired_figures, read_results, result_of
+from rl_megatron.evaluation.results import (
+    Results,
+    SetResult,
+    drawn_otherwise,
+    measured_by,
+    paired_figures,
+    read_results,
+    result_of,
+)
 from rl_megatron.evaluation.sets import MeasuredSet, ProblemSet
 from rl_megatron.models.tiny import byte_tokenizer
+from rl_megatron.types import Prompt
 
 ROW = {"question": "1+1?", "answer": "2"}
 
@@ -108,3 +118,32 @@ def test_what_judges_no_sample_may_differ_and_how_samples_were_drawn_is_told(tmp
     tokens = first.config["rollout"]["max_new_tokens"]
     drawn = ["temperature (0.0 and 0.5)", f"max_new_tokens ({tokens} and 9)"]
     assert drawn_otherwise(first, other) == {"one": drawn}
+
+
+def way(*keys: str, mark: str = "") -> str:
+    """How a run with these keys, whose template writes this mark, measures its accuracy."""
+    held_out = [Prompt(id=f"{n}", text="", token_ids=tuple(f"{mark}{n}+1".encode()), answer=f"{n + 1}") for n in (1, 2)]
+    config = load_config("tiny_cpu", ["eval.sets.one.limit=2", "eval.sets.one.temperature=1", *keys])
+    return measured_by(config.model_dump(mode="json"), problem_sets(config, held_out, lambda data: held_out[::-1])[0])
+
+
+@pytest.mark.parametrize(
+    ("keys", "mark"),
+    [
+        (["eval.sets.one.limit=1"], ""),
+        (["eval.sets.one.data.type=arithmetic"], ""),
+        ([], "<user>"),
+        (["eval.sets.one.temperature=0.5"], ""),
+        (["eval.sets.one.top_p=0.9"], ""),
+        (["eval.sets.one.max_new_tokens=3"], ""),
+        (["eval.sets.one.reward.function=final_number"], ""),
+        (["eval.success_reward=0.5"], ""),
+    ],
+)
+def test_accuracies_are_told_by_problems_and_by_how_samples_are_drawn_and_judged(keys: list[str], mark: str) -> None:
+    assert way(*keys, mark=mark) != way()
+
+
+def test_neither_when_a_set_is_measured_nor_its_other_figures_tell_accuracies_apart() -> None:
+    others = ("eval.every=3", "eval.sets.one.samples=8", "eval.sets.one.pass_at=1,8", "eval.sets.two.limit=1")
+    assert way(*others, "reward.timeout_seconds=9", "train.steps=7") == way()

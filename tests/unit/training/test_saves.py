@@ -54,6 +54,13 @@ def test_the_best_is_known_after_a_resume_too(tmp_path: Path) -> None:
     assert asyncio.run(write_steps(tmp_path, {3: 0.2}, **rules)) == ["step_000001", "step_000003"]
 
 
+def test_accuracies_that_were_measured_otherwise_are_not_compared(tmp_path: Path) -> None:
+    rules = {"keep": 1, "keep_best": 1}
+    asyncio.run(write_steps(tmp_path, {1: 0.9, 2: 0.1}, **rules, measured_by="easy"))
+    found = asyncio.run(write_steps(tmp_path, {3: 0.2, 4: 0.1, 5: None}, **rules, measured_by="hard"))
+    assert found == ["step_000001", "step_000003", "step_000005"]
+
+
 @pytest.mark.parametrize("damaged", ["{", None])
 def test_a_checkpoint_whose_accuracy_cannot_be_read_stays_and_ends_no_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: str | None

@@ -138,7 +138,7 @@ def run(folder: Path, at: str, *, saved: bool = True) -> tuple[bool | None, list
         loop = Loop(
             job=cast(Any, job),
             pace=Pace(steps=6, rows=1, evaluations=2, checkpoints=2),
-            checkpoints=CheckpointStore(folder / "checkpoints", keep=1, keep_best=2, config={}),
+            checkpoints=CheckpointStore(folder / "checkpoints", keep=1, keep_best=2, config={}, measured_by="sums"),
             recorder=recorder,
             stop=stop,
         )
@@ -158,15 +158,16 @@ def run(folder: Path, at: str, *, saved: bool = True) -> tuple[bool | None, list
     return asyncio.run(main())
 
 
-def recorded(folder: Path) -> tuple[list[dict[str, Any]], dict[str, float | None]]:
-    """The rows, without what they took, but with its names, and the accuracies of the checkpoints that are kept."""
+def recorded(folder: Path) -> tuple[list[dict[str, Any]], dict[str, tuple[float | None, str]]]:
+    """The rows, without what they took, but with its names, and the accuracies of the checkpoints that are kept, with
+    what they were measured by."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     numbers = [
         {name: None if "seconds" in name else value for name, value in row.items() if "checkpoint" not in name}
         for row in rows
     ]
     kept = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("checkpoints/*/manifest.json")}
-    return numbers, {name: manifest["accuracy"] for name, manifest in kept.items()}
+    return numbers, {name: (one["accuracy"], one["measured_by"]) for name, one in kept.items()}
 
 
 @pytest.mark.parametrize("at", ["step 2", "evaluate 2"])
