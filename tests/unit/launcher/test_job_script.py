@@ -185,6 +185,20 @@ def test_a_task_of_an_array_comes_back_alone(tmp_path: Path) -> None:
     assert (run / "jobs" / "7_3-0" / "controller.txt").exists()
 
 
+def test_an_arrays_folder_names_the_array_whose_task_began_last(tmp_path: Path) -> None:
+    """A script that was sent again by hand is known after its end too; a run that goes on is left to its own array."""
+    run, jobs = tmp_path / "run", tmp_path / "array" / "jobs"
+    jobs.mkdir(parents=True)
+    for number in ("7", "8"):
+        array = {"SLURM_ARRAY_JOB_ID": number, "SLURM_ARRAY_TASK_ID": "3", "ATTEMPT": f"{run}/jobs/{number}_3-0"}
+        assert attempt(tmp_path, 0, "000001", **array, ARRAY_RUN=str(jobs.parent))[0] == 0
+        assert (jobs / "id").read_text() == f"{number}\n"
+    with claim(run, resume=True):
+        later = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3", "ARRAY_RUN": str(jobs.parent)}
+        assert attempt(tmp_path, 0, **later)[0] == 1
+    assert (jobs / "id").read_text() == "8\n"
+
+
 AWAY = "slurm_requeue error: Unable to contact slurm controller (connect failure)"
 BUSY = "slurm_requeue error: Socket timed out on send/recv operation"
 

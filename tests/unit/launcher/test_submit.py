@@ -248,12 +248,13 @@ def test_no_run_of_an_array_is_in_the_folder_of_another(tmp_path: Path, monkeypa
         before, _, _ = job.script.read_text().partition("REQUEUES=")
         for index in (2, 3):
             env = {**os.environ, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(index)}
-            script = f'{before}\nprintf "%s\\n" "$RUN" "${{TRAIN[@]}}"'
+            script = f'{before}\nprintf "%s\\n" "$ARRAY_RUN" "$RUN" "${{TRAIN[@]}}"'
             done = subprocess.run(["bash"], input=script, env=env, capture_output=True, text=True, check=True)
-            run, _, file, *overrides = done.stdout.splitlines()
+            array, run, _, file, *overrides = done.stdout.splitlines()
             task = load_config(file, overrides)
             assert ((task.run.dir / str(task.run.name)).absolute(), task.seed) == (Path(run), 5 + index)
             assert (Path(run) / "jobs" / f"7_{index}.txt").resolve() == job.folder / "jobs" / f"7_{index}.txt"
+            assert Path(array) == job.folder
             runs.setdefault(job.folder, []).append(Path(run))
     for folder, own in runs.items():
         assert own == [folder / f"{folder.name}-{index}" for index in (2, 3)]
