@@ -48,6 +48,7 @@ _UNITS = {
     "flops": "FLOPs of training",
 }
 _POINTS = 60  # of a fitted curve
+_FIGURE = re.compile(r"(curves|survival|fit(-.*)?)\.svg")  # the names of `_drawn`
 
 
 def write_study_report(
@@ -78,10 +79,19 @@ def write_study_report(
     write_atomically(out.with_name("results.json"), f"{document}\n".encode())
     write_atomically(out.with_name("results.csv"), _results_csv(results, found, runs).encode())
     write_atomically(out.with_name("curves.csv"), _curves_csv(study, runs).encode())
-    (out.parent / "figures").mkdir(exist_ok=True)
-    for file, chart in zip(figure_files(list(drawn)), drawn.values(), strict=True):
-        write_atomically(out.parent / "figures" / f"{file}.svg", standalone_svg(chart).encode())
+    _write_figures(out.with_name("figures"), drawn)
     return out
+
+
+def _write_figures(folder: Path, drawn: Mapping[str, Chart]) -> None:
+    """Write the charts, and remove those of an earlier report that are not drawn any more; other files stay."""
+    folder.mkdir(exist_ok=True)
+    files = {f"{file}.svg": chart for file, chart in zip(figure_files(list(drawn)), drawn.values(), strict=True)}
+    for file, chart in files.items():
+        write_atomically(folder / file, standalone_svg(chart).encode())
+    for path in folder.iterdir():
+        if _FIGURE.fullmatch(path.name) and path.name not in files:
+            path.unlink()
 
 
 def figure_files(names: Sequence[str]) -> list[str]:

@@ -287,6 +287,22 @@ def test_the_mean_under_a_fit_is_taken_step_by_step(tmp_path: Path) -> None:
     assert dotted.get("d", "").count("L") == len(AT) - 1
 
 
+def test_a_report_that_is_made_again_leaves_no_figure_of_the_one_before(tmp_path: Path) -> None:
+    """An arm that has another name now; a file of the user's stays."""
+    found = []
+    for arm in ("before", "after"):
+        axes = {"model": [{arm: "model.tiny.num_experts=4"}]}
+        study = {"folder": str(tmp_path / arm), "overrides": [f"train.steps={STEPS}"], "seeds": [0], "axes": axes}
+        (tmp_path / "s.yaml").write_text(yaml.safe_dump(study))
+        read = read_study(tmp_path / "s.yaml")
+        (cell,) = cells_of(read)
+        recorded(cell, 0.1 + 0.6 / (1 + (6 / (AT + 2)) ** 1.6))
+        write_study_report(read, [cell], tmp_path / "report.html")
+        found.append(sorted(path.name for path in (tmp_path / "figures").iterdir()))
+        (tmp_path / "figures" / "mine.svg").touch()
+    assert found == [["curves.svg", "fit-before.svg"], ["curves.svg", "fit-after.svg", "mine.svg"]]
+
+
 def test_figures_of_names_that_come_out_alike_are_numbered() -> None:
     assert figure_files(["curves", "fit a b", "fit a/b", "fit β", "fit γ"]) == [
         "curves",
