@@ -20,7 +20,7 @@ def demonstrated(environment: Environment, function: str | None, task: Prompt, s
     try:
         given: object = cast("Demonstrating", environment).demonstration(task, seed)
         problem = _problem(given)
-    except Exception as error:
+    except BaseException as error:  # the user's code may exit
         raise EnvironmentFailed(f"{_said(function, task)} {describe_error(error)}; fix it") from error
     if problem is not None:
         raise EnvironmentFailed(

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.samples import WrittenRow, check_tokens, supervised_rows, written_samples
-from rl_megatron.errors import DataError
+from rl_megatron.errors import DataError, EnvironmentFailed
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
+from rl_megatron.rewards.threads import in_daemon_thread
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.supervised import SupervisedSteps
@@ -48,11 +50,13 @@ class WarmStart:
     name: str = "warm start"
     first_step_is_saved: bool = False
     number: int = 0  # of the last step
+    _ahead: dict[int, list[WrittenRow]] = field(default_factory=dict)  # those of later steps that are made
 
     async def start(self, *, fresh: bool) -> Row | None:
         """Look at what is left to learn, or push the weights: where a step follows, ``evaluate`` does before it."""
         if self.config.warm_start.steps:
-            await asyncio.to_thread(self._look_ahead)
+            await asyncio.to_thread(self.prompts.read_ahead)
+            await self._look_ahead()
             return self._row() if fresh else None
         if fresh:
             await self.roles.weights.push(0)
@@ -61,25 +65,43 @@ class WarmStart:
     async def step(self, number: int, watch: Stopwatch) -> Row:
         """Make an optimizer step on ``warm_start.batch_size`` problems; the loss is null if it was skipped."""
         c, self.number = self.config, number
-        prompts = self.prompts.take(c.warm_start.batch_size)
-        samples = written_samples(self._rows(prompts, number))
-        made = await self.supervised.step(samples, c.warm_start.learning_rate, prompts)
+        prompts, rows = await self._drawn(number)
+        made = await self.supervised.step(written_samples(rows), c.warm_start.learning_rate, prompts)
         loss = None if made is None else made.loss
         return {**self._row(), "warm_start/loss": loss, **self.roles.rank_metrics()}
 
-    def _look_ahead(self) -> None:
-        """Make a row of each prompt that is drawn yet, until a step has no new one: a bad one would lose the steps
-        before it, of which there is no checkpoint. Raises as `_rows`."""
-        self.prompts.read_ahead()
+    async def _look_ahead(self) -> None:
+        """Make the rows of the steps that are left, until one has no new prompt, and keep them for these steps: a bad
+        row would lose the steps before it, of which there is no checkpoint. Raises as `_drawn`."""
         before, left_out, seen = self.prompts.state(), tuple(self.prompts.left_out), set[str]()
-        for number in range(self.number, self.config.warm_start.steps):
-            drawn = self.prompts.take(self.config.warm_start.batch_size)
-            unseen = [prompt for prompt in drawn if prompt.id not in seen]
-            if not unseen:
+        for number in range(self.number + 1, self.config.warm_start.steps + 1):
+            prompts, rows = await self._drawn(number)
+            self._ahead[number] = rows
+            if seen.issuperset(names := [prompt.id for prompt in prompts]):
                 break
-            self._rows(unseen, number + 1)
-            seen.update(prompt.id for prompt in unseen)
+            seen.update(names)
         self.prompts.restore(before, left_out)
+
+    async def _drawn(self, number: int) -> tuple[list[Prompt], list[WrittenRow]]:
+        """The next prompts, and what step ``number`` learns of them, in a thread: the targets may be the user's code.
+
+        Raises as `_rows`, and EnvironmentFailed after ``run.watchdog_seconds``.
+        """
+        limit, function = self.config.watchdog_seconds, self.config.environment.function
+        try:
+            async with asyncio.timeout(limit) as late:
+                return await in_daemon_thread(partial(self._taken, number))
+        except TimeoutError as error:
+            if not late.expired():
+                raise
+            raise EnvironmentFailed(
+                f"warm start, step {number}: its rows took more than {limit:g} s (run.watchdog_seconds); have the "
+                f"demonstrations of environment.function={function} return sooner, or raise run.watchdog_seconds"
+            ) from error
+
+    def _taken(self, number: int) -> tuple[list[Prompt], list[WrittenRow]]:
+        prompts = self.prompts.take(self.config.warm_start.batch_size)
+        return prompts, self._ahead.pop(number, None) or self._rows(prompts, number)
 
     def _rows(self, prompts: Sequence[Prompt], number: int) -> list[WrittenRow]:
         """What step ``number`` learns of them. Raises what the targets raise, and DataError that names a prompt of
@@ -131,4 +153,5 @@ class WarmStart:
         await self.roles.weights.push(0)
 
     async def close(self) -> None:
-        """Nothing goes on between steps."""
+        """Forget the rows of steps that an early end left out."""
+        self._ahead.clear()

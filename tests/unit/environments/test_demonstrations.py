@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,11 @@ class Raising(Talks):
         raise KeyError("price list")
 
 
+class Leaving(Talks):
+    def demonstration(self, task: Prompt, seed: int) -> Any:
+        sys.exit("no price list")
+
+
 class Numbers(Talks):
     def demonstration(self, task: Prompt, seed: int) -> Any:
         return [12]
@@ -71,6 +77,7 @@ WRONG: dict[Callable[..., Any], str] = {
     OneText: r"returned '!.*'; it must return a list of texts",
     Asynchronous: r"is async, which it may not be; it must return a list",
     Raising: r"raised KeyError: 'price list'; fix it",
+    Leaving: r"raised SystemExit: no price list; fix it",
     Numbers: r"returned 12 as text 0; it must return a list",
     Nothing: r"returned \[\]; it must return a list",
     Half: r"returned '.*ud83d' as text 1, which holds half of a surrogate pair",

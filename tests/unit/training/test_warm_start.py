@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from rl_megatron.config.io import load_config
+from rl_megatron.data.packing import Packer
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.errors import DataError
+from rl_megatron.errors import DataError, EnvironmentFailed
+from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.training.jobs.supervised import SupervisedSteps
 from rl_megatron.training.jobs.warm_start import Targets, WarmStart, answers
-from rl_megatron.types import Prompt
+from rl_megatron.training.optimizer_steps import OptimizerSteps
+from rl_megatron.types import ParallelDims, Prompt
+from tests.unit.training.test_bad_steps import MADE, Kept
 
 NONE: Any = None
 
@@ -30,15 +36,20 @@ def prompts(*lengths: int) -> list[Prompt]:
 def warm_start(data: Sequence[Prompt], targets: Targets = answers, *keys: str) -> WarmStart:
     """Of three steps of two prompts; a prompt and 30 tokens of an answer fit a micro-batch."""
     given = ["learner.max_tokens_per_micro_batch=31", "warm_start.steps=3", "warm_start.batch_size=2"]
+    learner = Kept(MADE)
     return WarmStart(
         config=load_config("tiny_cpu", [*given, *keys]),
-        roles=NONE,
+        roles=Roles(learners={"policy": learner}, frozen={}, engine=NONE, weights=NONE),
         prompts=PromptStream(data, seed=0),
         tokenizer=byte_tokenizer(),
         vocab_size=259,
         targets=targets,
         evaluation=NONE,
-        supervised=NONE,
+        supervised=SupervisedSteps(
+            learner=learner,
+            packer=Packer(dims=ParallelDims(), max_tokens=31, attention_cost=0.0),
+            optimizer_steps=OptimizerSteps(name="policy", most=0),
+        ),
     )
 
 
@@ -78,3 +89,55 @@ def test_a_demonstration_that_is_long_in_a_later_epoch_is_named_in_its_step() ->
     asyncio.run(ours.start(fresh=True))
     with pytest.raises(DataError, match=r"^prompt 'train:\d' has 34 positions"):
         asyncio.run(ours.step(3, Stopwatch()))
+
+
+def test_rows_of_the_first_epoch_are_made_once_and_learned_as_they_were_looked_at() -> None:
+    made = list[tuple[int, list[str]]]()
+
+    def noted(drawn: Sequence[Prompt], step: int) -> list[tuple[str]]:
+        made.append((step, [prompt.id for prompt in drawn]))
+        return [(f"{step}",) for _ in drawn]
+
+    ours = warm_start(prompts(1, 2, 3, 4), noted, "warm_start.steps=4")
+    kept = ours.supervised.learner
+    assert isinstance(kept, Kept)
+
+    async def steps() -> list[list[int]]:
+        await ours.start(fresh=True)
+        learned = []
+        for number in range(1, 5):
+            await ours.step(number, Stopwatch())
+            learned.append([int(ids[-1]) for part in kept.batch.micro_batches[0] for ids in (part.input_ids,)])
+        return learned
+
+    assert asyncio.run(steps()) == [[ord(f"{number}")] for number in range(1, 5)]
+    assert [step for step, _ in made] == [1, 2, 3, 4]
+    drawn = [prompt.id for prompt in PromptStream(prompts(1, 2, 3, 4), seed=0).take(8)]
+    assert [name for _, names in made for name in names] == drawn
+
+
+def test_a_demonstration_that_takes_its_time_does_not_hold_up_the_event_loop() -> None:
+    answered = threading.Event()
+
+    def waits(drawn: Sequence[Prompt], step: int) -> list[tuple[str]]:
+        assert answered.wait(10), "the event loop did not get a turn"
+        return [("a",) for _ in drawn]
+
+    async def step() -> None:
+        asyncio.get_running_loop().call_later(0.0, answered.set)
+        await warm_start(prompts(1, 2), waits).step(1, Stopwatch())
+
+    asyncio.run(step())
+
+
+def test_demonstrations_that_never_end_end_the_run_and_keep_no_thread_waiting() -> None:
+    ever = threading.Event()
+
+    def hangs(drawn: Sequence[Prompt], step: int) -> list[tuple[str]]:
+        ever.wait(20)
+        return []
+
+    ours = warm_start(prompts(1, 2), hangs, "run.watchdog_seconds=0.1")
+    with pytest.raises(EnvironmentFailed, match=r"step 1: its rows took more than 0\.1 s \(run\.watchdog_seconds\)"):
+        asyncio.run(ours.start(fresh=True))
+    ever.set()
