@@ -4,6 +4,7 @@ rows. What is learnt from the rows is the `JobObjective`'s."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,10 @@ from rl_megatron.training.measures import Made, policy_row
 from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.training.schedule import learning_rate
 from rl_megatron.types import Prompt, Samples
+
+logger = logging.getLogger(__name__)
+
+_LOOKED_AT = 1 << 14  # rows of the data, before the first step: some seconds
 
 Unit = tuple[WrittenRow, ...]
 """Rows that are trained on together or not at all: one, or the two of a pair."""
@@ -70,8 +75,8 @@ class Fitted:
 def fitted(units: Sequence[Unit], config: RunConfig) -> Fitted:
     """Units whose rows fit the job's ``max_tokens``. Raises DataError that names the first longer row, where
     ``on_long`` is fail."""
-    section, spare = config.written, int(config.kind.scores)  # a scored row has a token behind its text
-    most, kept, cut, dropped = section.max_tokens + spare, list[Unit](), 0, 0
+    section, most = config.written, _most(config)
+    kept, cut, dropped = list[Unit](), 0, 0
     for unit in units:
         long = [row for row in unit if len(row.token_ids) > most]
         if not long:
@@ -79,8 +84,7 @@ def fitted(units: Sequence[Unit], config: RunConfig) -> Fitted:
             continue
         if section.on_long == "fail":
             raise DataError(
-                f"prompt {long[0].id!r} has {len(long[0].token_ids) - spare} tokens with its answers, {config.job}."
-                f"max_tokens={section.max_tokens}; raise it, or set {config.job}.on_long=drop"
+                f"{_length(long[0], config)}; raise it, or set {config.job}.on_long=drop"
                 + ("" if config.kind.pairs else " or cut")
             )
         short = [shorter for row in unit if (shorter := _cut(row, most)) is not None]
@@ -90,6 +94,16 @@ def fitted(units: Sequence[Unit], config: RunConfig) -> Fitted:
         else:
             dropped += len(unit)
     return Fitted(units=kept, dropped=dropped, cut=cut)
+
+
+def _most(config: RunConfig) -> int:
+    """Tokens of a row that fits: a scored one has one behind its text."""
+    return config.written.max_tokens + int(config.kind.scores)
+
+
+def _length(row: WrittenRow, config: RunConfig) -> str:
+    limit, tokens = config.written.max_tokens, len(row.token_ids) - int(config.kind.scores)
+    return f"prompt {row.id!r} has {tokens} tokens with its answers, {config.job}.max_tokens={limit}"
 
 
 def _cut(row: WrittenRow, most: int) -> WrittenRow | None:
@@ -129,10 +143,37 @@ class WrittenJob:
     _maker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rows"))
 
     async def start(self, *, fresh: bool) -> Row | None:
-        """Read ahead, and load other models."""
+        """Read ahead, say which of the next rows are too long, and load other models."""
         await asyncio.to_thread(self.prompts.read_ahead)
+        await self._look_ahead()
         await self.objective.begin(fresh=fresh)
         return self._row() if fresh else None
+
+    async def _look_ahead(self) -> None:
+        """Count the long rows of the next epoch, the steps that are left or ``_LOOKED_AT`` rows, whatever is least, a
+        batch at a time. Raises as `fitted`, with their number in front, or logs what happens to them."""
+        before, left_out, batch = self.prompts.state(), tuple(self.prompts.left_out), self.config.written.batch_size
+        count = min(self.size, (self.config.train.steps - self.number) * batch, _LOOKED_AT)
+        first, long, rows = None, 0, 0
+        for start in range(0, count, batch):
+            found = await asyncio.wrap_future(self._maker.submit(self._looked_at, min(batch, count - start)))
+            rows += len(found)
+            for row in (one for one in found if len(one.token_ids) > _most(self.config)):
+                first, long = first or row, long + 1
+        self.prompts.restore(before, left_out)
+        if first is None:
+            return
+        told = f"{long} of the first {rows} sequences to train on are too long: "
+        try:
+            fitted([(first,)], self.config)
+        except DataError as error:
+            raise DataError(f"{told}{error}") from error
+        logger.warning(
+            "%s%s; %s.on_long=%s", told, _length(first, self.config), self.config.job, self.config.written.on_long
+        )
+
+    def _looked_at(self, count: int) -> list[WrittenRow]:
+        return [row for unit in self.units_of(self.prompts.take(count)) for row in unit]
 
     async def step(self, number: int, watch: Stopwatch) -> Row:
         """Make an optimizer step; without a row that fits, none is made. Its loss is missing if it was skipped."""

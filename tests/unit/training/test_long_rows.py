@@ -1,0 +1,83 @@
+"""What a job on written text says of rows that are too long before its first step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from rl_megatron.config.run import RunConfig
+from rl_megatron.data.packing import Packer
+from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.samples import supervised_rows
+from rl_megatron.errors import DataError
+from rl_megatron.interfaces import Roles
+from rl_megatron.models.tiny import byte_tokenizer
+from rl_megatron.training.jobs.supervised import FineTuning, HeldOutLoss, SupervisedSteps
+from rl_megatron.training.jobs.warm_start import answers
+from rl_megatron.training.jobs.written import Unit, WrittenJob
+from rl_megatron.training.optimizer_steps import OptimizerSteps
+from rl_megatron.types import ParallelDims, Prompt
+from tests.unit.training.test_bad_steps import MADE, Kept
+
+NONE = cast(Any, None)
+LONG = (4, 8, 9)
+DATA = [
+    Prompt(id=f"train:{line}", text="?", token_ids=(63,), answer="a" * (10 + line if line in LONG else 3))
+    for line in range(1, 11)
+]
+ORDER = [one.id for one in PromptStream(DATA, seed=0).take(len(DATA))]
+FIRST = next(int(name.split(":")[1]) for name in ORDER if int(name.split(":")[1]) in LONG)
+TOLD = f"prompt 'train:{FIRST}' has {FIRST + 12} tokens with its answers, sft.max_tokens=10"
+
+
+def units_of(prompts: Sequence[Prompt]) -> list[Unit]:
+    return [(row,) for row in supervised_rows(prompts, answers(prompts, 0), byte_tokenizer())]
+
+
+def job(on_long: str, steps: int) -> WrittenJob:
+    """Of three rows a step."""
+    sft = {"batch_size": 3, "max_tokens": 10, "on_long": on_long}
+    learner, optimizer_steps = Kept(MADE), OptimizerSteps(name="policy", most=0)
+    packer = Packer(dims=ParallelDims(), max_tokens=30, attention_cost=0.0)
+    return WrittenJob(
+        config=RunConfig.model_validate({"job": "sft", "sft": sft, "train": {"steps": steps}}),
+        roles=Roles(learners={"policy": learner}, frozen={}, engine=NONE, weights=NONE),
+        prompts=PromptStream(DATA, seed=0),
+        size=len(DATA),
+        units_of=units_of,
+        objective=FineTuning(
+            supervised=SupervisedSteps(learner=learner, packer=packer, optimizer_steps=optimizer_steps),
+            loss=HeldOutLoss(learner=learner, packer=packer, parts=()),
+        ),
+        optimizer_steps=optimizer_steps,
+        name="",
+    )
+
+
+def test_they_are_counted_and_the_first_is_named_before_the_first_step() -> None:
+    said = rf"^3 of the first 10 sequences to train on are too long: {TOLD}; raise it, or set sft\.on_long=drop or cut$"
+    with pytest.raises(DataError, match=said):
+        asyncio.run(job("fail", 400).start(fresh=True))
+
+
+@pytest.mark.parametrize("on_long", ["drop", "cut"])
+def test_what_happens_to_them_is_logged_and_rows_are_drawn_as_without_the_look(
+    on_long: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    its = job(on_long, 400)
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(its.start(fresh=True))
+    assert caplog.messages == [f"3 of the first 10 sequences to train on are too long: {TOLD}; sft.on_long={on_long}"]
+    assert [one.id for one in its.prompts.take(len(DATA))] == ORDER
+
+
+def test_rows_that_no_step_draws_are_not_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    steps = ORDER.index(f"train:{FIRST}") // 3
+    assert steps
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(job("fail", steps).start(fresh=True))
+    assert caplog.messages == []
