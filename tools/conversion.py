@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError
-from rl_megatron.weights.adapters.files import adapters_to_peft, held_lora
+from rl_megatron.weights.adapters.files import adapters_to_peft
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.contents import contents
 from rl_megatron.weights.checkpoints.kind import is_megatron, newest_in, total_bytes
+from rl_megatron.weights.checkpoints.megatron import held_lora
 from rl_megatron.weights.checkpoints.writing import Share
 from rl_megatron.weights.formats.hf_folder import has_tokenizer
 

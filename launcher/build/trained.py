@@ -15,11 +15,11 @@ from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.config.sections.jobs import DpoSection, SftSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.training import checkpoints
-from rl_megatron.weights.adapters.files import held_lora
 from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints.convert import megatron_to_hf
 from rl_megatron.weights.checkpoints.kind import is_megatron
+from rl_megatron.weights.checkpoints.megatron import held_lora
 
 _STEP = re.compile(r"(step|warm_start)_\d{6,}")
 _DEFAULT = "tiny_cpu"

@@ -26,7 +26,7 @@ from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Span
 from rl_megatron.weights.checkpoints.kind import is_megatron
-from rl_megatron.weights.checkpoints.megatron import held_shape
+from rl_megatron.weights.checkpoints.megatron import held_lora, held_shape
 from rl_megatron.weights.layouts.families import megatron_layout, read_shape
 
 Texts = Sequence[Sequence[int]]
@@ -59,6 +59,11 @@ def compare_logprobs(
         raise ConfigError(
             f"--layers={layers!r:.200}: it must be auto, torch or your own package.module:name"
         ) from error
+    if held_lora(folder) is not None:
+        raise ConfigError(
+            f"{folder} holds adapters alone (learner.lora); merge them with their model (rl-megatron convert {folder} "
+            "OUT --config MODEL --merge) and give OUT"
+        )
     shape = read_shape(config or (reference if is_megatron(folder) else folder), family)
     shape = held_shape(folder, shape) if is_megatron(folder) else shape
     if shape.scores:

@@ -48,9 +48,9 @@ from rl_megatron.observability import activity
 from rl_megatron.options.offload import SLAB, leaving
 from rl_megatron.options.table import keywords
 from rl_megatron.types import Counts, Culprit, Loss, LossOutput, Metric, Samples, SkippedStep, StepResult, Want
-from rl_megatron.weights.adapters.files import write_lora
 from rl_megatron.weights.bytes.parked import Parked
 from rl_megatron.weights.bytes.staged import Staged
+from rl_megatron.weights.checkpoints.megatron import write_lora
 from rl_megatron.weights.checkpoints.megatron_names import VALUES
 
 Added = tuple[Sequence[Samples], Callable[[Sequence[PackedMicroBatch]], object]]

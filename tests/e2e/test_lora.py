@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from launcher.build.trained import hugging_face, trained_model
 from rl_megatron.errors import ConfigError
-from rl_megatron.weights.adapters.files import held_lora
 from rl_megatron.weights.adapters.merging import merge_adapters
+from rl_megatron.weights.checkpoints.megatron import held_lora
 from tests.e2e.processes import PORTABLE, Place, Run
 
 GIVEN = (

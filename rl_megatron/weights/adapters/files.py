@@ -1,4 +1,4 @@
-"""Adapters in files: what a run's checkpoint holds of them, and the folder that peft and engines load."""
+"""The folder of adapters that peft and engines load, from a run's checkpoint."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from rl_megatron.durable import write_atomically
-from rl_megatron.errors import CheckpointError, ConfigError
+from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.lora import LoraSection
 from rl_megatron.weights.checkpoints.convert import options_of
 from rl_megatron.weights.checkpoints.hugging_face import write_safetensors
-from rl_megatron.weights.checkpoints.megatron import copies_between
-from rl_megatron.weights.checkpoints.streaming import Copy, Files, OnBytes, Sink
+from rl_megatron.weights.checkpoints.megatron import adapter_copies, held_lora
+from rl_megatron.weights.checkpoints.streaming import OnBytes, Sink
 from rl_megatron.weights.checkpoints.writing import Share, write_files
-from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
-from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
+from rl_megatron.weights.layouts.families import megatron_layout, read_shape
+from rl_megatron.weights.layouts.lora import ranks_of_parts
 
-_KEYS = "lora.json"  # beside the shards of a checkpoint that holds adapters alone
 PREFIX = "base_model.model."  # peft's, of every tensor
 OF_EXPERTS_ALONE = {
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
@@ -29,30 +26,6 @@ OF_EXPERTS_ALONE = {
 }
 """Families in which peft 0.21 takes ``gate_proj``, ``up_proj`` and ``down_proj`` for names of routed experts alone
 (``_MOE_TARGET_MODULE_MAPPING`` of ``utils/transformers_weight_conversion.py``)."""
-
-
-def write_lora(folder: Path, lora: LoraSection) -> None:
-    """Say beside the shards in ``folder`` that they are of adapters, and of which."""
-    write_atomically(folder / _KEYS, lora.model_dump_json().encode())
-
-
-def held_lora(folder: Path) -> LoraSection | None:
-    """The adapters that a checkpoint holds in place of a model. Raises CheckpointError if that cannot be read."""
-    path = folder / _KEYS
-    if not path.is_file():
-        return None
-    try:
-        return LoraSection.model_validate_json(path.read_bytes())
-    except (ValidationError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {str(error)[:200]}; use another checkpoint") from error
-
-
-def adapter_copies(source: Path, shape: ModelShape, lora: LoraSection) -> tuple[dict[str, Copy], Files]:
-    """A checkpoint's adapters by peft's names, without its prefix. Raises as `megatron_copies`."""
-    ranks = megatron_layout(shape)
-    hf = hf_adapters(hf_layout(shape), ranks_of_parts(ranks, lora))
-    tensors, files = copies_between(source, hf, learner_adapters(ranks, lora))
-    return {tensor.name: tensor for tensor in tensors}, files
 
 
 def adapters_to_peft(
@@ -70,7 +43,7 @@ def adapters_to_peft(
     """
     lora, shape = held_lora(source), read_shape(config, family)
     if lora is None:
-        raise ConfigError(f"{source} holds a whole model; it has no {_KEYS}")
+        raise ConfigError(f"{source} holds a whole model; there are no adapters to write")
     tensors, files = adapter_copies(source, shape, lora)
     named = tuple(replace(tensor, name=PREFIX + name) for name, tensor in tensors.items())
     told = json.dumps(peft_config(lora, shape, config), indent=2) + "\n"

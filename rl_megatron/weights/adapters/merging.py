@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.weights.adapters.files import adapter_copies, held_lora
 from rl_megatron.weights.bytes.bits import as_dtype, to_tensor
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.checkpoints.convert import converted_shape, in_dtype, options_of, write_hf
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies
+from rl_megatron.weights.checkpoints.megatron import adapter_copies, held_lora
 from rl_megatron.weights.checkpoints.streaming import Copy, OnBytes, Sliceable
 from rl_megatron.weights.checkpoints.writing import Share, fingerprint
 from rl_megatron.weights.formats.hf_folder import config_text

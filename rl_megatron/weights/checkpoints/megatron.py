@@ -9,8 +9,12 @@ from math import prod
 from pathlib import Path
 from typing import IO
 
+from pydantic import ValidationError
+
+from rl_megatron.durable import write_atomically
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.options.lora import LoraSection
 from rl_megatron.weights.boxes import Box, Shape, intersect, shift, volume, whole_box
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.checkpoints.megatron_names import Home, find_homes, place_of
@@ -26,7 +30,10 @@ from rl_megatron.weights.formats.hf_folder import raise_lines, raise_uncounted
 from rl_megatron.weights.layouts.families import family_of, hf_layout, megatron_layout
 from rl_megatron.weights.layouts.family import as_held
 from rl_megatron.weights.layouts.layout import Layout
+from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts
 from rl_megatron.weights.plans.plan import plan
+
+_KEYS = "lora.json"  # beside the shards of a checkpoint that holds adapters alone
 
 
 def held_shape(source: Path, shape: ModelShape) -> ModelShape:
@@ -84,6 +91,30 @@ def copies_between(source: Path, hf: Layout, megatron: Layout) -> tuple[list[Cop
         for name, size in wanted.items()
     ]
     return tensors, files
+
+
+def write_lora(folder: Path, lora: LoraSection) -> None:
+    """Say beside the shards in ``folder`` that they are of adapters, and of which."""
+    write_atomically(folder / _KEYS, lora.model_dump_json().encode())
+
+
+def held_lora(folder: Path) -> LoraSection | None:
+    """The adapters that a checkpoint holds in place of a model. Raises CheckpointError if that cannot be read."""
+    path = folder / _KEYS
+    if not path.is_file():
+        return None
+    try:
+        return LoraSection.model_validate_json(path.read_bytes())
+    except (ValidationError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {str(error)[:200]}; use another checkpoint") from error
+
+
+def adapter_copies(source: Path, shape: ModelShape, lora: LoraSection) -> tuple[dict[str, Copy], Files]:
+    """A checkpoint's adapters by peft's names, without its prefix. Raises as `megatron_copies`."""
+    ranks = megatron_layout(shape)
+    hf = hf_adapters(hf_layout(shape), ranks_of_parts(ranks, lora))
+    tensors, files = copies_between(source, hf, learner_adapters(ranks, lora))
+    return {tensor.name: tensor for tensor in tensors}, files
 
 
 def _opened(folder: Path, names: Sequence[str]) -> Files:

@@ -11,11 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from rl_megatron.digests import Digest, misfits
+from rl_megatron.errors import ConfigError
 from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors
 from rl_megatron.weights.checkpoints.kind import is_megatron
+from rl_megatron.weights.checkpoints.megatron import adapter_copies, held_lora
 from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Copy, Files, OnBytes
 from rl_megatron.weights.checkpoints.torch_dist import open_chunk, read_index
 from rl_megatron.weights.formats.hf_folder import is_draft
+from rl_megatron.weights.layouts.families import read_shape
 
 
 def verify(
@@ -27,7 +30,8 @@ def verify(
     written: Mapping[str, Digest] | None = None,
     on_bytes: OnBytes = lambda n: None,
 ) -> Iterator[str]:
-    """Yield a line for each problem; none for a sound checkpoint of either kind.
+    """Yield a line for each problem; none for a sound checkpoint of either kind, or of adapters beside the model of
+    ``config``.
 
     It is compared with ``against`` tensor by tensor, to the bit; one that only one of them has is a problem.
     ``written``: of a run's checkpoint, whose shards ``folder`` holds, the digests of all files, by name in the folder
@@ -35,7 +39,12 @@ def verify(
     CheckpointError, WeightError or ConfigError if the checkpoint cannot be read to its end: a torn or missing file, an
     unknown, missing or misshapen tensor.
     """
-    tensors, files = hf_tensors(folder, config, family)
+    if against is not None and (held_lora(folder) is None) != (held_lora(against) is None):
+        raise ConfigError(
+            f"one of {folder} and {against} holds adapters alone (learner.lora), the other a whole model; merge the "
+            "adapters first (rl-megatron convert --merge)"
+        )
+    tensors, files = _tensors(folder, config, family)
     if written is not None:
         for name, digest in written.items():
             yield from misfits(folder.resolve().parent, {name: digest}, read=True)
@@ -45,7 +54,7 @@ def verify(
     others: dict[str, Copy] = {}
     other_files = files
     if against is not None:
-        found, other_files = hf_tensors(against, config, family)
+        found, other_files = _tensors(against, config, family)
         others = {tensor.name: tensor for tensor in found}
         yield from _alone({folder: {tensor.name for tensor in tensors}, against: others.keys()}, config, family)
     seen = 0
@@ -56,6 +65,19 @@ def verify(
             files.forget()
             other_files.forget()
             seen = 0
+
+
+def _tensors(folder: Path, config: Path | None, family: str | None) -> tuple[list[Copy], Files]:
+    lora = held_lora(folder)
+    if lora is None:
+        return hf_tensors(folder, config, family)
+    if config is None:
+        raise ConfigError(
+            f"{folder} holds adapters alone (learner.lora); give --config with the Hugging Face folder of the model "
+            "that they were trained beside"
+        )
+    adapters, files = adapter_copies(folder, read_shape(config, family), lora)
+    return list(adapters.values()), files
 
 
 def _alone(names: Mapping[Path, Set[str]], config: Path | None, family: str | None) -> Iterator[str]:

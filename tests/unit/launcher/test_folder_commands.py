@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,8 +21,10 @@ from launcher.__main__ import app, main
 from launcher.programs.logprobs import differences
 from rl_megatron.observability.metrics.table import STEPS
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
+from rl_megatron.weights.layouts.families import read_shape
 from tests.draft_models import save_with_drafts
 from tests.family_models import save_model
+from tests.saved_adapters import save_adapters
 from tests.savings import Shards
 
 LAYERS = """
@@ -196,6 +199,31 @@ def test_errors_about_a_runs_checkpoint_lead_to_what_reads_it(
         assert main_of(*command, shards, *more) == 1
         assert f"error: {shards} has no config.json; give --config with the Hugging" in capsys.readouterr().err
     assert main_of("verify", shards, "--config", folders / "hf", "--against", folders / "hf") == 0
+
+
+def test_verify_of_adapters_reads_them_beside_their_model(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a run with learner.lora saves them: they have no config.json, and no matrix of the model."""
+    base = ("--config", folders / "hf")
+    ones, other = (save_adapters(tmp_path / name, read_shape(folders / "hf")) for name in ("ones", "other"))
+    assert main_of("verify", ones, *base) == 0
+    shards = other / "__0_0.distcp"
+    content = bytearray(shards.read_bytes())
+    at = content.index(np.float32(1).tobytes() * 8)
+    content[at : at + 4] = np.float32("nan").tobytes()
+    shards.write_bytes(content)
+    assert main_of("verify", other, *base, "--against", ones) == 1
+    said = capsys.readouterr().out
+    assert "values are NaN or infinite" in said
+    assert "bytes differ" in said
+    assert f"{shards}, " in said  # the chunk's checksum
+    assert main_of("verify", ones) == 1
+    assert f"{ones} holds adapters alone (learner.lora); give --config with" in capsys.readouterr().err
+    assert main_of("verify", ones, *base, "--against", folders / "hf") == 1
+    assert f"one of {ones} and {folders / 'hf'} holds adapters alone" in capsys.readouterr().err
+    assert main_of("verify", ones, *base, "--logprobs", "--against", folders / "hf") == 1
+    assert f"{ones} holds adapters alone (learner.lora); merge them" in capsys.readouterr().err
 
 
 def test_verify_of_a_runs_shards_finds_what_has_changed_in_any_file_of_the_checkpoint(

@@ -28,11 +28,11 @@ from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import CheckpointError, RLMegatronError, WeightError
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.options.lora import LoraSection
-from rl_megatron.weights.adapters.files import write_lora
 from rl_megatron.weights.bytes.bits import to_tensor
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import MappedFile
 from rl_megatron.weights.checkpoints import convert, streaming, torch_dist
+from rl_megatron.weights.checkpoints.megatron import write_lora
 from rl_megatron.weights.checkpoints.megatron_names import place_of
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.torch_dist import Chunk, read_index, read_tensor, write_index

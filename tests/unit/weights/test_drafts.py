@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,25 +18,19 @@ from torch import Tensor
 
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.models.named import NAMED
-from rl_megatron.models.shape import ModelShape
-from rl_megatron.options.lora import LoraSection
 from rl_megatron.types import ParallelDims
-from rl_megatron.weights.adapters.files import write_lora
 from rl_megatron.weights.adapters.merging import merge_adapters
-from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.contents import contents
-from rl_megatron.weights.checkpoints.megatron import index_files, write_chunks
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, WithDrafts, read_boxes
-from rl_megatron.weights.checkpoints.streaming import Copy, Fragment, Sink
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 from rl_megatron.weights.checkpoints.verify import verify
 from rl_megatron.weights.checkpoints.writing import Share
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
-from rl_megatron.weights.layouts.lora import learner_adapters
 from rl_megatron.weights.servers.mirror import Mirror
 from tests.draft_models import COPIES, save_with_drafts, save_with_qwens_draft
 from tests.family_models import save_model
+from tests.saved_adapters import save_adapters
 
 EXACT = ("e_score_correction_bias", "expert_bias", "indexer.k_norm", "weights_proj")  # in float32 whatever the rest is
 
@@ -226,7 +219,7 @@ def test_a_merge_of_adapters_has_those_of_the_base(saved: tuple[Path, dict[str, 
     """Adapters of ones add ``alpha`` to each number of the decoder's matrices that have them, and to no other."""
     folder, tensors = saved
     shape = read_shape(folder)
-    merge_adapters(_adapters(tmp_path / "adapters", shape), folder, tmp_path / "merged")
+    merge_adapters(save_adapters(tmp_path / "adapters", shape), folder, tmp_path / "merged")
     convert.hf_to_megatron(folder, tmp_path / "megatron")
     convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "plain")
     merged, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "plain"))
@@ -242,31 +235,11 @@ def test_a_merge_is_continued_only_with_its_own_adapters(saved: tuple[Path, dict
     """Those of a later step may have the path of those that it began with."""
     folder, path = saved[0], tmp_path / "adapters"
     begun = partial(merge_adapters, base=folder, out=tmp_path / "merged", shard_bytes=100_000)
-    assert begun(_adapters(path, read_shape(folder)), share=Share(index=0, count=2)) == [1]
+    assert begun(save_adapters(path, read_shape(folder)), share=Share(index=0, count=2)) == [1]
     path.rename(tmp_path / "earlier")
     with pytest.raises(CheckpointError, match="holds a conversion with another adapters"):
-        begun(_adapters(path, read_shape(folder)), share=Share(index=1, count=2))
+        begun(save_adapters(path, read_shape(folder)), share=Share(index=1, count=2))
     assert begun(tmp_path / "earlier", share=Share(index=1, count=2)) == []
-
-
-def _adapters(folder: Path, shape: ModelShape) -> Path:
-    """A checkpoint of adapters, each number of which is 1."""
-    lora = LoraSection(rank=4, alpha=8.0)
-    ones = [
-        Copy(name=name, shape=size, dtype=DType.F32, fragments=(_ones(size),))
-        for name, size in learner_adapters(megatron_layout(shape), lora).local_shapes(0).items()
-    ]
-    sink = Sink(name="__0_0.distcp", tensors=tuple(ones), write=partial(write_chunks, shape=shape))
-    folder.mkdir()
-    with (folder / sink.name).open("wb") as file:
-        index_files(folder, [sink], {sink.name: sink.write(file, ones, lambda _: None)}, shape)
-    write_lora(folder, lora)
-    return folder
-
-
-def _ones(size: tuple[int, ...]) -> Fragment:
-    box = tuple((0, edge) for edge in size)
-    return Fragment(box=box, source=lambda: np.ones(size, np.float32), src_box=box)
 
 
 @pytest.mark.parametrize("drafts", [False, True])
