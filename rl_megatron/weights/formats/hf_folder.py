@@ -80,12 +80,17 @@ def read_headers(folder: Path) -> Headers:
     """Read the headers of all files, which must hold what the index places in them.
 
     Raises CheckpointError naming every file that is missing, or the first that is torn; WeightError naming every tensor
-    that lies elsewhere, whose scales do not fit or whose dtype no weight has; ConfigError as `scheme_of`.
+    that lies elsewhere or in two files, whose scales do not fit or whose dtype no weight has; ConfigError as
+    `scheme_of`.
     """
     names, placed = weight_files(folder)
-    entries = {
-        tensor: (name, entry) for name in names for tensor, entry in read_header(MappedFile(folder / name)).items()
-    }
+    entries, twice = dict[str, tuple[str, Entry]](), list[str]()
+    for name in names:
+        for tensor, entry in read_header(MappedFile(folder / name)).items():
+            if tensor in entries:
+                twice.append(f"{tensor} is in {entries[tensor][0]} and in {name}")
+            entries[tensor] = name, entry
+    raise_lines(f"{folder}: programs differ in which of two copies they read; write each tensor in one file", twice)
     raise_misplaced(folder, placed, {tensor: name for tensor, (name, _) in entries.items()})
     held = {name: (entry.dtype, entry.shape) for name, (_, entry) in entries.items()}
     quantised, parts, wrong = find_quantised(held, scheme_of(folder))

@@ -136,6 +136,25 @@ def _misplace(folder: Path) -> None:
     path.write_text(json.dumps(index))
 
 
+def _in_two_files(placed: int) -> Callable[[Path], None]:
+    """``model.norm.weight`` in another file too; the index places it in the first or the last."""
+
+    def apply(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        names = sorted({index["weight_map"][name] for name in ("model.norm.weight", "lm_head.weight")})
+        norm = {"model.norm.weight": file_tensors(folder)["model.norm.weight"]}
+        for name in names:
+            save_file(load_file(folder / name) | norm, folder / name)
+        index["weight_map"]["model.norm.weight"] = names[placed]
+        path.write_text(json.dumps(index))
+
+    return apply
+
+
+IN_TWO = r"model\.norm\.weight is in model-00001-of-00003\.safetensors and in model-00003-of-00003\.safetensors"
+
+
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
@@ -146,6 +165,8 @@ def _misplace(folder: Path) -> None:
         ),
         (_tear_shard, CheckpointError, r"model-00002-of-00003\.safetensors is torn"),
         (_misplace, WeightError, r"model-00001-of-00003\.safetensors has no tensor model\.norm\.weight"),
+        (_in_two_files(0), WeightError, IN_TWO),
+        (_in_two_files(-1), WeightError, IN_TWO),
         (
             _rewrite(lambda t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight")),
             WeightError,
