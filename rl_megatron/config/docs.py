@@ -87,14 +87,14 @@ def _section(name: str, section: Schema, definitions: Mapping[str, Schema]) -> I
                     choices = value.get("oneOf", [value])
                     inner += [(f"{full}.<name>", definitions[_target(choice)]) for choice in choices]
                 else:
-                    rows.append((f"`{full}.<name>`", _kind(value), "not there", field["description"]))
+                    rows.append((f"`{full}.<name>`", _kind(value), "not there", _meaning(field)))
         elif "oneOf" in field:
             inner += [(full, definitions[_target(choice)]) for choice in field["oneOf"]]
         else:
             rows.append(_row(full, field, required=key in section.get("required", ())))
     tag = section["properties"].get("type", {}).get("const")
     title = f"`{name}`" + (f" with `type: {tag}`" if tag else "") if name else "The run"
-    yield f"\n## {title}\n\n{' '.join(section['description'].split()).replace('``', '`')}\n"
+    yield f"\n## {title}\n\n{_meaning(section)}\n"
     if rows:
         yield "\n" + _table(("key", "value", "default", "meaning"), rows)
     for full, section_inside in inner:
@@ -125,7 +125,12 @@ def _table(head: Cells, rows: Sequence[Cells]) -> str:
 
 def _row(key: str, field: Schema, *, required: bool) -> Cells:
     default = "required" if required else f"`{_plain(field['default'])}`"
-    return f"`{key}`", _kind(field), default, " ".join(field.get("description", "").split()).replace("``", "`")
+    return f"`{key}`", _kind(field), default, _meaning(field)
+
+
+def _meaning(described: Schema) -> str:
+    """What stands under a key or a section, in one line."""
+    return " ".join(described.get("description", "").split()).replace("``", "`")
 
 
 def _kind(field: Schema) -> str:

@@ -9,14 +9,25 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.config.docs import render
+from pydantic import Field
+
+from rl_megatron.config.docs import _Described, _section, render
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import ArithmeticRunData, CurriculumSection, FileRunData, HubRunData, MixtureData
+from rl_megatron.section import EntryName, Section
 
 REPO = Path(__file__).resolve().parents[2]
 PAGE = REPO / "docs" / "configuration.md"
 ROW = re.compile(r"^\| `([\w.]+)` \| (.+?) \| (?:`(.*)`|required) \|(?: (.*?) ?\|)?$", re.MULTILINE)
+
+
+class Named(Section):
+    """A mapping with two lines under it."""
+
+    names: Mapping[EntryName, str] = Field(default_factory=dict)
+    """Values by name, with
+    ``more`` below."""
 
 
 def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -73,3 +84,9 @@ def test_values_are_said_in_words() -> None:
 def test_a_machine_without_torch_can_make_it() -> None:
     code = "import sys; sys.modules['torch'] = None; import rl_megatron.config.docs as d; d.render()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)
+
+
+def test_the_row_of_a_mapping_is_one_line() -> None:
+    schema = Named.model_json_schema(schema_generator=_Described)
+    page = "".join(_section("made", schema, {}))
+    assert "| `made.names.<name>` | text | not there | Values by name, with `more` below. |\n" in page
