@@ -59,9 +59,9 @@ class Plan:
         """
         out: Counter[tuple[int, int]] = Counter()
         for stretch in self.stretches:
+            each = bytes_of(stretch.wanted.hf)
             for sender, receiver, elements in stretch.flows():
-                if elements:
-                    out[sender, receiver] += elements * bytes_of(stretch.wanted.hf)
+                out[sender, receiver] += elements * each
         return dict(out)
 
     def rounds(self) -> Rounds:

@@ -79,11 +79,12 @@ class Stretch:
                 yield from self._write(i, receiver, self._span(i, at))
 
     def flows(self) -> Iterator[tuple[int, int, int]]:
-        """(sender, receiver, elements) between different processes."""
+        """(sender, receiver, elements) of each pair of different processes with transfers."""
+        size, width = self.size, len(self.remote)
         for i, sender in enumerate(self.holders if self.remote else ()):
-            if self.bounds[i] < self.bounds[i + 1]:
-                for at, receiver in enumerate(self.remote):
-                    yield sender, receiver, len(self._span(i, at)) * self.size
+            each, more = divmod(self.bounds[i + 1] - self.bounds[i], width)
+            for k in range(width if each else more):
+                yield sender, self.remote[(self.bounds[i] + k) % width], (each + (k < more)) * size
 
     def handed_on(self, to: Mapping[int, int]) -> Iterator[Stretch]:
         """The stretch into process ``to[p]`` instead of each destination p, which sends what it holds itself."""
