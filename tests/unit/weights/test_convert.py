@@ -8,10 +8,12 @@ import os
 import pickle
 import re
 import resource
+import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -267,8 +269,19 @@ def test_what_moves_bytes_needs_no_torch(hf: Path, tmp_path: Path) -> None:
 
 
 def tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, f"tools/{name}.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    """The program from its file to its exit, in this process: an interpreter takes a second to start."""
+    words, out, err = [str(ROOT / f"tools/{name}.py"), *map(str, arguments)], io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(words[0], run_name="__main__")
+    return subprocess.CompletedProcess(words, int(ended.value.code or 0), out.getvalue(), err.getvalue())
+
+
+@pytest.mark.parametrize("name", ["megatron_to_hf", "verify_checkpoint"])
+def test_a_tool_starts_in_an_interpreter_of_its_own(name: str) -> None:
+    """The third does in the test of a full disk."""
+    subprocess.run([sys.executable, f"tools/{name}.py", "--help"], cwd=ROOT, capture_output=True, check=True)
 
 
 def test_a_checkpoint_of_adapters_is_converted_without_a_size_of_files(tmp_path: Path) -> None:
