@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.reads.algorithm import unread_of_algorithm
-from rl_megatron.config.reads.leaves import does_nothing, is_in, set_leaves
+from rl_megatron.config.reads.leaves import does_nothing, set_leaves
 from rl_megatron.config.sections.data import ArithmeticData, FileKeys, MixtureData, data_sources
 from rl_megatron.config.sections.eval import RunData
 from rl_megatron.config.sections.reward import RANKS, reward_key
@@ -37,11 +37,14 @@ def problems_of_unread_keys(config: RunConfig) -> list[str]:
         _of_programs,
         _of_rest,
     )
+    inside: dict[str, list[str]] = {}  # of each section and key, the given keys
+    for name in given:
+        for key in itertools.accumulate(name.split("."), "{}.{}".format):
+            inside.setdefault(key, []).append(name)
     reasons: dict[str, str] = {}
     for key, reason in itertools.chain.from_iterable(of_section(config) for of_section in unread):
-        for name in given:
-            if is_in(name, key):
-                reasons.setdefault(name, reason)
+        for name in inside.get(key, ()):
+            reasons.setdefault(name, reason)
     return [does_nothing(name, leaf, reasons[name]) for name, leaf in given.items() if name in reasons]
 
 
