@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -67,10 +68,11 @@ def load_prompts(
     ``Prompt.answer`` is the correct answer, as in the data: rewards compare with it and the warm start trains on it.
     With ``pairs`` generated problems have a wrong answer, too, as those of files have with their ``rejected_field``.
     A prompt of more than ``max_prompt_tokens`` raises or is dropped, with a warning that counts these; both name
-    ``limit_keys``. ``on_leak`` says what to do with a problem to train on that is held out here or in ``sets`` (by the
-    key of their section), and of equal ones the first alone is trained on then; None: nobody trains on them. Those
-    of sources whose ``environments`` (by the source's key) have another function or other options are never equal, nor,
-    where nothing ``samples``, those with different answers. Raises DataError that names files and lines.
+    ``limit_keys``. Where nothing ``samples``, the long ones of parquet files stay: who draws one drops its row, so that
+    an epoch has each row once. ``on_leak`` says what to do with a problem to train on that is held out here or in
+    ``sets`` (by the key of their section), and of equal ones the first alone is trained on then; None: nobody trains on
+    them. Those of sources whose ``environments`` (by the source's key) have another function or other options are never
+    equal, nor, where nothing ``samples``, those with different answers. Raises DataError that names files and lines.
     """
     sources = data_sources(data)
     splits = {key: _problems(key, source, tokenizer, seed, pairs=pairs) for key, source in sources.items()}
@@ -84,12 +86,13 @@ def load_prompts(
         )
     pools, held_out = list[Pool](), list[Prompt]()
     of_row = RowForm(tokenizer=tokenizer, max_tokens=max_prompt_tokens, on_long=on_long_prompt, keys=limit_keys)
+    of_drawn = of_row if samples else replace(of_row, max_tokens=sys.maxsize)
     for key, source in sources.items():
         name = name_of(key) if isinstance(data, MixtureData) else ""
         train, theirs = splits[key]
         form = partial(_formed, source=source, form=of_row)
         if isinstance(train, FileRows):
-            pools.append(RowsOfPrompts(train, kept[key], of_row, source=name))
+            pools.append(RowsOfPrompts(train, kept[key], of_drawn, source=name))
         else:
             mask = kept[key]
             ours = train if mask is None else [train[row] for row in np.flatnonzero(mask).tolist()]

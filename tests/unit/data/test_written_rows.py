@@ -13,7 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import FileRunData, MixtureData
+from rl_megatron.data.pairs import answer_pairs
 from rl_megatron.data.problems import parquet, pool
 from rl_megatron.data.problems.file_rows import file_rows
 from rl_megatron.data.problems.leaks import digests_of, hashes_of, spaced
@@ -21,9 +23,12 @@ from rl_megatron.data.problems.parquet import ParquetRows
 from rl_megatron.data.problems.pool import Pool
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
+from rl_megatron.data.samples import supervised_rows
 from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.conversation.pairs import check_answers
+from rl_megatron.training.jobs.warm_start import answers
+from rl_megatron.training.jobs.written import Unit, fitted
 
 FORMS: dict[str, dict[str, str]] = {
     "conversations": {"messages_field": "good"},
@@ -81,8 +86,8 @@ def loaded(form: str, train: Path, held_out: Path) -> Pool:
     return load(data, pairs="rejected_field" in FORMS[form])
 
 
-def load(data: FileRunData | MixtureData, *, pairs: bool) -> Pool:
-    given: dict[str, Any] = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "seed": 0, "on_leak": data.on_leak}
+def load(data: FileRunData | MixtureData, *, pairs: bool, limit: int = 99, long: str = "fail") -> Pool:
+    given: dict[str, Any] = {"max_prompt_tokens": limit, "on_long_prompt": long, "seed": 0, "on_leak": data.on_leak}
     return load_prompts(data, byte_tokenizer(), **given, pairs=pairs, samples=False)[0]
 
 
@@ -131,6 +136,27 @@ def test_a_resume_draws_what_an_uninterrupted_run_draws_and_refuses_other_rows(f
     written(path, [*rows[:-1], row(form, "other", "1", "2")])
     with pytest.raises(CheckpointError, match="as many training prompts"):
         PromptStream(loaded(form, path, held_out), seed=3).restore(state)
+
+
+@pytest.mark.parametrize("form", PROBLEMS)
+def test_an_epoch_of_parquet_has_each_row_once_and_counts_those_that_are_too_long(form: str, tmp_path: Path) -> None:
+    """A row drawn instead of a long one would be trained on more than once an epoch."""
+    pairs, long = form != "answers", [f"{number:040}" for number in range(20)]
+    rows = [row(form, asked, "1", "2") for asked in (*long, *map(str, range(20)))]
+    paths = {"train": written(tmp_path / "t.parquet", rows), "eval": written(tmp_path / "e.jsonl", made(form, 1, 5))}
+    data = FileRunData.model_validate({"type": "files", "on_leak": "drop", **paths, **FORMS[form]})
+    job = "dpo" if pairs else "sft"
+    config = load_config(f"{job}_tiny", [f"{job}.max_tokens=32", f"{job}.on_long=drop"])
+    train = load(data, pairs=pairs, limit=32, long="drop")
+    drawn = PromptStream(train, seed=0).take(len(train))
+    units: list[Unit] = (
+        [*answer_pairs(drawn, byte_tokenizer())]
+        if pairs
+        else [(one,) for one in supervised_rows(drawn, answers(drawn, 0), byte_tokenizer())]
+    )
+    found = fitted(units, config)
+    assert sorted(unit[0].id for unit in found.units) == sorted(f"t:{number}" for number in range(21, 41))
+    assert found.dropped == 20 * (1 + pairs)
 
 
 def calling(name: str, **arguments: object) -> dict[str, Any]:
