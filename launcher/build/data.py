@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +12,12 @@ from typing import TYPE_CHECKING
 
 from launcher.build.tokenizer import read_tokenizer
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import OneSource, data_sources
+from rl_megatron.config.sections.data import FileKeys, OneSource, data_sources
 from rl_megatron.config.sections.eval import EvalSetSection, RunData
 from rl_megatron.config.sections.jobs import JobName
 from rl_megatron.data.problems.pool import Pool
 from rl_megatron.data.problems.prompts import load_held_out, load_prompts
+from rl_megatron.data.samples import end_of_answers
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.evaluation.sets import ProblemSet
 from rl_megatron.models.families.fields import GenerationFields
@@ -27,6 +29,7 @@ from rl_megatron.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 
 _CHECKS: Mapping[JobName, Callable[[Iterable[Prompt]], None]] = {
     "sft": check_turns,
@@ -38,10 +41,12 @@ _CHECKS: Mapping[JobName, Callable[[Iterable[Prompt]], None]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """The tokenizer, the tokens that end a completion, both splits, and the sets to evaluate."""
+    """The tokenizer, the tokens that end a completion, the one of them behind answers that are learnt, both splits, and
+    the sets to evaluate."""
 
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
+    end_token_id: int | None  # None: the tokenizer has none of them
     train: Pool
     held_out: Sequence[Prompt]
     sets: Sequence[ProblemSet]  # at least one: without ``eval.sets`` it is the held-out prompts
@@ -75,9 +80,11 @@ def load_data(config: RunConfig, model_folder: Path) -> Data:
         pairs=config.kind.pairs,
         limit_keys=config.prompt_limit_keys,
     )
+    stops = stop_token_ids(model_folder, tokenizer)
     return Data(
         tokenizer=tokenizer,
-        stop_token_ids=stop_token_ids(model_folder, tokenizer),
+        stop_token_ids=stops,
+        end_token_id=end_of_answers(tokenizer, stops),
         train=train,
         held_out=held_out,
         sets=problem_sets(config, held_out, load),
@@ -87,9 +94,27 @@ def load_data(config: RunConfig, model_folder: Path) -> Data:
 def training_data(config: RunConfig, model_folder: Path) -> Data:
     """As `load_data`, of which a job on written text can make rows. May take minutes."""
     data = load_data(config, model_folder)
+    if _learns_answers(config) and data.end_token_id not in (None, data.tokenizer.eos_token_id):
+        logger.info(
+            "learned answers end with %r: the tokenizer's eos_token, %r, is none of the tokens that end sampling "
+            "(eos_token_id of generation_config.json: %s)",
+            data.tokenizer.convert_ids_to_tokens(data.end_token_id),
+            data.tokenizer.eos_token,
+            ", ".join(map(str, data.stop_token_ids)),
+        )
     if (check := _CHECKS.get(config.job)) is not None:
         check(data.train.conversations())
     return data
+
+
+def _learns_answers(config: RunConfig) -> bool:
+    """Whether there are answers of problems to learn, or demonstrations."""
+    if config.kind.samples:
+        return config.warm_start.steps > 0
+    sources = data_sources(config.data).values()
+    return not config.kind.scores and any(
+        not isinstance(one, FileKeys) or one.messages_field is None for one in sources
+    )
 
 
 def problem_sets(

@@ -75,9 +75,8 @@ def _sampling(
     parts: Parts, shape: ModelShape, roles: Roles, data: Data, recorder: Recorder
 ) -> tuple[WarmStart, GroupJob]:
     """The warm start, and the job on groups of completions."""
-    config = parts.config
+    config, size = parts.config, shape.vocab_size
     made = made_environment(config, parts.services)
-    size = shape.vocab_size
     sampler = sampler_of(config, made, roles.engine, parts.reward, data, vocab_size=size, services=parts.services)
     evaluation = Evaluation(
         sampler=sampler,
@@ -107,6 +106,7 @@ def _sampling(
         roles=roles,
         prompts=PromptStream(data.train, seed=config.seed + 1, weights=weights_of(config.data)),
         tokenizer=data.tokenizer,
+        end_token_id=data.end_token_id,
         vocab_size=size,
         targets=answers if made is None else demonstrations(made, config),
         evaluation=evaluation,

@@ -45,10 +45,10 @@ class _Rows:
 
     def learnt(self, prompts: Sequence[Prompt]) -> list[Unit]:
         """The rows to train on, one a unit: the answer of a problem, or the turns of a conversation."""
-        made = list[Unit]()
+        made, tokenizer = list[Unit](), self.data.tokenizer
         for is_problem, some in _runs(prompts):
             if is_problem:
-                rows = supervised_rows(some, answers(some, 0), self.data.tokenizer)
+                rows = supervised_rows(some, answers(some, 0), tokenizer, self.data.end_token_id)
             else:
                 rows = self._conversations.rows(some)
             made += [(row,) for row in rows]
@@ -58,7 +58,10 @@ class _Rows:
         """Both answers of each."""
         made = list[Unit]()
         for is_problem, some in _runs(prompts):
-            made += answer_pairs(some, self.data.tokenizer) if is_problem else paired_answers(some, self._conversations)
+            if is_problem:
+                made += answer_pairs(some, self.data.tokenizer, self.data.end_token_id)
+            else:
+                made += paired_answers(some, self._conversations)
         return self._known(made)
 
     def scored(self, prompts: Sequence[Prompt]) -> list[Unit]:

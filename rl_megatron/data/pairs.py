@@ -21,10 +21,11 @@ Pair = tuple[WrittenRow, WrittenRow]
 """The rows of the better and of the worse answer."""
 
 
-def answer_pairs(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
-    """Each prompt with either answer, of which the tokens and the end-of-sequence token behind them are learnt."""
+def answer_pairs(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, end: int | None) -> list[Pair]:
+    """Each prompt with either answer, of which the tokens and ``end`` behind them are learnt. Raises as
+    `supervised_rows`."""
     better, worse = (
-        supervised_rows(prompts, [(text,) for text in texts], tokenizer)
+        supervised_rows(prompts, [(text,) for text in texts], tokenizer, end)
         for texts in ([one.answer for one in prompts], [one.rejected[0] for one in prompts])
     )
     return list(zip(better, worse, strict=True))

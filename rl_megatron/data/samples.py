@@ -82,16 +82,18 @@ class WrittenRow:
 
 
 def supervised_rows(
-    prompts: Sequence[Prompt], targets: Sequence[Sequence[str]], tokenizer: PreTrainedTokenizerBase
+    prompts: Sequence[Prompt], targets: Sequence[Sequence[str]], tokenizer: PreTrainedTokenizerBase, end: int | None
 ) -> list[WrittenRow]:
     """Each prompt followed by its target's texts.
 
-    The first text is the model's, the next is read, and so on in turns. The model's end with the end-of-sequence token,
-    and only they are learnt.
+    The first text is the model's, the next is read, and so on in turns. The model's end with the token ``end``, as
+    `end_of_answers` finds it, and only they are learnt. Raises DataError if there is none.
     """
-    eos = tokenizer.eos_token_id
-    if not isinstance(eos, int):
-        raise DataError("the tokenizer has no eos_token to end a supervised target with; add one to it")
+    if end is None:
+        raise DataError(
+            "the tokenizer has none of the tokens that end sampling, so a model would learn to go on; give the id of "
+            "one that it has as eos_token_id in generation_config.json"
+        )
     texts = [text for target in targets for text in target]
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
     rows = []
@@ -100,11 +102,20 @@ def supervised_rows(
         for number in range(len(target)):
             ids = next(encoded)
             if number % 2 == 0:
-                ids = [*ids, eos]
+                ids = [*ids, end]
                 said.append((len(row), len(row) + len(ids)))
             row += ids
         rows.append(WrittenRow(id=prompt.id, token_ids=np.array(row, np.int32), turns=tuple(said)))
     return rows
+
+
+def end_of_answers(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> int | None:
+    """The one of ``stop_token_ids`` behind an answer that is learnt: the tokenizer's ``eos_token``, else the first that
+    is a token of it; None if there is none."""
+    if tokenizer.eos_token_id in stop_token_ids:
+        return int(tokenizer.eos_token_id)
+    known = set(tokenizer.get_vocab().values())
+    return next((one for one in stop_token_ids if one in known), None)
 
 
 def written_samples(rows: Sequence[WrittenRow]) -> Samples:

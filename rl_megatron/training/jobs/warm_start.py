@@ -43,6 +43,7 @@ class WarmStart:
     roles: Roles
     prompts: PromptStream
     tokenizer: PreTrainedTokenizerBase
+    end_token_id: int | None  # behind each of the model's texts
     vocab_size: int  # of the policy
     targets: Targets
     evaluation: Evaluation
@@ -106,7 +107,7 @@ class WarmStart:
     def _rows(self, prompts: Sequence[Prompt], number: int) -> list[WrittenRow]:
         """What step ``number`` learns of them. Raises what the targets raise, and DataError that names a prompt of
         which that is more than a micro-batch holds, or a token that the model lacks."""
-        rows = supervised_rows(prompts, self.targets(prompts, number), self.tokenizer)
+        rows = supervised_rows(prompts, self.targets(prompts, number), self.tokenizer, self.end_token_id)
         check_tokens(rows, self.vocab_size)
         steps, most = self.config.warm_start.steps, self.config.learner.max_tokens_per_micro_batch
         for row in rows:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rl_megatron.data.samples import (
+    end_of_answers,
     select,
     split_minibatches,
     supervised_rows,
@@ -68,7 +69,7 @@ def test_a_sequence_without_a_sampled_token_is_named() -> None:
 
 def test_supervised_targets_end_with_eos() -> None:
     prompts = [Prompt(id="x", text="1+1=", token_ids=tuple(b"1+1="), answer="2")]
-    samples = written_samples(supervised_rows(prompts, [("2",)], byte_tokenizer()))
+    samples = written_samples(supervised_rows(prompts, [("2",)], byte_tokenizer(), 257))
     assert samples.input_ids.tolist() == list(b"1+1=2")
     assert samples.targets.tolist() == [*b"+1=2", 257]
     assert samples.mask.tolist() == [False, False, False, True, True]
@@ -82,6 +83,17 @@ def test_select_takes_whole_sequences_in_the_order_asked(samples: Samples) -> No
     for name in COLUMNS:
         column = getattr(samples, name)
         assert torch.equal(getattr(picked, name), torch.cat([column[7:9], column[0:4]])), name
+
+
+def test_what_ends_a_supervised_target_ends_sampling_and_is_a_token_of_the_tokenizer() -> None:
+    tokenizer = byte_tokenizer()
+    for stops, end in (((256, 257), 257), ((256,), 256), ((900, 258, 256), 258), ((900,), None), ((), None)):
+        assert end_of_answers(tokenizer, stops) == end
+    prompts = [Prompt(id="x", text="1+1=", token_ids=tuple(b"1+1="), answer="2")]
+    with pytest.raises(
+        DataError, match=r"none of the tokens that end sampling, .* eos_token_id in generation_config\.json"
+    ):
+        supervised_rows(prompts, [("2",)], tokenizer, None)
 
 
 def test_select_of_nothing_is_an_empty_batch(samples: Samples) -> None:

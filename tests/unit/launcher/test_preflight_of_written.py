@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, cast
 
@@ -154,6 +155,28 @@ def test_conversations_are_read_through_while_processes_start(tmp_path: Path, na
     assert len(load_data(config, tmp_path).train) == 1  # for an evaluation, which trains on none
     with pytest.raises(DataError, match=r"^prompt 'train:1': message 1 has content .*image_url"):
         training_data(config, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "more"), [("sft_tiny", ()), ("dpo_tiny", PAIRED)])
+def test_learned_answers_end_with_a_token_that_ends_sampling(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, more: tuple[str, ...]
+) -> None:
+    """As a conversation's turns must, and as Kimi's folders do not by the tokenizer's eos_token."""
+    model, none = model_folder(tmp_path / "model", {**QWEN3, "vocab_size": 259}), cast(Any, None)
+    byte_tokenizer().save_pretrained(model)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [256]}))
+    for split in ("train", "eval"):
+        row = {"question": split, "answer": "2", "worse": "3"}
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row))
+    rows = [f"data.{split}={tmp_path / split}.jsonl" for split in ("train", "eval")]
+    config = load_config(name, [f"model.path={model}", "data.type=files", *rows, *more])
+    parts = Parts(config=config, folder=tmp_path, reward=none, allocation=None)
+    roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
+    with caplog.at_level(logging.INFO):
+        data = training_data(config, model)
+    job = written_job(parts, starting_shape(config), roles, data, attention_cost=1.0)
+    assert [int(row.token_ids[-1]) for unit in job.units_of(data.train[:]) for row in unit] == [256] * (1 + len(more))
+    assert "learned answers end with '<pad>': the tokenizer's eos_token, '<eos>', is none of the tokens" in caplog.text
 
 
 @pytest.mark.parametrize("form", ["problems", "conversations"])
