@@ -255,14 +255,22 @@ def _as_prompt(row: WrittenRow) -> Prompt:
 def held_out_parts(
     prompts: Sequence[Prompt], units_of: UnitsOf, samples_of: SamplesOf, config: RunConfig
 ) -> list[Samples]:
-    """Held-out rows that fit, in parts of ``batch_size`` prompts. Raises DataError if none does."""
-    section, parts = config.written, list[Samples]()
+    """Held-out rows that fit, in parts of ``batch_size`` prompts; how many do not is logged. Raises DataError if none
+    does."""
+    section, parts, kept, dropped, cut = config.written, list[Samples](), 0, 0, 0
     for start in range(0, len(prompts), section.batch_size):
         found = fitted(units_of(prompts[start : start + section.batch_size]), config)
+        kept, dropped, cut = kept + len(found.rows), dropped + found.dropped, cut + found.cut
         if found.units:
             parts.append(samples_of(found.rows))
     if not parts:
         raise DataError(
             f"all {len(prompts)} held-out rows have more tokens than {config.job}.max_tokens={section.max_tokens}"
+        )
+    if dropped or cut:
+        logger.warning(
+            "%d of %d held-out sequences are left out and %d are cut, by %s.max_tokens=%d and on_long=%s: metrics of "
+            "eval/ are of the others, and of what fits",
+            *(dropped, kept + dropped, cut, config.job, section.max_tokens, section.on_long),
         )
     return parts

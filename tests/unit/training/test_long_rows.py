@@ -12,13 +12,13 @@ import pytest
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.packing import Packer
 from rl_megatron.data.problems.prompt_stream import PromptStream
-from rl_megatron.data.samples import supervised_rows
+from rl_megatron.data.samples import supervised_rows, written_samples
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.training.jobs.supervised import FineTuning, HeldOutLoss, SupervisedSteps
 from rl_megatron.training.jobs.warm_start import answers
-from rl_megatron.training.jobs.written import Unit, WrittenJob
+from rl_megatron.training.jobs.written import Unit, WrittenJob, held_out_parts
 from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.types import ParallelDims, Prompt
 from tests.unit.training.test_bad_steps import MADE, Kept
@@ -80,4 +80,20 @@ def test_rows_that_no_step_draws_are_not_looked_at(caplog: pytest.LogCaptureFixt
     assert steps
     with caplog.at_level(logging.WARNING):
         asyncio.run(job("fail", steps).start(fresh=True))
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(("on_long", "dropped", "cut"), [("drop", 3, 0), ("cut", 0, 3)])
+def test_held_out_ones_are_logged_with_both_numbers(
+    on_long: str, dropped: int, cut: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        parts = held_out_parts(DATA, units_of, written_samples, job(on_long, 1).config)
+    assert sum(part.num_sequences for part in parts) == len(DATA) - dropped
+    said = (
+        f"{dropped} of 10 held-out sequences are left out and {cut} are cut, by sft.max_tokens=10 and on_long={on_long}"
+    )
+    assert caplog.messages == [f"{said}: metrics of eval/ are of the others, and of what fits"]
+    caplog.clear()
+    held_out_parts([one for one in DATA if len(one.answer) == 3], units_of, written_samples, job(on_long, 1).config)
     assert caplog.messages == []
