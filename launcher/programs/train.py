@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +36,7 @@ from rl_megatron.scaling.estimates import estimate
 from rl_megatron.services import Services
 from rl_megatron.training.checkpoints import Checkpoint
 from rl_megatron.training.loop import Loop
+from rl_megatron.training.schedule import steps_of
 from rl_megatron.training.tasks import unless_stopped
 
 logger = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ def _with_steps(config: RunConfig, data: Data, progress: Progress) -> RunConfig:
     if config.kind.samples or config.written.epochs is None:
         return config
     section, key = config.written, f"{config.job}.epochs"
-    steps = math.ceil(config.written.epochs * len(data.train) / section.batch_size)
+    steps = steps_of(config.written.epochs, len(data.train), section.batch_size)
     progress.note(f"{key}={section.epochs:g} of {len(data.train)} rows: {steps} steps")
     progress.total = steps
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})

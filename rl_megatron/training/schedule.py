@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 
@@ -32,6 +33,11 @@ def critic_learning_rate(config: RunConfig, step: int) -> float:
     """The critic's learning rate at ``step``, on the same schedule from the first step on."""
     rate = config.algorithm.critic.learning_rate
     return (config.train.learning_rate if rate is None else rate) * schedule(config, step)
+
+
+def steps_of(epochs: float, rows: int, batch_size: int) -> int:
+    """The steps of so many passes over ``rows``, of ``epochs`` as it is written: as a float 1.1 is more."""
+    return math.ceil(Fraction(str(epochs)) * rows / batch_size)
 
 
 def seed_of(*parts: int) -> int:

@@ -11,7 +11,7 @@ from rl_megatron.algorithms.losses import MEANS_OF_RATIOS
 from rl_megatron.algorithms.quantiles import histogram
 from rl_megatron.config.run import RunConfig
 from rl_megatron.training.measures import Made, critic_row, policy_row
-from rl_megatron.training.schedule import critic_learning_rate, learning_rate, seed_of
+from rl_megatron.training.schedule import critic_learning_rate, learning_rate, seed_of, steps_of
 from rl_megatron.types import Counts, Metric, StepResult
 
 
@@ -33,6 +33,21 @@ def test_warm_up_then_decay() -> None:
     for decay in ("linear", "cosine"):
         assert rates(lr_warmup_steps=4, lr_decay=decay)[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert rates(lr_warmup_steps=4, lr_decay="linear")[4:] == pytest.approx([1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "batch_size", "steps"),
+    [
+        (1.1, 100, 10, 11),
+        (2.2, 7000, 100, 154),
+        (0.29, 100, 1, 29),
+        (1.0, 100, 30, 4),
+        (1e-7, 100, 10, 1),
+        (3, 7, 7, 3),
+    ],
+)
+def test_epochs_take_the_steps_that_hold_their_rows(epochs: float, rows: int, batch_size: int, steps: int) -> None:
+    assert steps_of(epochs, rows, batch_size) == steps
 
 
 def test_cosine_is_half_way_down_in_the_middle() -> None:
