@@ -28,7 +28,7 @@ from rl_megatron.types import Prompt, Samples
 
 logger = logging.getLogger(__name__)
 
-_LOOKED_AT = 1 << 14  # rows of the data, before the first step: some seconds
+_LOOKED_AT, _TOKENS_LOOKED_AT = 1 << 14, 1 << 22  # rows of the data, and their tokens, before the first step
 
 Unit = tuple[WrittenRow, ...]
 """Rows that are trained on together or not at all: one, or the two of a pair."""
@@ -150,14 +150,14 @@ class WrittenJob:
         return self._row() if fresh else None
 
     async def _look_ahead(self) -> None:
-        """Count the long rows of the next epoch, the steps that are left or ``_LOOKED_AT`` rows, whatever is least, a
-        batch at a time. Raises as `fitted`, with their number in front, or logs what happens to them."""
+        """Count the long rows of the next epoch, the steps that are left, or what ``_LOOKED_AT`` limits, whatever is
+        least, a batch at a time. Raises as `fitted`, with their number in front, or logs what happens to them."""
         before, left_out, batch = self.prompts.state(), tuple(self.prompts.left_out), self.config.written.batch_size
         count = min(self.size, (self.config.train.steps - self.number) * batch, _LOOKED_AT)
-        first, long, rows = None, 0, 0
-        for start in range(0, count, batch):
-            found = await asyncio.wrap_future(self._maker.submit(self._looked_at, min(batch, count - start)))
-            rows += len(found)
+        first, long, rows, tokens, drawn = None, 0, 0, 0, 0
+        while drawn < count and tokens < _TOKENS_LOOKED_AT:
+            found = await asyncio.wrap_future(self._maker.submit(self._looked_at, min(batch, count - drawn)))
+            drawn, rows, tokens = drawn + batch, rows + len(found), tokens + sum(len(row.token_ids) for row in found)
             for row in (one for one in found if len(one.token_ids) > _most(self.config)):
                 first, long = first or row, long + 1
         self.prompts.restore(before, left_out)
@@ -202,12 +202,10 @@ class WrittenJob:
         return {} if self.training_flops is None else {"flops/train": self.training_flops(lengths)}
 
     def _draw(self) -> _Drawn:
-        before = self.prompts.state()
-        prompts = self.prompts.take(self.config.written.batch_size)
-        return _Drawn(before, self._maker.submit(self._made, prompts))
+        return _Drawn(self.prompts.state(), self._maker.submit(self._made))
 
-    def _made(self, prompts: Sequence[Prompt]) -> tuple[Fitted, Samples | None]:
-        found = fitted(self.units_of(prompts), self.config)
+    def _made(self) -> tuple[Fitted, Samples | None]:
+        found = fitted(self.units_of(self.prompts.take(self.config.written.batch_size)), self.config)
         return found, self.objective.samples_of(found.rows) if found.units else None
 
     def _row(self) -> Row:

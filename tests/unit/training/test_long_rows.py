@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -16,6 +17,8 @@ from rl_megatron.data.samples import supervised_rows, written_samples
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import byte_tokenizer
+from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.training.jobs import written
 from rl_megatron.training.jobs.supervised import FineTuning, HeldOutLoss, SupervisedSteps
 from rl_megatron.training.jobs.warm_start import answers
 from rl_megatron.training.jobs.written import Unit, WrittenJob, held_out_parts
@@ -81,6 +84,27 @@ def test_rows_that_no_step_draws_are_not_looked_at(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         asyncio.run(job("fail", steps).start(fresh=True))
     assert caplog.messages == []
+
+
+def test_so_many_tokens_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = ORDER.index(f"train:{FIRST}") // 3  # before the one with a long row, each of 3 times 5 tokens
+    monkeypatch.setattr(written, "_TOKENS_LOOKED_AT", 15 * batches + 1)
+    with pytest.raises(DataError, match=rf"of the first {3 * batches + 3} sequences"):
+        asyncio.run(job("fail", 400).start(fresh=True))
+
+
+def test_prompts_are_drawn_in_the_thread_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are read from a file and tokenized, the event loop would wait for them."""
+    threads, take, its = list[str](), PromptStream.take, job("drop", 2)
+
+    def noted(self: PromptStream, count: int) -> list[Prompt]:
+        threads.append(threading.current_thread().name)
+        return take(self, count)
+
+    monkeypatch.setattr(PromptStream, "take", noted)
+    asyncio.run(its.step(1, Stopwatch()))
+    assert threads[0].startswith("rows")
+    assert set(threads) == {threads[0]}
 
 
 @pytest.mark.parametrize(("on_long", "dropped", "cut"), [("drop", 3, 0), ("cut", 0, 3)])
