@@ -1,4 +1,5 @@
-"""Compares the sequences of a step with the data-parallel ranks that share them, and with its waves."""
+"""Compares the sequences of a step with the data-parallel ranks that share them, with its waves, and with those that
+the algorithm learns from."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from rl_megatron.config.waves import micro_batches_filled
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Yields notes if an optimizer step has fewer sequences than data-parallel ranks, or a mean batch no early wave."""
+    """Yields notes if an optimizer step has fewer sequences than data-parallel ranks, or a mean batch no early wave, or
+    if groups are left out that have a gradient."""
     config, ranks = subject.config, subject.config.learner.dims.dp
     sequences = config.completions_per_step // config.train.minibatches
     if not config.kind.samples:
@@ -31,6 +33,13 @@ def check(subject: Subject) -> Iterator[Found]:
                 f"micro-batches on each data-parallel rank, and a wave has train.stream_micro_batches={wave}, so it "
                 "mostly begins when the batch is whole; lower the latter"
             )
+    mode, mean_of = config.rollout.dynamic_sampling, config.algorithm.advantage_mean
+    if mode != "off" and not config.algorithm.needs_differences:
+        yield note(
+            f"rollout.dynamic_sampling={mode} leaves out groups of equal rewards, which algorithm.advantage_mean="
+            f"{mean_of} learns from where they are not 0 (REINFORCE-Rej); to train on them, set "
+            "rollout.dynamic_sampling=off"
+        )
 
 
 def _written(config: RunConfig, ranks: int) -> Iterator[Found]:

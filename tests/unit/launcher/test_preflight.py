@@ -210,6 +210,27 @@ def test_waves_that_mostly_begin_with_the_whole_batch_are_noted(keys: tuple[str,
     assert any(said in text for text in texts) == noted, texts
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "noted"),
+    [
+        (("advantage_mean=none",), True),
+        (("advantage_mean=none", "advantage_std=batch"), True),
+        (("advantage_mean=none", "credit=discounted", "gamma=0.9", "whiten=true", "whiten_mean=group"), True),
+        (("advantage_mean=none", "advantage_std=group"), False),
+        (("advantage_mean=none", "whiten=true", "whiten_mean=group"), False),
+        (("advantage_mean=group",), False),
+    ],
+)
+@pytest.mark.parametrize("mode", ["off", "drop", "refill"])
+def test_groups_that_are_left_out_although_they_teach_are_noted(
+    keys: tuple[str, ...], algorithm: tuple[str, ...], noted: bool, mode: str
+) -> None:
+    row = ("algorithm=reinforce", *(f"algorithm.{each}" for each in algorithm), f"rollout.dynamic_sampling={mode}")
+    texts = preflight(job(keys, *row), for_job=True).texts("note")
+    said = "leaves out groups of equal rewards, which algorithm.advantage_mean=none learns from where they are not 0"
+    assert any(f"dynamic_sampling={mode} {said}" in text for text in texts) == (noted and mode != "off"), texts
+
+
 def test_the_reward_is_asked_once_about_the_first_problem(keys: tuple[str, ...]) -> None:
     found = preflight(job(keys, "reward.function=preflight_rewards:good"), for_job=True)
     import preflight_rewards  # type: ignore[import-not-found]

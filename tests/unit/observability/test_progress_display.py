@@ -17,6 +17,7 @@ from rl_megatron.observability.recorder import Recorder
 
 RL = {"phase": "rl", "step": 4, "reward/mean": 0.5, "loss": -0.00123, "seconds/step": 2.0, "tokens/rollout": 1000}
 EQUAL = "groups/zero_advantage_fraction"
+WHITENED = ["algorithm=reinforce", "algorithm.advantage_mean=none", "algorithm.whiten=true"]
 WARM = {"phase": "warm_start", "step": 0, "warm_start/step": 20, "warm_start/loss": 0.75, "eval/accuracy": 0.25}
 
 
@@ -89,6 +90,11 @@ def test_the_panel_says_that_no_group_teaches() -> None:
         ],
         (["algorithm.advantage_mean=moving", "algorithm.baseline_decay=0.9", "algorithm.advantage_std=none"], False),
         (["algorithm=grpo", "algorithm.nll_coefficient=0.1"], False),
+        (["algorithm=reinforce", "algorithm.advantage_mean=none"], False),
+        (["algorithm=reinforce", "algorithm.advantage_mean=none", "algorithm.advantage_std=group"], True),
+        ([*WHITENED, "algorithm.whiten_mean=group"], True),
+        ([*WHITENED, "algorithm.whiten_mean=group", "algorithm.credit=discounted", "algorithm.gamma=0.9"], False),
+        ([*WHITENED, "algorithm.whiten_mean=none"], False),
     ],
 )
 @pytest.mark.parametrize("mode", ["live", "plain"])
