@@ -6,6 +6,7 @@ Letters as in objectives.py: T positions, S sequences.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -18,17 +19,22 @@ from rl_megatron.algorithms.auxiliary import pair_loss_of, with_slopes
 from rl_megatron.algorithms.objectives import OBJECTIVES, Objective, objective_of
 from rl_megatron.algorithms.ratios import RATIO_LEVELS, masked
 from rl_megatron.algorithms.segments import segment_sum
+from rl_megatron.algorithms.shaping import to_unit_range
 from rl_megatron.config.reads.algorithm import problems_of_own_objective
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.jobs import DpoSection
+from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.types import LossInputs
 from rl_megatron.user_code import describe_error
+
+logger = logging.getLogger(__name__)
 
 _LENGTHS = (4, 3, 1, 5)  # of the made sequences; the third has no trained token
 _ADVANTAGES = (0.8, -1.1, 0.6, 0.0)
 _SPREADS = (0.0, 0.1, 2.0)  # of log-ratios: in the first optimizer step all are 0
 _REWARDS = ((0.0, 1.0, 0.0, 0.0), (1.0, 1.0, 0.0, 1.0), (0.0, 0.0, 0.0, 0.0), (1.0, 1.0, 1.0, 1.0))
+_ROUNDING = 1e-6  # of an advantage that is 0
 _PAIRS = ((0.0, 0.0), (0.5, -1.0), (-30.0, 4.0), (2.0, 40.0))  # log pi/ref of the better and the worse answer, nats
 _COLUMNS = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages", "mask")
 
@@ -59,13 +65,36 @@ def check_own_objective(row: AlgorithmSection) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def check_own_advantages(row: AlgorithmSection) -> None:
-    """Call the user's function of a group's rewards on some groups. Raises as `advantages.of_each_group`."""
+def check_own_advantages(row: AlgorithmSection, rollout: RolloutSection) -> None:
+    """Call the user's function of a group's rewards on some groups of the run's size; of one group's turns, on four.
+
+    Raises ConfigError as `advantages.of_each_group`, and if all advantages are 0. Warns if dynamic sampling leaves out
+    groups that have others.
+    """
     if row.advantage_mean in {*LEVELS, "greedy", "moving", "tracked"}:
         return
-    rewards = torch.tensor(_REWARDS)
-    ids = torch.arange(len(rewards)).repeat_interleave(rewards.shape[1])
-    group_advantages(rewards.flatten(), ids, mean=row.advantage_mean, std="none", leave_one_out=False)
+    of_turns = row.credit == "turn" and row.turn_baseline == "all"
+    size = len(_REWARDS[0]) if of_turns else rollout.group_size
+    rewards = torch.tensor(_REWARDS)[:, torch.arange(size) % len(_REWARDS[0])]
+    ids = torch.arange(len(rewards)).repeat_interleave(size)
+    if row.normalise_rewards == "group":
+        rewards = to_unit_range(rewards.flatten(), ids, rewards.flatten(), ids).view_as(rewards)
+    found = group_advantages(rewards.flatten(), ids, mean=row.advantage_mean, std="none", leave_one_out=False)
+    given, moved = f"algorithm.advantage_mean={row.advantage_mean}", found.view_as(rewards).abs() > _ROUNDING
+    if not moved.any() and not row.taught_by_equal:
+        raise ConfigError(
+            f"{given}: all advantages are 0 in groups of {'' if of_turns else 'rollout.group_size='}{size}, of rewards "
+            f"{rewards.tolist()!s:.200}, so nothing is trained; return others, or set another rollout.group_size"
+        )
+    equal = moved.any(1) & (rewards == rewards[:, :1]).all(1)
+    if rollout.dynamic_sampling != "off" and not row.levels_equal and equal.any():
+        logger.warning(
+            "rollout.dynamic_sampling=%s leaves out groups of equal rewards, which %s gives advantages, as to "
+            "%.200s; to train on them, set rollout.dynamic_sampling=off",
+            rollout.dynamic_sampling,
+            given,
+            rewards[equal][0].tolist(),
+        )
 
 
 def check_own_pair_loss(section: DpoSection) -> None:

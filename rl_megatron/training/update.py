@@ -74,7 +74,7 @@ class Update:
 
     def __post_init__(self) -> None:
         check_own_objective(self.config.algorithm)
-        check_own_advantages(self.config.algorithm)
+        check_own_advantages(self.config.algorithm, self.config.rollout)
         section = self.config.algorithm
         self.state = AlgorithmState(
             kl_coefficient=section.kl.coefficient, entropy_coefficient=section.entropy_coefficient

@@ -205,11 +205,14 @@ class AlgorithmSection(Section):
 
     @property
     def needs_differences(self) -> bool:
-        """Whether only groups with different rewards give a gradient; without a baseline every reward gives one, unless
-        the group's std, or its mean in whitening, makes the advantages of equal ones 0."""
+        """Whether only groups with different rewards give a gradient; without a baseline every reward gives one."""
+        return (self.advantage_mean != "none" or self.levels_equal) and not self.taught_by_equal
+
+    @property
+    def levels_equal(self) -> bool:
+        """Whether the group's std, or its mean in whitening, makes the advantages of equal rewards 0."""
         whitened = self.whiten and self.whiten_mean == "group" and self.credit == "completion"
-        compares = self.advantage_mean != "none" or self.advantage_std == "group" or whitened
-        return compares and not self.taught_by_equal
+        return self.advantage_std == "group" or whitened
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
