@@ -58,6 +58,8 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
     if train.epochs * train.minibatches == 1 and a.old_logprobs == "learner":
         reason = "with train.epochs=1 and train.minibatches=1 the only optimizer step begins at the old policy"
         yield "algorithm.old_kl_limit", reason
+        if a.tokens.choose == "kl_cov" and (form := a.tokens.kl_estimator) != "k1":
+            yield "algorithm.tokens", f"{reason}, where {form} has no gradient (raise train.minibatches)"
     if a.preference_beta is None:
         yield "algorithm.preference_per_token", "without algorithm.preference_beta no pairs are trained on"
     if not a.needs_reference:

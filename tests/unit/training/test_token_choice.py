@@ -20,6 +20,7 @@ from rl_megatron.types import LossOutput, ParallelDims, Samples
 from tests.property.test_losses_metrics import batch
 from tests.rows import policy_loss
 
+ONE_STEP = ["train.minibatches=1", "train.epochs=1"]
 LENGTHS = [5, 9, 1, 3, 7, 4]
 
 
@@ -219,11 +220,31 @@ def test_the_rows_have_the_shares_of_their_papers() -> None:
             r"second_moment_limit.*algorithm\.tokens\.limit, with tokens\.choose=second_moment",
         ),
         (["algorithm=kl_cov", "algorithm.tokens.share=0"], r"tokens.share=0\b.* greater than 0"),
+        *[
+            (
+                ["algorithm=kl_cov", *ONE_STEP, f"algorithm.tokens.kl_estimator={name}"],
+                rf"tokens\.choose=kl_cov does nothing: with train\.epochs=1 and .*, where {name} has no gradient",
+            )
+            for name in ("k2", "k3", "abs")
+        ],
     ],
 )
 def test_what_it_cannot_use_is_refused(keys: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_config("tiny_cpu", keys)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [*ONE_STEP, "algorithm.tokens.kl_estimator=k1"],
+        [*ONE_STEP, "algorithm.old_logprobs=rollout"],
+        ["train.minibatches=1", "train.epochs=2"],
+        ["train.minibatches=2", "train.epochs=1"],
+    ],
+)
+def test_kl_cov_is_taken_where_the_kl_has_a_gradient(keys: list[str]) -> None:
+    load_config("tiny_cpu", ["algorithm=kl_cov", *keys])
 
 
 def test_the_section_is_off_by_default() -> None:
