@@ -1,5 +1,5 @@
 """Compares the sequences of a step with the data-parallel ranks that share them, with its waves, and with those that
-the algorithm learns from."""
+the algorithm learns from; and the steps of the run with those that train the policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_megatron.config.waves import micro_batches_filled
 
 def check(subject: Subject) -> Iterator[Found]:
     """Yields notes if an optimizer step has fewer sequences than data-parallel ranks, or a mean batch no early wave, or
-    if groups are left out that have a gradient."""
+    if groups are left out that have a gradient, or if no step trains the policy."""
     config, ranks = subject.config, subject.config.learner.dims.dp
     sequences = config.completions_per_step // config.train.minibatches
     if not config.kind.samples:
@@ -39,6 +39,12 @@ def check(subject: Subject) -> Iterator[Found]:
             f"rollout.dynamic_sampling={mode} leaves out groups of equal rewards, which algorithm.advantage_mean="
             f"{mean_of} learns from where they are not 0 (REINFORCE-Rej); to train on them, set "
             "rollout.dynamic_sampling=off"
+        )
+    alone = config.algorithm.critic.only_steps
+    if config.algorithm.needs_critic and alone >= config.train.steps:
+        yield note(
+            f"algorithm.critic.only_steps={alone} covers all of train.steps={config.train.steps}, so only the critic "
+            "is trained and the policy stays as it is; raise train.steps, or lower the former"
         )
 
 

@@ -231,6 +231,23 @@ def test_groups_that_are_left_out_although_they_teach_are_noted(
     assert any(f"dynamic_sampling={mode} {said}" in text for text in texts) == (noted and mode != "off"), texts
 
 
+@pytest.mark.parametrize(
+    ("more", "noted"),
+    [
+        (("algorithm=vapo", "train.steps=30"), "algorithm.critic.only_steps=50 covers all of train.steps=30"),
+        (("algorithm=vapo", "train.steps=50"), "algorithm.critic.only_steps=50 covers all of train.steps=50"),
+        (("algorithm=vapo", "train.steps=51"), None),
+        (("algorithm=ppo", "train.steps=1"), None),
+    ],
+)
+def test_a_run_that_never_trains_the_policy_is_noted(
+    keys: tuple[str, ...], more: tuple[str, ...], noted: str | None
+) -> None:
+    texts = [text for text in preflight(job(keys, *more), for_job=True).texts("note") if "only_steps" in text]
+    assert len(texts) == (noted is not None)
+    assert all(text.startswith(f"{noted}, so only the critic is trained") for text in texts)
+
+
 def test_the_reward_is_asked_once_about_the_first_problem(keys: tuple[str, ...]) -> None:
     found = preflight(job(keys, "reward.function=preflight_rewards:good"), for_job=True)
     import preflight_rewards  # type: ignore[import-not-found]
