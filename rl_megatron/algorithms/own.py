@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -39,12 +40,12 @@ _PAIRS = ((0.0, 0.0), (0.5, -1.0), (-30.0, 4.0), (2.0, 40.0))  # log pi/ref of t
 _COLUMNS = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages", "mask")
 
 
-def check_own_objective(row: AlgorithmSection) -> None:
+def check_own_objective(row: AlgorithmSection, *, cp: int = 1) -> None:
     """Call an objective of the user's own on some made micro-batches; one of the table is left alone.
 
     Raises ConfigError if it cannot be imported or called, returns another shape or dtype, a loss or a gradient that is
     not finite, or no gradient at all; if a token's loss depends on another sequence, as it would then change with the
-    packing; and if a key is set that it did not read.
+    packing, or with ``cp`` above 1 on which part of its own a rank has; and if a key is set that it did not read.
     """
     if row.objective in OBJECTIVES:
         return
@@ -54,6 +55,8 @@ def check_own_objective(row: AlgorithmSection) -> None:
     for inputs in _made(row):
         moves |= trial.has_gradient(inputs)
         trial.check_apart(inputs)
+        if cp > 1:
+            trial.check_parts(inputs, cp)
         if not torch.equal(trial.losses(inputs), trial.losses(inputs, shift=0.3)):
             trial.watched.read.add("ratio_level")
     if not moves:
@@ -198,15 +201,54 @@ class _Trial:
         together = self.losses(inputs)
         for s in range(len(_LENGTHS)):
             mine = inputs.segment_ids == s
-            columns = {name: x[mine] for name in _COLUMNS if (x := getattr(inputs, name)) is not None}
             ids = torch.zeros(int(mine.sum()), dtype=torch.int64)
-            alone = self.losses(replace(inputs, **columns, segment_ids=ids, **_sums(ids, 1, self.row)))
+            alone = self.losses(replace(_part(inputs, mine), segment_ids=ids, **_sums(ids, 1, self.row)))
             if not torch.allclose(alone, together[mine], rtol=1e-4, atol=1e-5):
                 raise ConfigError(
                     f"{self.given}: the loss of a token is {alone.tolist()} where its sequence is alone and "
                     f"{together[mine].tolist()} beside others in the micro-batch, so it would change with the packing; "
                     "sum over a sequence by inputs.segment_sum, and over nothing that is wider"
                 )
+
+    def check_parts(self, inputs: LossInputs, cp: int) -> None:
+        """Raises ConfigError if a token's loss, or a sum over a sequence, is another where two ranks have half of each.
+
+        Each half gets the sums that the whole had, as an all-reduce gives them to every rank.
+        """
+        whole, halves = list[Tensor](), (list[Tensor](), list[Tensor]())
+
+        def recorded(sums: Tensor) -> Tensor:
+            whole.append(sums)
+            return sums
+
+        def of_whole(sums: Tensor, half: list[Tensor]) -> Tensor:
+            half.append(sums)
+            if len(half) > len(whole):
+                raise ValueError(
+                    f"with learner.cp={cp} it asks for more sums on a part of a sequence than on all of it"
+                )
+            return whole[len(half) - 1]
+
+        ids, num = inputs.segment_ids, len(_LENGTHS)
+        together = self.losses(replace(inputs, **_sums(ids, num, self.row, recorded)))
+        second = torch.cat([torch.arange(length) % 4 % 3 > 0 for length in _LENGTHS])
+        apart = torch.empty_like(together)
+        for half, mine in zip(halves, (~second, second), strict=True):
+            sums = _sums(ids[mine], num, self.row, partial(of_whole, half=half))
+            apart[mine] = self.losses(replace(_part(inputs, mine), segment_ids=ids[mine], **sums))
+        added = [a + b for a, b in zip(*halves, strict=False)]
+        pairs = [(apart, together), *zip(added, whole, strict=False)]
+        if len(added) < len(whole) or not all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs):
+            raise ConfigError(
+                f"{self.given} with learner.cp={cp}: a token's loss, or a sum over its sequence, is another where a "
+                f"rank has a part of the sequence: losses are {apart.tolist()} in parts and {together.tolist()} in "
+                "whole; sum over a sequence by inputs.segment_sum, of each token's own values, or set learner.cp=1"
+            )
+
+
+def _part(inputs: LossInputs, mine: Tensor) -> LossInputs:
+    """The columns of the positions ``mine`` [T] alone."""
+    return replace(inputs, **{name: x[mine] for name in _COLUMNS if (x := getattr(inputs, name)) is not None})
 
 
 def _made(row: AlgorithmSection) -> Iterator[LossInputs]:
@@ -233,13 +275,15 @@ def _made(row: AlgorithmSection) -> Iterator[LossInputs]:
         )
 
 
-def _sums(ids: Tensor, num: int, row: AlgorithmSection) -> dict[str, Any]:
+def _sums(
+    ids: Tensor, num: int, row: AlgorithmSection, over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums
+) -> dict[str, Any]:
     """``segment_sum`` and, where a run has it, ``turn_sum`` of sequences of one turn; both refuse a gradient."""
 
     def of_sequences(values: Tensor) -> Tensor:
         if values.requires_grad:
             raise ValueError("a sum over a sequence is one over ranks and has no gradient; give it values.detach()")
-        return segment_sum(values, ids, num)
+        return over_ranks(segment_sum(values, ids, num))
 
     turns = {"turn_sum": lambda values: of_sequences(values)[ids]} if row.ratio_level == "turn" else {}
     return {"segment_sum": of_sequences, **turns}

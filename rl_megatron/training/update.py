@@ -73,7 +73,7 @@ class Update:
     critic_steps: OptimizerSteps = field(init=False)
 
     def __post_init__(self) -> None:
-        check_own_objective(self.config.algorithm)
+        check_own_objective(self.config.algorithm, cp=self.config.learner.dims.cp)
         check_own_advantages(self.config.algorithm, self.config.rollout)
         section = self.config.algorithm
         self.state = AlgorithmState(

@@ -68,6 +68,26 @@ def quadratic(log_ratio, inputs, lengths, row):
 def plain(log_ratio, inputs, lengths, row):
     return -inputs.advantages * inputs.logprobs, none(inputs)
 
+def here(log_ratio, inputs, lengths, row):
+    sums = torch.zeros_like(lengths).index_add_(0, inputs.segment_ids, log_ratio.detach())
+    return -(log_ratio + sums[inputs.segment_ids]) * inputs.advantages, none(inputs)
+
+def so_far(log_ratio, inputs, lengths, row):
+    ids = inputs.segment_ids
+    before = torch.cat([ids[:1] - 1, ids[:-1]])
+    sums = inputs.segment_sum((ids == before) * log_ratio.detach().roll(1))
+    return -(log_ratio + sums[ids]) * inputs.advantages, none(inputs)
+
+def more_often(log_ratio, inputs, lengths, row):
+    if len(inputs.mask) < 13 and len(lengths) > 1:
+        inputs.segment_sum(log_ratio.detach())
+    return -log_ratio * inputs.advantages, none(inputs)
+
+def less_often(log_ratio, inputs, lengths, row):
+    if len(inputs.mask) == 13:
+        inputs.segment_sum(log_ratio.detach())
+    return -log_ratio * inputs.advantages, none(inputs)
+
 number = 1.0
 """
 
@@ -159,6 +179,23 @@ def test_what_can_train_is_not_refused(name: str, keys: dict[str, object]) -> No
     check_own_objective(AlgorithmSection.model_validate({"objective": name, **keys}))
 
 
+@pytest.mark.parametrize("name", ["here", "so_far", "more_often", "less_often"])
+def test_what_would_change_with_the_context_parallel_degree_is_refused_above_one(name: str) -> None:
+    row = AlgorithmSection(objective=f"faulty_objectives:{name}")
+    check_own_objective(row, cp=1)
+    with pytest.raises(ConfigError, match=rf"faulty_objectives:{name}.* with learner\.cp=2.* part of (a|the) sequence"):
+        check_own_objective(row, cp=2)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "turn"])
+def test_sums_over_ranks_are_taken_for_those_of_the_whole_sequence(level: str) -> None:
+    """Of the lengths, of the ratio's level and of the objective itself."""
+    row = AlgorithmSection.model_validate(
+        {"objective": "gmpo_of_the_page:gmpo", "ratio_level": level, "aggregation": "seq_mean_token_mean"}
+    )
+    check_own_objective(row, cp=2)
+
+
 def test_it_is_tried_on_what_a_run_may_give() -> None:
     """Log-probs of an engine are near the old ones, a reference's not far; one of four sequences trains no token."""
     for inputs in own._made(AlgorithmSection.model_validate({"kl": {"coefficient": 0.1}})):
@@ -168,9 +205,16 @@ def test_it_is_tried_on_what_a_run_may_give() -> None:
         assert inputs.segment_ids[inputs.mask].unique().tolist() == [0, 1, 3]
 
 
-def test_it_is_tried_where_the_update_is_made() -> None:
-    config = load_config("tiny_cpu", ["algorithm=grpo", "algorithm.objective=faulty_objectives:across"])
-    with pytest.raises(ConfigError, match="so it would change with the packing"):
+@pytest.mark.parametrize(
+    ("name", "keys", "reason"),
+    [
+        ("across", [], "so it would change with the packing"),
+        ("here", ["learner.cp=2", "learner.ep=1"], "with learner.cp=2: a token's loss"),
+    ],
+)
+def test_it_is_tried_where_the_update_is_made(name: str, keys: list[str], reason: str) -> None:
+    config = load_config("tiny_cpu", ["algorithm=grpo", f"algorithm.objective=faulty_objectives:{name}", *keys])
+    with pytest.raises(ConfigError, match=reason):
         Update(config=config, roles=Roles(learners={}, frozen={}, engine=None, weights=None), attention_cost=0.0)  # type: ignore[arg-type]
 
 
