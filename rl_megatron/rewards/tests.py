@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
+from io import StringIO
 from typing import Any
 
 from rl_megatron.config.sections.reward import TestsSection
@@ -165,7 +166,7 @@ def _test(given: Any, wanted: Any, function: str | None, *, apps: bool) -> _Test
         if not isinstance(given, str) or not isinstance(wanted, str):
             raise ValueError("input and output of a program are texts")
         return _Test(given, wanted, len(wanted.encode(errors="replace")), calls=False)
-    arguments = [parse(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
+    arguments = [parse(line) for line in StringIO(given, newline=None)] if isinstance(given, str) else list(given)
     printed = json.dumps(parse(wanted) if isinstance(wanted, str) else wanted)
     answer = json.loads(printed)
     wrapped = apps and isinstance(answer, list) and bool(answer)

@@ -82,6 +82,15 @@ def test_a_function_of_apps_may_return_what_its_output_wraps() -> None:
 
 
 @fenced
+@pytest.mark.parametrize("within", ["\u2028", "\u2029", "\x85"])
+def test_arguments_are_lines_of_json_whatever_unicode_calls_the_end_of_a_line(within: str) -> None:
+    text = json.dumps(f"a{within}b", ensure_ascii=False)
+    for end in ("\n", "\r\n"):
+        asked = {"function": "f", "tests": [{"input": f"{text}{end}3{end}", "output": f"[{text}, 3]"}]}
+        assert rewarded(asked, ["def f(x, y): return x, y", "def f(x, y): return y, x"]) == [1.0, 0.0]
+
+
+@fenced
 def test_output_is_limited_beyond_what_is_expected() -> None:
     short = SandboxSection(output_kb=1)
     printed = [f"print('é' * 3000 + ' ' * {spaces}, end='')" for spaces in (1024, 1025)]
