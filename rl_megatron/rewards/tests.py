@@ -115,7 +115,8 @@ def _fenced(text: str) -> Iterator[tuple[str, str]]:
 
 
 def same_output(printed: str, wanted: str) -> bool:
-    """Whether two outputs have the same lines of words, up to space at the ends; numbers are equal by their values."""
+    """Whether two outputs have the same lines of words, empty ones at the end aside; numbers are equal by their values,
+    as Python reads them: 1e1 and 1_0 are 10."""
     ours, theirs = (text.rstrip().split("\n") for text in (printed, wanted))
     return len(ours) == len(theirs) and all(
         len(mine := one.split()) == len(its := other.split()) and all(map(_same_word, mine, its))

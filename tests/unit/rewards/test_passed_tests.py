@@ -144,6 +144,7 @@ print("hidden" + "-answer" if any("hidden" + "-answer" in text for text in seen)
         ("sNaN 1", "sNaN 1.0", True),
         ("a\n\n", "a", True),
         ("\na", "a", False),
+        ("  1_0\t\n", "10", True),
         ("", "", True),
         ("1e999999999", "1", False),
         ("Yes", "yes", False),
