@@ -176,6 +176,6 @@ def written_job(parts: Parts, shape: ModelShape, roles: Roles, data: Data, *, at
         objective=objective,
         optimizer_steps=steps,
         name=name,
-        seconds_at_peak=seconds_at_peak(shape, roles.gpus),
-        training_flops=partial(training_flops, shape),
+        seconds_at_peak=seconds_at_peak(shape, roles.gpus, config.learner.lora),
+        training_flops=partial(training_flops, shape, lora=config.learner.lora),
     )

@@ -255,10 +255,8 @@ def gpus_by_role(config: RunConfig) -> dict[str, int]:
 def floor_seconds(config: RunConfig, shape: ModelShape) -> float:
     """Seconds that no step on GPUs can beat if all completions have full length: training alone, at peak.
 
-    Forward and backward at the peak (`flops`), beside adapters without gradients of the model's weights; recomputing
-    and sampling are left out.
+    Forward and backward at the peak (`flops`); recomputing and sampling are left out.
     """
     peak = config.slurm.speeds.tflops * 1e12
-    flops = training_flops(shape, [config.longest_sequence]) * config.completions_per_step * config.train.epochs
-    passes = 1.0 if config.learner.lora.rank is None else 2 / 3
-    return flops * passes / (config.learner.dims.world_size * peak)
+    each = training_flops(shape, [config.longest_sequence], config.learner.lora)
+    return each * config.completions_per_step * config.train.epochs / (config.learner.dims.world_size * peak)

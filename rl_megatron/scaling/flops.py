@@ -2,8 +2,9 @@
 
 A multiplication and an addition are two. Counted are the matrix products of a model's parameters and of attention, with
 the keys that a position attends to, and of experts those that a token chose: the model's work whatever computes it.
-Left out are norms, activations, rotary angles, softmax and the optimizer, padding, and what is computed again. PaLM
-(arXiv:2204.02311, appendix B) defines MFU so, but counts every key as attended to.
+Left out are norms, activations, rotary angles, softmax and the optimizer, padding, what is computed again, and beside
+adapters gradients of the frozen weights. PaLM (arXiv:2204.02311, appendix B) defines MFU so, but counts every key as
+attended to.
 """
 
 from __future__ import annotations
@@ -13,9 +14,15 @@ from dataclasses import dataclass
 from functools import cache
 
 from rl_megatron.models.shape import LatentAttention, ModelShape
+from rl_megatron.options.lora import LoraSection
+from rl_megatron.scaling.parameters import elements
+from rl_megatron.weights.layouts.families import megatron_layout
+from rl_megatron.weights.layouts.lora import learner_adapters
 
 PASSES = 3
 """Forward passes that a training step costs: the backward pass has two products for each of the forward's."""
+WHOLE = LoraSection()
+"""No adapters: all weights are trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +62,9 @@ def peak_of(name: str) -> Peak | None:
     return next((peak for peak in PEAKS if any(_has(words, known.split()) for known in peak.names)), None)
 
 
-def seconds_at_peak(shape: ModelShape, gpus: Sequence[str]) -> Callable[[Iterable[int]], float] | None:
+def seconds_at_peak(
+    shape: ModelShape, gpus: Sequence[str], lora: LoraSection = WHOLE
+) -> Callable[[Iterable[int]], float] | None:
     """Says how many seconds training on sequences of such lengths takes ``gpus``, by name, at their bfloat16 peak.
 
     Over the seconds that it took it is the MFU. None if there is no GPU, or the peak of one is not known.
@@ -64,18 +73,26 @@ def seconds_at_peak(shape: ModelShape, gpus: Sequence[str]) -> Callable[[Iterabl
     if not known or len(known) < len(gpus):
         return None
     together = sum(peak.bfloat16 for peak in known) * 1e12
-    return lambda lengths: training_flops(shape, lengths) / together
+    return lambda lengths: training_flops(shape, lengths, lora) / together
 
 
-def training_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
-    """Of forward and backward over sequences of so many positions, each attended to causally, without recomputation."""
-    return PASSES * forward_flops(shape, lengths)
+def training_flops(shape: ModelShape, lengths: Iterable[int], lora: LoraSection = WHOLE) -> float:
+    """Of forward and backward over sequences of so many positions, each attended to causally, without recomputation.
+
+    Weights that stand still beside the adapters of ``lora`` have no gradients, whatever the learner computes on the way
+    to the adapters' (docs/lora.md); attention's products and the adapters' own have all passes.
+    """
+    batch = _Batch.of(shape, lengths)
+    weights, pairs = batch.tokens * _weights(shape), _between_positions(shape, batch)
+    if lora.rank is None:
+        return PASSES * (weights + pairs)
+    return (PASSES - 1) * weights + PASSES * (pairs + batch.tokens * _adapters(shape, lora))
 
 
 def forward_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
     """Of one forward pass, the output layer at every position included."""
     batch = _Batch.of(shape, lengths)
-    return _head(shape, batch) + sum(_layer(shape, layer, batch) for layer in range(shape.num_layers))
+    return batch.tokens * _weights(shape) + _between_positions(shape, batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,21 +114,36 @@ def _pairs(length: int, window: int) -> float:
     return full * (full + 1) / 2 + (length - full) * full
 
 
-def _layer(shape: ModelShape, layer: int, batch: _Batch) -> float:
-    """Forward FLOPs of a layer."""
-    delta = shape.delta is not None and layer in shape.delta_layers
-    of_tokens = batch.tokens * _per_token(shape, sparse=layer in shape.moe_layers, delta=delta)
-    if delta:
-        return of_tokens
-    pairs = batch.pairs[shape.windows[layer] if shape.windows else 0]
-    key_dim = shape.head_dim
-    value_dim = shape.latent.value_dim if shape.latent else shape.head_dim
-    return of_tokens + 2 * pairs * shape.num_heads * (key_dim + value_dim)
+@cache
+def _weights(shape: ModelShape) -> float:
+    """Forward FLOPs of the model's weights for one position."""
+    return 2.0 * shape.hidden_size * shape.outputs + sum(
+        _of_layer(shape, sparse=layer in shape.moe_layers, delta=layer in shape.delta_layers)
+        for layer in range(shape.num_layers)
+    )
 
 
 @cache
-def _per_token(shape: ModelShape, *, sparse: bool, delta: bool) -> float:
-    """Forward FLOPs of a layer's parameters for one position, and of a ``delta`` net's state."""
+def _adapters(shape: ModelShape, lora: LoraSection) -> float:
+    """Forward FLOPs of the adapters for one position, as products of their own."""
+    held = elements(learner_adapters(megatron_layout(shape), lora), 0)
+    return 2.0 * (held.dense + held.experts * shape.experts_per_token / max(1, shape.num_experts))
+
+
+def _between_positions(shape: ModelShape, batch: _Batch) -> float:
+    """Forward FLOPs without weights: of queries, keys and values; and of each value head's state in a delta net, a
+    position at a time, what it knows of a key, what is written there, and what a query reads. Chunks compute more,
+    which is no more of use than recomputation."""
+    value_dim = shape.latent.value_dim if shape.latent else shape.head_dim
+    pairs = sum(batch.pairs[shape.windows[layer] if shape.windows else 0] for layer in shape.attention_layers)
+    states = 0.0
+    if m := shape.delta:
+        states = 6.0 * m.value_heads * m.key_dim * m.value_dim * len(shape.delta_layers)
+    return 2 * pairs * shape.num_heads * (shape.head_dim + value_dim) + batch.tokens * states
+
+
+def _of_layer(shape: ModelShape, *, sparse: bool, delta: bool) -> float:
+    """Forward FLOPs of a layer's weights for one position."""
     hidden, m = shape.hidden_size, shape.latent
     queries = 3 * shape.num_heads if shape.output_gate else 2 * shape.num_heads
     attention = 2.0 * hidden * (queries + 2 * shape.num_kv_heads) * shape.head_dim
@@ -128,13 +160,10 @@ def _per_token(shape: ModelShape, *, sparse: bool, delta: bool) -> float:
 
 
 def _delta_net(shape: ModelShape) -> float:
-    """Its linears; the convolution, and of each value head's state, a position at a time, what it knows of a key, what
-    is written there, and what a query reads. Chunks compute more, which is no more of use than recomputation."""
+    """Its linears and the convolution."""
     m = shape.delta
     assert m is not None
-    states = 6.0 * m.value_heads * m.key_dim * m.value_dim
-    linears = 2.0 * shape.hidden_size * (m.inputs + m.outputs)
-    return linears + 2.0 * m.kernel * m.mixed + states
+    return 2.0 * shape.hidden_size * (m.inputs + m.outputs) + 2.0 * m.kernel * m.mixed
 
 
 def _latent(shape: ModelShape, m: LatentAttention) -> float:
@@ -144,10 +173,6 @@ def _latent(shape: ModelShape, m: LatentAttention) -> float:
     down = hidden * (m.query_rank or queries) + hidden * (m.kv_rank + m.rope_dim) + heads * m.value_dim * hidden
     up = (m.query_rank or 0) * queries + m.kv_rank * heads * (m.nope_dim + m.value_dim)
     return 2.0 * (down + up)
-
-
-def _head(shape: ModelShape, batch: _Batch) -> float:
-    return 2.0 * batch.tokens * shape.hidden_size * shape.outputs
 
 
 def _has(words: Sequence[str], part: Sequence[str]) -> bool:

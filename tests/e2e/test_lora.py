@@ -11,8 +11,10 @@ from safetensors.torch import load_file
 
 from launcher.build.trained import hugging_face, trained_model
 from rl_megatron.errors import ConfigError
+from rl_megatron.scaling.flops import training_flops
 from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.checkpoints.megatron import held_lora
+from rl_megatron.weights.layouts.families import read_shape
 from tests.e2e.processes import PORTABLE, Place, Run
 
 GIVEN = (
@@ -40,6 +42,8 @@ def test_engines_get_merged_weights_and_a_resume_goes_on_to_the_bit(place: Place
     assert all(row["grad_norm"] > 0 for row in rows)
     assert rows[0]["kl/reference"] == pytest.approx(0, abs=1e-7)  # the reference is the policy without adapters
     assert rows[1]["kl/reference"] > 1e-6
+    shape = read_shape(whole.folder / "hf_start")
+    assert all(row["flops/train"] < training_flops(shape, [1] * row["tokens/train"]) for row in rows)
     assert all(
         row["mismatch/logprob_abs_max"] < 1e-4 for row in rows
     )  # the engine samples from what the learner trains

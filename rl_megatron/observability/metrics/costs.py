@@ -29,8 +29,9 @@ COSTS = (
     (
         "flops/train",
         "FLOP",
-        "FLOPs of the policy's model in forward and backward over tokens/train, without what is computed again; those "
-        "of sampling and scores are not counted (rl_megatron/scaling/flops.py)",
+        "FLOPs of the policy's model in forward and backward over tokens/train, without what is computed again, and "
+        "beside adapters without gradients of the frozen weights; those of sampling and scores are not counted "
+        "(rl_megatron/scaling/flops.py)",
     ),
     (
         "mfu/train",

@@ -13,6 +13,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn,
 
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import DeltaNet, ModelShape
+from rl_megatron.options.lora import LoraSection
 from rl_megatron.scaling.flops import PEAKS, forward_flops, peak_of, seconds_at_peak, training_flops
 from rl_megatron.weights.layouts.families import read_shape
 from tests.family_models import save_model
@@ -33,9 +34,11 @@ def masked_pairs(shape: ModelShape, layer: int, length: int) -> int:
     return length * length - visible
 
 
-def of_delta_net(m: DeltaNet, length: int) -> float:
-    """The convolution and the rule a position at a time (arXiv:2412.06464, equation 10), which three products are."""
-    return 3 * length * (2 * m.kernel * m.mixed + 3 * 2 * m.value_heads * m.key_dim * m.value_dim)
+def of_delta_net(m: DeltaNet, length: int, trained: bool) -> float:
+    """The convolution, ``trained`` or frozen, and the rule a position at a time (arXiv:2412.06464, equation 10), which
+    three products are."""
+    passes = 3 if trained else 2
+    return length * (passes * 2 * m.kernel * m.mixed + 3 * 3 * 2 * m.value_heads * m.key_dim * m.value_dim)
 
 
 def of_indexer(m: ModelShape, length: int) -> float:
@@ -49,11 +52,12 @@ def of_indexer(m: ModelShape, length: int) -> float:
     return 2 * length * (linears + length * heads * (size + 1))
 
 
-def in_whole_chunks(m: DeltaNet, length: int) -> float:
+def in_whole_chunks(m: DeltaNet, length: int, trained: bool) -> float:
     """What torch counts of transformers' convolution and rule, which pad sequences to chunks."""
     q, k, v = (torch.rand(1, length, m.value_heads, d, requires_grad=True) for d in (m.key_dim, m.key_dim, m.value_dim))
     g, b = (torch.rand(1, length, m.value_heads, requires_grad=True) for _ in range(2))
-    x, weight = (torch.rand(*size, requires_grad=True) for size in ((1, m.mixed, length), (m.mixed, m.kernel)))
+    x = torch.rand(1, m.mixed, length, requires_grad=True)
+    weight = torch.rand(m.mixed, m.kernel, requires_grad=trained)
     with FlopCounterMode(display=False) as counter:
         causal_conv1d_fn(x, weight).sum().backward()
         torch_chunk_gated_delta_rule(q, k, v, g=-g, beta=b)[0].sum().backward()
@@ -63,7 +67,7 @@ def in_whole_chunks(m: DeltaNet, length: int) -> float:
 def counted(model: Any, shape: ModelShape) -> float:
     """What torch counts in forward and backward of each sequence, without the products that a mask hides."""
     model.set_experts_implementation("eager")
-    total = 0.0
+    total, trained = 0.0, all(weight.requires_grad for weight in model.parameters())
     for length in LENGTHS:
         ids = torch.randint(3, 61, (1, length), generator=torch.Generator().manual_seed(length))
         with FlopCounterMode(display=False) as counter:
@@ -75,9 +79,8 @@ def counted(model: Any, shape: ModelShape) -> float:
         if shape.indexer is not None:
             total -= len(shape.indexer.layers) * of_indexer(shape, length)
         if shape.delta is not None:
-            total += len(shape.delta_layers) * (
-                of_delta_net(shape.delta, length) - in_whole_chunks(shape.delta, length)
-            )
+            rule, chunks = (of(shape.delta, length, trained) for of in (of_delta_net, in_whole_chunks))
+            total += len(shape.delta_layers) * (rule - chunks)
     return total
 
 
@@ -88,6 +91,41 @@ def test_a_training_step_has_the_products_that_torch_counts(name: str, tmp_path:
     shape = read_shape(tmp_path)
     wanted = counted(model, shape)
     assert training_flops(shape, LENGTHS) == pytest.approx(wanted, rel=1e-12)
+
+
+def add_adapters(model: Any, lora: LoraSection) -> None:
+    """Freeze the model, and add B A x to each linear of attention, of dense layers and of shared experts."""
+    model.requires_grad_(False)
+    model.get_input_embeddings().register_forward_hook(lambda _module, _given, out: out.requires_grad_())
+    for name, module in model.named_modules():
+        target = "attention" if "_attn." in name else "mlp"
+        if isinstance(module, torch.nn.Linear) and ".layers." in name and target in lora.targets:
+            a = torch.zeros(lora.rank, module.in_features, requires_grad=True)
+            b = torch.zeros(module.out_features, lora.rank, requires_grad=True)
+            module.register_forward_hook(lambda _module, given, out, a=a, b=b: out + given[0] @ a.T @ b.T)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("qwen3", ("attention", "mlp")),
+        ("mistral_window", ("mlp",)),
+        ("mixtral", ("attention",)),
+        ("deepseek_v3", ("attention", "mlp")),
+        ("moonlight", ("attention", "mlp")),
+        ("qwen3_next", ("attention",)),
+    ],
+)
+def test_adapters_have_their_own_gradients_and_the_frozen_weights_none(name: str, targets: Any, tmp_path: Path) -> None:
+    model, lora = save_model(name, tmp_path), LoraSection(rank=3, targets=targets)
+    shape = read_shape(tmp_path)
+    add_adapters(model, lora)
+    found = training_flops(shape, LENGTHS, lora)
+    assert found == pytest.approx(counted(model, shape), rel=1e-12)
+    if shape.num_experts:
+        more = training_flops(shape, LENGTHS, LoraSection(rank=3, expert_rank=5, targets=(*targets, "experts")))
+        of_a_layer = 3 * 2 * sum(LENGTHS) * shape.experts_per_token * 3 * 5 * (shape.hidden_size + shape.expert_width)
+        assert more - found == len(shape.moe_layers) * of_a_layer
 
 
 def gpt(hidden: int, layers: int, vocab: int) -> ModelShape:
@@ -158,5 +196,9 @@ def test_a_step_at_the_peak_of_all_gpus_together_takes_these_seconds() -> None:
     two = seconds_at_peak(shape, ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
     assert two is not None
     assert two([4096] * 3) == pytest.approx(3 * 4096 * 250e9 / (989.5e12 + 312e12), rel=0.01)
+    lora = LoraSection(rank=4)
+    less = seconds_at_peak(shape, ["NVIDIA H200"], lora)
+    assert less is not None
+    assert less([4096]) == training_flops(shape, [4096], lora) / 989.5e12
     assert seconds_at_peak(shape, []) is None
     assert seconds_at_peak(shape, ["NVIDIA H200", "a pretended GPU"]) is None

@@ -337,6 +337,9 @@ def test_the_floor_of_a_step_by_hand() -> None:
     scores = 3 * 4 * 128 * 32 * 48 * (8192 * 8193 / 2) * 64 * 16  # of 32 heads in 48 layers, with the keys before
     assert floor_seconds(config, named(config)) == pytest.approx((6 * active * tokens + scores) / (8 * 989e12))
     assert estimate(tiny(), SHAPE).step is None
+    adapted = job("qwen3_30b_a3b", "learner.lora.rank=8", "learner.lora.targets=attention")
+    lora = 6 * 48 * 8 * 2 * (2048 + 4096 + 2048 + 512)  # inputs and outputs of queries and output, keys and values
+    assert floor_seconds(adapted, named(adapted)) * 8 * 989e12 == pytest.approx((4 * active + lora) * tokens + scores)
 
 
 WAITS = ("checkpoint.async_save=false",)
