@@ -1,4 +1,4 @@
-"""Reads a model's tokenizer, and sets variables of its chat template."""
+"""Reads a model's tokenizer, and sets variables of its chat template, for a run and in what it exports."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.run import TemplateVariable
+from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +51,14 @@ def read_tokenizer(folder: Path, variables: Mapping[str, TemplateVariable]) -> P
             )
     tokenizer.chat_template = "".join(f"{{% set {name} = {_literal(v)} %}}" for name, v in variables.items()) + template
     return tokenizer
+
+
+def export_variables(folder: Path, variables: Mapping[str, TemplateVariable]) -> None:
+    """Have the chat template of an exported ``folder`` set the ``variables`` wherever who applies it does not."""
+    template = read_tokenizer(folder, {}).chat_template
+    assert isinstance(template, str), "read_tokenizer has set the variables in the run"
+    usual = (f"{{% set {name} = {name} if {name} is defined else {_literal(v)} %}}" for name, v in variables.items())
+    write_atomically(folder / "chat_template.jinja", ("".join(usual) + template).encode())
 
 
 def _literal(value: TemplateVariable) -> str:

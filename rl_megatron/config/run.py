@@ -106,7 +106,7 @@ class ModelSection(Section):
     template_variables: Mapping[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], TemplateVariable] = Field(
         default_factory=dict
     )
-    """Variables of the tokenizer's chat template, by name, wherever the run applies it: enable_thinking: false."""
+    """Variables of the model's chat template, by name, in a run and a reward model's export: enable_thinking: false."""
     tiny: TinyModelSection = TinyModelSection()
     cache_dir: Path = Path("runs/.cache")
     """Folder that caches the tiny model between runs."""

@@ -256,6 +256,19 @@ def test_an_exported_reward_model_scores_texts_as_its_run_did(place: Place, rewa
     assert reward.rows()[-1]["eval/preference_margin"] == pytest.approx(found, rel=1e-4)
 
 
+def test_an_exported_reward_model_has_the_variables_that_its_texts_had(place: Place, model: Path) -> None:
+    folder = place.folder / "varied"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").write_text("{{ who | default('nobody') }} asks\n" + TEMPLATE)
+    more = ("reward_model.centring=0", "model.template_variables.who=somebody", "train.steps=0", "eval.every=0")
+    run = place.fork_alone("varied", *keys(folder, "reward_model", *more))
+    run.finish()
+    shown = AutoTokenizer.from_pretrained(run.folder / "hf_step_000000").apply_chat_template(
+        [said("user", "1+1?"), said("assistant", "2")], tokenize=False
+    )
+    assert shown == "somebody asks\nuser:1+1?\nassistant:2<eos>\n"
+
+
 KEEPS = """
 import json
 

@@ -7,13 +7,16 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from launcher.build.data import load_data
-from launcher.build.tokenizer import read_tokenizer
+from launcher.build.tokenizer import export_variables, read_tokenizer
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig, TinyModelSection
+from rl_megatron.config.sections.reward import RewardModelSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.rewards.classifiers.texts import classifier_texts
 
 TEMPLATE = (
     "{% macro shown(m) %}{{ m['content'] }}{% if style is defined %}[{{ style }}]{% endif %}{% endmacro %}"
@@ -54,6 +57,26 @@ def test_a_runs_prompts_have_them(model: Path, tmp_path: Path) -> None:
     given = {"path": model, "template_variables": {"enable_thinking": False}}
     config = RunConfig.model_validate({"model": given, "data": data})
     assert load_data(config, model).train[0].text == "hino"
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_exported_classifier_reads_the_text_that_it_was_trained_on(model: Path, own: bool) -> None:
+    """The template may be in a file of its own; variables of who applies it, as of a run that goes on, come first."""
+    if not own:
+        (model / "chat_template.jinja").unlink()
+        settings = json.loads((model / "tokenizer_config.json").read_text())
+        (model / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    trained = read_tokenizer(model, {"style": "it's"}).apply_chat_template(turns, tokenize=False)
+    export_variables(model, {"style": "it's"})
+    config = AutoConfig.from_pretrained(model)
+    texts = classifier_texts(model, RewardModelSection(chat_template=True), config, "reward.function")
+    assert trained == "hi[it's]ho[it's]"
+    assert texts.rows("hi", ["ho"]) == [texts.tokenizer(trained, add_special_tokens=False)["input_ids"]]
+    for tokenizer, given in ((texts.tokenizer, {"style": 2}), (read_tokenizer(model, {"style": 2}), {})):
+        assert tokenizer.apply_chat_template(turns, tokenize=False, **given) == "hi[2]ho[2]"
+    export_variables(model, {"style": 3})
+    assert read_tokenizer(model, {}).apply_chat_template(turns, tokenize=False) == "hi[3]ho[3]"
 
 
 @pytest.mark.parametrize(
