@@ -31,7 +31,7 @@ from rl_megatron.scaling.host_memory import copies_bytes, host_bytes, why_off_gp
 from rl_megatron.scaling.memory import GB, Footprint, check_memory, footprints, fullest
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
-from rl_megatron.weights.layouts.learner import shape_with_drafts
+from rl_megatron.weights.layouts.learner import job_shape
 from rl_megatron.weights.layouts.parsing import model_shape, parse_layout
 from rl_megatron.weights.plans.cost import Cost, Links, broadcast_cost, plan_cost
 from rl_megatron.weights.plans.plan import plan as plan_moves
@@ -190,7 +190,7 @@ def show_config(config_name: str, overrides: Sequence[str], *, exact: bool = Fal
     model = _model(config_name, config)
     of_nodes = Preflight(found=tuple(beside_nodes(config)), seconds=0.0)
     of_nodes.raise_problems()
-    shape = shape_with_drafts(config, model_shape(model, config.learner.model))
+    shape = job_shape(config, model_shape(model, config.learner.model))
     expect(config.model.name, shape)
     show_memory(config_name, config, shape)
     print(_counted_layers(config, shape))

@@ -72,13 +72,13 @@ def main() -> None:
     """Read what is asked from standard input, make the dry run and print it."""
     die_with(int(sys.argv[1]))
     from rl_megatron.learner.dry_run.rank import dry_run
-    from rl_megatron.weights.layouts.learner import shape_with_drafts
+    from rl_megatron.weights.layouts.learner import job_shape
     from rl_megatron.weights.layouts.parsing import model_shape
 
     asked = json.load(sys.stdin)
     config = RunConfig.model_validate(asked["config"])
     found = dry_run(
-        shape_with_drafts(config, model_shape(asked["model"], config.learner.model)),
+        job_shape(config, model_shape(asked["model"], config.learner.model)),
         config.learner,
         asked["rank"],
         sequence=config.longest_sequence,

@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from rl_megatron.config.run import RunConfig
+from launcher.build.model import starting_shape
+from launcher.programs.dry_run import dry_runs
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.learner import logprobs
 from rl_megatron.learner.dry_run.meter import Meter
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import LatentAttention, ModelShape, Rope
+from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.options.fusion import FusionSection
 from rl_megatron.scaling.exact.collectives import collectives, layers_of
 from rl_megatron.scaling.memory import footprints
@@ -25,6 +29,7 @@ SEQUENCE = 128
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-ep2": {"tp": 2, "ep": 2, "router": {"seq_aux_loss": 0.1, "z_loss": 0.1}},
     "pp2, recomputed, float32 head": {"pp": 2, "recompute": {"uniform": 1}, "head_dtype": "float32"},
+    "pp2, recomputed, scores": {"pp": 2, "recompute": {"uniform": 1}},
 }
 SHAPE = replace(
     NAMED["qwen3-30b-a3b"],
@@ -38,6 +43,10 @@ SHAPE = replace(
     expert_width=64,
     vocab_size=64,  # most bytes are then a layer's
 )
+
+
+def shape_of(layout: str) -> ModelShape:
+    return replace(SHAPE, scores=True, tie_embeddings=False) if "scores" in layout else SHAPE
 
 
 def learner_of(layout: str) -> LearnerSection:
@@ -65,7 +74,7 @@ def real(rank: int, layout: str, folder: Path) -> None:
     counted = []
     for _ in range(3):
         with Meter() as meter:
-            made = policy(SHAPE, learner, replace(packed, routes=routes))
+            made = policy(shape_of(layout), learner, replace(packed, routes=routes))
             for tensor in made.tensors.values():
                 tensor.normal_(std=0.02)
             made.adopt()
@@ -79,7 +88,7 @@ def dry(_: int, layout: str, rank: int, folder: Path) -> None:
     from rl_megatron.learner.dry_run.rank import dry_run
 
     learner = learner_of(layout)
-    found = dry_run(SHAPE, learner, rank, sequence=SEQUENCE, micro_batches=learner.pp)
+    found = dry_run(shape_of(layout), learner, rank, sequence=SEQUENCE, micro_batches=learner.pp)
     (folder / f"{layout} dry {rank}.json").write_text(json.dumps(asdict(found)))
 
 
@@ -95,9 +104,17 @@ def test_it_counts_what_a_real_rank_holds_and_sends(layout: str, tmp_path: Path)
         assert said["optimizer"] == pytest.approx(true["optimizer"], rel=0.01)
         assert said["passes"] == pytest.approx(true["passes"], rel=0.03)
         assert said["collectives"] == true["collectives"]
-        assert_formula(learner_of(layout), SHAPE, said)
-        terms = {m.stage: m.terms for m in footprints(RunConfig(learner=learner_of(layout)), SHAPE)}[said["stage"]]
+        assert_formula(learner_of(layout), shape := shape_of(layout), said)
+        terms = {m.stage: m.terms for m in footprints(RunConfig(learner=learner_of(layout)), shape)}[said["stage"]]
         assert said["passes"] == pytest.approx(terms["activations"] + terms["logits"], rel=0.04)
+
+
+def test_of_a_job_that_scores_it_builds_the_model_that_the_job_trains(tmp_path: Path) -> None:
+    model = make_tiny_model(TinyModelSection(), tmp_path, 0)
+    config = load_config("reward_tiny", ["run.name=x", f"model.path={model}"])
+    (planned, *_) = footprints(config, starting_shape(config))
+    (said,) = dry_runs(config, str(model), [0])
+    assert said.parameters == planned.terms["parameters"]
 
 
 def assert_formula(learner: LearnerSection, shape: ModelShape, said: dict[str, Any]) -> None:

@@ -119,8 +119,8 @@ def micro_batch(learner: LearnerSection, sequence: int) -> PackedMicroBatch:
 
 
 def _loss(inputs: LossInputs) -> LossOutput:
-    """With an entropy bonus, whose gradient holds a chunk of logits more."""
-    each = inputs.advantages * inputs.logprobs + inputs.entropy
+    """Of scores, or with an entropy bonus, whose gradient holds a chunk of logits more."""
+    each = inputs.advantages * inputs.logprobs + inputs.entropy if inputs.values is None else inputs.values
     return LossOutput(loss=-each.sum() / inputs.num_tokens, metrics={})
 
 

@@ -9,7 +9,8 @@ import pytest
 from launcher.commands.plan import show_memory
 from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED
-from rl_megatron.scaling.memory import GB, footprints
+from rl_megatron.scaling.memory import GB, footprints, fullest
+from rl_megatron.weights.layouts.learner import job_shape
 from tests.unit.launcher.commands import Said
 from tests.unit.launcher.test_memory import QWEN3
 
@@ -175,3 +176,22 @@ def test_a_recipe_that_does_not_fill_its_nodes_is_refused_or_noted_as_submit_doe
     idle = "servers sample on 1 of the 2 GPUs of the servers' own nodes"
     assert f"note: {idle}" in said(*recipe, "rollout.server.replicas=1")
     assert idle not in said(*recipe, "rollout.server.replicas=2")
+
+
+def test_a_reward_model_is_planned_as_its_run_checks_it_without_an_output_layer(said: Said) -> None:
+    """80 GB are enough for it, and not for a policy in its layout."""
+    sizes = ("model.name=qwen3-30b-a3b", "slurm.nodes=2", "slurm.gpus_per_node=8", "slurm.gpu_memory_gb=80")
+    layout = ("device=cuda", "dtype=bfloat16", "tp=2", "ep=8", "dp=8", "max_tokens_per_micro_batch=8192")
+    more = (*sizes, *(f"learner.{key}" for key in layout), "reward_model.max_tokens=4096")
+    config = load_config("reward_tiny", [*more, "run.launcher=slurm", "model.path=/given"])
+    text = said("--config", "reward_tiny", *more)
+    together = fullest(config, job_shape(config, NAMED["qwen3-30b-a3b"])).total / GB
+    assert re.search(rf"together +│ +{together:.1f} ", text)
+    assert "│ logits" not in text
+    assert "It fits in slurm.gpu_memory_gb=80." in text
+
+
+def test_a_classifier_is_no_model_of_a_job_that_trains_log_probs(said: Said, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3, "architectures": ["Qwen3MoeForSequenceClassification"]}))
+    refused = said("--config", "sft_tiny", f"model.path={tmp_path}", status=1)
+    assert "is a sequence classifier, which scores texts; job=sft needs a model with an output layer" in refused
