@@ -12,6 +12,7 @@ from launcher.build.profiling import Profiling
 from launcher.build.roles import Parts, attention_cost
 from launcher.build.sampler import sampler_of, samplers_of_sets
 from launcher.build.written import written_job
+from launcher.runs.resume import START_FOLDER
 from rl_megatron.config.resume import fixed
 from rl_megatron.config.sections.data import weights_of
 from rl_megatron.data.packing import packer_of
@@ -126,7 +127,7 @@ def _sampling(
         stream=stream_of(config, prompts, sampler, Ledger(parts.folder / "ledger.jsonl")),
         evaluation=evaluation,
         update=update,
-        start_folder=parts.folder / "hf_start",
+        start_folder=parts.folder / START_FOLDER,
         recorder=recorder,
         route=route_of(config).name,
         beside=beside if config.eval.mode != "blocking" else None,

@@ -9,6 +9,7 @@ from itertools import groupby
 
 from launcher.build.data import Data
 from launcher.build.roles import Parts
+from launcher.runs.resume import START_FOLDER
 from rl_megatron.algorithms.auxiliary import PreferenceLoss, ScoreLoss
 from rl_megatron.algorithms.own import check_own_pair_loss
 from rl_megatron.config.sections.data import FileKeys, data_sources, name_of, weights_of
@@ -131,7 +132,7 @@ def _preferences(b: _Building) -> tuple[UnitsOf, Preferences]:
         optimizer_steps=b.steps,
         parts=b.held_out(units_of, Preferences.samples_of),
         reference=section.reference,
-        start_folder=b.parts.folder / "hf_start",
+        start_folder=b.parts.folder / START_FOLDER,
     )
 
 

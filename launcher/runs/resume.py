@@ -10,7 +10,10 @@ from rl_megatron.config.resume import changes_no_step, defaults, fixed, is_free
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import CheckpointError, shorten
 from rl_megatron.training import checkpoints
+from rl_megatron.weights.formats.hf_folder import weight_files
 
+START_FOLDER = "hf_start"
+"""In a run's folder: the model that training starts from, where it is the frozen reference."""
 _MAX_LINES = 20
 
 
@@ -24,7 +27,24 @@ def find(config: RunConfig, run_folder: Path) -> checkpoints.Checkpoint | None:
         return None
     found = checkpoints.read(latest)
     _check_same(fixed(config), defaults(config), found.config, latest)
+    begun = found.state.warm_start_step is None
+    if begun and config.needs_reference and config.reference is None and not config.reference_is_base:
+        _check_reference(config, run_folder / START_FOLDER)
     return found
+
+
+def _check_reference(config: RunConfig, folder: Path) -> None:
+    """Raises CheckpointError if the reference that the run kept at its start lacks files."""
+    try:
+        weight_files(folder)
+    except CheckpointError as error:
+        path, remedy = config.model.path, "put it back"
+        if path is not None and not (config.warm_start.steps or config.model.random_weights):
+            remedy += f", or copy model.path={path} there, which it is"
+        raise CheckpointError(
+            f"{error.args[0].partition(';')[0]}. It is the model that this run started from, its frozen reference "
+            f"({config.reference_key}=null); {remedy}, or begin another run.name"
+        ) from error
 
 
 def _check_same(now: Mapping[str, Any], usual: Mapping[str, Any], then: Mapping[str, Any], folder: Path) -> None:

@@ -226,13 +226,20 @@ def test_its_report_has_the_held_out_loss_of_every_evaluation(
 def test_a_run_that_is_stopped_and_resumed_is_equal_to_the_bit(
     place: Place, model: Path, job: str, more: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
-    """It stops once it has a checkpoint of step 2: step 3's rows were then drawn, and are drawn again."""
+    """It stops once it has a checkpoint of step 2: step 3's rows were then drawn, and are drawn again. The model
+    that it started from is gone, and the user puts it back as the error says."""
     name = job.removesuffix("_model")
     whole, arguments = request.getfixturevalue(name), keys(model, job, *more)
     first = place.fork_alone(f"{name}-stopped", *arguments)
     first.until_file("checkpoints/step_000002/manifest.json")
     os.kill(first.process.pid, signal.SIGTERM)
     first.end()
+    if job == "dpo":
+        shutil.rmtree(first.folder / "hf_start")
+        refused = place.fork_alone(f"{name}-stopped", *arguments, resume=True)
+        assert refused.end() == 1
+        assert f"or copy model.path={model} there, which it is, or begin" in refused.text()
+        shutil.copytree(model, first.folder / "hf_start")
     again = place.fork_alone(f"{name}-stopped", *arguments, resume=True)
     again.finish()
     assert [deterministic(row) for row in again.rows()] == [deterministic(row) for row in whole.rows()]
@@ -263,9 +270,8 @@ def test_an_exported_reward_model_has_the_variables_that_its_texts_had(place: Pl
     more = ("reward_model.centring=0", "model.template_variables.who=somebody", "train.steps=0", "eval.every=0")
     run = place.fork_alone("varied", *keys(folder, "reward_model", *more))
     run.finish()
-    shown = AutoTokenizer.from_pretrained(run.folder / "hf_step_000000").apply_chat_template(
-        [said("user", "1+1?"), said("assistant", "2")], tokenize=False
-    )
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "hf_step_000000")
+    shown = tokenizer.apply_chat_template([said("user", "1+1?"), said("assistant", "2")], tokenize=False)
     assert shown == "somebody asks\nuser:1+1?\nassistant:2<eos>\n"
 
 
@@ -360,12 +366,8 @@ def test_a_classifier_is_no_policy(place: Place, reward: Run) -> None:
 
 
 TIED = (
-    "--config",
-    "reward_tiny",
-    "learner.ep=1",
-    "model.tiny.tie_embeddings=true",
-    "train.steps=3",
-    "data.num_eval=16",
+    *("--config", "reward_tiny", "learner.ep=1", "model.tiny.tie_embeddings=true"),
+    *("train.steps=3", "data.num_eval=16"),
 )
 LAYOUTS = (("learner.tp=2",), ("learner.pp=2",), ("learner.cp=2",), ("learner.dp=2", "learner.ep=2"))
 

@@ -34,10 +34,13 @@ class Weights:
         return Ended(digests(folder, ["weights"]))
 
 
-def run_of(folder: Path, config: RunConfig, held: Mapping[str, Any] | None = None) -> Path:
+def run_of(
+    folder: Path, config: RunConfig, held: Mapping[str, Any] | None = None, warm_start_step: int | None = None
+) -> Path:
     """With a checkpoint that holds the values ``held``, or else those of ``config`` that are fixed."""
     store = CheckpointStore(folder / "checkpoints", keep=1, config=held or fixed(config))
-    state = TrainerState(step=1, prompts={}, stream=None)
+    step = 1 if warm_start_step is None else 0
+    state = TrainerState(step=step, prompts={}, stream=None, warm_start_step=warm_start_step)
     learner: Any = Weights()
 
     async def write() -> None:
@@ -46,6 +49,11 @@ def run_of(folder: Path, config: RunConfig, held: Mapping[str, Any] | None = Non
     asyncio.run(write())
     save_resolved(config, folder / "config.yaml")
     return folder
+
+
+def keep_start(run: Path) -> None:
+    (run / "hf_start").mkdir()
+    (run / "hf_start" / "model.safetensors").touch()
 
 
 def keys(section: BaseModel, above: str = "") -> Iterator[str]:
@@ -141,12 +149,49 @@ def test_what_is_done_with_longer_rows_may_change_where_none_was_seen(
     given = ({"job": job, job: dict(one.split("=") for one in some)} for some in (then, now))
     first, second = map(RunConfig.model_validate, given)
     run = run_of(tmp_path, first)
+    if job == "dpo":
+        keep_start(run)
     if not refused:
         find(second, run)
         return
     with pytest.raises(CheckpointError) as caught:
         find(second, run)
     assert all(f"{job}.{said}" in str(caught.value) for said in refused)
+
+
+KL = ("tiny_cpu", "algorithm.kl.coefficient=0.1", "warm_start.steps=0")
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (("dpo_tiny",), "(dpo.reference=null); put it back, or begin another run.name"),
+        (("dpo_tiny", "model.path=/given"), "put it back, or copy model.path=/given there, which it is, or begin"),
+        (KL, "(algorithm.kl.reference=null); put it back, or begin another run.name"),
+        (("tiny_cpu", *KL[1:2], "warm_start.steps=1", "model.path=/given"), "; put it back, or begin another run.name"),
+        ((*KL, "algorithm.kl.reference=/other"), None),
+        (("dpo_tiny", "learner.lora.rank=4"), None),
+        (("tiny_cpu", "warm_start.steps=0"), None),
+        (("sft_tiny",), None),
+    ],
+)
+def test_a_frozen_reference_that_is_gone_is_named_before_ranks_start(
+    keys: tuple[str, ...], said: str | None, tmp_path: Path
+) -> None:
+    config = load_config(keys[0], list(keys[1:]))
+    run = run_of(tmp_path, config)
+    if said is not None:
+        with pytest.raises(CheckpointError) as caught:
+            find(config, run)
+        assert str(caught.value).startswith(f"{run}/hf_start: it has neither ")
+        assert said in str(caught.value)
+        keep_start(run)
+    find(config, run)
+
+
+def test_a_warm_start_that_was_stopped_has_kept_no_reference_yet(tmp_path: Path) -> None:
+    config = load_config("tiny_cpu", [KL[1]])
+    find(config, run_of(tmp_path, config, warm_start_step=3))
 
 
 @pytest.mark.parametrize(
