@@ -15,7 +15,7 @@ from rl_megatron.durable import write_atomically
 from rl_megatron.errors import DataError
 from rl_megatron.evaluation.bounds import difference_interval
 from rl_megatron.evaluation.figures import pass_at
-from rl_megatron.evaluation.rules import drawing_keys, judging_keys, unlike_keys
+from rl_megatron.evaluation.rules import drawing_keys, judged_otherwise, judging_keys, unlike_keys
 from rl_megatron.evaluation.sets import MeasuredSet, ProblemSet
 from rl_megatron.observability.intervals import Interval
 
@@ -115,8 +115,7 @@ def paired_figures(first: Results, second: Results) -> list[PairedFigure]:
     if not shared:
         raise DataError(f"the two share no set: {', '.join(first.sets)} and {', '.join(second.sets)}")
     for name in shared:
-        rules = (judging_keys(each.config, each.sets[name].section) for each in (first, second))
-        if unlike := list(unlike_keys(*rules)):
+        if unlike := judged_otherwise(*((each.config, each.sets[name].section) for each in (first, second))):
             raise DataError(
                 f"set {name}: the two were judged otherwise, by {', '.join(unlike)}, so their difference is not of the "
                 "models alone; evaluate both with the same keys"

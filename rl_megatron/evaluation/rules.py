@@ -9,14 +9,35 @@ from pydantic import ValidationError
 
 from rl_megatron.config.resume import flat, is_free
 from rl_megatron.config.sections.environment import EnvironmentSection
-from rl_megatron.config.sections.reward import RewardSection
+from rl_megatron.config.sections.reward import RANKS, RewardSection
+from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.section import Section
 
 _DRAWN = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
 _JUDGES: Mapping[str, type[Section]] = {"reward": RewardSection, "environment": EnvironmentSection}
+_OF_PROGRAMS = ("type", "image", "seconds", "cpu_seconds", "memory_mb", "processes", "output_kb", "files_mb")
+
+
+def judged_otherwise(*two: tuple[Mapping[str, Any], Mapping[str, Any]]) -> list[str]:
+    """The keys by which samples of a set were judged otherwise, each with both values. ``two``: each side's
+    configuration and the set's keys."""
+    first, second = (_judging(config, section) for config, section in two)
+    one, other = (_named(config, keys) for (config, _), keys in zip(two, (first, second), strict=True))
+    both = one.keys() & other.keys()  # what one alone names differs by its name
+    return [
+        *unlike_keys(first, second),
+        *unlike_keys(*({key: value for key, value in each.items() if key in both} for each in (one, other))),
+    ]
 
 
 def judging_keys(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
+    """The values by which samples of a set with these keys were judged, by key, those of what the keys name too."""
+    found = _judging(config, section)
+    return {**found, **_named(config, found)}
+
+
+def _judging(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
     """The values by which samples of a set with these keys were right, by key; defaults where older files have none."""
     of_run = section.get("data", {}).get("type", "run") == "run"
     sources = config.get("data", {}).get("sources", {}) if of_run else {}
@@ -31,12 +52,38 @@ def judging_keys(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[
     return found
 
 
+def _named(config: Mapping[str, Any], judges: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of other sections that ``judges`` go by, by key: those of the models and services that they name, and
+    the sandbox's for tests and environments."""
+    found = dict[str, Any]()
+    for key, value in judges.items():
+        *_, above, last = key.split(".")
+        name = str(above if value is None else value)  # a part without a function has that of its name
+        if name.startswith(RANKS):
+            model = name.removeprefix(RANKS)
+            found[f"reward_models.{model}.path"] = config.get("reward_models", {}).get(model, {}).get("path")
+        elif name.startswith(SERVICE):
+            service = name.removeprefix(SERVICE).partition("/")[0]
+            found[f"services.{service}.command"] = config.get("services", {}).get(service, {}).get("command")
+        elif last == "function" and (name == "tests" or (above == "environment" and value is not None)):
+            limits = _whole(SandboxSection, config.get("sandbox") or {})
+            found |= {f"sandbox.{limit}": limits.get(limit) for limit in _OF_PROGRAMS}
+    return found
+
+
 def drawing_keys(config: Mapping[str, Any], section: Mapping[str, Any], engine: str) -> dict[str, Any]:
     """The values by which samples of a set with these keys were drawn, by key."""
+    rollout = config.get("rollout", {})
     found = {key: section[key] for key in _DRAWN if key in section}
     if found.get("max_new_tokens", 0) is None:
-        found["max_new_tokens"] = config.get("rollout", {}).get("max_new_tokens")
-    return {"rollout.engine": engine, "learner.dtype": config.get("learner", {}).get("dtype"), **found}
+        found["max_new_tokens"] = rollout.get("max_new_tokens")
+    return {
+        "rollout.engine": engine,
+        "learner.dtype": config.get("learner", {}).get("dtype"),
+        **found,
+        "rollout.ignore_eos": rollout.get("ignore_eos", False),
+        "rollout.server.quantization": rollout.get("server", {}).get("quantization", "none"),
+    }
 
 
 def unlike_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:

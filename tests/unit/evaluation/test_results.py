@@ -106,18 +106,70 @@ def test_samples_that_were_judged_otherwise_are_not_compared(tmp_path: Path, key
         paired_figures(first, second)
 
 
+RANKS = ("reward.function=ranks:judge", "reward_models.judge.path=a")
+SERVICE = ("reward.function=service:judge/score", "services.judge.command=serve a")
+TESTS = ("reward.parts.tests=1",)
+AGENT = (
+    "environment.function=openenv",
+    "environment.template=plain",
+    "environment.options.url=service:judge",
+    "services.judge.command=serve a",
+)
+
+
+@pytest.mark.parametrize(
+    ("keys", "other", "said"),
+    [
+        (RANKS, "reward_models.judge.path=b", r"reward_models.judge.path \(a and b\)"),
+        (SERVICE, "services.judge.command=serve b", r"services.judge.command \(serve a and serve b\)"),
+        (AGENT, "services.judge.command=serve b", r"services.judge.command \(serve a and serve b\)"),
+        (TESTS, "sandbox.seconds=30", r"sandbox.seconds \(10.0 and 30.0\)"),
+        (TESTS, "reward.parts.tests=2", r"reward.parts.tests.weight \(1.0 and 2.0\)"),
+    ],
+)
+def test_what_a_reward_names_in_other_sections_judges_too(
+    tmp_path: Path, keys: tuple[str, ...], other: str, said: str
+) -> None:
+    first, second = evaluated(tmp_path, *keys), evaluated(tmp_path, *keys, other)
+    with pytest.raises(DataError, match=f"set one: the two were judged otherwise, by {said}, so "):
+        paired_figures(first, second)
+
+
+def test_of_judges_that_differ_their_own_sections_are_not_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"by reward.function \(ranks:judge and exact_match\), so "):
+        paired_figures(evaluated(tmp_path, *RANKS), evaluated(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("keys", "free"),
+    [
+        (TESTS, "sandbox.concurrency=9"),
+        (SERVICE, "services.judge.replicas=3"),
+        ((*TESTS, "eval.sets.one.reward.function=length"), "sandbox.seconds=30"),
+        ((*RANKS, "eval.sets.one.reward.function=length"), "reward_models.judge.path=b"),
+    ],
+)
+def test_keys_of_other_sections_that_judge_no_sample_may_differ(
+    tmp_path: Path, keys: tuple[str, ...], free: str
+) -> None:
+    assert len(paired_figures(evaluated(tmp_path, *keys), evaluated(tmp_path, *keys, free))) == 1
+
+
 def test_what_judges_no_sample_may_differ_and_how_samples_were_drawn_is_told(tmp_path: Path) -> None:
     first, alike = (
         evaluated(tmp_path),
         evaluated(tmp_path, "reward.timeout_seconds=9", "reward.on_error=drop", "seed=9"),
     )
-    other = evaluated(tmp_path, "eval.sets.one.temperature=0.5", "rollout.max_new_tokens=9")
+    other = evaluated(tmp_path, "eval.sets.one.temperature=0.5", "rollout.max_new_tokens=9", "rollout.ignore_eos=true")
     older = replace(first, config={"reward": {"function": "exact_match"}})
     assert all(len(paired_figures(first, each)) == 1 for each in (alike, other, older))
     assert not drawn_otherwise(first, alike)
     tokens = first.config["rollout"]["max_new_tokens"]
-    drawn = ["temperature (0.0 and 0.5)", f"max_new_tokens ({tokens} and 9)"]
+    drawn = ["temperature (0.0 and 0.5)", f"max_new_tokens ({tokens} and 9)", "rollout.ignore_eos (False and True)"]
     assert drawn_otherwise(first, other) == {"one": drawn}
+    served = ("rollout=vllm", "learner.device=cuda", "learner.dtype=bfloat16", "weights.transport=file")
+    quantised = [evaluated(tmp_path, *served, f"rollout.server.quantization={one}") for one in ("none", "fp8")]
+    assert drawn_otherwise(*quantised) == {"one": ["rollout.server.quantization (none and fp8)"]}
 
 
 def way(*keys: str, mark: str = "") -> str:
