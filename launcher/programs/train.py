@@ -19,7 +19,7 @@ from launcher.build.tokenizer import export_variables
 from launcher.control.listener import Control
 from launcher.hosts.sites import service_sites
 from launcher.processes.loop_watch import LoopWatch
-from launcher.rehearsal.spent import costs, planned_metrics
+from launcher.rehearsal.spent import costs, planned_metrics, recorded
 from launcher.runs.name import claim
 from launcher.runs.resume import find
 from launcher.runs.stop import Stop, stop_signals
@@ -156,9 +156,15 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
         parts = replace(parts, config=_with_steps(parts.config, data, progress))
         section, a = parts.config.log, parts.config.algorithm
         is_taught = a.needs_top or a.nll_coefficient > 0
-        decode, fresh = data.tokenizer.decode, start is None
+        held = recorded(parts.config)
         recorder = Recorder(
-            parts.folder, section, progress, loop_watch.row, is_taught=is_taught, decode=decode, fresh=fresh
+            parts.folder,
+            section,
+            progress,
+            lambda: held | loop_watch.row(),
+            is_taught=is_taught,
+            decode=data.tokenizer.decode,
+            fresh=start is None,
         )
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(asyncio.to_thread, recorder.close)  # W&B may be slow, or away

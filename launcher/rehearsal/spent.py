@@ -16,10 +16,10 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.observability.files import read_jsonl
+from rl_megatron.observability.files import JsonValue, read_jsonl
 from rl_megatron.observability.metrics.table import STEPS
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.placement.ranks import ranks_by_role
+from rl_megatron.placement.ranks import layout_said, ranks_by_role
 from rl_megatron.placement.seats import seats_here
 from rl_megatron.scaling.estimates import Estimate, Predicted, estimate, gpus_by_role
 from rl_megatron.scaling.memory import footprints
@@ -27,6 +27,7 @@ from rl_megatron.scaling.memory import footprints
 logger = logging.getLogger(__name__)
 
 ENGINES = "engines"
+_DEVICES = "devices/"
 _HOUR = 3600.0
 
 
@@ -56,15 +57,14 @@ def spent(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> RunCost:
     """What the job's steps in ``rows`` of metrics.jsonl took; of a warm start see `warm_start_hours`.
 
     Devices of a role are held by it all the time, but those that learner and engines share are the engines' while they
-    sample (seconds/rollout).
+    sample (seconds/rollout). They are those of each row, which a resume may change; of rows of older versions, which
+    have none, those of ``config``.
     """
     steps = _timed(rows, STEPS)
-    seconds = sum(float(row["seconds/step"]) for row in steps)
-    sampling = sum(float(row.get("seconds/rollout") or 0.0) for row in steps)
     return RunCost(
         unit="core" if config.learner.device == "cpu" else "GPU",
         steps=len(steps),
-        hours=_hours(config, seconds, sampling),
+        hours=_measured_hours(config, steps),
         trained=sum(float(row.get("tokens/train") or 0.0) for row in steps),
         sampled=sum(float(row.get("tokens/rollout") or 0.0) for row in steps),
     )
@@ -72,7 +72,7 @@ def spent(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> RunCost:
 
 def warm_start_hours(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> float:
     """Hours of all roles' devices in the steps of a warm start, which no plan has; 0 without one."""
-    return sum(devices(config).values()) * sum(float(r["seconds/step"]) for r in _timed(rows, ("warm_start",))) / _HOUR
+    return sum(_measured_hours(config, _timed(rows, ("warm_start",))).values())
 
 
 def _timed(rows: Sequence[Mapping[str, Any]], phases: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -85,7 +85,7 @@ def planned(config: RunConfig, found: Predicted, steps: int) -> RunCost:
     return RunCost(
         unit="GPU",
         steps=steps,
-        hours=_hours(config, found.step.seconds * steps, found.step.parts["rollout"] * steps),
+        hours=_hours(config, devices(config), found.step.seconds * steps, found.step.parts["rollout"] * steps),
         trained=found.step.tokens * steps * config.train.epochs,
         sampled=completions * found.mean,
     )
@@ -109,9 +109,35 @@ def planned_metrics(config: RunConfig, shape: ModelShape, guess: Estimate) -> di
     return {"memory/peak": max(held)} | ({} if found is None else {"mfu/train": found.mfu})
 
 
-def _hours(config: RunConfig, seconds: float, sampling: float) -> dict[str, float]:
+def recorded(config: RunConfig) -> dict[str, JsonValue]:
+    """What each row says of devices, which it has taken and which a resume may change: those of each role, and the
+    layout."""
+    try:
+        held = devices(config)
+    except RLMegatronError as error:
+        logger.warning("metrics.jsonl does not say the devices of the run: %s", error)
+        held = {}
+    return {**{f"{_DEVICES}{role}": count for role, count in held.items()}, f"{_DEVICES}layout": layout_said(config)}
+
+
+def _measured_hours(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Hours of devices by role."""
+    named = [
+        {name.removeprefix(_DEVICES): n for name, n in row.items() if name.startswith(_DEVICES) and isinstance(n, int)}
+        for row in rows
+    ]
+    usual = {} if all(named) else devices(config)
+    total = dict[str, float]()
+    for row, held in zip(rows, named, strict=True):
+        seconds, sampling = float(row["seconds/step"]), float(row.get("seconds/rollout") or 0.0)
+        for role, hours in _hours(config, held or usual, seconds, sampling).items():
+            total[role] = total.get(role, 0.0) + hours
+    return total
+
+
+def _hours(config: RunConfig, count: Mapping[str, int], seconds: float, sampling: float) -> dict[str, float]:
     """Hours of devices by role, of ``seconds`` in all of which ``sampling`` were rollouts."""
-    held = {role: count * seconds / _HOUR for role, count in devices(config).items()}
+    held = {role: number * seconds / _HOUR for role, number in count.items()}
     if ENGINES not in held and config.kind.samples and config.rollout.server.addresses is None:
         held[ENGINES] = held[LEARNER] * sampling / seconds if seconds else 0.0
         held[LEARNER] -= held[ENGINES]

@@ -36,7 +36,7 @@ class Recorder:
         folder: Path,
         log: LogSection,
         progress: Progress,
-        process: Callable[[], Mapping[str, float]] = dict,
+        process: Callable[[], Mapping[str, JsonValue]] = dict,
         *,
         is_taught: bool = False,
         decode: Callable[[list[int]], str] | None = None,

@@ -7,7 +7,7 @@ then neighbours in one node, pipeline stages far apart, and expert-parallel grou
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from rl_megatron.config.beside import in_words_of, separate
 from rl_megatron.config.run import RunConfig
@@ -112,6 +112,19 @@ def placement_of(config: RunConfig, nodes: Sequence[str], role: str = LEARNER) -
 def ranks_by_role(config: RunConfig) -> dict[str, int]:
     """The number of ranks of the learner, and of each separate role in the order of a job's nodes."""
     return {role: config.learner_of(role).dims.world_size for role in (LEARNER, *separate(config))}
+
+
+def layout_said(config: RunConfig) -> str:
+    """The degrees of every role's layout, without those that are 1; servers of the run's own are ``engines``."""
+    said = {role: asdict(config.learner_of(role).dims) for role in (LEARNER, *separate(config))}
+    server = config.rollout.server
+    if config.kind.samples and config.rollout.served and server.addresses is None:
+        degrees = {name: getattr(server, name) for name in ("tp", "pp", "ep", "dp")}
+        said["engines"] = {"replicas": server.count, **degrees}
+    return "; ".join(
+        " ".join([role, *(f"{name}={n}" for name, n in degrees.items() if n > 1 or name == "dp")])
+        for role, degrees in said.items()
+    )
 
 
 def group_ranks(dims: ParallelDims) -> Mapping[str, list[list[int]]]:

@@ -74,5 +74,12 @@ COSTS = (
     ("seconds/checkpoint", "s", "training waited for checkpoints; only in rows after one was begun or written"),
     ("seconds/step", "s", "since the previous row: the step, its evaluation, the wait for checkpoints"),
     ("loop/longest_ms", "ms", "the longest since the last row that the controller served nothing; log.txt says why"),
+    (
+        "devices/<name>",
+        "devices",
+        "the role of this name held: GPUs, or on CPUs the cores that its ranks compute with; what learner and engines "
+        "share is the learner's",
+    ),
+    ("devices/layout", "", "the degrees of every role's layout that are not 1, as text"),
     ("metrics/non_finite", "", "values of this row that were NaN or infinite and are null; only if there are any"),
 )

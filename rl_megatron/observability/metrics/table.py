@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 _TIMED_UNITS = ("s", "ms", "tokens/s", "rank", "s/s")
-_TIMED = ("overlap/", "idle/", "checkpoint/", "memory/", "mfu/", "plane/", "endpoint/")
+_TIMED = ("overlap/", "idle/", "checkpoint/", "memory/", "mfu/", "plane/", "endpoint/", "devices/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ class Documented:
 
     @property
     def is_timing(self) -> bool:
-        """Whether it depends on the clock, on when the run saved, on what ranks hold or on connections, and not on the
-        data alone."""
+        """Whether it depends on the clock, on when the run saved, on devices and what ranks hold or on connections, and
+        not on the data alone."""
         return self.unit in _TIMED_UNITS or self.name.startswith(_TIMED)
 
 
@@ -90,8 +90,8 @@ def render_docs() -> str:
 then one for each step of the job. Names are stable. A value that was NaN or infinite is `null`. TensorBoard tags and
 W&B keys are the same names, prefixed by `warm_start/` in rows of the warm start. Log-probs, entropies and KLs are in
 nats. Metrics in {", ".join(_TIMED_UNITS)}, and those of {", ".join(f"`{name}`" for name in _TIMED)}
-depend on the clock, on when the run saved, on what ranks hold or on connections; all others are equal to the bit in
-equal runs, but where servers sample ahead, whose answers arrive by the clock.
+depend on the clock, on when the run saved, on devices and what ranks hold or on connections; all others are equal to
+the bit in equal runs, but where servers sample ahead, whose answers arrive by the clock.
 
 Means and shares of tokens, sequences and pairs are over those of all minibatches of the step together, but where
 minibatches are named.

@@ -13,6 +13,7 @@ from typing import Any
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.placement.ranks import layout_said
 from rl_megatron.scaling.hardware import Gpu
 from rl_megatron.scaling.machines.calibration import Calibration
 from rl_megatron.scaling.machines.embedded import decode_seconds
@@ -66,18 +67,15 @@ def check_run(config: RunConfig, shape: ModelShape, rows: Rows, gpu: Gpu, machin
     """
     if machine is not None:
         _same_hardware(config, machine)
-    steps = [row for row in rows if row.get("phase") == "rl" and row.get("step")]
-    if len(steps) < LEAST:
-        raise DataError(
-            f"metrics.jsonl has {len(steps)} steps of RL; at least {LEAST} are needed, as the first compile"
-        )
+    all_steps = [row for row in rows if row.get("phase") == "rl" and row.get("step")]
+    steps, left_out = _of_layout(all_steps, layout_said(config))
     taken = steps[WARM:] if len(steps) > WARM + LEAST else steps[1:]
     took = _Taken.of(config, taken)
     if not took.sequences:
         raise DataError(
             f"steps {taken[0]['step']} to {taken[-1]['step']} trained on no group; there is nothing to compare"
         )
-    notes = list(_notes(config, machine, steps))
+    notes = [*left_out, *_notes(config, machine, steps)]
     own = _as_trained(config, took)
     work, batches = learner_work(own, shape, gpu, took.positions), config.train.minibatches
     training = {name: s * batches * config.train.epochs for name, s in step_terms(work).items()}
@@ -143,6 +141,26 @@ class _Taken:
 def _median(rows: Rows, name: str) -> float:
     found = [float(row[name]) for row in rows if row.get(name) is not None]
     return median(found) if found else 0.0
+
+
+def _of_layout(steps: Rows, now: str) -> tuple[Rows, list[str]]:
+    """The steps since all are in the layout ``now``, with a note of those before; rows of older versions name none.
+
+    Raises DataError if they are too few.
+    """
+    others = [at for at, row in enumerate(steps) if row.get("devices/layout", now) != now]
+    since, where, notes = 0, "", list[str]()
+    if others:
+        last = steps[others[-1]]
+        since, where = others[-1] + 1, f" in the layout of its config.yaml ({now})"
+        then = last["devices/layout"]
+        notes.append(f"steps up to {last['step']} are left out: their layout was {then}, and it is {now} now")
+    if len(steps) - since < LEAST:
+        raise DataError(
+            f"metrics.jsonl has {len(steps) - since} steps of RL{where}; at least {LEAST} are needed, as the first "
+            "compile"
+        )
+    return steps[since:], notes
 
 
 def _same_hardware(config: RunConfig, machine: Calibration) -> None:

@@ -14,7 +14,17 @@ from launcher.__main__ import main
 from launcher.build.roles import Parts
 from launcher.processes.loop_watch import TimedLoop
 from launcher.programs import train
-from launcher.rehearsal.spent import costs, costs_of_run, devices, lines_of_spent, planned, planned_metrics, spent
+from launcher.rehearsal.spent import (
+    costs,
+    costs_of_run,
+    devices,
+    lines_of_spent,
+    planned,
+    planned_metrics,
+    recorded,
+    spent,
+    warm_start_hours,
+)
 from launcher.runs.stop import Stop
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig
@@ -51,6 +61,24 @@ def test_servers_on_the_learners_gpus_have_the_hours_in_which_they_sample() -> N
     assert found.hours == pytest.approx({"learner": 8 * 60 / 3600, "engines": 8 * 120 / 3600})
     assert (found.total, found.trained, found.sampled, found.steps) == (pytest.approx(0.4), 10000, 8000, 2)
     assert found.unit == "GPU"
+
+
+def test_steps_before_a_resume_took_the_devices_that_they_had() -> None:
+    """A step of 90 s on 2 ranks of 3 threads, then one on 4 ranks; rows of older versions have the present devices."""
+    two, four = (load_config("tiny_cpu", ["learner.threads=3", f"learner.dp={n}"]) for n in (2, 4))
+    first, second = ({**ROWS[at], **recorded(one)} for at, one in ((2, two), (3, four)))
+    assert (first["devices/layout"], second["devices/layout"]) == ("learner ep=2 dp=2", "learner ep=2 dp=4")
+    assert spent(two, [first, second]).total == pytest.approx(3 * (2 + 4) * 90 / 3600)
+    assert spent(four, [ROWS[2], second]).total == pytest.approx(3 * (4 + 4) * 90 / 3600)
+    assert warm_start_hours(four, [{**ROWS[0], **recorded(two)}]) == pytest.approx(3 * 2 * 360 / 3600)
+
+
+def test_hours_of_rows_that_name_their_devices_need_no_machine_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("tiny_cpu", ["rollout=vllm", *HERE])
+    for gpus, rows in (("0,1,2,3", ROWS), ("", [{**row, "devices/learner": 2, "devices/engines": 2} for row in ROWS])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+        assert spent(config, rows).hours == pytest.approx({"learner": 0.1, "engines": 0.1})
+    assert "devices/learner" not in recorded(config)  # it has none of them
 
 
 def test_roles_with_nodes_of_their_own_hold_them_all_the_time() -> None:

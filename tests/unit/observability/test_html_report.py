@@ -245,6 +245,8 @@ def test_every_number_of_a_run_has_a_place_on_the_page() -> None:
         "weights/route",
         "checkpoint/bytes",
         "checkpoint/step",
+        "devices/<name>",
+        "devices/layout",
     }
     assert METRICS.keys() - shown - axes_and_totals == {"metrics/non_finite"}
     assert shown <= METRICS.keys()

@@ -11,6 +11,7 @@ import pytest
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.placement.ranks import layout_said
 from rl_megatron.scaling.constants import PRIOR
 from rl_megatron.scaling.flops import Peak, forward_flops
 from rl_megatron.scaling.hardware import GPUS
@@ -126,6 +127,19 @@ def test_a_run_with_too_few_steps_is_refused() -> None:
         found(warm)
     with pytest.raises(DataError, match="trained on no group"):
         found([{**each, "groups/trained": 0, "tokens/train": 0} for each in ROWS])
+
+
+def test_steps_in_a_layout_before_a_resume_are_left_out() -> None:
+    now = {"devices/layout": layout_said(config())}
+    before = [{**each, "devices/layout": "learner dp=2"} for each in ROWS]
+    after = [{**row(step, 6.0), **now} for step in range(8, 14)]
+    checked = found([*before, *after])
+    assert (checked.first, checked.last) == (10, 13)
+    assert next(p for p in checked.phases if p.part == "train").measured == 6
+    assert "steps up to 7 are left out: their layout was learner dp=2, and it is learner dp=1 now" in checked.notes
+    assert found(after).notes == found([{**each, "step": each["step"] + 7} for each in ROWS]).notes
+    with pytest.raises(DataError, match=r"2 steps of RL in the layout of its config.yaml \(learner dp=1\); at least 3"):
+        found([*before, *after[:2]])
 
 
 @pytest.mark.parametrize(
