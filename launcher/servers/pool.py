@@ -112,9 +112,10 @@ class ServedEngines:
             engine = ServedEngine(
                 self._adapter,
                 servers,
-                self._section.model_copy(update={"concurrency": self._config.requests_in_flight}),
+                self._section,
                 max_length=self._max_length,
                 vocab_size=self._shape.vocab_size,
+                group_size=self._config.rollout.group_size,
                 slots=self._known_slots,
                 kind="eval replica" if self._evaluating else "replica",
             )

@@ -359,11 +359,6 @@ class RunConfig(Section):
         return max(1 if self.one_by_one or led else self.rollout.group_size, *(one.samples for one in plain), 1)
 
     @property
-    def requests_in_flight(self) -> int:
-        """The requests of ``rollout.server.concurrency`` groups."""
-        return self.rollout.server.concurrency * (self.rollout.group_size if self.one_by_one else 1)
-
-    @property
     def completions_per_step(self) -> int:
         """Completions in one batch: sampled ones, or what somebody wrote, of a pair both."""
         if not self.kind.samples:

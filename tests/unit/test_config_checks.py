@@ -254,12 +254,6 @@ def test_a_limit_of_completions_is_of_whole_groups_at_servers() -> None:
     assert problem("rollout.group_size=8", "rollout.max_in_flight=8", SERVED) is None
 
 
-@pytest.mark.parametrize(("staleness", "requests"), [(0, 10), (1, 80)])
-def test_concurrency_counts_groups_however_they_are_asked_for(staleness: int, requests: int) -> None:
-    keys = [SERVED, "rollout.group_size=8", "rollout.server.concurrency=10", f"train.max_staleness={staleness}"]
-    assert load_config("tiny_cpu", keys).requests_in_flight == requests
-
-
 @pytest.mark.parametrize("engine", ["local", "vllm"])
 def test_servers_record_kernels_where_the_run_starts_them_and_they_can(engine: str) -> None:
     given: dict[str, object] = {"engine": engine}

@@ -119,7 +119,8 @@ class ServerSection(Section):
     """Wait before the first retry; it doubles each time."""
     concurrency: Positive = 256
     """Most groups in flight at servers: of ``group_size`` completions, whether they are one request each, as with
-    train.max_staleness, or one in all. More wait in the controller."""
+    train.max_staleness or in an environment, or one in all. More wait in the controller, a trajectory's turns within
+    its environment.seconds."""
     running_requests: RunningRequests = "recompute"
     """What a push of weights does to running requests (docs/engines.md). recompute: the server pauses them, and
     continues them with keys and values recomputed by the new weights; keep_cache: it continues them with those of the

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -36,8 +36,9 @@ class ServedEngine:
     During a push, running requests are paused and continue with the new weights, or are aborted and sent again with
     their tokens (``running_requests``); their answers are released after the commit. A prompt and its completion have
     at most ``max_length`` tokens, of ids below ``vocab_size``: other requests, which a server would truncate or crash
-    on, are refused here. ``slots``: of each server, where they are known and each request is for one completion.
-    Messages call a replica a ``kind``.
+    on, are refused here. At most ``rollout.server.concurrency`` groups of ``group_size`` completions are in flight,
+    however many a request is for. ``slots``: of each server, where they are known and each request is for one
+    completion. Messages call a replica a ``kind``.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class ServedEngine:
         *,
         max_length: int,
         vocab_size: int,
+        group_size: int = 1,
         slots: int | None = None,
         kind: str = "replica",
     ) -> None:
@@ -56,7 +58,7 @@ class ServedEngine:
         self._attempts = Attempts(adapter, self.replicas, section, vocab_size=vocab_size, slots=slots)
         self.weights = ReplicaWeights(adapter, self.replicas, section, self._attempts)
         self._max_length, self._vocab_size = max_length, vocab_size
-        self._slots, self._first = (asyncio.Semaphore(section.concurrency) for _ in range(2))
+        self._in_flight, self._ahead = (_InFlight(section.concurrency * group_size) for _ in range(2))
         self._turn = asyncio.Lock()
 
     @property
@@ -121,7 +123,8 @@ class ServedEngine:
         if request.num_completions == 1:
             self._attempts.so_far[request.id] = request.begun
         try:
-            async with self._first if request.ahead else self._slots:
+            in_flight = self._ahead if request.ahead else self._in_flight
+            async with in_flight.places(request.num_completions):
                 await self._begin()
                 with self._attempts.suspects.following(request):
                     return await self._generated(request)
@@ -229,6 +232,27 @@ class ServedEngine:
         """Close all connections."""
         await self._attempts.close()
         await asyncio.gather(*(replica.server.close() for replica in self.replicas.all))
+
+
+class _InFlight:
+    """At most ``most`` completions are in flight; requests wait in their order, each for places of all its own."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._free, self._first = most, asyncio.Semaphore(most), asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def places(self, completions: int) -> AsyncIterator[None]:
+        """Places for a request of so many; all that there are for one of more."""
+        taken = 0
+        try:
+            async with self._first:  # two that had a part each would wait for each other
+                while taken < min(completions, self._most):
+                    await self._free.acquire()
+                    taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                self._free.release()
 
 
 async def _all_or_none(work: Iterable[Coroutine[None, None, Completion]]) -> list[Completion]:

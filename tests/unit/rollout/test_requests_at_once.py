@@ -1,10 +1,25 @@
-"""Requests that come at once, as those of a push do."""
+"""Requests that come at once: as those of a push do, and as many as may be in flight, or more."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
+
+from launcher.servers.pool import ServedEngines
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import TinyModelSection
+from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.http import Server
+from rl_megatron.types import Completion, GenerationRequest
+from rl_megatron.weights.layouts.families import read_shape
+from tests.completions import completion
+from tests.unit.launcher.test_supervisor import Described
 from tests.unit.rollout.test_engine_servers import REQUEST, Fake, engine_of, fakes, push
 
 __all__ = ["fakes"]
@@ -26,3 +41,79 @@ def test_requests_that_come_at_once_leave_the_loop_to_others(fakes: list[Fake]) 
     early, served = asyncio.run(ask())
     assert 1 <= early <= 4
     assert served == 64
+
+
+class Held(Described):
+    """Its server answers no request before it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_flight, self.may = list[str](), asyncio.Event()
+
+    async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
+        self.in_flight += [request.id] * request.num_completions
+        await self.may.wait()
+        return [completion([7], finish="stop", spans=((0, 1),))] * request.num_completions
+
+
+@contextlib.asynccontextmanager
+async def two_groups_of_four(fake: Fake, folder: Path, *keys: str) -> AsyncIterator[tuple[Held, ServedEngine]]:
+    """A run's servers, of which so much may be in flight."""
+    model = make_tiny_model(TinyModelSection(), folder / "cache", seed=0)
+    limits = ["rollout.server.concurrency=2", "rollout.group_size=4"]
+    config = load_config("tiny_cpu", ["rollout=vllm", f"rollout.server.addresses={fake.url}", *limits, *keys])
+    servers = ServedEngines(config, held := Held(), model, folder, read_shape(model))
+    async with servers.running(folder / "mirror" / "model.safetensors") as engine:
+        await push(engine, 1)
+        yield held, engine
+
+
+def asked(engine: ServedEngine, sizes: dict[str, int], *, ahead: bool) -> dict[str, asyncio.Task[object]]:
+    """Requests by name, for so many completions each."""
+    requests = [replace(REQUEST, id=name, num_completions=count, ahead=ahead) for name, count in sizes.items()]
+    return {one.id: asyncio.create_task(engine.generate(one)) for one in requests}
+
+
+async def every_chance() -> None:
+    for _ in range(1000):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_turns_of_as_many_trajectories_are_in_flight_as_completions_of_groups(
+    fakes: list[Fake], tmp_path: Path, staleness: int, ahead: bool
+) -> None:
+    async def ask() -> list[str]:
+        of = ["environment.function=calculator", "environment.template=plain", "environment.max_tokens=64"]
+        keys = [*of, f"train.max_staleness={staleness}"]
+        async with two_groups_of_four(fakes[0], tmp_path, *keys) as (held, engine):
+            turns = asked(engine, {f"turn {n}": 1 for n in range(20)}, ahead=ahead)
+            await every_chance()
+            found = list(held.in_flight)
+            held.may.set()
+            await asyncio.gather(*turns.values())
+            return found
+
+    assert asyncio.run(ask()) == [f"turn {n}" for n in range(8)]
+
+
+def test_groups_and_turns_wait_for_one_another_in_their_order(fakes: list[Fake], tmp_path: Path) -> None:
+    sizes = {"a": 4, "b": 1, "c": 4, "d": 1, "e": 1, "samples of an evaluation": 100}
+
+    async def ask() -> tuple[list[str], list[str], list[str]]:
+        async with two_groups_of_four(fakes[0], tmp_path) as (held, engine):
+            tasks = asked(engine, sizes, ahead=False)
+            await every_chance()
+            first = list(held.in_flight)
+            tasks["c"].cancel()  # it had a part of its places
+            await every_chance()
+            second = list(held.in_flight)
+            held.may.set()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            return first, second, held.in_flight
+
+    first, second, last = asyncio.run(asyncio.wait_for(ask(), 60))
+    assert first == [*"aaaab"]
+    assert second == [*"aaaabde"]
+    assert last == [*"aaaabde", *["samples of an evaluation"] * 100]
