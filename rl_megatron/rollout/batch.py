@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -15,6 +15,13 @@ Reason = Literal["equal_rewards", "reward_error", "poison", "environment_error",
 
 POISON_SHARE = 0.01
 """More poison than this share of prompts, and than one, is an engine's fault or that of the data, and ends the run."""
+
+
+def reason_of(parts: Iterable[tuple[Reason | None, ForeignText]]) -> tuple[Reason, ForeignText]:
+    """Why a group is left out, with the problem, of those of its parts: poison if one of them is, since the prompt must
+    not be asked again; else the first reason."""
+    reasons = [(reason, problem) for reason, problem in parts if reason is not None]
+    return min(reasons, key=lambda one: one[0] != "poison")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

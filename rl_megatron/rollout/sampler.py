@@ -19,7 +19,7 @@ from rl_megatron.errors import PoisonPrompt, RewardError
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.observability.timeline.spans import FreeLanes
 from rl_megatron.rewards.scoring import errors_of, score
-from rl_megatron.rollout.batch import Answered, Drawn, sampled_tokens
+from rl_megatron.rollout.batch import Answered, Drawn, reason_of, sampled_tokens
 from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.policy_sampler import PolicySampler, Tell
 from rl_megatron.seeds import text_seed
@@ -258,8 +258,7 @@ def _alone(request: GenerationRequest, place: int, begun: Completion | None) -> 
 def _with_greedy(sampled: Answered, greedy: Answered) -> Answered:
     """The sampled group with the greedy completion; without a group if either was dropped."""
     if sampled.group is None or greedy.group is None:
-        reason = sampled.reason or greedy.reason
-        problem = sampled.problem or greedy.problem
+        reason, problem = reason_of((one.reason, one.problem) for one in (sampled, greedy))
         tokens = sum(
             one.left_out_tokens if one.group is None else sampled_tokens(one.group) for one in (sampled, greedy)
         )

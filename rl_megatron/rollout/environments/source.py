@@ -19,7 +19,7 @@ from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.environments.protocol import OpenAIMessage
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.errors import DataError, EnvironmentFailed, PoisonPrompt
-from rl_megatron.rollout.batch import Answered, Drawn, Reason
+from rl_megatron.rollout.batch import Answered, Drawn, Reason, reason_of
 from rl_megatron.rollout.conversation.messages import tidied
 from rl_megatron.rollout.conversation.templates import Template
 from rl_megatron.rollout.endpoint.server import Endpoint
@@ -294,8 +294,8 @@ def _answered(prompt: Prompt, members: Sequence[Sequence[tuple[int, Played]]], c
     scored = tuple(one.scored for one in played)
     kept = tuple(one.trajectory for one in played if one.trajectory is not None)
     if len(kept) < count:
-        left = next(one for one in played if one.trajectory is None)
+        reason, problem = reason_of((one.reason, one.problem) for one in played)
         tokens = sum(one.num_sampled for one in kept)
-        return Answered(group=None, reason=left.reason, problem=left.problem, scored=scored, left_out_tokens=tokens)
+        return Answered(group=None, reason=reason, problem=problem, scored=scored, left_out_tokens=tokens)
     group = RolloutGroup(prompt=prompt, trajectories=kept)
     return Answered(group=group, rewards=group.rewards, scored=scored)

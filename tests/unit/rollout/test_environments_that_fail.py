@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -21,11 +21,11 @@ import torch
 
 from rl_megatron.environments.protocol import EnvironmentStep, Observed, Reply
 from rl_megatron.environments.registry import EnvironmentMaker
-from rl_megatron.errors import EnvironmentFailed
+from rl_megatron.errors import EnvironmentFailed, PoisonPrompt
 from rl_megatron.rollout.batch import Answered, RolloutBatch
 from rl_megatron.rollout.environments import threads
 from rl_megatron.rollout.environments.figures import environment_row
-from rl_megatron.types import Prompt
+from rl_megatron.types import Completion, GenerationRequest, Prompt
 from tests.completions import drawn
 from tests.scripted_engine import Scripted, sampler, trajectories
 from tests.unit.rollout.test_environment_source import PROMPTS, Talks
@@ -361,6 +361,19 @@ def test_a_group_is_dropped_where_more_fail_than_there_are_spares() -> None:
     one, began = with_spares({0, 2, 3}, spare=2)
     assert (one.group, one.reason, began) == (None, "environment_error", 5)
     assert "trajectory 0 of step 1" in one.problem
+
+
+@pytest.mark.parametrize("fail", [set[int](), {0}])
+def test_a_prompt_that_is_poison_is_known_as_that_whatever_else_fails(fail: set[int]) -> None:
+    class OfTheLast(Scripted):
+        async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+            if "trajectory 2" in request.id:
+                raise PoisonPrompt("servers ended under it")
+            return await super().generate(request)
+
+    ours = sampler(OfTheLast(lambda text: "a"), on_error="drop")
+    (one,) = played(replace(ours, made=EnvironmentMaker(numbered(ours, fail))))
+    assert (one.reason, one.problem) == ("poison", "servers ended under it")
 
 
 def test_one_that_a_limit_ends_is_not_replaced() -> None:

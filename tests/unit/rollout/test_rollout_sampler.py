@@ -245,6 +245,21 @@ def test_poison_is_not_asked_for_its_greedy_completion_too(make_engine: MakeEngi
     assert good.group.greedy is not None
 
 
+def test_a_group_without_rewards_whose_greedy_completion_is_poison_is(make_engine: MakeEngine) -> None:
+    class OfGreedy(AsyncEngine):
+        async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+            if "greedy" in request.id:
+                raise PoisonPrompt(f"{request.id} ended servers")
+            return await super().generate(request)
+
+    def reward(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+        return [math.nan] * len(texts)
+
+    ours = replace(sampler(make_engine, reward, on_error="drop"), engine=OfGreedy(make_engine(8)), greedy_baseline=True)
+    (one,) = asyncio.run(ours.groups(drawn(PROMPTS[:1])))
+    assert (one.reason, one.problem) == ("poison", "step 1, greedy: p0 ended servers")
+
+
 def accuracy_of(ours: RolloutSampler, prompts: Sequence[Prompt], *, success_reward: float) -> float:
     held_out = ProblemSet(name=None, prompts=prompts, section=EvalSetSection(), temperature=0.0)
     measured = asyncio.run(measure(ours, held_out, EvalSection(success_reward=success_reward)))
