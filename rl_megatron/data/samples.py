@@ -26,14 +26,19 @@ if TYPE_CHECKING:
 
 
 def to_samples(
-    groups: Sequence[RolloutGroup], *, groups_of: bool = False, turns_of: bool = False, sources: Sequence[str] = ()
+    groups: Sequence[RolloutGroup],
+    *,
+    routes: bool = True,
+    groups_of: bool = False,
+    turns_of: bool = False,
+    sources: Sequence[str] = (),
 ) -> Samples:
     """Every row of every trajectory, in the order of ``groups``; only turns are masked in.
 
     Advantages are 0, and ``old_logprobs`` are the engine's, until the update replaces them. ``trajectory_of`` is there
     where a trajectory has several rows, ``group_of`` with ``groups_of``, ``turn_of`` with ``turns_of``,
-    ``source_of`` with ``sources``. Raises DataError for a row without a sampled token, and for routes that do not fit
-    their row.
+    ``source_of`` with ``sources``; ``routes``, where rows have some, only with the flag. Raises DataError for a row
+    without a sampled token, and for routes that do not fit their row.
     """
     rows = [(group.prompt.id, row) for group in groups for one in group.trajectories for row in one.chains]
     ids, tokens = [prompt for prompt, _ in rows], [row.token_ids for _, row in rows]
@@ -43,7 +48,7 @@ def to_samples(
     in_groups = [sum(len(one.chains) for one in group.trajectories) for group in groups]
     return replace(
         samples,
-        routes=joined_routes(ids, [len(row) for row in tokens], [row.routes for _, row in rows]),
+        routes=joined_routes(ids, [len(row) for row in tokens], [row.routes for _, row in rows]) if routes else None,
         group_of=_numbered(in_groups) if groups_of else None,
         trajectory_of=_numbered(each) if any(count != 1 for count in each) else None,
         turn_of=_turns_of(turns, samples.cu_seqlens) if turns_of else None,

@@ -167,21 +167,23 @@ class Update:
         return row
 
     def _samples_of(self, groups: Sequence[RolloutGroup]) -> Samples:
-        """Samples of the groups, with the engine's routes if the run needs them. Raises DataError if it has none."""
+        """Samples of the groups, with the engine's routes if the run needs them. Raises DataError if a row has none."""
         section, asking = self.config.algorithm, self.config.asks_for_routes
-        groups_of = section.aggregation == "prompt_mean" or self.config.train.whole_groups
-        sources = self.config.source_names if section.kl.teachers else ()
-        turns_of = section.ratio_level == "turn"
-        samples = to_samples(groups, groups_of=groups_of, turns_of=turns_of, sources=sources)
+        rows = [row for group in groups for one in group.trajectories for row in one.chains]
+        if asking is not None and (bare := sum(row.routes is None for row in rows)):
+            raise DataError(
+                f"{asking}, but {bare} of the step's {len(rows)} completions have no routes: they were sampled before "
+                "it was set; continue without it until they are trained on, or start a new run"
+            )
+        samples = to_samples(
+            groups,
+            routes=asking is not None,
+            groups_of=section.aggregation == "prompt_mean" or self.config.train.whole_groups,
+            turns_of=section.ratio_level == "turn",
+            sources=self.config.source_names if section.kl.teachers else (),
+        )
         if section.preference_beta is not None and samples.trajectory_of is not None:
             raise DataError("algorithm.preference_beta pairs completions of one row; these trajectories have several")
-        if asking is None:
-            return replace(samples, routes=None)
-        if samples.routes is None:
-            raise DataError(
-                f"{asking}, but these completions have no routes: they were sampled before it was set; continue "
-                "without it until they are trained on, or start a new run"
-            )
         return samples
 
     async def _flips(self, found: Measured, step: int, watch: Stopwatch) -> Row:

@@ -19,7 +19,7 @@ from rl_megatron.observability.metrics.table import documented
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.scores.flips import engine_flips, update_flips
 from rl_megatron.training.update import Update
-from rl_megatron.types import Batch, Scores, Want
+from rl_megatron.types import Batch, RolloutGroup, Scores, Trajectory, Want
 from tests.toy_roles import VOCABULARY, Toy, table
 from tests.unit.training.test_update_oracle import groups
 
@@ -136,19 +136,31 @@ def test_with_replay_no_route_flips_in_an_update(replay: str) -> None:
     assert (row["moe/flips_engine"] > 0) if replay == "r2" else ("moe/flips_engine" not in row)
 
 
-def test_completions_without_routes_are_refused_by_the_key_that_needs_them() -> None:
-    config = RunConfig.model_validate({"train": {"route_flips": True}})
+def update_of(keys: dict[str, Any]) -> Update:
     unused = Toy(torch.zeros(1))
     roles: Any = Roles(learners={"policy": unused}, frozen={}, engine=unused, weights=unused)
-    sampled = groups(3, table(VOCABULARY, VOCABULARY, seed=4))
-    bare = [
-        replace(
-            g,
-            trajectories=tuple(
-                replace(t, chains=tuple(replace(c, routes=None) for c in t.chains)) for t in g.trajectories
-            ),
-        )
-        for g in sampled
+    return Update(config=RunConfig.model_validate(keys), roles=roles, attention_cost=0.0)
+
+
+def with_routes(*numbers: int) -> list[RolloutGroup]:
+    """Four groups of four completions, of which those of these numbers have routes."""
+    return [
+        one if number in numbers else replace(one, trajectories=tuple(map(stripped, one.trajectories)))
+        for number, one in enumerate(groups(3, table(VOCABULARY, VOCABULARY, seed=4)))
     ]
-    with pytest.raises(DataError, match=r"train\.route_flips=true, but these completions have no routes"):
-        asyncio.run(Update(config=config, roles=roles, attention_cost=0.0)(bare, 3, Stopwatch()))
+
+
+def stripped(one: Trajectory) -> Trajectory:
+    return replace(one, chains=tuple(replace(row, routes=None) for row in one.chains))
+
+
+@pytest.mark.parametrize(("routed", "bare"), [((), 16), ((1, 3), 8), ((0, 1, 2), 4)])
+def test_completions_without_routes_are_refused_by_the_key_that_needs_them(routed: tuple[int, ...], bare: int) -> None:
+    said = rf"train\.route_flips=true, but {bare} of the step's 16 completions have no routes"
+    with pytest.raises(DataError, match=said):
+        asyncio.run(update_of({"train": {"route_flips": True}})(with_routes(*routed), 3, Stopwatch()))
+
+
+@pytest.mark.parametrize("routed", [(), (1, 3), (0, 1, 2), (0, 1, 2, 3)])
+def test_routes_that_the_run_does_not_ask_for_any_more_are_left_out(routed: tuple[int, ...]) -> None:
+    assert update_of({})._samples_of(with_routes(*routed)).routes is None
