@@ -50,7 +50,7 @@ class Answered:
     rewards: tuple[float, ...] = ()  # of its completions, also where it is left out; none if one of them failed
     scored: tuple[Scored, ...] = ()
     greedy: tuple[Scored, ...] = ()  # of the greedy completion, if there is one
-    left_out_tokens: int = 0  # that were sampled of a group that is left out
+    left_out_tokens: int = 0  # that were sampled and are in no group: it, or some of its trajectories, is left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class RolloutBatch:
     groups: tuple[RolloutGroup, ...] = ()
     num_completions: int = 0  # scored, including those of groups that are left out
     reward_sum: float = 0.0  # of these
-    num_tokens: int = 0  # sampled, including those of groups that are left out
+    num_tokens: int = 0  # sampled, including those of groups and trajectories that are left out
     reward_errors: int = 0  # completions whose reward raised, timed out or was not finite
     late_rewards: int = 0  # those that timed out
     dropped_groups: int = 0  # groups left out for another reason than the next

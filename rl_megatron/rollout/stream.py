@@ -292,7 +292,8 @@ class Stream:
         """Buffer the group; or leave it out, and open its place where ``dynamic_sampling`` says so."""
         section, group = self._section, answered.group
         if section.dynamic_sampling != "off" and group is not None and not self._teaches([group])[0]:
-            answered = replace(answered, group=None, reason="equal_rewards", left_out_tokens=sampled_tokens(group))
+            tokens = answered.left_out_tokens + sampled_tokens(group)
+            answered = replace(answered, group=None, reason="equal_rewards", left_out_tokens=tokens)
         if answered.reason == "poison":
             self._prompts.leave_out(place.drawn.prompt)
             self._count_poison(place.drawn, answered.problem)

@@ -22,7 +22,12 @@ COSTS = (
     ),
     ("engine/healthy", "servers", "engine servers that serve after the step's push; only if servers sample"),
     ("engine/restarts", "", "restarts of dead engine servers since the run was started"),
-    ("tokens/rollout", "tokens", "tokens sampled for the step, also of groups that are left out and greedily"),
+    (
+        "tokens/rollout",
+        "tokens",
+        "tokens sampled for the step, also of groups and trajectories that are left out, and greedily; not of what was "
+        "cut off before its answer came",
+    ),
     ("tokens/train", "tokens", "positions of the optimizer steps, prompts included, padding excluded"),
     ("tokens_per_second/rollout", "tokens/s", "of seconds/rollout; of seconds/step with train.max_staleness"),
     ("tokens_per_second/train", "tokens/s", "tokens/train over seconds/train"),

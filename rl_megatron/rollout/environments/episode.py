@@ -226,6 +226,11 @@ class Episode(Served):
         return completion
 
     @property
+    def num_sampled(self) -> int:
+        """Number of sampled tokens."""
+        return sum(len(one.logprobs) for one in self.turns)
+
+    @property
     def gone_on(self) -> int:
         """How many turns go on from an earlier one's row, whose tokens their prompts begin with."""
         return self.conversation.gone_on + self._rows.gone_on

@@ -53,6 +53,7 @@ class Played:
     reason: Reason | None = None
     problem: str = ""  # also of an environment that failed in a trajectory that is kept
     late: bool = False  # the problem is that it was
+    left_out_tokens: int = 0  # that were sampled, where there is none to train on
 
     @property
     def scored(self) -> Scored:
@@ -220,7 +221,8 @@ class EnvironmentSampler(PolicySampler):
                 raise EnvironmentFailed(f"{fault}; {advice}") from error
             logger.warning("%s", fault)
             if on_error == "drop":
-                return Played(reason="environment_error", problem=fault, late=late)
+                tokens = playing.episode.num_sampled
+                return Played(reason="environment_error", problem=fault, late=late, left_out_tokens=tokens)
             ended = TrajectoryEnd(stop="environment_error", reward=float(on_error), metrics=playing.metrics)
         except LongPrompt as error:
             if self.rollout.on_long_prompt == "fail":
@@ -230,7 +232,7 @@ class EnvironmentSampler(PolicySampler):
             return Played(reason="long_prompt", problem=str(error))
         except PoisonPrompt as error:
             logger.error("prompt %r is dropped: %s", place.task.id, error)
-            return Played(reason="poison", problem=str(error))
+            return Played(reason="poison", problem=str(error), left_out_tokens=playing.episode.num_sampled)
         chains = playing.episode.chains(ended.turn_rewards)
         if not any(chain.turns for chain in chains):
             return Played(reason="nothing_sampled", problem=f"{self._said(place)} has no turn")
@@ -293,9 +295,10 @@ def _answered(prompt: Prompt, members: Sequence[Sequence[tuple[int, Played]]], c
     played = [one for _, one in sorted(chain(*members), key=itemgetter(0))]
     scored = tuple(one.scored for one in played)
     kept = tuple(one.trajectory for one in played if one.trajectory is not None)
+    tokens = sum(one.left_out_tokens for one in played)
     if len(kept) < count:
         reason, problem = reason_of((one.reason, one.problem) for one in played)
-        tokens = sum(one.num_sampled for one in kept)
+        tokens += sum(one.num_sampled for one in kept)
         return Answered(group=None, reason=reason, problem=problem, scored=scored, left_out_tokens=tokens)
     group = RolloutGroup(prompt=prompt, trajectories=kept)
-    return Answered(group=group, rewards=group.rewards, scored=scored)
+    return Answered(group=group, rewards=group.rewards, scored=scored, left_out_tokens=tokens)
