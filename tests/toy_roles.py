@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -161,6 +161,14 @@ def columns_of(batch: Batch) -> object:
     ], [[m.cu_seqlens.tolist() for m in row] for row in batch.micro_batches]
 
 
+@cache
+def drawn(seed: str) -> tuple[list[int], list[float]]:
+    """The tokens that a completion would have without a limit, and how far each log-prob is from the table's."""
+    rng = random.Random(seed)
+    tokens = [rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 9))]
+    return tokens, [rng.gauss(0, rng.choice([0.1, 0.3, 2.0])) for _ in tokens]
+
+
 @dataclass
 class ToyEngine:
     """Samples by seed alone what some policy may have said; its log-probs are mostly near the table's.
@@ -180,19 +188,17 @@ class ToyEngine:
 
     def _completion(self, request: GenerationRequest, number: int, table: list[list[float]]) -> Completion:
         alike = request.id.endswith("p0") or self.says_one_thing in request.id
-        rng = random.Random(f"{request.params.seed} {0 if alike else number}")
-        wanted, limit = rng.randint(2, 9), request.params.max_new_tokens
-        tokens = [rng.randrange(VOCABULARY) for _ in range(wanted)][:limit]
+        limit = request.params.max_new_tokens
+        wanted, noise = drawn(f"{request.params.seed} {0 if alike else number}")
+        tokens = wanted[:limit]
         before = [request.token_ids[-1], *tokens[:-1]]
-        logprobs = [
-            table[b][t] + rng.gauss(0, rng.choice([0.1, 0.3, 2.0])) for b, t in zip(before, tokens, strict=True)
-        ]
+        logprobs = [table[b][t] + gap for b, t, gap in zip(before, tokens, noise, strict=False)]
         inputs = (*request.token_ids, *tokens[:-1])
         routes = Routes(data=bytes(t % 2 for t in inputs), shape=(len(inputs), 1, 1))
         return completion(
             tokens,
             logprobs,
-            finish="length" if wanted > limit else "stop",
+            finish="length" if len(wanted) > limit else "stop",
             spans=((0, self.version),),
             routes=routes if request.routes else None,
         )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from io import StringIO
 from itertools import pairwise
@@ -19,6 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import pytest
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
+from typing_extensions import override
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
@@ -162,28 +164,61 @@ class InTwoTurns(RolloutSampler):
         return replace(one, chains=(replace(row, turns=(first, rest)),))
 
 
+class InThisThread(ThreadPoolExecutor):
+    """Calls at once what is submitted: a step of these models has twenty calls for threads, each shorter than a
+    thread's turn."""
+
+    @override
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001  the future raises it
+            future.set_exception(error)
+        return future
+
+
+class AnotherCallError(RLMegatronError):
+    """A model or the engine is asked what it was not before."""
+
+
+class Heard(list[object]):
+    """The calls of a model or the engine; the first that is not the ``known`` one in its place ends the step."""
+
+    def __init__(self, known: Sequence[object] | None) -> None:
+        self._known = known
+
+    @override
+    def append(self, call: object) -> None:
+        place = len(self)
+        super().append(call)
+        if self._known is not None and self._known[place : place + 1] != [call]:
+            raise AnotherCallError(f"call {place + 1} is another")
+
+
 class Rig:
-    """What a step needs beside its configuration; files are shared, since nobody reads them, and so is the loop, with
-    the threads of its calls."""
+    """What a step needs beside its configuration; files are shared, since nobody reads them, and so is the loop."""
 
     sampler: type[RolloutSampler] = RolloutSampler
 
     def __init__(self, folder: Path, loop: asyncio.AbstractEventLoop) -> None:
         self.folder, self._loop = folder, loop
+        loop.set_default_executor(InThisThread())
         self.progress = Progress(1, "plain", console=Console(file=StringIO()))
         self.prompts = [Prompt(id=f"p{i}", text="", token_ids=(i, i + 1), answer=decode((i, i + 1))) for i in range(8)]
 
     def heard(
         self, config: RunConfig, says_one_thing: str = "no step", known: Sequence[Any] | None = None
     ) -> list[object]:
-        """Everything that models and engine are asked in two steps, or the error that ends them; of the first alone
-        where that is another than what is ``known``."""
+        """Everything that models and engine are asked in two steps, or the error that ends them: with the first call
+        that is not the ``known`` one."""
         return self._loop.run_until_complete(self._heard(config, says_one_thing, known))
 
     async def _heard(self, config: RunConfig, says_one_thing: str, known: Sequence[Any] | None) -> list[object]:
-        policy, value = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(table(VOCABULARY, seed=2))
-        reference = Toy(table(VOCABULARY, VOCABULARY, seed=3))
-        engine = ToyEngine(policy, STARTED, says_one_thing)
+        heard = [Heard(calls) for calls in known or [None] * 4]
+        policy, value = Toy(table(VOCABULARY, VOCABULARY, seed=1), heard[0]), Toy(table(VOCABULARY, seed=2), heard[1])
+        reference = Toy(table(VOCABULARY, VOCABULARY, seed=3), heard[2])
+        engine = ToyEngine(policy, STARTED, says_one_thing, heard[3])
         weights = ToyWeights(engine)
         needs = config.algorithm
         roles: Any = Roles(
@@ -192,20 +227,17 @@ class Rig:
             engine=engine,
             weights=weights,
         )
-        heard = [policy.heard, value.heard, reference.heard, engine.heard]
         trainer = self._trainer(config, roles)
         try:
             await trainer.start_models(fresh=True)
             for number in (1, 2):
                 await trainer.step(STARTED + number, Stopwatch())
-                if known and any(one != other[: len(one)] for one, other in zip(heard, known, strict=True)):
-                    break
         except RLMegatronError as error:
             return [*heard, str(error)]
         finally:
             await trainer.close()
             trainer.recorder.close()
-        return heard
+        return [*heard]
 
     def _trainer(self, config: RunConfig, roles: Roles) -> Reinforcement:
         sampler = self.sampler(
