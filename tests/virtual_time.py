@@ -10,21 +10,14 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-_THREAD_SECONDS = 60.0
-
-
 class NothingToWaitFor(Exception):
-    """No task can go on, no timer runs, and no thread, or one for too long."""
+    """No task can go on, and no timer runs."""
 
 
 class _Jumps(selectors.SelectSelector):
-    now, threads = 0.0, 0
+    now = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        if self.threads and timeout != 0:  # a thread takes none of the loop's time
-            if events := super().select(_THREAD_SECONDS):
-                return events
-            raise NothingToWaitFor
         if timeout is None:
             raise NothingToWaitFor
         self.now += timeout
@@ -32,6 +25,8 @@ class _Jumps(selectors.SelectSelector):
 
 
 class _Loop(asyncio.SelectorEventLoop):
+    """What is for a thread is called at once: it takes none of the loop's time."""
+
     def __init__(self) -> None:
         self._jumps = _Jumps()
         super().__init__(self._jumps)
@@ -40,13 +35,12 @@ class _Loop(asyncio.SelectorEventLoop):
         return self._jumps.now
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
-        self._jumps.threads += 1
-        future = super().run_in_executor(executor, func, *args)
-        future.add_done_callback(self._ended)
+        future = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001  the future raises it
+            future.set_exception(error)
         return future
-
-    def _ended(self, _: object) -> None:
-        self._jumps.threads -= 1
 
 
 def run_at_once(main: Coroutine[Any, Any, T]) -> T:
