@@ -106,6 +106,8 @@ def _activations(config: RunConfig, shape: ModelShape, rank: Rank) -> float:
 
 def _frozen(config: RunConfig, layout: Layout, rank: Rank) -> float:
     """Of a rank, for the weights beside which it has adapters: a push merges these into them, and they come back."""
+    if config.learner.lora.rank is None:
+        return 0.0
     adapted = {one.base.name for one in adapted_rows(layout.rows(), layout.shape, config.learner.lora)}
     each, experts = BYTES[config.learner.dtype], layout.shape.num_experts // layout.dims.ep
     return sum(

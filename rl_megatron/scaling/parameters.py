@@ -28,7 +28,7 @@ def layers_held(layout: Layout, stage: int) -> Iterator[tuple[ParamSpec, tuple[i
     for spec in layout.rows():
         if not (spec.frozen or spec.keeps_dtype):  # else a buffer
             layers = sum(stage in stages for stages in layout.layer_stages(spec).values())
-            yield spec, layout.chunks(spec)[0][0].shape, layers
+            yield spec, layout.first_chunk(spec)[0].shape, layers
 
 
 def _largest(layout: Layout) -> Sequence[int]:
@@ -41,11 +41,12 @@ def _largest(layout: Layout) -> Sequence[int]:
     return most
 
 
-def trained_elements(config: RunConfig, layout: Layout, stage: int) -> Elements:
-    """The elements that are trained: with ``learner.lora`` adapters, else without ``learner.router.frozen`` all."""
+def trained_elements(config: RunConfig, layout: Layout) -> Sequence[Elements]:
+    """Those of one rank of each stage that are trained: with ``learner.lora`` adapters, else without
+    ``learner.router.frozen`` all."""
     if config.learner.lora.rank is not None:
-        return elements(learner_adapters(layout, config.learner.lora), stage)
-    return _by_stage(layout, _trains(config, layout))[0][stage]
+        return _by_stage(learner_adapters(layout, config.learner.lora), lambda hf: 1)[0]
+    return _by_stage(layout, _trains(config, layout))[0]
 
 
 def _trains(config: RunConfig, layout: Layout) -> Callable[[str], int]:

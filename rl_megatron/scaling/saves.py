@@ -63,11 +63,11 @@ def bytes_by_rank(config: RunConfig, shape: ModelShape) -> dict[int, int]:
     layout, d = learner_layout(config, shape), config.learner.dims
     each, inner = BYTES[config.learner.dtype], d.world_size // d.pp
     muon = config.learner.optimizer.name == "muon"
+    of_stages = trained_elements(config, layout)
+    spared_of = trained_matrices(config, layout) if muon else [Elements(dense=0, experts=0)] * d.pp
     out: dict[int, int] = {}
-    for stage in range(d.pp):
-        trained = trained_elements(config, layout, stage)
+    for stage, (trained, spared) in enumerate(zip(of_stages, spared_of, strict=True)):
         held = trained if config.learner.lora.rank is not None else elements(layout, stage)
-        spared = trained_matrices(config, layout)[stage] if muon else Elements(dense=0, experts=0)
         for rank in range(max(d.tp, d.etp * d.ep)):
             dense, experts = rank < d.tp, rank < d.etp * d.ep
             of_dense = held.dense * each + trained.dense * _STATE - spared.dense * _MOMENT
@@ -90,8 +90,7 @@ def copied_by_rank(config: RunConfig, shape: ModelShape) -> dict[int, float]:
         return dict(out)
     groups = d.dp * d.cp, d.tp * d.cp * d.dp // (d.etp * d.ep)
     inner = d.world_size // d.pp
-    for stage in range(d.pp):
-        trained = trained_elements(config, layout, stage)
+    for stage, trained in enumerate(trained_elements(config, layout)):
         each = sum(
             _STATE * n // size for n, size in zip((trained.dense, trained.experts), groups, strict=True) if size > 1
         )

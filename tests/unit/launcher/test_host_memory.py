@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import prod
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,8 @@ from launcher.preflight.subject import Found, Subject
 from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED
 from rl_megatron.scaling.host_memory import copies_bytes
-from rl_megatron.scaling.saves import save_cost
+from rl_megatron.scaling.saves import bytes_by_rank, copied_by_rank, save_cost
+from rl_megatron.weights.layouts.learner import learner_layout
 from tests.unit.launcher.test_memory import RECIPES
 
 WAITS = "checkpoint.async_save=false"
@@ -99,3 +101,13 @@ def test_a_node_without_memory_for_copies_of_what_is_saved_is_told_so(asked: str
     told = [one for one in found if "async_save" in one.text]
     assert [one.kind for one in told] == ([kind] if kind else [])
     assert all(re.search(text, one.text) for one in told)
+
+
+def test_each_pipeline_stage_saves_what_it_holds_itself() -> None:
+    """Stages of 30 and of 18 layers: 2 bytes of each parameter, and 12 of its optimizer's state."""
+    keys = ["learner.tp=1", "learner.ep=1", "learner.etp=1", "learner.pp=2", "learner.stage_layers=30+18"]
+    config, shape = load_config("tiny_cpu", ["learner.dtype=bfloat16", *keys]), NAMED["qwen3-30b-a3b"]
+    layout = learner_layout(config, shape)
+    held = {rank: 14 * sum(map(prod, layout.local_shapes(rank).values())) for rank in range(2)}
+    assert bytes_by_rank(config, shape) == copied_by_rank(config, shape) == held
+    assert held[0] > 1.5 * held[1]
