@@ -116,6 +116,7 @@ class ServedEngines:
                 max_length=self._max_length,
                 vocab_size=self._shape.vocab_size,
                 group_size=self._config.rollout.group_size,
+                samples=self._config.most_completions,
                 slots=self._known_slots,
                 kind="eval replica" if self._evaluating else "replica",
             )

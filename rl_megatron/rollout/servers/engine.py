@@ -37,8 +37,8 @@ class ServedEngine:
     their tokens (``running_requests``); their answers are released after the commit. A prompt and its completion have
     at most ``max_length`` tokens, of ids below ``vocab_size``: other requests, which a server would truncate or crash
     on, are refused here. At most ``rollout.server.concurrency`` groups of ``group_size`` completions are in flight,
-    however many a request is for. ``slots``: of each server, where they are known and each request is for one
-    completion. Messages call a replica a ``kind``.
+    however many a request is for; of evaluations so many problems, with ``samples`` each, if these are more. ``slots``:
+    of each server, where they are known and each request is for one completion. Messages call a replica a ``kind``.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class ServedEngine:
         max_length: int,
         vocab_size: int,
         group_size: int = 1,
+        samples: int = 1,
         slots: int | None = None,
         kind: str = "replica",
     ) -> None:
@@ -58,7 +59,8 @@ class ServedEngine:
         self._attempts = Attempts(adapter, self.replicas, section, vocab_size=vocab_size, slots=slots)
         self.weights = ReplicaWeights(adapter, self.replicas, section, self._attempts)
         self._max_length, self._vocab_size = max_length, vocab_size
-        self._in_flight, self._ahead = (_InFlight(section.concurrency * group_size) for _ in range(2))
+        self._in_flight = _InFlight(section.concurrency * group_size)
+        self._ahead = _InFlight(section.concurrency * max(group_size, samples))
         self._turn = asyncio.Lock()
 
     @property

@@ -98,6 +98,22 @@ def test_turns_of_as_many_trajectories_are_in_flight_as_completions_of_groups(
     assert asyncio.run(ask()) == [f"turn {n}" for n in range(8)]
 
 
+def test_so_many_problems_of_an_evaluation_are_in_flight_also_with_more_samples_than_a_group(
+    fakes: list[Fake], tmp_path: Path
+) -> None:
+    async def ask() -> list[str]:
+        samples = ["eval.sets.one.samples=6", "eval.sets.one.temperature=1"]
+        async with two_groups_of_four(fakes[0], tmp_path, *samples) as (held, engine):
+            problems = asked(engine, {"a": 6, "b": 6, "c": 6}, ahead=True)
+            await every_chance()
+            found = list(held.in_flight)
+            held.may.set()
+            await asyncio.gather(*problems.values())
+            return found
+
+    assert asyncio.run(ask()) == [*"aaaaaabbbbbb"]
+
+
 def test_groups_and_turns_wait_for_one_another_in_their_order(fakes: list[Fake], tmp_path: Path) -> None:
     sizes = {"a": 4, "b": 1, "c": 4, "d": 1, "e": 1, "samples of an evaluation": 100}
 
