@@ -59,7 +59,8 @@ class Recorder:
         several steps in a row had no gradient."""
         times, Stopwatch.latest = Stopwatch.latest, None
         self._timeline.step(row, times)
-        written = self._metrics.write({**row, **self._process()}, again=again)
+        of_process = {} if again else self._process()  # else the row has those of the process that made the step
+        written = self._metrics.write({**row, **of_process}, again=again)
         self.progress.step(written)
         equal = row.get("groups/zero_advantage_fraction")
         if equal is None:

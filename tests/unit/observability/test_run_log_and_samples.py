@@ -15,6 +15,7 @@ import pytest
 from rl_megatron.config.sections.log import LogSection
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
+from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.log import run_log
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder
@@ -126,3 +127,13 @@ def test_completions_of_a_group_are_beside_one_another(tmp_path: Path) -> None:
     assert [(row.prompt, row.reward) for row in read_samples(path)] == [("a", 0), ("a", 1), ("b", 1), ("b", 0)]
     found, _ = search_samples(path, SampleSearch(step=3, group=prompt_digest("a")), skip=0, limit=9)
     assert [row.reward for row in found] == [1, 0]
+
+
+def test_a_row_that_is_written_again_is_of_the_process_that_made_the_step(tmp_path: Path) -> None:
+    log, row = LogSection(tensorboard=False), {"step": 1, "phase": "rl"}
+    before = {"devices/learner": 8, "devices/engines": 8}
+    with closing(Recorder(tmp_path, log, Progress(2, "plain"), lambda: before)) as recorder:
+        row = recorder.write(row)
+    with closing(Recorder(tmp_path, log, Progress(2, "plain"), lambda: {"devices/learner": 4}, fresh=False)) as resumed:
+        resumed.write({**row, "eval/accuracy": 0.5}, again=True)
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "phase": "rl", **before, "eval/accuracy": 0.5}]
