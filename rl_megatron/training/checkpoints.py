@@ -67,7 +67,7 @@ class _Manifest:
     config: dict[str, JsonValue]  # see Checkpoint
     files: dict[str, Digest]
     accuracy: float | None = None  # held-out, of these weights
-    measured_by: str = ""  # see CheckpointStore
+    measured_by: str = ""  # see CheckpointStore; of older versions empty
 
 
 _STATE = TypeAdapter(TrainerState)
@@ -97,7 +97,7 @@ class CheckpointStore:
         measured_by: str = "",
     ) -> None:
         """``config``: see Checkpoint. ``measured_by``: a digest of how accuracies are measured, of which those that
-        differ in it are not compared."""
+        differ in it are not compared; those of older versions, which have none, count as measured alike."""
         self._folder, self._config, self._measured_by = folder, dict(config), measured_by
         self._keep, self._keep_every, self._keep_best = keep, keep_every, keep_best
 
@@ -186,8 +186,9 @@ class CheckpointStore:
                     logger.warning("checkpoint.keep_best keeps a checkpoint of unknown accuracy: %s", error)
                     kept.add(path)
                 else:
-                    if manifest.accuracy is not None:
-                        scored.setdefault(manifest.measured_by, []).append((manifest.accuracy, place, path))
+                    by, accuracy = manifest.measured_by or self._measured_by, manifest.accuracy
+                    if accuracy is not None:
+                        scored.setdefault(by, []).append((accuracy, place, path))
             for alike in scored.values():
                 kept |= {path for _, _, path in sorted(alike, reverse=True)[: self._keep_best]}
         return [path for path in found if path not in kept]

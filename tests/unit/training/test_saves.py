@@ -61,6 +61,14 @@ def test_accuracies_that_were_measured_otherwise_are_not_compared(tmp_path: Path
     assert found == ["step_000001", "step_000003", "step_000005"]
 
 
+def test_accuracies_of_an_older_version_are_compared(tmp_path: Path) -> None:
+    """Its manifests do not say how they were measured."""
+    rules = {"keep": 1, "keep_best": 1}
+    asyncio.run(write_steps(tmp_path, {1: 0.9, 2: 0.1}, **rules))
+    found = asyncio.run(write_steps(tmp_path, {3: 0.95, 4: 0.1}, **rules, measured_by="as before"))
+    assert found == ["step_000003", "step_000004"]
+
+
 @pytest.mark.parametrize("damaged", ["{", None])
 def test_a_checkpoint_whose_accuracy_cannot_be_read_stays_and_ends_no_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: str | None
