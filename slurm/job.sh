@@ -1,7 +1,7 @@
 # One attempt of a run: train from the last checkpoint, then see whether the run comes back. Read by bash, in the job.
 # Before it stand PYTHON, RUN (the run's folder), TRAIN (what `train` is given), REQUEUES, RESTARTS, SLOW, EXCLUDE,
 # BUDGETED: not empty where the job's time is all that the run may have, so that it ends well once that is up;
-# ARRAY_RUN: of a task of slurm.array, the array's folder, of which RUN is one;
+# ARRAY_RUN: of a task of slurm.array, the array's folder, of which RUN is one; else empty;
 # NO_KILL: of a job that goes on without a node that fails, how many of its last nodes are for servers alone; else empty;
 # and ASKED, not empty once SIGUSR1 has come, by a trap that is set first: its default would end the job for good.
 restart=${SLURM_RESTART_COUNT:-0} job=$SLURM_JOB_ID

@@ -95,9 +95,10 @@ class WarmStart:
         except TimeoutError as error:
             if not late.expired():
                 raise
+            sooner = f"have demonstrations of environment.function={function} return sooner, or " if function else ""
             raise EnvironmentFailed(
-                f"warm start, step {number}: its rows took more than {limit:g} s (run.watchdog_seconds); have the "
-                f"demonstrations of environment.function={function} return sooner, or raise run.watchdog_seconds"
+                f"warm start, step {number}: its rows took more than {limit:g} s (run.watchdog_seconds); {sooner}raise "
+                "run.watchdog_seconds"
             ) from error
 
     def _taken(self, number: int) -> tuple[list[Prompt], list[WrittenRow]]:
