@@ -114,7 +114,7 @@ class Recorder:
         self._samples.truncate_after(step)
 
     def has_evaluation(self, step: int) -> bool:
-        """As MetricsWriter does."""
+        """Whether metrics.jsonl has figures of an evaluation at this RL step."""
         return self._metrics.has_evaluation(step)
 
     def close(self) -> None:

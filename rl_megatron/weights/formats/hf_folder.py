@@ -90,7 +90,7 @@ def read_headers(folder: Path) -> Headers:
             if tensor in entries:
                 twice.append(f"{tensor} is in {entries[tensor][0]} and in {name}")
             entries[tensor] = name, entry
-    raise_lines(f"{folder}: programs differ in which of two copies they read; write each tensor in one file", twice)
+    raise_lines(f"{folder}: a tensor has one file, where the index places it; write no second copy", twice)
     raise_misplaced(folder, placed, {tensor: name for tensor, (name, _) in entries.items()})
     held = {name: (entry.dtype, entry.shape) for name, (_, entry) in entries.items()}
     quantised, parts, wrong = find_quantised(held, scheme_of(folder))
