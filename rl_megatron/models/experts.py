@@ -22,8 +22,8 @@ MAX_DENSE_WASTE_FLOPS = 12e6
 # What an expert's products cost outside the grouped product, where a flop of that one costs 1: so much for the two
 # calls, and so much a flop.
 OVERFLOW_FLOPS, OVERFLOW_SLOWDOWN = 20e6, 3
-# Where MKL is faster otherwise, an Intel Xeon: from 2^19 numbers on the packed copy saves up to a seventh of the time;
-# at 2^18 it costs a tenth, at 2^15 it takes two to four times as long.
+# Where MKL is faster otherwise: from 2^19 numbers on the packed copy saves up to a seventh of an Intel Xeon's time; at
+# 2^18 it costs a tenth, at 2^15 it takes two to four times as long.
 MIN_PACKED = 2**19
 # oneDNN prepares kernels for each new C, then keeps them.
 ROW_MULTIPLE = 4
