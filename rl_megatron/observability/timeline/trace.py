@@ -14,7 +14,7 @@ import gzip
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +26,7 @@ from rl_megatron.json_text import parse
 from rl_megatron.observability.timeline import spans
 from rl_megatron.observability.timeline.clock import Clock
 from rl_megatron.observability.timeline.kernels import read_kernels
-from rl_megatron.observability.timeline.spans import KeptSpan, SpanDetails
+from rl_megatron.observability.timeline.spans import KeptSpan, Lane, SpanDetails
 
 FILES = ("trace_before.json", "trace.json")
 MOST_BYTES = 32 << 20  # of each of the two
@@ -109,17 +109,18 @@ class TraceFile:
         self._file: IO[bytes] | None = None
         self._lines = _Lines()
         self._clocks: dict[str, Clock] = {}  # of processes
+        self._ends: dict[Lane, int] = {}  # of lanes with a clock: the last end in the file
         self._flows: dict[object, int] = {}  # of requests that are not over
         self._flow = time.time_ns() // 1000  # the number of the latest; those of another start are others
 
     def append(self, kept: Iterable[KeptSpan]) -> None:
         """Write spans, and how far clocks may be off; readers see them when this returns."""
         self._open()
-        flows = self._flows_of(kept := list(kept))
+        flows, ends = self._flows_of(kept := list(kept)), dict(self._ends)
         with naming(self._path):
             for span, flow in sorted(zip(kept, flows, strict=True), key=_outer_first):
                 file = self._with_room()
-                self._size += file.write(self._line(span, flow).encode("ascii"))
+                self._size += file.write(self._line(span, flow, ends).encode("ascii"))
             at = (spans.now() + self._wall) // 1000
             for process, clock in self._clocks.items():
                 if clock.bound is not None:
@@ -169,13 +170,16 @@ class TraceFile:
                 found.append(self._flows[request])
         return found
 
-    def _line(self, span: KeptSpan, flow: int | None) -> str:
+    def _line(self, span: KeptSpan, flow: int | None, ends: Mapping[Lane, int]) -> str:
+        """``ends``: those in the file of earlier calls. Where a clock's offset fell since, spans begin no earlier."""
         lane, name, begin, end, said = span
-        shift = self._wall
+        offset = 0 if lane.clock is None else lane.clock.offset
+        # whole ones, so that what was nested stays so
+        first, last = ((time + self._wall + offset) // 1000 for time in (begin, end))
         if lane.clock is not None:
             self._clocks[lane.process] = lane.clock
-            shift += lane.clock.offset
-        first, last = (begin + shift) // 1000, (end + shift) // 1000  # whole ones, so that what was nested stays so
+            first, last = (max(time, ends.get(lane, 0)) for time in (first, last))
+            self._ends[lane] = max(last, self._ends.get(lane, 0))
         return self._lines.span(lane.process, lane.thread, name, first, last, said, flow)
 
 

@@ -54,6 +54,19 @@ def test_a_file_is_json_with_names_of_lanes_and_microseconds_on_one_clock(tmp_pa
     assert all(type(e[key]) is int for e in shown for key in ("ts", "dur", "pid", "tid"))
 
 
+def test_spans_of_a_lane_do_not_overlap_where_its_clock_turns_out_to_be_ahead(tmp_path: Path) -> None:
+    clock, file = Clock(), TraceFile(tmp_path)
+    calls = spans.Lane("rank 0 (a)", "calls", clock)
+    clock.exchanged(asked=0, arrived=0, answered=0, heard=40 * MS)  # 20 ms, at most 20 ms wrong
+    file.append([(calls, "first", 0, 10 * MS, None)])
+    clock.exchanged(asked=40 * MS, arrived=40 * MS, answered=60 * MS, heard=62 * MS)  # 1 ms
+    file.append([(calls, "inner", 11 * MS, 12 * MS, None), (calls, "outer", 10 * MS, 60 * MS, None)])
+    file.close()
+    check_trace(tmp_path / "trace.json")
+    lengths = {event.name: event.end - event.begin for event in read_trace(tmp_path) if event.thread}
+    assert lengths == {"first": 10_000, "outer": pytest.approx(61_000 - 30_000, abs=5), "inner": 0}  # DRIFT
+
+
 def test_what_a_kill_left_and_a_resume_wrote_are_one_trace(tmp_path: Path) -> None:
     killed = TraceFile(tmp_path)
     killed.append([(spans.PHASES, f"phase {number}", number * MS, (number + 1) * MS, None) for number in range(3)])
