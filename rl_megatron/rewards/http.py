@@ -16,6 +16,7 @@ import httpx2
 from rl_megatron.config.sections.reward import HttpSection
 from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.errors import ConfigError, RewardError, ServiceError
+from rl_megatron.rewards.scoring import turn_of
 from rl_megatron.services import Services
 from rl_megatron.types import Completion, Prompt, Scored
 
@@ -68,7 +69,7 @@ class HttpReward:
     async def _attempt(self, body: bytes) -> bytes:
         limit = self._section.timeout_seconds
         try:
-            async with self._slots:
+            async with turn_of(self._slots):
                 url, key = await self._where()
                 async with asyncio.timeout(limit):
                     status, answer = await self._post(url, key, body)

@@ -7,6 +7,7 @@ Python's lock, for hours on some texts, and would stop the event loop. A thread 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -14,11 +15,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 from rl_megatron.errors import ConfigError, RewardError
+from rl_megatron.rewards.scoring import queued
 from rl_megatron.types import Completion, Prompt, Scored
 
 LIMIT_SECONDS = 3.0  # of a processor, for one completion: 100 kB of ordinary text take 0.02
@@ -36,15 +38,24 @@ async def math_verify(prompt: Prompt, completions: Sequence[Completion], texts: 
     Raises RewardError for an answer that is not an expression, ConfigError if the library is missing.
     """
     answer = prompt.answer.rsplit("####", 1)[-1].strip()
-    if not (await _asked(answer, None)).get("known"):
-        raise RewardError(f"prompt {prompt.id!r}: math-verify finds no expression in its answer {answer!r:.80}")
-    told = await asyncio.gather(*(_asked(answer, text) for text in texts))
+    with queued() as begun:
+        if not (await _asked(answer, None)).get("known"):
+            raise RewardError(f"prompt {prompt.id!r}: math-verify finds no expression in its answer {answer!r:.80}")
+        told = await asyncio.gather(*(_asked(answer, text, begun) for text in texts))
     return [Scored(total=one.get("total", 0.0), answer=one.get("answer", "")) for one in told]
 
 
-async def _asked(answer: str, text: str | None) -> dict[str, Any]:
-    """What a process says; empty if it ended over this."""
-    told = await asyncio.wrap_future(_threads.submit(_mine.ask, answer, text))
+async def _asked(answer: str, text: str | None, begun: Callable[[], None] | None = None) -> dict[str, Any]:
+    """What a process says, which is asked as soon as one is free; empty if it ended over this."""
+    loop = asyncio.get_running_loop()
+
+    def ask() -> dict[str, Any]:
+        if begun is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed
+                loop.call_soon_threadsafe(begun)
+        return _mine.ask(answer, text)
+
+    told = await asyncio.wrap_future(_threads.submit(ask))
     if "missing" in told:
         raise ConfigError(
             f"reward.function=math_verify needs the math-verify library ({told['missing']}); pip install math-verify"

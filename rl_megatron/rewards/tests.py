@@ -10,7 +10,7 @@ import asyncio
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from io import StringIO
@@ -19,6 +19,7 @@ from typing import Any
 from rl_megatron.config.sections.reward import TestsSection
 from rl_megatron.errors import RewardError
 from rl_megatron.json_text import parse
+from rl_megatron.rewards.scoring import queued
 from rl_megatron.sandbox.table import Sandbox
 from rl_megatron.types import Completion, Prompt, Scored
 
@@ -57,30 +58,31 @@ class PassedTests:
         """Raises RewardError for a problem without usable tests, SandboxError where programs cannot run."""
         tests, place = _tests(prompt, self._section.field), self._sandbox.place()
         try:
-            async with asyncio.TaskGroup() as group:
-                running = [group.create_task(self._passed(code_of(text), tests, place)) for text in texts]
+            with queued() as begun:
+                async with asyncio.TaskGroup() as group:
+                    running = [group.create_task(self._passed(code_of(text), tests, place, begun)) for text in texts]
         except ExceptionGroup as failed:  # the first is the cause; it cancelled the others
             raise failed.exceptions[0] from failed
         return [Scored(total=task.result()) for task in running]
 
-    async def _passed(self, code: str, tests: Sequence[_Test], place: int) -> float:
+    async def _passed(self, code: str, tests: Sequence[_Test], place: int, begun: Callable[[], None]) -> float:
         if not code.strip():
             return 0.0
         passed = 0
         for test in tests:
-            right = await self._passes(code, test, place)
+            right = await self._passes(code, test, place, begun)
             if not right and self._section.score == "all":
                 return 0.0
             passed += right
         return passed / len(tests)
 
-    async def _passes(self, code: str, test: _Test, place: int) -> bool:
+    async def _passes(self, code: str, test: _Test, place: int, begun: Callable[[], None]) -> bool:
         limits = replace(self._sandbox.limits, output_bytes=self._sandbox.limits.output_bytes + test.length)
         if not test.calls:
-            ran = await self._sandbox.run(code, stdin=test.given, limits=limits, place=place)
+            ran = await self._sandbox.run(code, stdin=test.given, limits=limits, place=place, begun=begun)
             return ran.ended == "done" and ran.exit == 0 and same_output(ran.stdout, test.wanted)
         files = {_OWN_CODE: code}
-        ran = await self._sandbox.run(_CALLER, stdin=test.given, files=files, limits=limits, place=place)
+        ran = await self._sandbox.run(_CALLER, stdin=test.given, files=files, limits=limits, place=place, begun=begun)
         if ran.ended != "done" or ran.exit != 0:
             return False
         try:

@@ -17,6 +17,7 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from rl_megatron.errors import RewardError
+from rl_megatron.rewards.scoring import queued
 from rl_megatron.user_code import describe_error
 
 T = TypeVar("T")
@@ -57,7 +58,8 @@ async def in_daemon_thread(call: Callable[[], T]) -> T:
     thread = threading.Thread(target=work, name="reward", daemon=True)
     places = _places.setdefault(loop, _Places())
     try:
-        await places.enter(thread)
+        with queued():
+            await places.enter(thread)
         return await future
     finally:
         places.leave(thread)

@@ -45,12 +45,13 @@ class Sandbox:
         files: Mapping[str, str | bytes] | None = None,
         limits: Limits | None = None,
         place: int | None = None,
+        begun: Callable[[], None] | None = None,
     ) -> Ran:
         """Run Python code, or a command with its arguments; returns once no process of it is left.
 
         It runs in a folder of its own that holds ``files`` alone, with an empty environment and without a network.
         ``limits`` are the configuration's unless given. Its time begins when it has a slot. It waits for one at
-        ``place``, which several programs may share, or at a new one.
+        ``place``, which several programs may share, or at a new one, and then calls ``begun``.
         Raises SandboxError where it could not be run or not be fenced, and for names of files outside of its folder.
         """
         given = {name: _bytes(content) for name, content in (files or {}).items()}
@@ -64,6 +65,8 @@ class Sandbox:
         if argv is not None and (not argv or any("\0" in part for part in argv)):
             raise SandboxError("a command of a sandbox needs a program's name, and no part of it may hold a NUL")
         async with self._slots.one(self.place() if place is None else place):
+            if begun is not None:
+                begun()
             program = SandboxProgram(argv=argv, stdin=_bytes(stdin), files=given)
             return await self._executor.execute(program, limits or self.limits)
 

@@ -141,7 +141,8 @@ class RewardSection(Section):
     """What to do if a reward raises, times out or is not finite: end the run (fail), drop the group, or score the
     completion with a number."""
     timeout_seconds: PositiveFloat = 60.0
-    """Time limit of one call of the function."""
+    """Time limit of one call of the function. Its waits behind other groups for what they share do not count: for a
+    slot of a sandbox or of reward.http.concurrency, math-verify's processes, a thread, a reward model."""
     format: FormatSection = FormatSection()
     length: LengthSection = LengthSection()
     tests: TestsSection = TestsSection()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rl_megatron.config.sections.reward import RewardModelSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.rewards.classifiers.texts import classifier_texts
+from rl_megatron.rewards.scoring import turn_of
 from rl_megatron.rewards.threads import in_daemon_thread
 from rl_megatron.types import Completion, Prompt, Scored
 
@@ -39,9 +40,9 @@ class ClassifierReward:
         self._alone = threading.Lock()  # of the thread that computes, which may be that of a group given up
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
-        """Waiting for other groups counts towards ``reward.timeout_seconds``."""
+        """Asks after the groups that came before."""
         given_up = threading.Event()
-        async with self._turn:
+        async with turn_of(self._turn):
             try:
                 return await in_daemon_thread(partial(self._score, prompt.text, list(texts), given_up))
             finally:

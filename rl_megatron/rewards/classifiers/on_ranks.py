@@ -38,8 +38,7 @@ class RankedReward:
         self._pad: int | None = config.pad_token_id
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
-        """Waiting for other groups counts towards ``reward.timeout_seconds``. Raises ServiceError before the ranks have
-        started."""
+        """Raises ServiceError before the ranks have started."""
         rows = await asyncio.to_thread(self._texts.rows, prompt.text, texts)
         scores = await self._services.scores(self._name)([self._read(row) for row in rows])
         return [Scored(total=score) for score in scores]

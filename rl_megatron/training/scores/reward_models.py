@@ -11,6 +11,7 @@ from rl_megatron.data.packing import Packer, unpack
 from rl_megatron.data.pairs import scored_row
 from rl_megatron.data.samples import check_tokens, written_samples
 from rl_megatron.interfaces import Scorer
+from rl_megatron.rewards.scoring import turn_of
 from rl_megatron.types import Samples
 
 
@@ -27,7 +28,7 @@ class RankedScores:
     async def __call__(self, texts: Sequence[Sequence[int]]) -> list[float]:
         """Raises DataError for a text that no micro-batch holds, and as `check_tokens` and `Scorer.score`."""
         samples = await to_thread(self._samples, texts)
-        async with self.turn:
+        async with turn_of(self.turn):
             batch = await to_thread(self.packer.pack, samples)
             said = await self.model.score(batch, frozenset({"values"}))
             await self.model.forget()

@@ -15,7 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.errors import ConfigError
+from rl_megatron.rewards.classifiers.in_process import ClassifierReward
 from rl_megatron.rewards.registry import resolve_reward
+from rl_megatron.rewards.scoring import CallLimit
 from rl_megatron.types import Prompt
 from tests.completions import completion
 
@@ -111,6 +113,20 @@ def test_a_group_that_is_given_up_ends_with_its_batch_and_none_is_computed_besid
     batches[0].join()
     torch.testing.assert_close(torch.tensor(found), wanted)
     assert (most, batches.count(batches[0])) == (1, 1)
+
+
+def test_a_group_waits_for_others_without_its_time_limit(tmp_path: Path) -> None:
+    async def scored() -> list[float]:
+        reward = ClassifierReward(make(tmp_path, num_labels=1), RewardSection().model, key="reward")
+        await reward._turn.acquire()
+        async with CallLimit(60.0) as limit:
+            asked = asyncio.create_task(reward(PROMPT, [DONE], ["c"]))
+            await asyncio.sleep(0)
+            assert not limit.runs
+            reward._turn.release()
+            return [one.total for one in await asked]
+
+    torch.testing.assert_close(asyncio.run(scored()), expected(tmp_path, [ids_of("a b c")])[:, 0].tolist())
 
 
 def test_several_models_are_weighed_and_each_ones_score_is_kept(tmp_path: Path) -> None:

@@ -98,20 +98,3 @@ def test_a_reward_that_never_returns_gives_up_its_place_at_its_limit(monkeypatch
     errors = [one.error for (one,) in found]
     assert errors[: threads.MOST_COMPUTING] == ["no answer within reward.timeout_seconds=1"] * threads.MOST_COMPUTING
     assert errors[threads.MOST_COMPUTING :] == [None] * (GROUPS - threads.MOST_COMPUTING)
-
-
-def test_one_that_waits_for_a_place_does_not_run_after_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    over, started = threading.Event(), []
-
-    def stuck() -> float:
-        started.append(1)
-        over.wait()
-        return 1.0
-
-    monkeypatch.setattr(threads, "_COMPUTES", 0.0)
-    try:
-        found, _, _ = asyncio.run(all_scored(named(monkeypatch, stuck), 0.5))
-    finally:
-        over.set()
-    assert {one.error for (one,) in found} == {"no answer within reward.timeout_seconds=0.5"}
-    assert len(started) < GROUPS

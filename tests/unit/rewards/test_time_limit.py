@@ -1,0 +1,160 @@
+"""A reward's time limit counts its own call, not what groups before it take of what they share."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+
+import pytest
+import torch
+
+from rl_megatron.config.sections.reward import HttpSection, RewardSection
+from rl_megatron.config.sections.sandbox import SandboxSection
+from rl_megatron.data.packing import Packer
+from rl_megatron.interfaces import RewardFunction
+from rl_megatron.rewards import math_verify, threads
+from rl_megatron.rewards.http import HttpReward
+from rl_megatron.rewards.own import Plain
+from rl_megatron.rewards.scoring import CallLimit, queued, score, turn_of
+from rl_megatron.rewards.tests import PassedTests
+from rl_megatron.rewards.threads import MOST_COMPUTING, in_daemon_thread
+from rl_megatron.rewards.weighted_sum import WeightedSum
+from rl_megatron.sandbox.subprocess import why_unfenced
+from rl_megatron.sandbox.table import Sandbox
+from rl_megatron.services import Services
+from rl_megatron.training.scores.reward_models import RankedScores
+from rl_megatron.types import Batch, Completion, ParallelDims, Prompt, Scored, Scores, Want
+from tests.completions import completion
+from tests.virtual_time import run_at_once
+
+WHY = asyncio.run(why_unfenced())
+fenced = pytest.mark.skipif(bool(WHY), reason=f"this machine fences nothing: {WHY}")
+PROMPT = Prompt(id="p", text="", token_ids=(1,), answer="8", meta={"tests": [{"input": "", "output": "8"}]})
+ASKED = PROMPT, [completion((1,))], ["print(8)  # $8$"]
+LATE = "no answer within reward.timeout_seconds=10"
+
+
+def taking(slots: asyncio.Semaphore, before: float, seconds: float) -> RewardFunction:
+    """Computes for ``before`` seconds, waits for a slot, and holds it for ``seconds``."""
+
+    async def reward(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
+        await asyncio.sleep(before)
+        async with turn_of(slots):
+            await asyncio.sleep(seconds)
+        return [Scored(total=1.0)]
+
+    return reward
+
+
+def errors(*functions: RewardFunction) -> list[str | None]:
+    """What is wrong with the reward of each, asked at once with a limit of 10 s."""
+
+    async def main() -> list[tuple[Scored, ...]]:
+        return await asyncio.gather(*(score(one, *ASKED, limit=10.0) for one in functions))
+
+    return [one.error for (one,) in run_at_once(main())]
+
+
+def test_the_limit_stops_while_a_call_waits_and_goes_on_where_it_stopped() -> None:
+    slots = asyncio.Semaphore(1)
+    assert errors(*[taking(slots, 0.0, 9.0)] * 20) == [None] * 20
+    slots = asyncio.Semaphore(1)
+    assert errors(taking(slots, 0.0, 9.0), taking(slots, 2.0, 7.5), taking(slots, 2.0, 8.5)) == [None, None, LATE]
+    slots = asyncio.Semaphore(1)
+    assert errors(taking(slots, 0.0, 11.0), taking(slots, 0.0, 9.0)) == [LATE, None]
+
+
+@pytest.mark.parametrize(("seconds", "error"), [(9.0, None), (11.0, LATE)])
+def test_the_limit_of_a_sum_goes_on_once_no_part_waits(seconds: float, error: str | None) -> None:
+    one, other = asyncio.Semaphore(1), asyncio.Semaphore(1)
+    both = WeightedSum({"one": (1.0, taking(one, 0.0, 1.0)), "other": (1.0, taking(other, 0.0, seconds))})
+    assert errors(taking(one, 0.0, 5.0), taking(other, 0.0, 9.5), both) == [None, None, error]
+
+
+def test_outside_of_a_call_nothing_is_counted() -> None:
+    with queued() as begun:
+        begun()
+
+
+async def waits_uncounted(function: RewardFunction, free: Callable[[], object]) -> bool:
+    """What ``function`` shares is taken up to ``free``: its call waits without its limit. Whether it then ran in it."""
+    async with CallLimit(60.0) as limit, asyncio.timeout(60.0):
+        call = asyncio.create_task(function(*ASKED))  # type: ignore[arg-type]
+        while limit.runs and not call.done():
+            await asyncio.sleep(0)
+        assert not call.done()
+        free()
+        while not limit.runs:
+            await asyncio.sleep(0)
+        ran = not call.done()
+        assert [one.total for one in await call] == [1.0]
+    return ran
+
+
+async def _threads() -> None:
+    over = threading.Event()
+    before = [asyncio.create_task(in_daemon_thread(partial(over.wait, 60.0))) for _ in range(MOST_COMPUTING)]
+    await asyncio.sleep(0)  # they are started
+    await waits_uncounted(Plain(lambda *asked: [1.0]), over.set)
+    await asyncio.gather(*before)
+
+
+async def _programs() -> None:
+    sandbox = Sandbox(SandboxSection(concurrency=1))
+    async with AsyncExitStack() as taken:
+        await taken.enter_async_context(sandbox._slots.one(0))
+        free = taken.pop_all()
+        reward = PassedTests(RewardSection().tests, sandbox)
+        assert await waits_uncounted(reward, lambda: asyncio.ensure_future(free.aclose()))
+
+
+async def _processes_of_math_verify() -> None:
+    over = threading.Event()
+    for _ in range(math_verify._PROCESSES):
+        math_verify._threads.submit(over.wait, 60.0)
+    assert await waits_uncounted(math_verify.math_verify, over.set)
+
+
+async def _requests() -> None:
+    async def answer(url: str, key: object, body: bytes) -> tuple[int, bytes]:
+        await asyncio.sleep(0)
+        return 200, b'{"rewards": [1]}'
+
+    reward = HttpReward("http://127.0.0.1:1/", HttpSection(concurrency=1), key="reward", services=Services())
+    reward._post = answer  # type: ignore[method-assign]
+    await reward._slots.acquire()
+    await waits_uncounted(reward, reward._slots.release)
+
+
+class _Ones:
+    """A model on ranks: the value of each position is 1."""
+
+    async def score(self, batch: Batch, want: frozenset[Want]) -> dict[Want, Scores]:
+        return {"values": [[torch.ones(micro.input_ids.shape) for micro in row] for row in batch.micro_batches]}
+
+    async def forget(self) -> None:
+        await asyncio.sleep(0)
+
+
+async def _ranks() -> None:
+    packer = Packer(dims=ParallelDims(), max_tokens=8, attention_cost=0.0)
+    ranked = RankedScores(model=_Ones(), packer=packer, vocab_size=8)
+
+    async def reward(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
+        return [Scored(total=score) for score in await ranked([[1, 2]])]
+
+    await ranked.turn.acquire()
+    assert await waits_uncounted(reward, ranked.turn.release)
+
+
+@pytest.mark.parametrize(
+    "taken", [_threads, _processes_of_math_verify, _requests, _ranks, pytest.param(_programs, marks=fenced)]
+)
+def test_waits_for_what_groups_share_are_not_counted(
+    taken: Callable[[], Coroutine[None, None, None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "_COMPUTES", 0.0)  # as if each thread computed
+    asyncio.run(taken())
