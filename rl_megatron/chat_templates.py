@@ -1,16 +1,19 @@
-"""Bounds the time in which a model's chat template renders, for its loops are the model's own; begins its text once."""
+"""Bounds the time in which a model's chat template renders, for its loops are the model's own; begins its text once;
+sets its variables."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from jinja2 import TemplateRuntimeError
 
+TemplateValue = bool | int | float | str
 SECONDS = 5.0
 """Of processor time; templates take milliseconds, so that a busy machine or a stopped process ends none."""
 _BETWEEN_LOOKS = 0.5  # seconds
@@ -24,6 +27,22 @@ class _Late(BaseException):
 def begun_once(ids: Sequence[int], bos: int | None) -> Sequence[int]:
     """The tokens of a text without the ``bos`` that the tokenizer put before the template's own."""
     return ids[1:] if list(ids[:2]) == [bos, bos] else ids
+
+
+def setting(variables: Mapping[str, TemplateValue], template: str, *, unless_given: bool = False) -> str:
+    """The template, which sets the ``variables``; ``unless_given`` those that who applies it does not."""
+    values = {
+        name: f"{name} if {name} is defined else {_literal(value)}" if unless_given else _literal(value)
+        for name, value in variables.items()
+    }
+    return "".join(f"{{% set {name} = {value} %}}" for name, value in values.items()) + template
+
+
+def _literal(value: TemplateValue) -> str:
+    """As Jinja reads it: numbers, true and false as in JSON; a text in quotes, without what Jinja would unescape."""
+    if isinstance(value, str):
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
+    return json.dumps(value)
 
 
 @contextmanager

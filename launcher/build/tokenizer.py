@@ -1,4 +1,4 @@
-"""Reads a model's tokenizer, and sets variables of its chat template, for a run and in what it exports."""
+"""Reads a model's tokenizer, and sets variables of its chat template, for a run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_megatron.chat_templates import setting
 from rl_megatron.config.run import TemplateVariable
-from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,20 +49,5 @@ def read_tokenizer(folder: Path, variables: Mapping[str, TemplateVariable]) -> P
                 f"model.template_variables.{name}={json.dumps(value)}: the chat template of {folder} does not read "
                 f"{name}; leave it out, or write it as the template does"
             )
-    tokenizer.chat_template = "".join(f"{{% set {name} = {_literal(v)} %}}" for name, v in variables.items()) + template
+    tokenizer.chat_template = setting(variables, template)
     return tokenizer
-
-
-def export_variables(folder: Path, variables: Mapping[str, TemplateVariable]) -> None:
-    """Have the chat template of an exported ``folder`` set the ``variables`` wherever who applies it does not."""
-    template = read_tokenizer(folder, {}).chat_template
-    assert isinstance(template, str), "read_tokenizer has set the variables in the run"
-    usual = (f"{{% set {name} = {name} if {name} is defined else {_literal(v)} %}}" for name, v in variables.items())
-    write_atomically(folder / "chat_template.jinja", ("".join(usual) + template).encode())
-
-
-def _literal(value: TemplateVariable) -> str:
-    """As Jinja reads it: numbers, true and false as in JSON; a text in quotes, without what Jinja would unescape."""
-    if isinstance(value, str):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
-    return json.dumps(value)

@@ -15,7 +15,6 @@ from launcher.build.jobs import loops_of
 from launcher.build.model import starting_shape
 from launcher.build.profiling import Profiling
 from launcher.build.roles import Parts, allocation_of, started
-from launcher.build.tokenizer import export_variables
 from launcher.control.listener import Control
 from launcher.hosts.sites import service_sites
 from launcher.processes.loop_watch import LoopWatch
@@ -194,8 +193,6 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
                 if not parts.config.kind.samples:
                     await roles.weights.push(loop.done)  # no step did
                 await roles.weights.export(exported)
-                if parts.config.kind.scores and (variables := parts.config.model.template_variables):
-                    await asyncio.to_thread(export_variables, exported, variables)
             return finished
 
 

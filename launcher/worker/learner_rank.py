@@ -285,13 +285,14 @@ class Worker(RankModels):
 
     def export(self, folder: Path) -> None:
         """Write the version pushed last as a Hugging Face folder, with the draft layers from which the run started, if
-        it has not trained them."""
+        it has not trained them; the chat template of a reward model sets the run's variables."""
         from rl_megatron.weights.checkpoints.safetensors_io import WithDrafts, write_folder
 
         tensors: Mapping[str, Tensor] = self._held
         if self._made_up is None and not self._shape.scores and not self._shape.drafts:
             tensors = WithDrafts(tensors, self._model_folder, self._dtype, self._config.learner.model)
-        write_folder(tensors, self._model_folder, folder)
+        variables = self._config.model.template_variables if self._shape.scores else {}
+        write_folder(tensors, self._model_folder, folder, variables=variables)
 
     def checksums(self) -> dict[str, int]:
         """The checksum of each Hugging Face tensor that a push wrote here, as the engine holds it."""

@@ -37,8 +37,8 @@ from rl_megatron.weights.checkpoints.writing import Share, write_files
 from rl_megatron.weights.formats.block_scales import quantization_config
 from rl_megatron.weights.formats.hf_folder import (
     INDEX,
-    companions,
     config_text,
+    copy_companions,
     file_names,
     index_text,
     is_draft,
@@ -88,7 +88,8 @@ def hf_to_megatron(
         config = config_text(
             source, written, drafts=shape.drafts, stacked=[key for key in STACKED if getattr(shape, key)]
         )
-        _copy_companions(source, folder, config)
+        copy_companions(source, folder)
+        write_atomically(folder / "config.json", config.encode())
 
     options = options_of(source, family, dtype, shard_bytes)
     return write_files(source, out, sinks, files, on_bytes, finish, options=options, share=share)
@@ -181,7 +182,8 @@ def write_hf(
             write_atomically(
                 folder / INDEX, index_text(weight_map, sum(tensor.num_bytes for tensor in tensors)).encode()
             )
-        _copy_companions(companion, folder, config)
+        copy_companions(companion, folder)
+        write_atomically(folder / "config.json", config.encode())
 
     return write_files(source, out, sinks, files, on_bytes, finish, options=options, share=share)
 
@@ -276,9 +278,3 @@ def _quantised(tensors: Sequence[Copy]) -> list[Streamed]:
     from rl_megatron.weights.checkpoints.casting import quantised
 
     return [one for tensor in tensors for one in quantised(tensor)]
-
-
-def _copy_companions(source: Path, folder: Path, config: str) -> None:
-    for path in companions(source):
-        write_atomically(folder / path.name, path.read_bytes())
-    write_atomically(folder / "config.json", config.encode())

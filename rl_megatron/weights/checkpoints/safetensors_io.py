@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rl_megatron.chat_templates import TemplateValue
 from rl_megatron.durable import publish_folder
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.weights.boxes import Box, Shape, whole_box
@@ -23,8 +24,8 @@ from rl_megatron.weights.checkpoints.streaming import Copy, numbers
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.formats.hf_folder import (
     INDEX,
-    companions,
     config_text,
+    copy_companions,
     file_names,
     index_text,
     own_weights,
@@ -162,12 +163,17 @@ class WithDrafts(Mapping[str, Tensor]):
 
 
 def write_folder(
-    tensors: Mapping[str, Tensor], source_folder: Path, out: Path, max_shard_bytes: int = 5 * 10**9
+    tensors: Mapping[str, Tensor],
+    source_folder: Path,
+    out: Path,
+    max_shard_bytes: int = 5 * 10**9,
+    *,
+    variables: Mapping[str, TemplateValue] | None = None,
 ) -> None:
     """Write ``tensors`` by HF name as the checkpoint ``out``, atomically and durably.
 
-    config.json, generation config, tokenizer files and chat template come from ``source_folder``; the config's dtype
-    is set to that of the ``tensors`` of two dimensions and more, if they share one. A file holds at most
+    config.json and what `copy_companions` takes, with the ``variables``, come from ``source_folder``; the config's
+    dtype is set to that of the ``tensors`` of two dimensions and more, if they share one. A file holds at most
     ``max_shard_bytes``, or one tensor. Others can read the files as the umask says. Raises CheckpointError if ``out``
     exists or the source has no config.json.
     """
@@ -182,8 +188,7 @@ def write_folder(
         dtypes = _write_tensors(tensors, partial, max_shard_bytes)
         drafts = holds_draft(tensors)
         (partial / "config.json").write_text(config_text(source_folder, dtypes, drafts=drafts, scores=SCORE in tensors))
-        for path in companions(source_folder):
-            shutil.copyfile(path, partial / path.name)
+        copy_companions(source_folder, partial, variables)
         for file in partial.glob("*.safetensors"):  # which safetensors 0.8 makes readable by this user alone
             file.chmod((partial / "config.json").stat().st_mode)
         publish_folder(partial, out)

@@ -10,6 +10,8 @@ from typing import Annotated, NoReturn
 
 from pydantic import Field
 
+from rl_megatron.chat_templates import TemplateValue, setting
+from rl_megatron.durable import write_atomically
 from rl_megatron.errors import CheckpointError, WeightError, shorten
 from rl_megatron.models.families.fields import CLASSIFIER, ConfigFields
 from rl_megatron.models.json_files import JsonFields, read_json
@@ -30,6 +32,7 @@ _COMPANIONS = (
     "chat_template*",
     "*.py",  # which auto_map of a tokenizer names, and what that imports; never run here
 )
+_TEMPLATE = "chat_template.jinja"
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model", "spiece.model", "tekken.json"),
     "sentencepiece.bpe.model",
@@ -70,6 +73,10 @@ class TiedHead:
             f"{folder}: config.json has tie_word_embeddings=true, but the stored {self.head} is no copy of "
             f"{self.embedding}; set tie_word_embeddings=false there to keep it as an output matrix of its own"
         )
+
+
+class _TokenizerConfig(JsonFields):
+    chat_template: object = None
 
 
 class _Index(JsonFields):
@@ -153,6 +160,25 @@ def index_text(weight_map: Mapping[str, str], total_bytes: int) -> str:
 def companions(folder: Path) -> set[Path]:
     """Generation config, tokenizer files, their code and chat template beside a checkpoint."""
     return {path for pattern in (*_COMPANIONS, *_TOKENIZERS) for path in folder.glob(pattern) if path.is_file()}
+
+
+def copy_companions(source: Path, folder: Path, variables: Mapping[str, TemplateValue] | None = None) -> None:
+    """Copy the `companions` of ``source``; the chat template, if there is one, sets ``variables`` in the copy, unless
+    who applies it does."""
+    for path in companions(source):
+        write_atomically(folder / path.name, path.read_bytes())
+    if variables and (template := chat_template(source)) is not None:
+        write_atomically(folder / _TEMPLATE, setting(variables, template, unless_given=True).encode())
+
+
+def chat_template(folder: Path) -> str | None:
+    """As transformers finds it, in a file of its own or in tokenizer_config.json; None where there is none, or several
+    by name."""
+    if (own := folder / _TEMPLATE).is_file():
+        return own.read_text(encoding="utf-8")
+    settings = folder / "tokenizer_config.json"
+    found = read_json(settings, _TokenizerConfig).chat_template if settings.is_file() else None
+    return found if isinstance(found, str) else None
 
 
 def has_tokenizer(folder: Path) -> bool:

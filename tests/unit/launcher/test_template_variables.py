@@ -10,13 +10,14 @@ import pytest
 from transformers import AutoConfig
 
 from launcher.build.data import load_data
-from launcher.build.tokenizer import export_variables, read_tokenizer
+from launcher.build.tokenizer import read_tokenizer
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.config.sections.reward import RewardModelSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.rewards.classifiers.texts import classifier_texts
+from rl_megatron.weights.formats.hf_folder import copy_companions
 
 TEMPLATE = (
     "{% macro shown(m) %}{{ m['content'] }}{% if style is defined %}[{{ style }}]{% endif %}{% endmacro %}"
@@ -60,7 +61,7 @@ def test_a_runs_prompts_have_them(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_an_exported_classifier_reads_the_text_that_it_was_trained_on(model: Path, own: bool) -> None:
+def test_an_exported_classifier_reads_the_text_that_it_was_trained_on(model: Path, own: bool, tmp_path: Path) -> None:
     """The template may be in a file of its own; variables of who applies it, as of a run that goes on, come first."""
     if not own:
         (model / "chat_template.jinja").unlink()
@@ -68,15 +69,18 @@ def test_an_exported_classifier_reads_the_text_that_it_was_trained_on(model: Pat
         (model / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     trained = read_tokenizer(model, {"style": "it's"}).apply_chat_template(turns, tokenize=False)
-    export_variables(model, {"style": "it's"})
+    out, again = tmp_path / "out", tmp_path / "again"
+    out.mkdir()
+    again.mkdir()
+    copy_companions(model, out, {"style": "it's"})
     config = AutoConfig.from_pretrained(model)
-    texts = classifier_texts(model, RewardModelSection(chat_template=True), config, "reward.function")
+    texts = classifier_texts(out, RewardModelSection(chat_template=True), config, "reward.function")
     assert trained == "hi[it's]ho[it's]"
     assert texts.rows("hi", ["ho"]) == [texts.tokenizer(trained, add_special_tokens=False)["input_ids"]]
-    for tokenizer, given in ((texts.tokenizer, {"style": 2}), (read_tokenizer(model, {"style": 2}), {})):
+    for tokenizer, given in ((texts.tokenizer, {"style": 2}), (read_tokenizer(out, {"style": 2}), {})):
         assert tokenizer.apply_chat_template(turns, tokenize=False, **given) == "hi[2]ho[2]"
-    export_variables(model, {"style": 3})
-    assert read_tokenizer(model, {}).apply_chat_template(turns, tokenize=False) == "hi[3]ho[3]"
+    copy_companions(out, again, {"style": 3})
+    assert read_tokenizer(again, {}).apply_chat_template(turns, tokenize=False) == "hi[3]ho[3]"
 
 
 @pytest.mark.parametrize(

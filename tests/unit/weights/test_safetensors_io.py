@@ -226,6 +226,22 @@ def test_transformers_reads_what_is_written(folder: Path, tmp_path: Path, max_sh
     assert os.listdir(out.parent) == ["export"]
 
 
+def test_variables_of_the_chat_template_are_there_when_the_folder_gets_its_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed after that leaves no folder without them."""
+    (folder / "chat_template.jinja").write_text("{{ who }} asks")
+    found, rename = dict[Path, str](), Path.rename
+
+    def noting(path: Path, target: Path) -> Path:
+        found[target] = (path / "chat_template.jinja").read_text()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", noting)
+    write_folder(file_tensors(folder), folder, tmp_path / "export", variables={"who": "somebody"})
+    assert found == {tmp_path / "export": "{% set who = who if who is defined else 'somebody' %}{{ who }} asks"}
+
+
 def test_others_can_read_a_model_as_the_umask_says(folder: Path, tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
