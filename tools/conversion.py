@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import TemplateVariable
 from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError
 from rl_megatron.weights.adapters.files import adapters_to_peft
 from rl_megatron.weights.bytes.dtypes import DType
@@ -21,7 +23,7 @@ from rl_megatron.weights.checkpoints.contents import contents
 from rl_megatron.weights.checkpoints.kind import is_megatron, newest_in, total_bytes
 from rl_megatron.weights.checkpoints.megatron import held_lora
 from rl_megatron.weights.checkpoints.writing import Share
-from rl_megatron.weights.formats.hf_folder import has_tokenizer
+from rl_megatron.weights.formats.hf_folder import chat_template, has_tokenizer
 
 _PART = re.compile(r"(\d{1,6})/(\d{1,6})")
 DTYPES = (DType.F32, DType.BF16, DType.F16, DType.F8_E4M3)
@@ -62,17 +64,12 @@ def run(
     note = convert.left_out(config if adapted and config else source, config, family)
     if note is not None:
         print(f"note: {note}", file=sys.stderr)
+    if making is None and backwards:
+        variables = _template_variables(source, config, family)
+        making = partial(convert.megatron_to_hf, config=config, family=family, variables=variables)
+    making = making or partial(convert.hf_to_megatron, family=family)
     with display(source, 1 / share.count) as progress:
-        if making is not None:
-            missing = making(source, out, dtype=kind, on_bytes=progress, share=share, **options)
-        elif backwards:
-            missing = convert.megatron_to_hf(
-                source, out, config=config, family=family, dtype=kind, on_bytes=progress, share=share, **options
-            )
-        else:
-            missing = convert.hf_to_megatron(
-                source, out, family=family, dtype=kind, on_bytes=progress, share=share, **options
-            )
+        missing = making(source, out, dtype=kind, on_bytes=progress, share=share, **options)
     if missing:
         others = ", ".join(str(index + 1) for index in missing)
         print(
@@ -86,6 +83,23 @@ def run(
     same = "" if dtype or upcycle or merge else f" --against {source}"
     read = (f" --config {config}" if config and not merge else "") + (f" --family {family}" if family else "")
     _tell(source, out, f"rl-megatron verify {out}{same}{read}", f" learner.model={family}" if family else "")
+
+
+def _template_variables(source: Path, config: Path | None, family: str | None) -> Mapping[str, TemplateVariable]:
+    """``model.template_variables`` of the run around ``source``, where that is a reward model's shards. Where there is
+    none to read, a note says that the chat template of ``config`` stays as it is."""
+    if config is None or not convert.converted_shape(source, config, family).scores:
+        return {}
+    own, why = source.resolve().parents[2:3], f"{source} is in no run's folder"
+    if own and (file := own[0] / "config.yaml").is_file():
+        try:
+            return load_config(str(file), []).model.template_variables
+        except ConfigError as error:
+            why = str(error)
+    if chat_template(config) is not None:
+        said = f"the chat template is that of {config} as it is, and has no model.template_variables of the run"
+        print(f"note: {said} that made {source}, unless that folder has them: {why}", file=sys.stderr)
+    return {}
 
 
 def _adapting(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from rl_megatron.chat_templates import TemplateValue
 from rl_megatron.digests import digest_of
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import ConfigError
@@ -125,10 +126,12 @@ def megatron_to_hf(
     shard_bytes: int = 2 * 10**9,
     on_bytes: OnBytes = lambda n: None,
     share: Share = _ALL,
+    variables: Mapping[str, TemplateValue] | None = None,
 ) -> list[int]:
     """Write a ``torch_dist`` checkpoint, saved in any layout, as a Hugging Face folder.
 
-    ``config`` is a folder with config.json and tokenizer if the checkpoint has none. float8_e4m3fn quantises linear
+    ``config`` is a folder with config.json and tokenizer if the checkpoint has none; ``variables`` are set in its chat
+    template as `copy_companions` does. float8_e4m3fn quantises linear
     layers to block-scaled float8, and keeps other tensors as they are stored. Raises as `hf_to_megatron`.
     """
     companion = config or source
@@ -149,6 +152,7 @@ def megatron_to_hf(
         shard_bytes=shard_bytes,
         on_bytes=on_bytes,
         share=share,
+        variables=variables,
     )
 
 
@@ -164,8 +168,10 @@ def write_hf(
     shard_bytes: int,
     on_bytes: OnBytes,
     share: Share,
+    variables: Mapping[str, TemplateValue] | None = None,
 ) -> list[int]:
-    """Write ``tensors`` as a Hugging Face folder with ``config`` as its config.json and the tokenizer of ``companion``.
+    """Write ``tensors`` as a Hugging Face folder with ``config`` as its config.json and the tokenizer of ``companion``,
+    with the ``variables`` of its chat template.
 
     ``options`` are what the files depend on beside ``source``. Returns and raises as `write_files`.
     """
@@ -182,7 +188,7 @@ def write_hf(
             write_atomically(
                 folder / INDEX, index_text(weight_map, sum(tensor.num_bytes for tensor in tensors)).encode()
             )
-        copy_companions(companion, folder)
+        copy_companions(companion, folder, variables)
         write_atomically(folder / "config.json", config.encode())
 
     return write_files(source, out, sinks, files, on_bytes, finish, options=options, share=share)
