@@ -118,10 +118,7 @@ def demonstrations(made: EnvironmentMaker | Agent, config: RunConfig) -> Targets
 
     def of_step(prompts: Sequence[Prompt], step: int) -> list[Sequence[str]]:
         assert isinstance(made, EnvironmentMaker)  # preflight
-        environment = made()
-        return [
-            demonstrated(environment, function, one, text_seed(f"demonstration {seed} {step} {place}"))
-            for place, one in enumerate(prompts)
-        ]
+        seeds = [text_seed(f"demonstration {seed} {step} {place}") for place in range(len(prompts))]
+        return demonstrated(made, function, prompts, seeds)
 
     return of_step

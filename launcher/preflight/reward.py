@@ -22,14 +22,13 @@ from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.data.problems.prompts import first_problem
 from rl_megatron.environments.demonstrations import demonstrated
 from rl_megatron.environments.registry import Agent, EnvironmentMaker, resolve_environment
-from rl_megatron.errors import RLMegatronError
+from rl_megatron.errors import EnvironmentFailed, RLMegatronError
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.rewards.registry import resolve_reward
 from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.sandbox.subprocess import why_unfenced
 from rl_megatron.sandbox.table import Sandbox
 from rl_megatron.types import Completion, Prompt, Scored, Span
-from rl_megatron.user_code import describe_error
 
 T = TypeVar("T")
 
@@ -108,11 +107,9 @@ def _demonstrated(subject: Subject, section: EnvironmentSection, made: Environme
 
     def work() -> str:
         try:
-            demonstrated(made(), section.function, prompt, subject.config.seed)
-        except RLMegatronError as error:
+            demonstrated(made, section.function, [prompt], [subject.config.seed])
+        except EnvironmentFailed as error:
             return str(error)
-        except Exception as error:  # noqa: BLE001  the user's code makes the environment
-            return f"environment {section.function!r}: {describe_error(error)}; fix it"
         return ""
 
     said = _within(SECONDS, work)

@@ -54,8 +54,8 @@ class EnvironmentMaker:
         return "sandbox" in self.options
 
     def has(self, method: str) -> bool:
-        """Whether its environments have the method; of a function that makes them, one is made to see."""
-        return callable(getattr(self.make if inspect.isclass(self.make) else self(), method, None))
+        """Whether its environments have the method; True of a function that makes them, until one is made."""
+        return not inspect.isclass(self.make) or callable(getattr(self.make, method, None))
 
 
 @dataclass(frozen=True, slots=True)
