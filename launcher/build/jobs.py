@@ -61,7 +61,9 @@ def loops_of(
     every = Pace(steps=config.train.steps, rows=1, evaluations=config.eval.every, checkpoints=saves.every)
     if not config.kind.samples:
         return None, looped(
-            job=written_job(parts, shape, roles, data, attention_cost=attention_cost(shape)),
+            job=written_job(
+                parts, shape, roles, data, attention_cost=attention_cost(shape), note=recorder.progress.note
+            ),
             pace=every,
             profiled=profiling.step,
         )

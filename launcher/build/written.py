@@ -155,8 +155,17 @@ _OBJECTIVES: Mapping[JobName, tuple[str, Callable[[_Building], tuple[UnitsOf, Jo
 """What progress calls a job, and the builder of its rows and its objective."""
 
 
-def written_job(parts: Parts, shape: ModelShape, roles: Roles, data: Data, *, attention_cost: float) -> WrittenJob:
-    """The job of ``parts.config.job``, which samples nothing. ``attention_cost`` as in `causal_attention_cost`."""
+def written_job(
+    parts: Parts,
+    shape: ModelShape,
+    roles: Roles,
+    data: Data,
+    *,
+    attention_cost: float,
+    note: Callable[[str], None],
+) -> WrittenJob:
+    """The job of ``parts.config.job``, which samples nothing and shows by ``note`` how far its look at the data is.
+    ``attention_cost`` as in `causal_attention_cost`."""
     config = parts.config
     fields = {
         name_of(key): source.margin_field if isinstance(source, FileKeys) else None
@@ -179,4 +188,5 @@ def written_job(parts: Parts, shape: ModelShape, roles: Roles, data: Data, *, at
         name=name,
         seconds_at_peak=seconds_at_peak(shape, roles.gpus, config.learner.lora),
         training_flops=partial(training_flops, shape, lora=config.learner.lora),
+        note=note,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -23,6 +23,7 @@ from rich.text import Text
 from rl_megatron.observability.files import JsonValue
 from rl_megatron.observability.metrics.table import STEPS
 
+SECONDS_BETWEEN_NOTES = 10.0
 _BARS = "▁▂▃▄▅▆▇█"
 _EQUAL = "groups/zero_advantage_fraction"
 _LINE = (
@@ -36,6 +37,19 @@ _LINE = (
     ("entropy", "entropy"),
     ("seconds", "seconds/step"),
 )
+
+
+def seldom(note: Callable[[str], None]) -> Callable[[str], None]:
+    """``note``, which passes on at most a line every ``SECONDS_BETWEEN_NOTES`` from now on."""
+    last = time.monotonic()
+
+    def noted(text: str) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last >= SECONDS_BETWEEN_NOTES:
+            last = now
+            note(text)
+
+    return noted
 
 
 class Progress:

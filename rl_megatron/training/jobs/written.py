@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.samples import WrittenRow
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Learner, Roles
+from rl_megatron.observability.progress import seldom
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.measures import Made, policy_row
@@ -28,7 +30,8 @@ from rl_megatron.types import Prompt, Samples
 
 logger = logging.getLogger(__name__)
 
-_LOOKED_AT, _TOKENS_LOOKED_AT = 1 << 14, 1 << 22  # rows of the data, and their tokens, before the first step
+_LOOKED_AT = 1 << 14  # rows of the data, before the first step
+TOKENS_KEPT = 1 << 22  # of rows that are looked at before the first step; 16 MiB
 
 Unit = tuple[WrittenRow, ...]
 """Rows that are trained on together or not at all: one, or the two of a pair."""
@@ -137,9 +140,12 @@ class WrittenJob:
     """Seconds at the GPUs' peak of training on sequences of these lengths; None where that is not known."""
     training_flops: Callable[[Iterable[int]], float] | None = None
     """Operations of training on them."""
+    note: Callable[[str], None] = logger.info
+    """Shows how far a look at the data is."""
     first_step_is_saved: bool = False
     number: int = 0  # of the last step
     _next: _Drawn | None = None
+    _ahead: deque[list[Unit]] = field(default_factory=deque)  # of the next steps, which were looked at
     _maker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rows"))
 
     async def start(self, *, fresh: bool) -> Row | None:
@@ -151,13 +157,16 @@ class WrittenJob:
 
     async def _look_ahead(self) -> None:
         """Count the long rows of the next epoch, the steps that are left, or what ``_LOOKED_AT`` limits, whatever is
-        least, a batch at a time. Raises as `fitted`, with their number in front, or logs what happens to them."""
+        least, a batch at a time, and keep them for their steps. Raises as `fitted`, with their number in front, or
+        logs what happens to them."""
         before, left_out, batch = self.prompts.state(), tuple(self.prompts.left_out), self.config.written.batch_size
         count = min(self.size, (self.config.train.steps - self.number) * batch, _LOOKED_AT)
-        first, long, rows, tokens, drawn = None, 0, 0, 0, 0
-        while drawn < count and tokens < _TOKENS_LOOKED_AT:
+        first, long, rows, tokens, drawn, note = None, 0, 0, 0, 0, seldom(self.note)
+        self._ahead.clear()
+        while drawn < count and tokens < TOKENS_KEPT:
             found = await asyncio.wrap_future(self._maker.submit(self._looked_at, min(batch, count - drawn)))
             drawn, rows, tokens = drawn + batch, rows + len(found), tokens + sum(len(row.token_ids) for row in found)
+            note(f"looking for rows that are too long: {min(drawn, count)} of {count}")
             for row in (one for one in found if len(one.token_ids) > _most(self.config)):
                 first, long = first or row, long + 1
         self.prompts.restore(before, left_out)
@@ -173,7 +182,10 @@ class WrittenJob:
         )
 
     def _looked_at(self, count: int) -> list[WrittenRow]:
-        return [row for unit in self.units_of(self.prompts.take(count)) for row in unit]
+        units = self.units_of(self.prompts.take(count))
+        if count == self.config.written.batch_size:
+            self._ahead.append(units)
+        return [row for unit in units for row in unit]
 
     async def step(self, number: int, watch: Stopwatch) -> Row:
         """Make an optimizer step; without a row that fits, none is made. Its loss is missing if it was skipped."""
@@ -205,7 +217,8 @@ class WrittenJob:
         return _Drawn(self.prompts.state(), self._maker.submit(self._made))
 
     def _made(self) -> tuple[Fitted, Samples | None]:
-        found = fitted(self.units_of(self.prompts.take(self.config.written.batch_size)), self.config)
+        prompts = self.prompts.take(self.config.written.batch_size)
+        found = fitted(self._ahead.popleft() if self._ahead else self.units_of(prompts), self.config)
         return found, self.objective.samples_of(found.rows) if found.units else None
 
     def _row(self) -> Row:
@@ -241,8 +254,9 @@ class WrittenJob:
         self.prompts.restore(state.prompts)
 
     async def close(self) -> None:
-        """End the making of rows."""
+        """End the making of rows, and forget those of steps that an early end left out."""
         self._maker.shutdown(wait=False, cancel_futures=True)
+        self._ahead.clear()
 
 
 def _as_prompt(row: WrittenRow) -> Prompt:

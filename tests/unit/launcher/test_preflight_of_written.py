@@ -174,7 +174,7 @@ def test_learned_answers_end_with_a_token_that_ends_sampling(
     roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
     with caplog.at_level(logging.INFO):
         data = training_data(config, model)
-    job = written_job(parts, starting_shape(config), roles, data, attention_cost=1.0)
+    job = written_job(parts, starting_shape(config), roles, data, attention_cost=1.0, note=print)
     assert [int(row.token_ids[-1]) for unit in job.units_of(data.train[:]) for row in unit] == [256] * (1 + len(more))
     assert "learned answers end with '<pad>': the tokenizer's eos_token, '<eos>', is none of the tokens" in caplog.text
 
@@ -204,7 +204,7 @@ def test_a_token_without_a_row_of_the_embedding_ends_the_run(
     parts = Parts(config=config, folder=tmp_path, reward=none, allocation=None)
     roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
     data = training_data(config, model)
-    job = written_job(parts, starting_shape(config), roles, data, attention_cost=1.0)
+    job = written_job(parts, starting_shape(config), roles, data, attention_cost=1.0, note=print)
     assert job.units_of(data.held_out)
     with pytest.raises(DataError, match=r"^prompt 'train:1' has the token 259, but .* has 259 rows"):
         job.units_of(data.train[:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any, cast
@@ -17,6 +18,7 @@ from rl_megatron.data.samples import supervised_rows, written_samples
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import byte_tokenizer
+from rl_megatron.observability import progress
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.jobs import written
 from rl_megatron.training.jobs.supervised import FineTuning, HeldOutLoss, SupervisedSteps
@@ -88,9 +90,43 @@ def test_rows_that_no_step_draws_are_not_looked_at(caplog: pytest.LogCaptureFixt
 
 def test_so_many_tokens_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = ORDER.index(f"train:{FIRST}") // 3  # before the one with a long row, each of 3 times 5 tokens
-    monkeypatch.setattr(written, "_TOKENS_LOOKED_AT", 15 * batches + 1)
+    monkeypatch.setattr(written, "TOKENS_KEPT", 15 * batches + 1)
     with pytest.raises(DataError, match=rf"of the first {3 * batches + 3} sequences"):
         asyncio.run(job("fail", 400).start(fresh=True))
+
+
+def test_rows_that_were_looked_at_are_made_once_and_trained_on_in_the_order_of_the_seed() -> None:
+    """The fourth step has one row that was looked at, whose batch ends there, and two of the next epoch."""
+    its, made = job("drop", 4), list[list[str]]()
+
+    def noted(prompts: Sequence[Prompt]) -> list[Unit]:
+        made.append([prompt.id for prompt in prompts])
+        return units_of(prompts)
+
+    async def steps() -> list[int]:
+        await its.start(fresh=True)
+        learnt = []
+        for number in range(1, 5):
+            row = await its.step(number, Stopwatch())
+            learnt.append(int(str(row["data/dropped"])))
+        await its.close()
+        return learnt
+
+    its.units_of = noted
+    dropped = asyncio.run(steps())
+    drawn = [prompt.id for prompt in PromptStream(DATA, seed=0).take(12)]
+    batches = [drawn[start : start + 3] for start in range(0, 12, 3)]
+    assert dropped == [sum(int(name.split(":")[1]) in LONG for name in batch) for batch in batches]
+    assert made == [*batches[:3], batches[3][:1], batches[3]]
+
+
+def test_a_look_that_takes_its_time_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds, wanted in ((0.0, [3, 6, 9, 10]), (math.inf, list[int]())):
+        monkeypatch.setattr(progress, "SECONDS_BETWEEN_NOTES", seconds)
+        its, said = job("drop", 400), list[str]()
+        its.note = said.append
+        asyncio.run(its.start(fresh=True))
+        assert said == [f"looking for rows that are too long: {count} of 10" for count in wanted]
 
 
 def test_prompts_are_drawn_in_the_thread_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
