@@ -78,7 +78,7 @@ def _sampling(
     parts: Parts, shape: ModelShape, roles: Roles, data: Data, recorder: Recorder
 ) -> tuple[WarmStart, GroupJob]:
     """The warm start, and the job on groups of completions."""
-    config, size = parts.config, shape.vocab_size
+    config, size, cost = parts.config, shape.vocab_size, attention_cost(shape)
     made = made_environment(config, parts.services)
     sampler = sampler_of(config, made, roles.engine, parts.reward, data, vocab_size=size, services=parts.services)
     evaluation = Evaluation(
@@ -88,7 +88,6 @@ def _sampling(
         section=config.eval,
         last_step=config.train.steps,
     )
-    cost = attention_cost(shape)
     prompts = PromptStream(
         data.train,
         seed=config.seed,
@@ -118,6 +117,7 @@ def _sampling(
             packer=packer_of(config.learner, attention_cost=cost),
             optimizer_steps=update.policy_steps,
         ),
+        note=recorder.progress.note,
     )
     beside = EvaluationBeside(
         evaluation=evaluation, recorder=recorder, at_once=config.eval.at_once, pinned=roles.pinned

@@ -4,6 +4,7 @@ high enough."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,17 +15,20 @@ from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.samples import WrittenRow, check_tokens, supervised_rows, written_samples
 from rl_megatron.errors import DataError, EnvironmentFailed
 from rl_megatron.interfaces import Learner, Roles
+from rl_megatron.observability.progress import seldom
 from rl_megatron.observability.recorder import Row, Stopwatch
 from rl_megatron.rewards.threads import in_daemon_thread
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.supervised import SupervisedSteps
+from rl_megatron.training.jobs.written import TOKENS_KEPT
 from rl_megatron.training.tasks import uncut
 from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 
 Targets = Callable[[Sequence[Prompt], int], Sequence[Sequence[str]]]
 """What to learn of each prompt in a step of this number: the model's text, what it reads then, and so on in turns."""
@@ -48,6 +52,8 @@ class WarmStart:
     targets: Targets
     evaluation: Evaluation
     supervised: SupervisedSteps
+    note: Callable[[str], None] = logger.info
+    """Shows how far the look at what is left to learn is."""
     name: str = "warm start"
     first_step_is_saved: bool = False
     number: int = 0  # of the last step
@@ -72,12 +78,16 @@ class WarmStart:
         return {**self._row(), "warm_start/loss": loss, **self.roles.rank_metrics()}
 
     async def _look_ahead(self) -> None:
-        """Make the rows of the steps that are left, until one has no new prompt, and keep them for these steps: a bad
-        row would lose the steps before it, of which there is no checkpoint. Raises as `_drawn`."""
+        """Make the rows of the steps that are left, until one has no new prompt: a bad row would lose the steps before
+        it, of which there is no checkpoint. The first ``TOKENS_KEPT`` are kept for their steps. Raises as `_drawn`."""
         before, left_out, seen = self.prompts.state(), tuple(self.prompts.left_out), set[str]()
-        for number in range(self.number + 1, self.config.warm_start.steps + 1):
+        steps, tokens, note = self.config.warm_start.steps, 0, seldom(self.note)
+        for number in range(self.number + 1, steps + 1):
             prompts, rows = await self._drawn(number)
-            self._ahead[number] = rows
+            tokens += sum(len(row.token_ids) for row in rows)
+            if tokens <= TOKENS_KEPT:
+                self._ahead[number] = rows
+            note(f"looking at what the warm start learns: step {number} of {steps}")
             if seen.issuperset(names := [prompt.id for prompt in prompts]):
                 break
             seen.update(names)

@@ -15,7 +15,9 @@ from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import DataError, EnvironmentFailed
 from rl_megatron.interfaces import Roles
 from rl_megatron.models.tiny import byte_tokenizer
+from rl_megatron.observability import progress
 from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.training.jobs import warm_start as warm_starts
 from rl_megatron.training.jobs.supervised import SupervisedSteps
 from rl_megatron.training.jobs.warm_start import Targets, WarmStart, answers
 from rl_megatron.training.optimizer_steps import OptimizerSteps
@@ -115,6 +117,29 @@ def test_rows_of_the_first_epoch_are_made_once_and_learned_as_they_were_looked_a
     assert [step for step, _ in made] == [1, 2, 3, 4]
     drawn = [prompt.id for prompt in PromptStream(prompts(1, 2, 3, 4), seed=0).take(8)]
     assert [name for _, names in made for name in names] == drawn
+
+
+def test_rows_beyond_those_that_are_kept_are_made_again_in_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows a step of a prompt, a letter and the end; the look says how far it is."""
+    monkeypatch.setattr(warm_starts, "TOKENS_KEPT", 12)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_NOTES", 0.0)
+    made, said = list[int](), list[str]()
+
+    def noted(drawn: Sequence[Prompt], step: int) -> list[tuple[str]]:
+        made.append(step)
+        return answers(drawn, step)
+
+    ours = warm_start(prompts(*[1] * 6), noted)
+    ours.note = said.append
+
+    async def steps() -> None:
+        await ours.start(fresh=True)
+        for number in range(1, 4):
+            await ours.step(number, Stopwatch())
+
+    asyncio.run(steps())
+    assert made == [1, 2, 3, 3]
+    assert said == [f"looking at what the warm start learns: step {step} of 3" for step in (1, 2, 3)]
 
 
 def test_a_demonstration_that_takes_its_time_does_not_hold_up_the_event_loop() -> None:
