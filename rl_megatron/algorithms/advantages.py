@@ -24,6 +24,8 @@ from rl_megatron.algorithms.segments import (
 from rl_megatron.errors import ConfigError
 from rl_megatron.user_code import describe_error, load_named
 
+ROUNDING = 1e-6
+"""Of an advantage that is 0."""
 LEVELS: Mapping[str, Callable[[Tensor], Tensor] | None] = {
     "none": None,
     "group": lambda group_ids: group_ids,
@@ -96,6 +98,13 @@ def of_each_group(name: str, rewards: Tensor, group_ids: Tensor) -> Tensor:
             raise ConfigError(f"{told}, must return a tensor of as many finite advantages; it returned {shown!s:.200}")
         advantages[mine] = found.double()
     return advantages
+
+
+def own_gives(name: str, rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Whether the user's function gives a group any advantage beyond rounding [K], of ``group_ids`` 0 .. K - 1. Raises
+    as `of_each_group`."""
+    found = of_each_group(name, rewards.double(), group_ids).abs() > ROUNDING
+    return segment_sum(found.int(), group_ids) > 0
 
 
 def turn_advantages(of_turns: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.advantages import LEVELS, group_advantages
+from rl_megatron.algorithms.advantages import LEVELS, ROUNDING, group_advantages
 from rl_megatron.algorithms.auxiliary import pair_loss_of, with_slopes
 from rl_megatron.algorithms.objectives import OBJECTIVES, Objective, objective_of
 from rl_megatron.algorithms.ratios import RATIO_LEVELS, masked
@@ -35,7 +35,8 @@ _LENGTHS = (4, 3, 1, 5)  # of the made sequences; the third has no trained token
 _ADVANTAGES = (0.8, -1.1, 0.6, 0.0)
 _SPREADS = (0.0, 0.1, 2.0)  # of log-ratios: in the first optimizer step all are 0
 _REWARDS = ((0.0, 1.0, 0.0, 0.0), (1.0, 1.0, 0.0, 1.0), (0.0, 0.0, 0.0, 0.0), (1.0, 1.0, 1.0, 1.0))
-_ROUNDING = 1e-6  # of an advantage that is 0
+_OTHER_REWARDS = ((-1.5, 0.25, 2.0, -0.5), (-0.5,) * 4, (0.5,) * 4)
+_NUMBERS_OF_TURNS = (1, 3)
 _PAIRS = ((0.0, 0.0), (0.5, -1.0), (-30.0, 4.0), (2.0, 40.0))  # log pi/ref of the better and the worse answer, nats
 _COLUMNS = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages", "mask")
 
@@ -71,33 +72,57 @@ def check_own_objective(row: AlgorithmSection, *, cp: int = 1) -> None:
 def check_own_advantages(row: AlgorithmSection, rollout: RolloutSection) -> None:
     """Call the user's function of a group's rewards on some groups of the run's size; of one group's turns, on four.
 
-    Raises ConfigError as `advantages.of_each_group`, and if all advantages are 0. Warns if dynamic sampling leaves out
-    groups that have others.
+    Raises ConfigError as `advantages.of_each_group` where the rewards are 0 and 1, and if the advantages of all groups
+    are 0, those of other rewards too. Of what the run may not have, other rewards and turns in other numbers, warns.
+    Warns if dynamic sampling leaves out groups that have advantages.
     """
     if row.advantage_mean in {*LEVELS, "greedy", "moving", "tracked"}:
         return
     of_turns = row.credit == "turn" and row.turn_baseline == "all"
     size = len(_REWARDS[0]) if of_turns else rollout.group_size
-    rewards = torch.tensor(_REWARDS)[:, torch.arange(size) % len(_REWARDS[0])]
-    ids = torch.arange(len(rewards)).repeat_interleave(size)
-    if row.normalise_rewards == "group":
-        rewards = to_unit_range(rewards.flatten(), ids, rewards.flatten(), ids).view_as(rewards)
-    found = group_advantages(rewards.flatten(), ids, mean=row.advantage_mean, std="none", leave_one_out=False)
-    given, moved = f"algorithm.advantage_mean={row.advantage_mean}", found.view_as(rewards).abs() > _ROUNDING
-    if not moved.any() and not row.taught_by_equal:
+    groups = [_group(rewards, size) for rewards in _REWARDS]
+    found, given = [_advantages(row, group) for group in groups], f"algorithm.advantage_mean={row.advantage_mean}"
+    moved = [bool(one.abs().gt(ROUNDING).any()) for one in found]
+    moves = any([*moved, *(_moved_or_warned(row, _group(rewards, size)) for rewards in _OTHER_REWARDS)])
+    if not moves and not row.taught_by_equal:
+        told = [group.tolist() for group in groups]
         raise ConfigError(
             f"{given}: all advantages are 0 in groups of {'' if of_turns else 'rollout.group_size='}{size}, of rewards "
-            f"{rewards.tolist()!s:.200}, so nothing is trained; return others, or set another rollout.group_size"
+            f"{told!s:.200} and others, so nothing is trained; return others, or set another rollout.group_size"
         )
-    equal = moved.any(1) & (rewards == rewards[:, :1]).all(1)
-    if rollout.dynamic_sampling != "off" and not row.levels_equal and equal.any():
+    for other in _NUMBERS_OF_TURNS if row.credit == "turn" else ():
+        _moved_or_warned(row, _group(_REWARDS[0], other))
+    equal = [
+        group.tolist() for group, one in zip(groups, moved, strict=True) if one and bool((group == group[0]).all())
+    ]
+    if rollout.dynamic_sampling != "off" and not row.levels_equal and not row.own_decides and equal:
         logger.warning(
             "rollout.dynamic_sampling=%s leaves out groups of equal rewards, which %s gives advantages, as to "
             "%.200s; to train on them, set rollout.dynamic_sampling=off",
             rollout.dynamic_sampling,
             given,
-            rewards[equal][0].tolist(),
+            equal[0],
         )
+
+
+def _group(rewards: Sequence[float], size: int) -> Tensor:
+    return torch.tensor(rewards)[torch.arange(size) % len(rewards)]
+
+
+def _advantages(row: AlgorithmSection, group: Tensor) -> Tensor:
+    ids = torch.zeros(len(group), dtype=torch.int64)
+    if row.normalise_rewards == "group":
+        group = to_unit_range(group, ids, group, ids)
+    return group_advantages(group, ids, mean=row.advantage_mean, std="none", leave_one_out=False)
+
+
+def _moved_or_warned(row: AlgorithmSection, group: Tensor) -> bool:
+    """Whether the group has an advantage; a warning if the function fails on it."""
+    try:
+        return bool(_advantages(row, group).abs().gt(ROUNDING).any())
+    except ConfigError as error:
+        logger.warning("%s; a run with such rewards would end there", error)
+        return False
 
 
 def check_own_pair_loss(section: DpoSection) -> None:

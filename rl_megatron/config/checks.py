@@ -221,7 +221,7 @@ def _group_problems(c: RunConfig) -> list[str]:
             f"rollout.dynamic_sampling={r.dynamic_sampling} drops groups of equal rewards, from which "
             f"{', '.join(a.taught_by_equal)} learns too; set rollout.dynamic_sampling=off"
         )
-    elif r.dynamic_sampling != "off" and r.group_size == 1 and not of_turns:
+    elif r.dynamic_sampling != "off" and r.group_size == 1 and not of_turns and (a.levels_equal or not a.own_decides):
         out.append(
             f"rollout.dynamic_sampling={r.dynamic_sampling} drops every group of one completion, whose rewards cannot "
             "differ, so nothing is trained; set rollout.group_size=2 or more, or rollout.dynamic_sampling=off"

@@ -41,7 +41,10 @@ def problem(*keys: str) -> str | None:
         ),
         ([*TURNS, "algorithm.turn_baseline=index", ONE], "group_size=1 with algorithm.advantage_mean"),
         (["algorithm=reinforce", "algorithm.advantage_mean=none", ONE, REFILL], "=refill drops every group of one"),
-        (["algorithm=reinforce", "algorithm.advantage_mean=mine:f", ONE, REFILL], "=refill drops every group of one"),
+        (
+            ["algorithm=reinforce", "algorithm.advantage_mean=mine:f", "algorithm.whiten_rewards=true", ONE, REFILL],
+            "=refill drops every group of one",
+        ),
         (["algorithm=ppo", REFILL], "from which algorithm.credit=gae learns"),
         (["algorithm=remax", REFILL], "from which algorithm.advantage_mean=greedy learns"),
         (["algorithm=reinforce", "rollout.dynamic_sampling=drop"], "from which algorithm.advantage_mean=batch learns"),
@@ -72,6 +75,7 @@ def test_groups_that_teach_nothing_and_those_that_do_are_not_mistaken(keys: list
         ["algorithm=dpo", REFILL],
         ["algorithm=gkd", "algorithm.kl.reference=.", ONE],
         ["algorithm=gkd", "algorithm.kl.reference=.", "algorithm.advantage_mean=batch", *SINGLE],
+        ["algorithm=reinforce", "algorithm.advantage_mean=mine:f", ONE, REFILL],  # the function is asked
         ["algorithm=reinforce", "algorithm.advantage_mean=none", REFILL],  # REINFORCE-Rej, arXiv:2504.11343
     ],
 )

@@ -209,6 +209,12 @@ class AlgorithmSection(Section):
         return (self.advantage_mean != "none" or self.levels_equal) and not self.taught_by_equal
 
     @property
+    def own_decides(self) -> bool:
+        """Whether the user's function of advantages says which groups give a gradient: of a group alone, it has the
+        rewards that it has in the step."""
+        return ":" in self.advantage_mean and not self.whiten_rewards and self.normalise_rewards != "batch"
+
+    @property
     def levels_equal(self) -> bool:
         """Whether the group's std, or its mean in whitening, makes the advantages of equal rewards 0."""
         whitened = self.whiten and self.whiten_mean == "group" and self.credit == "completion"

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_megatron.algorithms.advantages import own_gives
 from rl_megatron.algorithms.segments import dense, differ, segment_sum
 from rl_megatron.algorithms.shaping import overlong_penalty, score_finished, to_unit_range
 from rl_megatron.config.sections.algorithm import AlgorithmSection
@@ -84,21 +85,31 @@ def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection
     """Whether each group has two different shaped rewards; dynamic sampling keeps these groups (DAPO).
 
     With credit=turn, whether two of its turns that have one baseline differ. Ignores running moments and the range of
-    the batch, which shift all rewards alike and would make the choice depend on when it is made.
+    the batch, which shift all rewards alike and would make the choice depend on when it is made. Where advantages are
+    a function of the user's own, whether that gives any, as `AlgorithmSection.own_decides` says.
     """
     if not groups:
         return []
     judged = _judged(groups, section, max_new_tokens)
     if section.credit == "turn":
         turns = turns_of(groups, judged, section)
-        some = differ(turns.rewards, dense(turns.baseline_of))[dense(turns.baseline_of)]
+        ids = dense(turns.baseline_of)
+        some = _teaching(turns.rewards, ids, section)[ids]
         return (segment_sum(some.int(), turns.group_of, len(groups)) > 0).tolist()
     ids = group_ids(groups)
     if section.normalise_rewards == "group":
         judged = to_unit_range(judged, ids, judged, ids)
     if not section.whiten_rewards and section.normalise_rewards != "batch":
         judged = _clipped(judged, section)
-    return differ(judged, ids).tolist()
+    return _teaching(judged, ids, section).tolist()
+
+
+def _teaching(rewards: Tensor, ids: Tensor, section: AlgorithmSection) -> Tensor:
+    """Of the rewards that have one baseline, [K] bool."""
+    if not section.own_decides:
+        return differ(rewards, ids)
+    own = own_gives(section.advantage_mean, rewards, ids)
+    return own & differ(rewards, ids) if section.levels_equal else own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
