@@ -99,8 +99,8 @@ def _sampling(
         config=config,
         roles=roles,
         attention_cost=cost,
-        seconds_at_peak=seconds_at_peak(shape, roles.gpus, config.learner.lora),
-        training_flops=partial(training_flops, shape, lora=config.learner.lora),
+        seconds_at_peak=seconds_at_peak(shape, roles.gpus, config.learner),
+        training_flops=partial(training_flops, shape, learner=config.learner),
         tracked=None if prompts.table is None else prompts.table.value_of,
     )
     warm = WarmStart(

@@ -186,7 +186,7 @@ def written_job(
         objective=objective,
         optimizer_steps=steps,
         name=name,
-        seconds_at_peak=seconds_at_peak(shape, roles.gpus, config.learner.lora),
-        training_flops=partial(training_flops, shape, lora=config.learner.lora),
+        seconds_at_peak=seconds_at_peak(shape, roles.gpus, config.learner),
+        training_flops=partial(training_flops, shape, learner=config.learner),
         note=note,
     )

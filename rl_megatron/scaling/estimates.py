@@ -258,5 +258,5 @@ def floor_seconds(config: RunConfig, shape: ModelShape) -> float:
     Forward and backward at the peak (`flops`); recomputing and sampling are left out.
     """
     peak = config.slurm.speeds.tflops * 1e12
-    each = training_flops(shape, [config.longest_sequence], config.learner.lora)
+    each = training_flops(shape, [config.longest_sequence], config.learner)
     return each * config.completions_per_step * config.train.epochs / (config.learner.dims.world_size * peak)

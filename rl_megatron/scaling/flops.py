@@ -2,8 +2,8 @@
 
 A multiplication and an addition are two. Counted are the matrix products of a model's parameters and of attention, with
 the keys that a position attends to, and of experts those that a token chose: the model's work whatever computes it.
-Left out are norms, activations, rotary angles, softmax and the optimizer, padding, what is computed again, and beside
-adapters gradients of the frozen weights. PaLM (arXiv:2204.02311, appendix B) defines MFU so, but counts every key as
+Left out are norms, activations, rotary angles, softmax and the optimizer, padding, what is computed again, and
+gradients of weights that stand still. PaLM (arXiv:2204.02311, appendix B) defines MFU so, but counts every key as
 attended to.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.shape import LatentAttention, ModelShape
 from rl_megatron.options.lora import LoraSection
 from rl_megatron.scaling.parameters import elements
@@ -21,8 +22,8 @@ from rl_megatron.weights.layouts.lora import learner_adapters
 
 PASSES = 3
 """Forward passes that a training step costs: the backward pass has two products for each of the forward's."""
-WHOLE = LoraSection()
-"""No adapters: all weights are trained."""
+WHOLE = LearnerSection()
+"""All weights of the model are trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ def peak_of(name: str) -> Peak | None:
 
 
 def seconds_at_peak(
-    shape: ModelShape, gpus: Sequence[str], lora: LoraSection = WHOLE
+    shape: ModelShape, gpus: Sequence[str], learner: LearnerSection = WHOLE
 ) -> Callable[[Iterable[int]], float] | None:
     """Says how many seconds training on sequences of such lengths takes ``gpus``, by name, at their bfloat16 peak.
 
@@ -73,20 +74,22 @@ def seconds_at_peak(
     if not known or len(known) < len(gpus):
         return None
     together = sum(peak.bfloat16 for peak in known) * 1e12
-    return lambda lengths: training_flops(shape, lengths, lora) / together
+    return lambda lengths: training_flops(shape, lengths, learner) / together
 
 
-def training_flops(shape: ModelShape, lengths: Iterable[int], lora: LoraSection = WHOLE) -> float:
+def training_flops(shape: ModelShape, lengths: Iterable[int], learner: LearnerSection = WHOLE) -> float:
     """Of forward and backward over sequences of so many positions, each attended to causally, without recomputation.
 
-    Weights that stand still beside the adapters of ``lora`` have no gradients, whatever the learner computes on the way
-    to the adapters' (docs/lora.md); attention's products and the adapters' own have all passes.
+    Weights that stand still beside adapters have no gradients, whatever the learner computes on the way to the
+    adapters' (docs/lora.md), nor have frozen routers; attention's products and the adapters' own have all passes. Draft
+    layers are counted if ``shape`` has them trained.
     """
     batch = _Batch.of(shape, lengths)
     weights, pairs = batch.tokens * _weights(shape), _between_positions(shape, batch)
-    if lora.rank is None:
-        return PASSES * (weights + pairs)
-    return (PASSES - 1) * weights + PASSES * (pairs + batch.tokens * _adapters(shape, lora))
+    if learner.lora.rank is not None:
+        return (PASSES - 1) * weights + PASSES * (pairs + batch.tokens * _adapters(shape, learner.lora))
+    still = batch.tokens * len(shape.moe_layers) * _router(shape) if learner.router.frozen else 0.0
+    return PASSES * (weights + pairs) - still + len(shape.drafted) * _draft(shape, batch)
 
 
 def forward_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
@@ -130,16 +133,30 @@ def _adapters(shape: ModelShape, lora: LoraSection) -> float:
     return 2.0 * (held.dense + held.experts * shape.experts_per_token / max(1, shape.num_experts))
 
 
+def _draft(shape: ModelShape, batch: _Batch) -> float:
+    """Training FLOPs of a draft layer: a linear that joins two hidden states, a layer as the decoder's last one, which
+    attends, and the output matrix, which is detached."""
+    last, hidden = shape.num_layers - 1, shape.hidden_size
+    own = 4.0 * hidden * hidden + _of_layer(shape, sparse=last in shape.moe_layers, delta=False)
+    trained = batch.tokens * own + _attention(shape, batch, [last])
+    return PASSES * trained + (PASSES - 1) * batch.tokens * 2.0 * hidden * shape.outputs
+
+
 def _between_positions(shape: ModelShape, batch: _Batch) -> float:
     """Forward FLOPs without weights: of queries, keys and values; and of each value head's state in a delta net, a
     position at a time, what it knows of a key, what is written there, and what a query reads. Chunks compute more,
     which is no more of use than recomputation."""
-    value_dim = shape.latent.value_dim if shape.latent else shape.head_dim
-    pairs = sum(batch.pairs[shape.windows[layer] if shape.windows else 0] for layer in shape.attention_layers)
     states = 0.0
     if m := shape.delta:
         states = 6.0 * m.value_heads * m.key_dim * m.value_dim * len(shape.delta_layers)
-    return 2 * pairs * shape.num_heads * (shape.head_dim + value_dim) + batch.tokens * states
+    return _attention(shape, batch, shape.attention_layers) + batch.tokens * states
+
+
+def _attention(shape: ModelShape, batch: _Batch, layers: Iterable[int]) -> float:
+    """Forward FLOPs of queries, keys and values of these layers."""
+    value_dim = shape.latent.value_dim if shape.latent else shape.head_dim
+    pairs = sum(batch.pairs[shape.windows[layer] if shape.windows else 0] for layer in layers)
+    return 2 * pairs * shape.num_heads * (shape.head_dim + value_dim)
 
 
 def _of_layer(shape: ModelShape, *, sparse: bool, delta: bool) -> float:
@@ -153,10 +170,14 @@ def _of_layer(shape: ModelShape, *, sparse: bool, delta: bool) -> float:
         attention = _delta_net(shape)
     if not sparse:
         return attention + 6.0 * hidden * shape.dense_width
-    router = 2.0 * hidden * shape.num_experts
     experts = 6.0 * hidden * shape.experts_per_token * shape.expert_width
     shared = 6.0 * hidden * shape.shared_width + (2.0 * hidden if shape.shared_gate else 0.0)
-    return attention + router + experts + shared
+    return attention + _router(shape) + experts + shared
+
+
+def _router(shape: ModelShape) -> float:
+    """Forward FLOPs of a layer's router for one position."""
+    return 2.0 * shape.hidden_size * shape.num_experts
 
 
 def _delta_net(shape: ModelShape) -> float:

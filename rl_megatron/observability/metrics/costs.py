@@ -34,8 +34,8 @@ COSTS = (
     (
         "flops/train",
         "FLOP",
-        "FLOPs of the policy's model in forward and backward over tokens/train, without what is computed again, and "
-        "beside adapters without gradients of the frozen weights; those of sampling and scores are not counted "
+        "FLOPs of the policy's model, and of a draft layer that is trained, in forward and backward over tokens/train, "
+        "without what is computed again and gradients of frozen weights; those of sampling and scores are not counted "
         "(rl_megatron/scaling/flops.py)",
     ),
     (

@@ -11,11 +11,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
+from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import DeltaNet, ModelShape
 from rl_megatron.options.lora import LoraSection
+from rl_megatron.options.routers import RouterSection
 from rl_megatron.scaling.flops import PEAKS, forward_flops, peak_of, seconds_at_peak, training_flops
 from rl_megatron.weights.layouts.families import read_shape
+from tests.draft_models import WrittenDraft, save_with_drafts
 from tests.family_models import save_model
 
 LENGTHS = (7, 16)
@@ -67,7 +70,7 @@ def in_whole_chunks(m: DeltaNet, length: int, trained: bool) -> float:
 def counted(model: Any, shape: ModelShape) -> float:
     """What torch counts in forward and backward of each sequence, without the products that a mask hides."""
     model.set_experts_implementation("eager")
-    total, trained = 0.0, all(weight.requires_grad for weight in model.parameters())
+    total, trained = 0.0, model.get_input_embeddings().weight.requires_grad
     for length in LENGTHS:
         ids = torch.randint(3, 61, (1, length), generator=torch.Generator().manual_seed(length))
         with FlopCounterMode(display=False) as counter:
@@ -91,6 +94,39 @@ def test_a_training_step_has_the_products_that_torch_counts(name: str, tmp_path:
     shape = read_shape(tmp_path)
     wanted = counted(model, shape)
     assert training_flops(shape, LENGTHS) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_frozen_routers_have_no_gradient_of_their_weights(name: str, tmp_path: Path) -> None:
+    model = save_model(name, tmp_path)
+    routers = [m for n, m in model.named_modules() if n.endswith(("mlp.gate", "mlp.router"))]
+    shape = read_shape(tmp_path)
+    assert len(routers) == len(shape.moe_layers)
+    for router in routers:
+        router.requires_grad_(False)
+    frozen = LearnerSection(router=RouterSection(frozen=True))
+    assert training_flops(shape, LENGTHS, frozen) == pytest.approx(counted(model, shape), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_a_draft_layer_that_is_trained_has_the_products_that_torch_counts(name: str, tmp_path: Path) -> None:
+    """Its joining linear multiplies one position more there, which is then cut."""
+    save_with_drafts(name, tmp_path, num_hidden_layers=2)
+    shape, written = read_shape(tmp_path), WrittenDraft(tmp_path)
+    written.layer.mlp.experts.config._experts_implementation = "eager"
+    wanted, last = 0.0, shape.num_layers - 1
+    widths = shape.head_dim + (shape.latent.value_dim if shape.latent else shape.head_dim)
+    for length in LENGTHS:
+        tokens = torch.randint(3, 61, (length + 2,), generator=torch.Generator().manual_seed(length))
+        with FlopCounterMode(display=False) as counter:
+            written.logits(tokens).sum().backward()
+        with FlopCounterMode(display=False) as before:
+            written.model.model(tokens[None, :-1])
+        wanted += counter.get_total_flops() - before.get_total_flops()
+        wanted -= 3 * 2 * (2 * shape.hidden_size) * shape.hidden_size
+        wanted -= 3 * 2 * masked_pairs(shape, last, length) * shape.num_heads * widths
+    trained = training_flops(replace(shape, drafts=True), LENGTHS) - training_flops(shape, LENGTHS)
+    assert trained == pytest.approx(wanted, rel=1e-12)
 
 
 def add_adapters(model: Any, lora: LoraSection) -> None:
@@ -120,10 +156,11 @@ def test_adapters_have_their_own_gradients_and_the_frozen_weights_none(name: str
     model, lora = save_model(name, tmp_path), LoraSection(rank=3, targets=targets)
     shape = read_shape(tmp_path)
     add_adapters(model, lora)
-    found = training_flops(shape, LENGTHS, lora)
+    found = training_flops(shape, LENGTHS, LearnerSection(lora=lora))
     assert found == pytest.approx(counted(model, shape), rel=1e-12)
     if shape.num_experts:
-        more = training_flops(shape, LENGTHS, LoraSection(rank=3, expert_rank=5, targets=(*targets, "experts")))
+        experts = LoraSection(rank=3, expert_rank=5, targets=(*targets, "experts"))
+        more = training_flops(shape, LENGTHS, LearnerSection(lora=experts))
         of_a_layer = 3 * 2 * sum(LENGTHS) * shape.experts_per_token * 3 * 5 * (shape.hidden_size + shape.expert_width)
         assert more - found == len(shape.moe_layers) * of_a_layer
 
@@ -196,9 +233,9 @@ def test_a_step_at_the_peak_of_all_gpus_together_takes_these_seconds() -> None:
     two = seconds_at_peak(shape, ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
     assert two is not None
     assert two([4096] * 3) == pytest.approx(3 * 4096 * 250e9 / (989.5e12 + 312e12), rel=0.01)
-    lora = LoraSection(rank=4)
-    less = seconds_at_peak(shape, ["NVIDIA H200"], lora)
+    adapters = LearnerSection(lora=LoraSection(rank=4))
+    less = seconds_at_peak(shape, ["NVIDIA H200"], adapters)
     assert less is not None
-    assert less([4096]) == training_flops(shape, [4096], lora) / 989.5e12
+    assert less([4096]) == training_flops(shape, [4096], adapters) / 989.5e12
     assert seconds_at_peak(shape, []) is None
     assert seconds_at_peak(shape, ["NVIDIA H200", "a pretended GPU"]) is None
