@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from pydantic import BaseModel
@@ -10,6 +11,7 @@ from pydantic_core import to_jsonable_python
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.options.table import installed_keys
+from rl_megatron.types import ParallelDims
 
 FREE: Mapping[str, bool] = {
     "job": False,
@@ -79,6 +81,45 @@ FREE: Mapping[str, bool] = {
 Free are the layout, keys that change no number, time limits, and how later steps are sampled, logged and saved.
 """
 
+COSTS: Mapping[str, bool] = {
+    "environment.concurrency": True,
+    "rollout": True,
+    "rollout.python": False,
+    "rollout.max_seconds": False,
+    **{
+        f"rollout.server.{key}": False
+        for key in (
+            *("addresses", "token_file", "start_seconds", "timeout_seconds", "health_seconds", "restarts"),
+            *("least_replicas", "retries", "backoff_seconds", "probes", "probe_tolerance"),
+            *("replicas", "tp", "pp", "dp", "ep"),
+        )
+    },
+    "learner": True,
+    **{f"learner.{degree.name}": False for degree in fields(ParallelDims)},
+    "learner.timeout_seconds": False,
+    "learner.router": False,
+    "learner.optimizer": False,
+    "learner.optimizer.moments_dtype": True,
+    "learner.optimizer.muon.newton_schulz_steps": True,
+    **{
+        f"train.{key}": True
+        for key in ("minibatches", "whole_groups", "epochs", "route_flips", "stream_micro_batches", "max_staleness")
+    },
+    **{f"slurm.{key}": True for key in ("nodes", "gpus_per_node", "nvlink_nodes", "engines.nodes")},
+}
+"""Of the keys that `FREE` frees, whether one changes a step's seconds or memory, degrees aside; others do not."""
+
+
+def cost_keys(config: RunConfig) -> dict[str, Any]:
+    """The values, other than defaults, of keys that a resume may change and that change a step's seconds or memory,
+    without the degrees of layouts."""
+    usual = defaults(config)
+    return {
+        key: value
+        for key, value in flat(config.model_dump(mode="json"))
+        if is_free(key) and _longest(COSTS, key.split(".")) and usual.get(key) != value
+    }
+
 
 def is_free(key: str) -> bool:
     """Whether a resume may change ``section.key``."""
@@ -87,8 +128,13 @@ def is_free(key: str) -> bool:
         parts[2:3] = ["<name>"]
     if parts[:3] == ["algorithm", "kl", "teachers"]:
         parts[3:4] = ["<name>"]
+    return _longest(FREE, parts)
+
+
+def _longest(table: Mapping[str, bool], parts: Sequence[str]) -> bool:
+    """The value of the longest entry that a key's ``parts`` begin with; False if there is none."""
     above = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-    return next(FREE[name] for name in above if name in FREE)
+    return next((table[name] for name in above if name in table), False)
 
 
 def changes_no_step(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from rl_megatron.config.beside import in_words_of, separate
+from rl_megatron.config.resume import cost_keys
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
@@ -115,16 +116,19 @@ def ranks_by_role(config: RunConfig) -> dict[str, int]:
 
 
 def layout_said(config: RunConfig) -> str:
-    """The degrees of every role's layout, without those that are 1; servers of the run's own are ``engines``."""
+    """The degrees of every role's layout, without those that are 1, where servers of the run's own are ``engines``, and
+    what else a resume may change that changes a step's seconds or memory, without defaults."""
     said = {role: asdict(config.learner_of(role).dims) for role in (LEARNER, *separate(config))}
     server = config.rollout.server
     if config.kind.samples and config.rollout.served and server.addresses is None:
         degrees = {name: getattr(server, name) for name in ("tp", "pp", "ep", "dp")}
         said["engines"] = {"replicas": server.count, **degrees}
-    return "; ".join(
+    layouts = (
         " ".join([role, *(f"{name}={n}" for name, n in degrees.items() if n > 1 or name == "dp")])
         for role, degrees in said.items()
     )
+    keys = " ".join(f"{key}={value}" for key, value in cost_keys(config).items())
+    return "; ".join([*layouts, *([keys] if keys else [])])
 
 
 def group_ranks(dims: ParallelDims) -> Mapping[str, list[list[int]]]:

@@ -85,6 +85,11 @@ COSTS = (
         "the role of this name held: GPUs, or on CPUs the cores that its ranks compute with; what learner and engines "
         "share is the learner's",
     ),
-    ("devices/layout", "", "the degrees of every role's layout that are not 1, as text"),
+    (
+        "devices/layout",
+        "",
+        "the degrees of every role's layout that are not 1, and what else a resume may change that "
+        "changes a step's seconds or memory, without defaults, as text",
+    ),
     ("metrics/non_finite", "", "values of this row that were NaN or infinite and are null; only if there are any"),
 )

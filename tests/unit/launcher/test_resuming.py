@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from launcher.__main__ import main
 from launcher.runs.resume import find
 from rl_megatron.config.io import load_config, save_resolved
-from rl_megatron.config.resume import FREE, fixed, is_free, table
+from rl_megatron.config.resume import COSTS, FREE, fixed, is_free, table
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileRunData, FileSource
 from rl_megatron.config.sections.environment import EnvironmentSection
@@ -72,6 +72,7 @@ def test_every_section_is_marked_and_every_mark_is_of_a_key() -> None:
     of_teacher = (f"algorithm.kl.teachers.<name>.{key}" for key in TeacherSection.model_fields)
     of_entries = {*(f"data.sources.<name>.{key}" for key in of_source), *of_teacher}
     assert FREE.keys() <= {*keys(RunConfig()), *of_entries}
+    assert COSTS.keys() <= set(keys(RunConfig()))
     assert is_free("data.sources.math.weight")
     assert not is_free("data.sources.math.reward.function")
     assert not is_free("reward.parts.correct.weight")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -130,16 +131,45 @@ def test_a_run_with_too_few_steps_is_refused() -> None:
 
 
 def test_steps_in_a_layout_before_a_resume_are_left_out() -> None:
-    now = {"devices/layout": layout_said(config())}
+    now = layout_said(config())
     before = [{**each, "devices/layout": "learner dp=2"} for each in ROWS]
-    after = [{**row(step, 6.0), **now} for step in range(8, 14)]
+    after = [{**row(step, 6.0), "devices/layout": now} for step in range(8, 14)]
     checked = found([*before, *after])
     assert (checked.first, checked.last) == (10, 13)
     assert next(p for p in checked.phases if p.part == "train").measured == 6
-    assert "steps up to 7 are left out: their layout was learner dp=2, and it is learner dp=1 now" in checked.notes
+    assert f"steps up to 7 are left out: their layout was learner dp=2, and it is {now} now" in checked.notes
     assert found(after).notes == found([{**each, "step": each["step"] + 7} for each in ROWS]).notes
-    with pytest.raises(DataError, match=r"2 steps of RL in the layout of its config.yaml \(learner dp=1\); at least 3"):
+    with pytest.raises(
+        DataError, match=rf"2 steps of RL in the layout of its config.yaml \({re.escape(now)}\); at least 3"
+    ):
         found([*before, *after[:2]])
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"learner__recompute": {"uniform": 1}}, "learner.recompute.uniform=1"),
+        ({"learner__max_tokens_per_micro_batch": 4096}, "learner.max_tokens_per_micro_batch=4096"),
+        ({"learner__logprob_chunk_tokens": 8}, "learner.logprob_chunk_tokens=8"),
+        ({"rollout__slots": 4}, "rollout.slots=4"),
+        ({"train__minibatches": 4}, "train.minibatches=4"),
+    ],
+)
+def test_steps_before_a_change_of_what_they_take_are_left_out(keys: dict[str, Any], said: str) -> None:
+    rows = [{**each, "devices/layout": layout_said(config(**keys))} for each in ROWS]
+    rows += [{**row(step, 6.0), "devices/layout": layout_said(config())} for step in range(8, 14)]
+    checked = found(rows)
+    assert (checked.first, checked.last) == (10, 13)
+    (note,) = (note for note in checked.notes if "left out" in note)
+    then, now = note.split(", and it is ")
+    assert said in then
+    assert said not in now
+
+
+def test_a_change_of_keys_that_a_step_does_not_feel_leaves_its_layout() -> None:
+    learner = {"timeout_seconds": 77.0, "optimizer": {"weight_decay": 0.5}, "router": {"z_loss": 0.1}}
+    tree = {"learner": learner, "train": {"steps": 7, "learning_rate": 1e-5}}
+    assert layout_said(RunConfig.model_validate(tree)) == layout_said(RunConfig()) == "learner dp=1"
 
 
 @pytest.mark.parametrize(
