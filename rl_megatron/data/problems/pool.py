@@ -50,7 +50,9 @@ class Upcoming:
 
 
 class Pool(Sequence[Prompt]):
-    """Prompts by row."""
+    """Prompts by row. ``dropped``: prompts that it lacks, which were too long as files were read."""
+
+    dropped: int = 0
 
     @abstractmethod
     def at(self, row: int, upcoming: Upcoming) -> Prompt | None:
@@ -104,8 +106,8 @@ class Pool(Sequence[Prompt]):
 class Listed(Pool):
     """Prompts that are in memory."""
 
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self._prompts = prompts
+    def __init__(self, prompts: Sequence[Prompt], dropped: int = 0) -> None:
+        self._prompts, self.dropped = prompts, dropped
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -284,6 +286,7 @@ class Joined(Pool):
     def __init__(self, parts: Sequence[Pool]) -> None:
         self._parts = parts
         self._starts = np.cumsum([0, *map(len, parts)])
+        self.dropped = sum(part.dropped for part in parts)
 
     def __len__(self) -> int:
         return int(self._starts[-1])

@@ -96,7 +96,8 @@ def load_prompts(
         else:
             mask = kept[key]
             ours = train if mask is None else [train[row] for row in np.flatnonzero(mask).tolist()]
-            pools.append(Listed(_named(form(ours), name)))
+            made = _named(form(ours), name)
+            pools.append(Listed(made, len(ours) - len(made)))
         held_out += _named(form(theirs), name)
     return pools[0] if len(pools) == 1 else Joined(pools), held_out
 

@@ -136,6 +136,8 @@ class WrittenJob:
     optimizer_steps: OptimizerSteps
     """Those of the objective."""
     name: str
+    dropped: int = 0
+    """Rows that are not in the data, as they were too long when it was read."""
     seconds_at_peak: Callable[[Iterable[int]], float] | None = None
     """Seconds at the GPUs' peak of training on sequences of these lengths; None where that is not known."""
     training_flops: Callable[[Iterable[int]], float] | None = None
@@ -196,7 +198,7 @@ class WrittenJob:
         self._next = self._draw() if number < self.config.train.steps else None
         rate = learning_rate(self.config, number)
         row: Row = {**self._row(), "learning_rate": rate, "tokens/train": 0}
-        row |= {"data/dropped": found.dropped, "data/cut": found.cut}
+        row |= {"data/dropped": found.dropped + (self.dropped if number == 1 else 0), "data/cut": found.cut}
         row["data/epoch"] = number * self.config.written.batch_size / self.size
         if samples is not None:
             made = await self.objective.step(samples, rate, map(_as_prompt, found.rows), watch)

@@ -179,6 +179,25 @@ def test_learned_answers_end_with_a_token_that_ends_sampling(
     assert "learned answers end with '<pad>': the tokenizer's eos_token, '<eos>', is none of the tokens" in caplog.text
 
 
+@pytest.mark.parametrize(("name", "more", "rows"), [("sft_tiny", (), 1), ("dpo_tiny", PAIRED, 2)])
+def test_a_job_knows_of_the_rows_that_were_too_long_as_files_were_read(
+    tmp_path: Path, name: str, more: tuple[str, ...], rows: int
+) -> None:
+    model, none = model_folder(tmp_path / "model", {**QWEN3, "vocab_size": 259}), cast(Any, None)
+    byte_tokenizer().save_pretrained(model)
+    for split, questions in (("train", ("1", "2" * 99, "3")), ("eval", ("4",))):
+        given = ({"question": question, "answer": "2", "worse": "3"} for question in questions)
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, given)))
+    keys = [f"data.{split}={tmp_path / split}.jsonl" for split in ("train", "eval")]
+    section = name.removesuffix("_tiny")
+    keys += [f"{section}.on_long=drop", f"{section}.max_tokens=20"]
+    config = load_config(name, [f"model.path={model}", "data.type=files", *keys, *more])
+    parts = Parts(config=config, folder=tmp_path, reward=none, allocation=None)
+    roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
+    job = written_job(parts, starting_shape(config), roles, training_data(config, model), attention_cost=1.0)
+    assert (job.size, job.dropped) == (2, rows)
+
+
 @pytest.mark.parametrize("form", ["problems", "conversations"])
 @pytest.mark.parametrize(("name", "more"), [("sft_tiny", ()), ("dpo_tiny", PAIRED), ("reward_tiny", PAIRED)])
 def test_a_token_without_a_row_of_the_embedding_ends_the_run(

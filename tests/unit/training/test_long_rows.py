@@ -143,6 +143,16 @@ def test_prompts_are_drawn_in_the_thread_of_the_rows(monkeypatch: pytest.MonkeyP
     assert set(threads) == {threads[0]}
 
 
+def test_those_that_the_data_lost_as_it_was_read_are_counted_at_the_first_step_alone() -> None:
+    its, long = job("drop", 2), [int(name.split(":")[1]) in LONG for name in ORDER]
+    its.dropped = 5
+
+    async def steps() -> list[Any]:
+        return [(await its.step(number, Stopwatch()))["data/dropped"] for number in (1, 2)]
+
+    assert asyncio.run(steps()) == [5 + sum(long[:3]), sum(long[3:6])]
+
+
 @pytest.mark.parametrize(("on_long", "dropped", "cut"), [("drop", 3, 0), ("cut", 0, 3)])
 def test_held_out_ones_are_logged_with_both_numbers(
     on_long: str, dropped: int, cut: int, caplog: pytest.LogCaptureFixture
