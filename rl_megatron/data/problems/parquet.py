@@ -187,9 +187,12 @@ class ParquetRows:
         """These ascending rows, of which these columns are read alone, or what is wrong with one."""
         numbers = iter(rows.tolist())
         for batch in self.selected(rows, columns):
-            for start in range(0, len(batch), _RECORDS_AT_ONCE):
-                for record in self._records_of(batch.slice(start, _RECORDS_AT_ONCE)):
-                    yield next(numbers), record
+            for record in self._records_in_parts(batch):
+                yield next(numbers), record
+
+    def _records_in_parts(self, batch: Any) -> Iterator[Record | str]:
+        for start in range(0, len(batch), _RECORDS_AT_ONCE):
+            yield from self._records_of(batch.slice(start, _RECORDS_AT_ONCE))
 
     def _records_of(self, batch: Any) -> Iterator[Record | str]:
         import pyarrow as pa
@@ -271,13 +274,10 @@ class ParquetRows:
                 bad |= pc.fill_null(empty, True).to_numpy(zero_copy_only=False)
         except pa.ArrowInvalid:  # bad UTF-8, of which each row is asked
             bad[:] = True
-        problems = []
-        for row in np.flatnonzero(bad).tolist():
-            try:
-                self.record(start + row, batch.slice(row, 1))
-            except DataError as error:
-                problems.append(f"{error} (row group {group.index + 1})")
-        return problems
+        rows = np.flatnonzero(bad)
+        records = zip(rows.tolist(), self._records_in_parts(batch.take(pa.array(rows))), strict=True)
+        where = f"(row group {group.index + 1})"
+        return [f"{self.place(start + row)}: {wrong} {where}" for row, wrong in records if isinstance(wrong, str)]
 
 
 def _check_columns(path: Path, schema: Any, fields: tuple[str, ...], others: tuple[str, ...]) -> None:
