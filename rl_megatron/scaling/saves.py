@@ -30,6 +30,7 @@ class Save:
     every: int  # steps; 0: only after the last
     held: float  # seconds for which training waits
     most: int  # checkpoints that are on the disk at once
+    best: int  # of these, checkpoint.keep_best: as many more for each other way in which a resume measures accuracy
 
     def describe(self) -> str:
         """A line to show."""
@@ -42,8 +43,10 @@ class Save:
 
     def describe_disk(self) -> str:
         """A line to show of the disk that the run needs."""
+        more = f"; {self.best * self.total / GB:,.1f} GB more after a resume that measures accuracy otherwise"
         return (
             f"  up to {self.most} checkpoints at once: {self.most * self.total / GB:,.1f} GB of disk (checkpoint.keep*)"
+            + (more if self.best else "")
         )
 
     @property
@@ -126,6 +129,7 @@ def save_cost(config: RunConfig, shape: ModelShape) -> Save:
         speed=speed,
         every=config.checkpoint.every,
         most=_most_at_once(config),
+        best=config.checkpoint.keep_best,
     )
 
 
