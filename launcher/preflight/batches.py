@@ -1,5 +1,6 @@
-"""Compares the sequences of a step with the data-parallel ranks that share them, with its waves, and with those that
-the algorithm learns from; and the steps of the run with those that train the policy."""
+"""Compares the sequences of a step with the data-parallel ranks that share them, with its waves, with what environments
+and servers have at once, and with those that the algorithm learns from; and the steps of the run with those that train
+the policy."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from rl_megatron.config.waves import micro_batches_filled
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Yields notes if an optimizer step has fewer sequences than data-parallel ranks, or a mean batch no early wave, or
-    if groups are left out that have a gradient, or if no step trains the policy."""
+    """Yields notes if an optimizer step has fewer sequences than data-parallel ranks, or a mean batch no early wave, if
+    trajectories wait for servers or servers for trajectories, if groups are left out that have a gradient, or if no
+    step trains the policy."""
     config, ranks = subject.config, subject.config.learner.dims.dp
     sequences = config.completions_per_step // config.train.minibatches
     if not config.kind.samples:
@@ -23,6 +25,7 @@ def check(subject: Subject) -> Iterator[Found]:
             f"{config.train.minibatches}) for {ranks} data-parallel ranks (learner.dp), so {ranks - sequences} of them "
             "are idle; raise rollout.prompts_per_step, or lower train.minibatches"
         )
+    yield from _trajectories(config)
     wave, mean = config.train.stream_micro_batches, config.slurm.speeds.mean_tokens
     if wave and mean is not None:
         positions = int(config.completions_per_step * (config.rollout.max_prompt_tokens + mean))
@@ -45,6 +48,28 @@ def check(subject: Subject) -> Iterator[Found]:
         yield note(
             f"algorithm.critic.only_steps={alone} covers all of train.steps={config.train.steps}, so only the critic "
             "is trained and the policy stays as it is; raise train.steps, or lower the former"
+        )
+
+
+def _trajectories(config: RunConfig) -> Iterator[Found]:
+    """Compares trajectories under way with the turns that servers may have in flight, where one environment has all."""
+    if set(config.training_environments) != {"environment"} or not config.rollout.served:
+        return
+    most, server, group = config.environment.concurrency, config.rollout.server, config.rollout.group_size
+    turns, wanted = server.concurrency * group, config.completions_per_step * (1 + config.train.max_staleness)
+    if config.rollout.max_in_flight is not None:
+        wanted = min(wanted, config.rollout.max_in_flight)
+    at_servers = f"{turns} turns (rollout.server.concurrency={server.concurrency} * rollout.group_size={group})"
+    if min(most, wanted) > turns:
+        yield note(
+            f"{min(most, wanted)} trajectories are under way at once (environment.concurrency={most}), but servers "
+            f"have at most {at_servers} in flight; the wait of the others counts for their environment.seconds: raise "
+            "rollout.server.concurrency, or lower environment.concurrency"
+        )
+    elif most < min(turns, wanted):
+        yield note(
+            f"environment.concurrency={most} trajectories are under way at once, of {wanted} that there are to sample, "
+            f"though servers may have {at_servers} in flight: they may be idle meanwhile; raise environment.concurrency"
         )
 
 
