@@ -22,6 +22,7 @@ from rl_megatron.models import linear
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each library of products, whichever is the faster one on this processor."""
     monkeypatch.setattr(linear, "ONEDNN_LEADS", request.param == "oneDNN" and linear.HAS_ONEDNN)
+    monkeypatch.setattr(fused, "MIN_ONEDNN_FLOPS", 1)  # tests' are small
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -124,11 +125,25 @@ def test_grouped_products_with_biases() -> None:
 class Products(TorchDispatchMode):
     """Counts matrix products."""
 
-    count = 0
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self._names, self.count = names or ("mm", "_grouped_mm", "_linear_pointwise"), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket.__name__ in ("mm", "_grouped_mm", "_linear_pointwise")
+        self.count += func.overloadpacket.__name__ in self._names
         return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("leads", [False, True])
+def test_onednn_compiles_no_kernel_for_a_small_product(leads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "ONEDNN_LEADS", leads and linear.HAS_ONEDNN)
+    rows = int(fused.MIN_ONEDNN_FLOPS) // (2 * 64 * 50)
+    for a in (random(rows - 1, 64), random(rows, 64)):
+        b = random(50, 64)
+        with Products("_linear_pointwise") as compiled:
+            found = fused.matmul_transposed(a, b)
+        assert compiled.count == (leads and linear.HAS_ONEDNN and len(a) == rows)
+        torch.testing.assert_close(found, (a.double() @ b.double().T).float(), rtol=1e-5, atol=1e-4)
 
 
 COUNTS = [3, 0, 40, 5]

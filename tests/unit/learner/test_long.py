@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
-from rl_megatron.learner.model.kernels import long
+from rl_megatron.learner.model.kernels import fused, long
 from rl_megatron.learner.model.kernels.long import causal_attention, is_long
 from rl_megatron.models import linear
 
@@ -27,6 +27,7 @@ def of_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def test_it_is_torchs_in_blocks_of_queries(
     heads: int, width: int, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fused, "MIN_ONEDNN_FLOPS", 1)  # its products, though they are small
     monkeypatch.setattr(long, "ROWS", 24)  # of 8 or 24 positions: sequences of several blocks, whole and cut
     draw = torch.Generator().manual_seed(0)
     shapes = (2, length, heads, 8), (2, length, 2, 8), (2, length, 2, width)

@@ -1,7 +1,7 @@
 """Hand-written gradients of the decoder's layers, which pass over memory less often than autograd does.
 
-Float32 matrix products on a CPU go through oneDNN where that is faster than torch's own (`through_onednn`). oneDNN
-compiles a kernel per shape, so ragged row counts are rounded up to a few sizes.
+Float32 matrix products on a CPU go through oneDNN where that is faster than torch's own (`through_onednn`), but for
+small ones. oneDNN compiles a kernel per shape, so ragged row counts are rounded up to a few sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from rl_megatron.learner.model.kernels import grouped
 from rl_megatron.learner.model.kernels.grouped import Weights
 from rl_megatron.learner.packed import Slots
-from rl_megatron.models.linear import through_onednn
+from rl_megatron.models.linear import MIN_ONEDNN_FLOPS, through_onednn
 
 WEIGHT_GRAD_ROWS = 1024  # oneDNN first copies transposed rows: so many fit the cache
 ROW_BLOCK = 64  # an expert's rows are rounded up to it, so that later steps reuse the compiled kernels
@@ -24,7 +24,7 @@ ROW_BLOCK = 64  # an expert's rows are rounded up to it, so that later steps reu
 
 def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b.T`` of [m, k] and [n, k] (any strides) -> [m, n]. No gradient."""
-    if through_onednn(a) and a.numel() and b.numel():  # it refuses empty ones
+    if 2 * a.numel() * len(b) >= MIN_ONEDNN_FLOPS and through_onednn(a):
         out: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
         return out
     return a @ b.t()
