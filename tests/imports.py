@@ -22,6 +22,9 @@ import rl_megatron.learner.megatron  # noqa: E402
 import rl_megatron.rollout.local.engine  # noqa: E402
 import rl_megatron.rollout.servers.embedded.server  # noqa: E402
 import rl_megatron.weights.transports.connect  # noqa: E402, F401
+from rl_megatron.observability import report  # noqa: E402
+
+report.template()  # compiled: each run writes its report
 
 gc.enable()
 gc.freeze()  # megatron collects garbage several times at each save and load, and looks at all that is imported

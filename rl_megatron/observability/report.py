@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from rl_megatron.durable import write_atomically
 from rl_megatron.observability.arms import LEAST_FOR_INTERVAL, Arm, differing, group_runs, over_seeds
@@ -95,15 +96,10 @@ def write_page(
 ) -> Path:
     """Write the page about these arms, in their colours: ``panels``, the curves, a run's last steps and cost."""
     runs = [run for arm in arms for run in arm.runs]
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["by_its_ends"] = _by_its_ends
     differences = {} if len(runs) == 1 else differing(runs)
     at_once, sections = _sections(arms)
     rows = _rows(arms, differences)
-    page = environment.get_template("report.html.j2").render(
+    page = template().render(
         title=title,
         runs=rows,
         figures=[(key, title) for key, title in _FIGURES if any(row[key] != "-" for row in rows)],
@@ -126,6 +122,17 @@ def write_page(
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page.encode("utf-8", errors="replace"))  # a completion may hold a lone surrogate
     return out
+
+
+@functools.cache
+def template() -> Template:
+    """The page's, compiled once: of a run that is watched it is written again and again."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["by_its_ends"] = _by_its_ends
+    return environment.get_template("report.html.j2")
 
 
 def arms_chart(curve: Curve, arms: Sequence[Arm]) -> Chart | None:
