@@ -92,7 +92,7 @@ def leaked(
     for key, theirs in held_out.items():
         for row, digest in enumerate(theirs.digests(np.arange(len(theirs)))):
             there[digest.tobytes()] = f"{theirs.place(row)} ({key})"
-    wanted = np.unique(np.concatenate([np.zeros(0, np.int64), *(theirs.hashes() for theirs in held_out.values())]))
+    wanted = np.sort(np.concatenate([np.zeros(0, np.int64), *(theirs.hashes() for theirs in held_out.values())]))
     found = list[NDArray[np.int64]]()
     for start in range(0, len(hashes) if len(wanted) else 0, _AT_ONCE):
         part = hashes[start : start + _AT_ONCE]
