@@ -15,6 +15,7 @@ from rl_megatron.observability.files import read_jsonl
 from tests.e2e.processes import Place, Run, alive
 
 HALF_RIGHT = "reward.function=my_rewards:even"
+UNWARMED = (HALF_RIGHT, "warm_start.steps=0")
 CUTS_COUNT = "algorithm.unfinished_reward=null"  # most completions of these tiny runs are cut
 PPO = (
     "algorithm=ppo",
@@ -156,7 +157,7 @@ def test_kl_in_the_loss_to_a_reference_of_ones_own(place: Place, ppo: Run) -> No
 def test_a_model_of_one_expert_is_a_dense_one_without_flips(place: Place) -> None:
     sizes = [f"model.tiny.{key}=1" for key in ("num_experts", "experts_per_token")]
     flips = ("train.route_flips=true", "train.steps=1")
-    run = place.fork("one-expert", "algorithm=grpo", HALF_RIGHT, *sizes, "learner.ep=1", *flips)
+    run = place.fork("one-expert", "algorithm=grpo", *UNWARMED, *sizes, "learner.ep=1", *flips)
     run.finish()
     (row,) = (row for row in run.rows() if row["step"])
     assert row["mismatch/logprob_abs_max"] < 1e-4  # the engine's forward is transformers'
@@ -166,14 +167,14 @@ def test_a_model_of_one_expert_is_a_dense_one_without_flips(place: Place) -> Non
 
 
 def test_dpo_on_pairs_of_the_group(place: Place) -> None:
-    run = place.fork("dpo", "algorithm=dpo", HALF_RIGHT, "train.steps=3")
+    run = place.fork("dpo", "algorithm=dpo", *UNWARMED, "train.steps=3")
     run.finish()
     rows = [row for row in run.rows() if row["step"]]
     assert all(1 <= row["preference/pairs"] <= 4 and row["grad_norm"] > 0 for row in rows)
 
 
 def test_old_log_probs_between_stale_rollouts_and_the_policy(place: Place) -> None:
-    keys = ("algorithm=decoupled_ppo", "algorithm.old_logprobs=interpolated", "train.max_staleness=2", HALF_RIGHT)
+    keys = ("algorithm=decoupled_ppo", "algorithm.old_logprobs=interpolated", "train.max_staleness=2", *UNWARMED)
     run = place.fork("interpolated", *keys, "train.steps=4")
     run.finish()
     rows = [row for row in run.rows() if row["step"]]
@@ -183,7 +184,7 @@ def test_old_log_probs_between_stale_rollouts_and_the_policy(place: Place) -> No
 
 def test_a_prompt_has_a_baseline_from_its_earlier_completions_and_a_resume_knows_it(place: Place) -> None:
     """Sums of one digit, most of them seen again in the second epoch, behind the resume."""
-    keys = ("algorithm=spo", HALF_RIGHT, "data.digits=1", "rollout.prompts_per_step=28", "log.samples_per_step=28")
+    keys = ("algorithm=spo", *UNWARMED, "data.digits=1", "rollout.prompts_per_step=28", "log.samples_per_step=28")
     keys = (*keys, "rollout.group_size=1", "algorithm.advantage_std=none", "rollout.ignore_eos=true")
     keys = (*keys, "train.lr_decay=none")
     whole = place.fork("spo", *keys)
