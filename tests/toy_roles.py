@@ -156,9 +156,9 @@ class Toy:
 def columns_of(batch: Batch) -> object:
     """Everything that a batch holds, by name."""
     return [
-        [[(name, column.numpy().tobytes()) for name, column in m.columns.items()] for m in row]
+        [([(name, column.numpy().tobytes()) for name, column in m.columns.items()], m.cu_seqlens.tolist()) for m in row]
         for row in batch.micro_batches
-    ], [[m.cu_seqlens.tolist() for m in row] for row in batch.micro_batches]
+    ]
 
 
 @cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import replace
 from io import StringIO
 from itertools import pairwise
@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.log import LogSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.interfaces import Roles
@@ -51,8 +52,6 @@ BASE = [
     "rollout.max_new_tokens=6",
     "train.steps=100",
     "train.learning_rate=100.0",
-    "log.tensorboard=false",
-    "log.samples_per_step=0",
     "learner.ep=1",
 ]
 OF_ROWS = {
@@ -164,15 +163,15 @@ class InTwoTurns(RolloutSampler):
         return replace(one, chains=(replace(row, turns=(first, rest)),))
 
 
-class InThisThread(ThreadPoolExecutor):
-    """Calls at once what is submitted: a step of these models has twenty calls for threads, each shorter than a
-    thread's turn."""
+class InThisThread(asyncio.SelectorEventLoop):
+    """Calls at once what is for a thread: a step of these models has twenty such calls, each shorter than a thread's
+    turn, or than waking the loop that waits for it."""
 
     @override
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+    def run_in_executor(self, executor: Executor | None, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        future = self.create_future()
         try:
-            future.set_result(fn(*args, **kwargs))
+            future.set_result(func(*args))
         except Exception as error:  # noqa: BLE001  the future raises it
             future.set_exception(error)
         return future
@@ -203,8 +202,8 @@ class Rig:
 
     def __init__(self, folder: Path, loop: asyncio.AbstractEventLoop) -> None:
         self.folder, self._loop = folder, loop
-        loop.set_default_executor(InThisThread())
-        self.progress = Progress(1, "plain", console=Console(file=StringIO()))
+        progress = Progress(1, "plain", console=Console(file=StringIO()))
+        self.recorder = Recorder(folder, LogSection(tensorboard=False, samples_per_step=0), progress)
         self.prompts = [Prompt(id=f"p{i}", text="", token_ids=(i, i + 1), answer=decode((i, i + 1))) for i in range(8)]
 
     def heard(
@@ -236,7 +235,6 @@ class Rig:
             return [*heard, str(error)]
         finally:
             await trainer.close()
-            trainer.recorder.close()
         return [*heard]
 
     def _trainer(self, config: RunConfig, roles: Roles) -> Reinforcement:
@@ -271,15 +269,17 @@ class Rig:
                 tracked=None if prompts.table is None else prompts.table.value_of,
             ),
             start_folder=self.folder / "hf_start",
-            recorder=Recorder(self.folder, config.log, self.progress),
+            recorder=self.recorder,
             route="memory",
         )
 
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    with asyncio.Runner() as runner:
-        yield Rig(tmp_path, runner.get_loop())
+    with asyncio.Runner(loop_factory=InThisThread) as runner:
+        rig = Rig(tmp_path, runner.get_loop())
+        yield rig
+        rig.recorder.close()
 
 
 @pytest.mark.parametrize("row", ROWS)
