@@ -292,7 +292,9 @@ def run(folder: Path, model: Path, layout: str) -> list[dict[str, Any]]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
     """Of one layer and of two."""
     root = tmp_path_factory.mktemp("models")
-    return [make_tiny_model(TinyModelSection(num_layers=layers), root, seed=3) for layers in (1, 2)]
+    return [
+        make_tiny_model(TinyModelSection(num_layers=n, hidden_size=32, num_experts=4), root, seed=3) for n in (1, 2)
+    ]
 
 
 @pytest.fixture(scope="module")
