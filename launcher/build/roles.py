@@ -73,8 +73,7 @@ async def _start(
     model_folder = await thread(starting_folder, config)
     shape = job_shape(config, read_shape(model_folder, config.learner.model))
     counted = ", ".join(f"{count} {role} processes" for role, count in ranks_by_role(config).items())
-    after = " once servers have started," if config.learner.offload.while_sampling else ""
-    progress.note(f"starting {counted}{after} and loading data")
+    progress.note(f"starting {counted} and loading data")
     launcher = _launcher(parts, model_folder, shape, stop)
     starting = asyncio.create_task(stack.enter_async_context(launcher.start(config, progress.note)))
     try:

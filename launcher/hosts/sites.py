@@ -42,7 +42,7 @@ def sites_of(config: RunConfig, allocation: Allocation | None, start_at: StartAt
         found = [replace(site, start=partial(start_at, number)) for number, site in enumerate(found)]
     count = config.servers
     found = [
-        replace(site, number=seat.server, count=count, node=seat.node, gpus=seat.gpus)
+        replace(site, number=seat.server, count=count, node=seat.node, gpus=seat.gpus, shared=seat.shared)
         for seat, site in zip(seats, found, strict=True)
     ]
     together = groupby(zip(seats, found, strict=True), lambda pair: pair[0].server)

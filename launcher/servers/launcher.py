@@ -20,11 +20,12 @@ from launcher.servers.engines import adapter_of, adapter_places, longest_sequenc
 from launcher.servers.kernels import ServerKernels
 from launcher.servers.pinned import PinnedServers, evaluating
 from launcher.servers.pool import ServedEngines
-from launcher.servers.site import HERE, MoreSites, Site, Sites, vacated
+from launcher.servers.site import HERE, GpuTurns, MoreSites, Site, Sites, vacated
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Launcher, Roles, WeightSync, unheard
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import Adapter
+from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.weights.formats.served import FORMATS
 from rl_megatron.weights.servers.beside import AdapterRanks, AdapterWeights
@@ -47,7 +48,7 @@ _QUANTISED_TOLERANCE = 1.0  # nats
 
 
 class ServedLauncher(Launcher):
-    """Starts engine servers while ``inner`` starts the learners; before that, where learners leave GPUs to servers."""
+    """Starts engine servers while ``inner`` starts the learners; before that, where both have the same GPUs."""
 
     def __init__(
         self,
@@ -78,8 +79,7 @@ class ServedLauncher(Launcher):
             starting = [asyncio.create_task(stack.enter_async_context(one.running(path))) for one in pools]
             tasks: list[asyncio.Task[Any]] = [*starting]
             try:
-                if config.learner.offload.while_sampling:  # once learners are there, GPUs have no room for a start
-                    await (await starting[0]).weights.release()
+                await self._before_learners(config, starting, tell)
                 inner = asyncio.create_task(stack.enter_async_context(self._inner.start(config, tell)))
                 tasks.append(inner)
                 await asyncio.gather(*tasks)  # raises the first error, whoever still starts
@@ -126,19 +126,31 @@ class ServedLauncher(Launcher):
                 roles = replace(roles, profiled=[*roles.profiled, kernels])
             yield colocated(roles, engine.weights) if config.rollout.server.colocated else roles
 
+    async def _before_learners(
+        self, config: RunConfig, starting: Sequence[asyncio.Task[ServedEngine]], tell: Callable[[str], None]
+    ) -> None:
+        """Wait for servers on the learners' GPUs, which take what is allocated while they start for their own."""
+        turns, shared = config.rollout.server.colocated, [site.shared for sites in self._sites or () for site in sites]
+        if config.learner.device == "cpu" or not (turns or any(shared)):
+            return
+        tell("starting servers; the learner, which shares their GPUs, starts after them")
+        first, *_ = await asyncio.gather(*starting)
+        if turns:
+            await first.weights.release()
+
     def _pools(self, config: RunConfig, adapter: Adapter) -> list[ServedEngines]:
         """The servers that sample for training, and at the last sites those of evaluations alone, if there are any."""
         folders, more_sites = (self._model_folder, self._run_folder), self._more_sites
         sites, count = self._sites or [[Site()] for _ in range(config.servers)], config.rollout.server.count
-        first, last = sites[:count], sites[count:]
+        first, last, turns = sites[:count], sites[count:], GpuTurns()
 
         async def more(node: str | None, living: Sequence[Sites], vacant: Sequence[Sites]) -> Sites:
             return await more_sites(node, [*living, *last], vacant)
 
-        pools = [ServedEngines(config, adapter, *folders, self._shape, first, more)]
+        pools = [ServedEngines(config, adapter, *folders, self._shape, first, more, turns=turns)]
         if last:
             alone = evaluating(config)
-            pools.append(ServedEngines(alone, adapter, *folders, self._shape, last, evaluating=True))
+            pools.append(ServedEngines(alone, adapter, *folders, self._shape, last, turns=turns, evaluating=True))
         return pools
 
     def _probe(self, config: RunConfig) -> Probe:

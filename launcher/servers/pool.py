@@ -21,7 +21,7 @@ from launcher.servers.engines import adapter_places, longest_sequence
 from launcher.servers.fleet import Fleet
 from launcher.servers.interpreter import check_interpreter, python_path, show_package
 from launcher.servers.kernels import folder_of_server
-from launcher.servers.site import MoreSites, Site, Sites, elsewhere, vacated
+from launcher.servers.site import GpuTurns, MoreSites, Site, Sites, elsewhere, vacated
 from launcher.servers.supervisor import Attached, Standing, Started, Supervisor
 from launcher.servers.versions import compare_environments, container_of, shared_settings
 from rl_megatron.config.run import RunConfig
@@ -48,7 +48,8 @@ _ADVICE = "; `rl-megatron engines RUN add` starts another"
 class ServedEngines:
     """The servers of one run, at ``sites`` or here. ``refit`` pushes the served weights into a restarted server.
 
-    ``evaluating``: they are of evaluations alone, and no others can join them.
+    ``turns``: of all servers that may have the same GPUs. ``evaluating``: they are of evaluations alone, and no others
+    can join them.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class ServedEngines:
         sites: Sequence[Sites] | None = None,
         more_sites: MoreSites = vacated,
         *,
+        turns: GpuTurns | None = None,
         evaluating: bool = False,
     ) -> None:
         self._config, self._section, self._adapter = config, config.rollout.server, adapter
@@ -81,7 +83,7 @@ class ServedEngines:
         self._kind, self._shapes = FORMATS[self._section.quantization], hf_layout(shape).local_shapes(0)
         stored(self._shapes, DType(config.learner.dtype), self._kind)  # first refuses models without such a format
         self._sites = dict(enumerate(sites or [[Site()] for _ in range(self._section.count)]))
-        self._more_sites, self._evaluating = more_sites, evaluating
+        self._more_sites, self._turns, self._evaluating = more_sites, turns or GpuTurns(), evaluating
         self._fleet: Fleet | None = None
         self.refit: Callable[[str], Awaitable[None]] | None = None  # set before anything is served
 
@@ -133,9 +135,8 @@ class ServedEngines:
         """Supervise every replica; restarted servers are put on ``running``."""
 
         async def start(number: int) -> Standing:
-            started = await self._start_one(running, number, packages)
+            started = await self._start_ready(running, number, packages)
             try:
-                await self._ready(started)
                 await self._checks.check([started.server])
             except BaseException:
                 await started.end()  # else it would keep its GPUs
@@ -214,14 +215,24 @@ class ServedEngines:
             (packages / "bare" / "model.safetensors").write_bytes(header_bytes([]))  # see sglang/loras.py
 
     async def _start_all(self, stack: contextlib.AsyncExitStack, packages: Path) -> list[Started]:
-        started = [await self._start_one(stack, number, packages) for number in range(self._section.count)]
         try:
             async with asyncio.TaskGroup() as tasks:
-                for one in started:
-                    tasks.create_task(self._ready(one))
+                numbers = range(self._section.count)
+                starting = [tasks.create_task(self._start_ready(stack, number, packages)) for number in numbers]
         except ExceptionGroup as failed:  # the first is the cause; callers catch it by its type
             raise failed.exceptions[0] from failed
-        return started
+        return [one.result() for one in starting]
+
+    async def _start_ready(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
+        """Start a server in its turn, and wait until it is ready."""
+        async with self._turns.on(self._sites[number]):
+            started = await self._start_one(stack, number, packages)
+            try:
+                await self._ready(started)
+            except BaseException:
+                await started.end()  # else it would keep its GPUs
+                raise
+            return started
 
     async def _start_one(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
         sites, token, ports = self._sites[number], secrets.token_hex(24), contextlib.ExitStack()

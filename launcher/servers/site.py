@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,6 +33,7 @@ class Site:
     count: int = 1
     node: str = "here"  # as the scheduler calls it
     gpus: tuple[int, ...] = ()  # the server's there, by number
+    shared: bool = False  # whether ranks may have these too
 
     @property
     def away(self) -> bool:
@@ -54,6 +57,22 @@ Sites = Sequence[Site]
 def elsewhere(found: Sequence[Sites]) -> bool:
     """Whether any server is on another node, without access to this node's memory."""
     return any(site.away for sites in found for site in sites)
+
+
+class GpuTurns:
+    """Servers of one GPU start one after the other: an engine that measures the memory that is left for its cache takes
+    all that is allocated meanwhile for its own."""
+
+    def __init__(self) -> None:
+        self._gpus: defaultdict[tuple[str, int], asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    @contextlib.asynccontextmanager
+    async def on(self, sites: Sites) -> AsyncIterator[None]:
+        """Entered once no other server starts on a GPU of the sites."""
+        async with contextlib.AsyncExitStack() as stack:
+            for gpu in sorted({(site.node, gpu) for site in sites for gpu in site.gpus}):  # one order, no deadlock
+                await stack.enter_async_context(self._gpus[gpu])
+            yield
 
 
 class MoreSites(Protocol):

@@ -21,6 +21,7 @@ class Seat:
     gpus: tuple[int, ...]
     server: int = 0
     part: int = 0  # the node's number among the server's
+    shared: bool = False  # whether ranks may have its GPUs too
 
 
 def describe_seats(seats: Sequence[Seat]) -> str:
@@ -60,6 +61,7 @@ def seat(
             gpus=tuple(range(firsts[i], firsts[i] + own)) if gpus_per_node else (),
             server=i,
             part=part,
+            shared=shared and gpus_per_node > 0,
         )
         for i in range(count)
         for part, node in enumerate(blocks[i // each])
@@ -162,6 +164,6 @@ def seats_here(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
     first = ranks if apart else 0
     starts = (first + i * own for i in range(config.servers))
     return tuple(
-        Seat(node="here", gpus=tuple((start + j) % gpus for j in range(own)), server=i)
+        Seat(node="here", gpus=tuple((start + j) % gpus for j in range(own)), server=i, shared=not apart)
         for i, start in enumerate(starts)
     )

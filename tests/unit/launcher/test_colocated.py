@@ -16,6 +16,7 @@ import torch
 from launcher.controller.group import WorkerGroup
 from launcher.controller.learner import LearnerGroup
 from launcher.controller.plane import Plane
+from launcher.hosts.sites import sites_of
 from launcher.servers.colocated import colocated
 from launcher.servers.launcher import ServedLauncher
 from launcher.servers.pool import ServedEngines
@@ -183,15 +184,29 @@ def test_servers_leave_the_gpus_before_a_checkpoint_is_loaded(tmp_path: Path) ->
     assert heard == ["servers release", "critic verify", "critic load"]
 
 
-def test_servers_start_before_learners_that_leave_them_the_gpus(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+HALF = "rollout.server.memory_fraction=0.5"
+TURNS = (HALF, "rollout.server.colocated=true")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "keys", "order"),
+    [
+        ("0", (HALF,), ["servers start", "servers are ready", "learners start"]),
+        ("0,1", (HALF,), ["learners start"]),
+        ("0,1", TURNS, ["servers start", "servers are ready", "servers release", "learners start"]),
+    ],
+)
+def test_learners_start_after_servers_that_share_their_gpus(
+    gpus: str, keys: tuple[str, ...], order: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A learner that keeps its GPUs starts at once with servers; here these find GPUs empty, and leave them."""
+    """These take what learners allocate meanwhile for their own. Learners with GPUs of their own start at once."""
     heard: list[str] = []
 
     @contextlib.asynccontextmanager
     async def running(self: object, path: Path) -> AsyncIterator[SimpleNamespace]:
         heard.append("servers start")
+        await turns()
+        heard.append("servers are ready")
         yield SimpleNamespace(weights=Servers(heard))
 
     class Learners(Launcher):
@@ -200,21 +215,17 @@ def test_servers_start_before_learners_that_leave_them_the_gpus(
             raise ConfigError("that is enough")
 
     monkeypatch.setattr(ServedEngines, "running", running)
-    for level in ("null", "gradients"):
-        keys = ("rollout=vllm", "rollout.server.colocated=true", "rollout.server.memory_fraction=0.5")
-        config = load_config("tiny_cpu", [*keys, "learner.device=cuda", f"learner.offload.while_sampling={level}"])
-        launcher = ServedLauncher(Learners(), tmp_path, tmp_path, tiny_shape(config.model.tiny))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    config = load_config("tiny_cpu", ["rollout=vllm", "learner.device=cuda", "learner.ep=1", *keys])
+    launcher = ServedLauncher(Learners(), tmp_path, tmp_path, tiny_shape(config.model.tiny), sites_of(config, None))
 
-        async def start(launcher: ServedLauncher = launcher, config: RunConfig = config) -> None:
-            async with launcher.start(config):
-                pass
+    async def start() -> None:
+        async with launcher.start(config):
+            pass
 
-        with pytest.raises(ConfigError, match="that is enough"):
-            asyncio.run(start())
-        assert heard[: -1 if level == "gradients" else 1] == (
-            ["servers start", "servers release"] if level == "gradients" else ["learners start"]
-        )
-        heard.clear()
+    with pytest.raises(ConfigError, match="that is enough"):
+        asyncio.run(start())
+    assert heard == order
 
 
 def test_a_rank_leaves_its_gpu_by_model_and_returns_what_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,34 @@ class Started:
         raise OSError("no such node")
 
 
+@pytest.mark.parametrize(("gpus", "alone"), [([0, 0, 0], True), ([0, 1, 2], False)])
+def test_servers_of_one_gpu_start_one_after_the_other(tmp_path: Path, gpus: list[int], *, alone: bool) -> None:
+    """Those of evaluations too: each measures the memory that is left for its cache."""
+    model = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0)
+    keys = ("rollout=local", "rollout.server.replicas=2", "eval.mode=pinned", "train.max_staleness=1")
+    config, started, ready = load_config("tiny_cpu", keys), Started(OPEN), list[bool]()
+
+    async def start(order: Order) -> GuardProcess:
+        ready.append(all(map(_listens, started.ports)))
+        return await started.start(order)
+
+    sites = [[Site(start=start, number=n, count=3, gpus=(gpu,))] for n, gpu in enumerate(gpus)]
+    launcher = ServedLauncher(cast("Launcher", None), model, tmp_path, read_shape(model), sites)
+
+    async def test() -> None:
+        pools = launcher._pools(config, EmbeddedAdapter(read_shape(model)))
+        async with contextlib.AsyncExitStack() as running:
+            await asyncio.gather(*(pool._start_all(running, tmp_path) for pool in pools))
+
+    asyncio.run(asyncio.wait_for(test(), 300.0))
+    assert ready == [True, alone, alone]
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as there:
+        return there.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.mark.parametrize(
     ("code", "nodes", "seconds", "why"),
     [
