@@ -62,8 +62,8 @@ class _Parts(NamedTuple):
 
 def _inside(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> _Parts:
     """q, k [n, K, C, dk], v [n, K, R, C, dv], g and b [n, K, R, C]."""
-    total = g.cumsum(-1)
     above = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
+    total = g[..., None, :].masked_fill(above, 0.0).sum(-1)  # cumsum adds in no fixed order on GPUs
     between = (total[..., :, None] - total[..., None, :]).masked_fill(above, -torch.inf).exp()  # [n, K, R, C, C]
     scale, from_start = b[..., None], total.exp()[..., None]
     keys = k[:, :, None]

@@ -20,6 +20,7 @@ from tests.distributed import gpu_branch, moved, offloaded
 from tests.distributed.pretended.ranks import World, run_worlds
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_kept import TOKENS
+from tests.family_models import save_model
 
 MUON = {"optimizer": {"name": "muon", "weight_decay": 0.1}}
 PARKED = {"offload": {"while_sampling": "optimizer"}}  # the state leaves the GPU before each step
@@ -28,6 +29,7 @@ LAYOUTS = {
     "tp2-ep2": {"tp": 2, "ep": 2},
     "pp2": {"pp": 2},
     "deterministic": {"deterministic": True},
+    "delta nets, deterministic": {"deterministic": True},
     "bfloat16": {"dtype": "bfloat16"},
     "muon": {**MUON, "dp": 2, **PARKED},
     "muon, bfloat16": {**MUON, "dtype": "bfloat16"},
@@ -35,6 +37,7 @@ LAYOUTS = {
 }
 ON_CPU = {
     "one": ("cpu", {}),
+    "delta nets, deterministic": ("cpu-delta nets", {}),
     "bfloat16": ("cpu-bfloat16", {"dtype": "bfloat16"}),
     "muon": ("cpu-muon", {**MUON, "dp": 2}),
 }
@@ -85,11 +88,12 @@ def refusals(rank: int, folder: Path) -> None:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By layout, what each rank saw; those of `ON_CPU` are of one rank of ``learner.device=cpu``."""
     root = tmp_path_factory.mktemp("worlds")
-    model = make_tiny_model(gpu_branch.TINY, root, seed=3)
-    worlds = []
+    model, worlds = make_tiny_model(gpu_branch.TINY, root, seed=3), []
+    (delta := root / "qwen3_next").mkdir()
+    save_model("qwen3_next", delta, vocab_size=512)
     for name, keys in LAYOUTS.items():
         learner = LearnerSection.model_validate({"device": "cuda", **keys})
-        arguments = (learner, root / name, model)
+        arguments = (learner, root / name, delta if "delta" in name else model)
         worlds.append(World(main=gpu_branch.rank_main, size=learner.dims.world_size, arguments=arguments))
     there = dict(ON_CPU.values())
     for name in (*LAYOUTS, *there, "refusals", *offloaded.RUNS, *moved.LAYOUTS):
@@ -103,7 +107,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     run_worlds(worlds)
     for name, keys in there.items():
         learner = LearnerSection.model_validate(keys)
-        run_ranks(gpu_branch.rank_main, learner.dims.world_size, learner, root / name, model)
+        of = delta if "delta" in name else model
+        run_ranks(gpu_branch.rank_main, learner.dims.world_size, learner, root / name, of)
     names = (*LAYOUTS, *there, *offloaded.RUNS, *moved.LAYOUTS)
     files = {name: sorted((root / name).glob("rank*.json")) for name in names}
     return {name: [json.loads(path.read_text()) for path in paths] for name, paths in files.items()}
@@ -118,7 +123,8 @@ def test_each_rank_computes_what_the_cpu_does(name: str, seen: Any) -> None:
         assert gpu["routes"] == cpu["routes"]
         for what in ("logprobs", "steps"):
             for found, wanted in zip(gpu[what], cpu[what], strict=True):
-                assert found == pytest.approx(wanted, rel=1e-6)  # other kernels: measured 9e-10 in loss and norm
+                # Other kernels: measured 9e-10 in loss and norm; of delta nets, whose weights are large, 8e-6.
+                assert found == pytest.approx(wanted, rel=1e-4 if "delta" in name else 1e-6)
 
 
 def test_muons_state_leaves_the_gpu_and_comes_back_to_the_bit(seen: Any) -> None:
@@ -170,7 +176,7 @@ def test_checksums_of_all_tensors_are_the_hosts_and_waited_for_once(seen: Any) -
 
 def test_all_ranks_make_the_first_call_of_the_default_group(seen: Any) -> None:
     """NCCL connects them in it; a push's first call comes from some of them."""
-    assert [rank["first"] for name in LAYOUTS for rank in seen[name]] == [["allreduce_"]] * 11
+    assert [rank["first"] for name in LAYOUTS for rank in seen[name]] == [["allreduce_"]] * 12
 
 
 def test_an_offloaded_optimizer_steps_as_one_on_the_gpu_and_resumes_with_any_share(seen: Any) -> None:
