@@ -110,6 +110,7 @@ def _excluded(learner: LearnerSection) -> Mapping[str, str]:
     found = {
         "learner.optimizer.name=muon: it steps whole matrices": learner.optimizer.name == "muon",
         f"learner.fp8={learner.fp8}: merged weights have no copies in float8": learner.fp8 is not None,
+        "learner.batch_invariant=true: that mode's torch.addmm, which merges, takes no factor": learner.batch_invariant,
         "learner.cuda_graphs=true: a graph has fixed weights": learner.cuda_graphs,
         "learner.overlap.parameters=true: adapters are merged before they are there": learner.overlap.parameters,
         "learner.offload.activations: merged weights are kept by other means": bool(learner.offload.activations.parts),

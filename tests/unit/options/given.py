@@ -209,6 +209,7 @@ REFUSED = [  # over the default run's keys
     "learner.offload.optimizer=1 learner.device=cuda learner.optimizer.distributed=false",
     "learner.optimizer.name=muon learner.optimizer.distributed=false",
     "learner.optimizer.name=muon learner.batch_invariant=true",
+    "learner.lora.rank=8 learner.batch_invariant=true",
     "learner.optimizer.muon.newton_schulz_steps=3",
     "learner.optimizer.name=muon learner.overlap.gradients=true learner.overlap.parameters=true",
     "learner.optimizer.name=muon learner.offload.optimizer=1 learner.device=cuda learner.dtype=bfloat16",
