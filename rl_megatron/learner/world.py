@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from datetime import timedelta
 
 import torch
@@ -29,7 +30,7 @@ def join(
     ``rendezvous`` is a torch.distributed init method: ``file://`` on one machine, ``tcp://host:port`` between nodes,
     where rank 0 serves the ranks' store on the listening socket whose file descriptor is ``store``, so that it is bound
     to one address. ``first_device`` is the GPU of rank 0. Raises if not all ranks arrive within
-    ``learner.timeout_seconds``, and ConfigError if a rank with ``learner.device=cpu`` sees a GPU. With
+    ``learner.timeout_seconds``, and ConfigError if a rank with ``learner.device=cpu`` sees a GPU, or another none. With
     ``learner.deterministic`` torch raises RuntimeError from now on for an operation that has no deterministic kernel.
     """
     if learner.deterministic:
@@ -41,7 +42,7 @@ def join(
             "with CUDA_VISIBLE_DEVICES= (empty), or set learner.device=cuda"
         )
     if device.type != "cpu":
-        device = torch.device(device.type, (first_device + rank) % torch.cuda.device_count())
+        device = torch.device(device.type, (first_device + rank) % _gpus_seen(learner, rank))
         torch.cuda.set_device(device)
     limit = timedelta(seconds=learner.timeout_seconds)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -56,6 +57,16 @@ def join(
     dist.all_reduce(torch.zeros((), device=device))  # NCCL wants every rank in a group's first call; a push has not all
     make_groups(learner, seed=seed)
     return device
+
+
+def _gpus_seen(learner: LearnerSection, rank: int) -> int:
+    if not (count := torch.cuda.device_count()):
+        raise ConfigError(
+            f"learner.device={learner.device}, but rank {rank} on {socket.gethostname()} sees no GPU; "
+            "`rl-megatron doctor --gpu` on that node says why, and what CUDA_VISIBLE_DEVICES is; or set "
+            "learner.device=cpu"
+        )
+    return count
 
 
 def make_groups(learner: LearnerSection, *, seed: int, gloo: bool = True) -> None:

@@ -1,7 +1,9 @@
-"""The order in which a rank joins its world."""
+"""How a rank joins its world, and when it cannot."""
 
 from __future__ import annotations
 
+import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from rl_megatron.config.sections.learner import LearnerSection
+from rl_megatron.errors import ConfigError
 
 
 def test_all_ranks_are_in_the_first_call_of_the_default_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +33,12 @@ def test_all_ranks_are_in_the_first_call_of_the_default_group(tmp_path: Path, mo
     device = torch.device("cuda", 3)
     assert world.join(LearnerSection(device="cuda"), rank=1, rendezvous="file:///x", seed=1, first_device=2) == device
     assert heard == [device, "init", ("all_reduce", device), "megatron", "seed"]
+
+
+def test_a_rank_that_sees_no_gpu_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_megatron.learner import world
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    where = rf"rank 3 on {re.escape(socket.gethostname())} sees no GPU; `rl-megatron doctor --gpu` .*CUDA_VISIBLE_DEV"
+    with pytest.raises(ConfigError, match=where):
+        world.join(LearnerSection(device="cuda", dp=4), rank=3, rendezvous=f"file://{tmp_path}/x", seed=1)
