@@ -12,23 +12,41 @@ import os
 import secrets
 import shutil
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 REMOVING = ".removing-"
 """Before the name of a folder that is being removed."""
+_in_hand: dict[int, Path] = {}  # by thread
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """What the system refuses to an open file, as a full disk does, names it: an OSError says the path."""
+    """What the system refuses to an open file, as a full disk does, names it: an OSError says the path.
+
+    Where the system lets the thread wait instead, `in_hand` says it.
+    """
+    thread = threading.get_ident()
+    outer = _in_hand.get(thread)
+    _in_hand[thread] = path
     try:
         yield
     except OSError as error:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        if outer is None:
+            del _in_hand[thread]
+        else:
+            _in_hand[thread] = outer
+
+
+def in_hand(thread: int) -> Path | None:
+    """The file that a thread reads or writes now, by `naming`."""
+    return _in_hand.get(thread)
 
 
 def append_private(path: Path) -> BinaryIO:
@@ -64,11 +82,12 @@ def private_folder(path: Path) -> None:
 
 def sync(path: Path) -> None:
     """Make a file's bytes, or a folder's list of names, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def sync_tree(folder: Path) -> None:
@@ -90,7 +109,8 @@ def write_atomically(path: Path, data: bytes, *, private: bool = False) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        with naming(path):
+            temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()  # on a full disk it would hold the room that is left

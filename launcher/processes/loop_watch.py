@@ -22,12 +22,14 @@ from typing_extensions import override
 from launcher.processes import stacks
 from launcher.processes.stacks import Stack
 from rl_megatron.config.run import RunConfig
+from rl_megatron.durable import in_hand
 
 logger = logging.getLogger(__name__)
 
 LONG_SECONDS = 0.2
 _LOOK_SECONDS = 0.05
 _LOOKS = 20  # between two messages to the loop. They are counted: a run that is suspended as a whole does not hang
+_LAST_SECONDS = 5.0  # for the stacks and the reason, before the process ends
 _FRAMES = 8  # of a stack that is logged
 _GROWN = 2.0  # a place that has been reported is reported again once it takes so many times as long
 
@@ -64,13 +66,15 @@ class LoopWatch:
     """Watches the `TimedLoop` that runs it from a thread, because a call that blocks it stops everything.
 
     From `begin` on, what blocks it for more than ``LONG_SECONDS`` is logged with its stack. What blocks it for
-    ``run.watchdog_seconds`` may never return, so this then ends the process, and with it the children. A call that
-    holds Python's lock keeps the thread from running, too: after so much of its processor time the kernel sends
-    SIGPROF, at which C code writes the stacks and the process ends.
+    ``run.watchdog_seconds`` may never return, so this then ends the process, and with it the children; where it waits
+    for a file (`in_hand`), after ``run.watchdog_disk_seconds``. A call that holds Python's lock keeps the thread from
+    running, too: after so much of its processor time the kernel sends SIGPROF, at which C code writes the stacks and
+    the process ends.
     """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
-        self._limit, self._folder = config.watchdog_seconds, folder
+        self._limit, self._disk_limit = config.watchdog_seconds, config.run.watchdog_disk_seconds
+        self._folder = folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._stacks = (folder / "controller.txt").open("a")  # now, as C code can open none
         faulthandler.register(signal.SIGPROF, file=self._stacks, all_threads=True, chain=True)
@@ -115,8 +119,8 @@ class LoopWatch:
         return {"loop/longest_ms": longest * 1e3}
 
     def _watch(self) -> None:
-        still = looks = 0
-        while still <= self._limit:
+        still = stalled = looks = 0
+        while still <= self._limit and stalled <= self._disk_limit:
             if looks % _LOOKS == 0:
                 signal.setitimer(signal.ITIMER_PROF, self._limit)
             looked = time.monotonic()
@@ -126,11 +130,16 @@ class LoopWatch:
             looks += 1
             if looks % _LOOKS == 0:
                 self._spent = _spent()
-                still = 0 if self._beat.is_set() else still + 1
+                if self._beat.is_set():
+                    still = stalled = 0
+                elif in_hand(self._of_loop) is None:
+                    still += 1
+                else:
+                    stalled += 1
                 self._beat.clear()
                 with contextlib.suppress(RuntimeError):  # it is closed, and `stop` follows
                     self._loop.call_soon_threadsafe(self._beat.set)
-        self._end()
+        self._end(in_hand(self._of_loop) if stalled > self._disk_limit else None)
 
     def _look(self, late: float) -> None:
         """Remember where a long turn is. ``late``: seconds that this thread could not run, nor could the loop's."""
@@ -155,18 +164,32 @@ class LoopWatch:
         frames = "" if stack is None else "".join(f"\n  {frame}" for frame in stack.frames[:_FRAMES])
         logger.warning("the event loop was blocked for %.1f s, and everything waited: %s%s", seconds, place, frames)
 
-    def _end(self) -> NoReturn:
-        path = self._folder / "controller.txt"
-        faulthandler.dump_traceback(self._stacks, all_threads=True)
-        stack = stacks.read(path.read_text())
-        where = "" if stack is None else f": it is at {stack.place}"
-        text = (
-            f"the controller's event loop has been blocked for {self._limit:g} s (run.watchdog_seconds){where}\n"
-            f"  no code on the event loop may block\n  stacks: {path}"
-        )
-        logger.error("the run ends: %s", text)
-        print(f"error: {text}", file=sys.stderr, flush=True)
+    def _end(self, file: Path | None) -> NoReturn:
+        """``file``: what the loop waits for, if that took its time."""
+        last = threading.Thread(target=self._last_words, args=(file,), daemon=True)
+        last.start()
+        last.join(_LAST_SECONDS)
         os._exit(1)
+
+    def _last_words(self, file: Path | None) -> None:
+        """May take for ever, on the disk that the loop waits for. Python's lock is free meanwhile."""
+        with open(os.memfd_create("stacks"), "w+") as memory:
+            faulthandler.dump_traceback(memory, all_threads=True)
+            memory.seek(0)
+            written = memory.read()
+        key, limit, why = "run.watchdog_seconds", self._limit, "no code on the event loop may block"
+        if file is not None:
+            key, limit = "run.watchdog_disk_seconds", self._disk_limit
+            why = f"the file system does not answer for {file}"
+        text = (
+            f"the controller's event loop has been blocked for {limit:g} s ({key}): "
+            f"it is at {stacks.of_thread(self._of_loop).place}\n"
+            f"  {why}\n  stacks: {self._folder / 'controller.txt'}"
+        )
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        self._stacks.write(written)
+        self._stacks.flush()
+        logger.error("the run ends: %s", text)
 
 
 def _spent() -> dict[int, float]:

@@ -35,10 +35,10 @@ class JsonlFile:
         """
         # Escaped to ASCII, so that a lone surrogate in a completion cannot fail the run.
         data = b"".join(json.dumps(dict(row), allow_nan=False).encode("ascii") + b"\n" for row in rows)
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab")
         with naming(self.path):
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.path.open("ab")
             self._file.write(data)
             self._file.flush()
             os.fsync(self._file.fileno())

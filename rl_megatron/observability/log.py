@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rl_megatron.durable import naming
+
 OURS = ("rl_megatron", "launcher")
 _OURS = re.compile(rf"\S+ ([\d:]{{8}}),\d+ ([A-Z]+) *\[([^\]]+)\] (?:{'|'.join(OURS)})[\w.]*: (.*)")
 _WARNINGS = ("WARNING", "ERROR", "CRITICAL")
@@ -79,6 +81,10 @@ class _File(logging.FileHandler):
     """Reports once on stderr that it cannot write, for example on a full disk, and raises nothing."""
 
     said = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with naming(Path(self.baseFilename)):
+            super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name
         if not self.said:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl_megatron.durable import write_atomically
+from rl_megatron.durable import naming, write_atomically
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.files import JsonlFile, JsonRow, JsonValue, from_the_end
 from rl_megatron.observability.metrics.table import checked_row
@@ -54,11 +54,12 @@ class MetricsWriter:
         tags, x = _tagged(out)
         if self._tensorboard_folder is not None:
             phase = str(out["phase"])
-            if phase not in self._tensorboard:
-                self._tensorboard[phase] = _open_tensorboard(self._tensorboard_folder / phase, purge_step=x)
-            for tag, value in tags.items():
-                self._tensorboard[phase].add_scalar(tag, value, x)
-            self._tensorboard[phase].flush()
+            with naming(self._tensorboard_folder / phase):
+                if phase not in self._tensorboard:
+                    self._tensorboard[phase] = _open_tensorboard(self._tensorboard_folder / phase, purge_step=x)
+                for tag, value in tags.items():
+                    self._tensorboard[phase].add_scalar(tag, value, x)
+                self._tensorboard[phase].flush()
         if self._wandb is not None:
             self._wandb.log(tags)
         return out

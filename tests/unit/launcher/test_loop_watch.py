@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import re
 import signal
 import subprocess
@@ -40,6 +41,38 @@ def test_it_ends_with_the_place_and_the_stacks(tmp_path: Path) -> None:
     assert "error: the controller's event loop has been blocked for 1 s (run.watchdog_seconds): it is at" in done.stderr
     assert "in standing_still" in done.stderr
     assert "in standing_still" in (tmp_path / "controller.txt").read_text()
+
+
+STALLED = """
+import asyncio, os, sys
+from pathlib import Path
+from launcher.processes.loop_watch import LoopWatch, TimedLoop
+from rl_megatron.config.io import load_config
+from rl_megatron.observability.files import JsonlFile
+
+async def controller(folder):
+    stacks = os.open(folder / "controller.txt", os.O_RDWR | os.O_NONBLOCK)
+    try:
+        while True:
+            os.write(stacks, bytes(4096))
+    except BlockingIOError:
+        LoopWatch(load_config("tiny_cpu", ["run.watchdog_seconds=1", "run.watchdog_disk_seconds=3"]), folder)
+        JsonlFile(folder / "metrics.jsonl").append([{"step": 1}])
+
+asyncio.Runner(loop_factory=TimedLoop).run(controller(Path(sys.argv[1])))
+"""
+
+
+def test_a_file_system_that_stalls_has_the_time_limit_of_disks(tmp_path: Path) -> None:
+    """10 seconds. The files are pipes: nobody reads the stacks' full one, and the row's waits to be opened."""
+    for name in ("controller.txt", "metrics.jsonl"):
+        os.mkfifo(tmp_path / name)
+    done = subprocess.run(
+        [sys.executable, "-c", STALLED, tmp_path], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "has been blocked for 3 s (run.watchdog_disk_seconds): it is at" in done.stderr
+    assert f"the file system does not answer for {tmp_path}/metrics.jsonl" in done.stderr
 
 
 HOLDING = """

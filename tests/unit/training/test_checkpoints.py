@@ -96,7 +96,7 @@ def test_the_readers_share_the_files(tmp_path: Path) -> None:
 
 def test_a_save_of_any_size_leaves_the_event_loop_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
-    monkeypatch.setattr(LoopWatch, "_end", lambda self: ended.append(self))
+    monkeypatch.setattr(LoopWatch, "_end", lambda self, file: ended.append(file))
     config = load_config("tiny_cpu", ["run.watchdog_seconds=1.5"])
 
     class Large:
