@@ -19,8 +19,7 @@ PROOF_BYTES = 32
 TOKEN_BYTES = 32
 HANDSHAKE_SECONDS = 10.0  # for all of it
 _PAUSE_SECONDS = 1.0  # between two tries to connect
-_SILENCE_SECONDS = 60  # bytes unacknowledged for so long end a stream: the other node is gone
-_TCP_USER_TIMEOUT = 18  # Linux; socket has no name for it before Python 3.12
+_SILENCE_SECONDS = 60  # without an answer of the other node's kernel end a stream on which nothing is on its way
 
 
 class NotProven(ConnectionError):
@@ -80,7 +79,7 @@ async def _proven(stream: socket.socket, token: bytes, *, ours: bytes, theirs: b
                 await loop.sock_sendall(stream, _proof(token, ours, challenge, nonce))
         stream.setblocking(True)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stream.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, _SILENCE_SECONDS * 1000)
+        _probe(stream)
     except BaseException as error:
         stream.close()
         if isinstance(error, TimeoutError):
@@ -88,6 +87,14 @@ async def _proven(stream: socket.socket, token: bytes, *, ours: bytes, theirs: b
             raise TimeoutError(late) from error
         raise
     return Connection(stream.detach())
+
+
+def _probe(stream: socket.socket) -> None:
+    """Have the kernel find a lost node. No TCP_USER_TIMEOUT: it ends streams of nodes that live but do not read."""
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_SECONDS // 2)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENCE_SECONDS // 6)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 def _proof(token: bytes, role: bytes, asked: bytes, asking: bytes) -> bytes:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import pickle
 import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
 import pytest
 
@@ -128,6 +129,31 @@ def test_all_of_a_handshake_has_one_limit(monkeypatch: pytest.MonkeyPatch) -> No
                     said = stream.recv(100)
 
     assert isinstance(accepted(client), TimeoutError)
+
+
+def test_a_stream_lasts_while_the_other_side_lives_and_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """12 seconds, in which a suspended rank answers for its node alone: 64 MB for it wait."""
+    monkeypatch.setattr(channel, "_SILENCE_SECONDS", 6)
+    with channel.listen("127.0.0.1", backlog=1) as listener, ThreadPoolExecutor() as pool:
+        connecting = pool.submit(channel.connect, *listener.getsockname(), TOKEN, seconds=0)
+        with asyncio.run(channel.accept(listener.accept()[0], TOKEN)) as ours, connecting.result(60)[0] as theirs:
+            sending = pool.submit(ours.send_bytes, bytes(64 << 20))
+            assert not wait([ours], timeout=12)
+            assert theirs.recv_bytes() == bytes(64 << 20)
+            sending.result(60)
+
+
+def test_an_idle_stream_is_probed_on_both_sides() -> None:
+    """In a network namespace whose link went down, with 6 s in place of 60, the stream ended after 6 s."""
+    with channel.listen("127.0.0.1", backlog=1) as listener, ThreadPoolExecutor() as pool:
+        connecting = pool.submit(channel.connect, *listener.getsockname(), TOKEN, seconds=0)
+        with asyncio.run(channel.accept(listener.accept()[0], TOKEN)) as ours, connecting.result(60)[0] as theirs:
+            for end in (ours, theirs):
+                with socket.socket(fileno=os.dup(end.fileno())) as stream:
+                    assert stream.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                    names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+                    idle, between, count = (stream.getsockopt(socket.IPPROTO_TCP, name) for name in names)
+                    assert idle + between * count == 60
 
 
 def test_a_rank_tries_again_until_the_controller_has_time_or_has_ended(
