@@ -97,8 +97,10 @@ class Mirror:
     def withdraw(self) -> None:
         """Mark the tensors as changing: readers refuse the file until every writer calls ``serve``.
 
-        The first time it takes all of the file's memory. Raises SyncError where there is no room for it.
+        The first time it takes all of the file's memory. Raises SyncError where there is no room for it, or the file is
+        gone.
         """
+        self._look()
         _note(self.path, self._writer).unlink(missing_ok=True)
         for path in self._sparse:
             _take_room(path)
@@ -106,7 +108,8 @@ class Mirror:
 
     def serve(self, version: int) -> None:
         """Mark what this writer wrote as ``version``'s, once all have written. Raises SyncError that names a tensor
-        that cannot be quantised."""
+        that cannot be quantised, or where the file is gone."""
+        self._look()
         note: dict[str, object] = {"version": version, "writers": self._writers}
         if self._kind is not None:
             note["error"] = self._quantise(self._kind)
@@ -118,6 +121,15 @@ class Mirror:
         mine = [(name, self._stored[name]) for name in self._share(self._stored)]
         rows = [("", n, whole_box(t.shape), checksum(t, tuple(t.shape))) for n, t in mine]
         return Report(rows=rows, seconds=time.perf_counter() - started)
+
+    def _look(self) -> None:
+        """Raises SyncError if the file has lost its name: this process still has it mapped, no server could open it."""
+        if not self.path.exists():
+            raise SyncError(
+                f"{self.path} is gone, through which servers get weights: somebody removed it during the run. "
+                "systemd-logind does so to a user's files in /dev/shm when the last session of that user ends: set "
+                "RemoveIPC=no in logind.conf, or set weights.folder to a folder elsewhere"
+            )
 
     def _share(self, tensors: Iterable[str]) -> list[str]:
         """The names that fall to this writer."""

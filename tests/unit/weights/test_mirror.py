@@ -95,6 +95,16 @@ def test_memory_is_taken_before_the_first_tensor_is_written_or_refused(tmp_path:
                 mirror.withdraw()
 
 
+def test_a_file_that_somebody_removed_is_told_with_what_to_do(mirror: Mirror) -> None:
+    """What systemd-logind does to a user's files in /dev/shm at the end of the last session."""
+    mirror.withdraw()
+    mirror.serve(1)
+    shutil.rmtree(mirror.path.parent)
+    for act in (mirror.withdraw, lambda: mirror.serve(2)):
+        with pytest.raises(SyncError, match=rf"{mirror.path} is gone.* RemoveIPC=no .*weights\.folder"):
+            act()
+
+
 def test_a_version_that_is_not_there_is_refused(mirror: Mirror) -> None:
     mirror.serve(3)
     with pytest.raises(SyncError, match="holds version 3, not 4"):
