@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
 import signal
@@ -44,6 +45,8 @@ def main(host: str, command: list[str]) -> int:
     others = {path.name for path in _shared_files()}
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what the server leaves behind becomes a child of this process
     with tempfile.TemporaryDirectory(prefix="engine-", ignore_cleanup_errors=True) as folder:
+        with contextlib.suppress(OSError):  # no locks there
+            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)  # as `lasting` of scratch.py
         os.environ.update(compiled_folder(lambda: f"{folder}/torch"))
         os.environ["TMPDIR"] = folder
         server = subprocess.Popen(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import shutil
@@ -25,8 +26,20 @@ _STOP_SECONDS = 20.0
 def scratch(*others: Path, within: Path | None = None) -> Iterator[Path]:
     """A new folder, by default in the machine's temporary one. It is removed at the end, together with ``others``."""
     folder = Path(tempfile.mkdtemp(prefix="rl_megatron-", dir=within))
-    with removed(folder, *others):
+    with removed(folder, *others), lasting(folder):
         yield folder
+
+
+@contextlib.contextmanager
+def lasting(folder: Path) -> Iterator[None]:
+    """Lock the folder: systemd-tmpfiles, which removes what is days old from temporary folders, leaves it out."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system on a network that has no locks
+            fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(held)
 
 
 @contextlib.contextmanager

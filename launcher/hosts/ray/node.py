@@ -24,6 +24,7 @@ import psutil
 from launcher.hosts.slurm.allocation import Allocation, cores_option
 from launcher.processes.parent import adopt_orphans, die_with_parent
 from launcher.processes.ports import free_port
+from launcher.processes.scratch import lasting
 from launcher.wire.greetings import this_node
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.durable import private_folder
@@ -153,7 +154,8 @@ def main() -> None:
     own = await_head(call, threading.Event()) if this_node() != call.head else ""
     watch = ControllerWatch()
     try:
-        status = run_ray([*_RAY, *options(call, this_node(), own)], environment(call.token), call.seconds, watch)
+        with lasting(Path(call.folder)):
+            status = run_ray([*_RAY, *options(call, this_node(), own)], environment(call.token), call.seconds, watch)
     finally:
         shutil.rmtree(call.folder, ignore_errors=True)
     sys.exit(0 if watch.gone else status)
