@@ -121,7 +121,7 @@ def _host(seat: Seat, allocation: Allocation, *, alone: bool) -> str:
             return allocation.address()
         return socket.gethostbyname(seat.node)
     except OSError as error:
-        raise EngineError(f"node {seat.node} of job {allocation.id} has no address here: {error}") from error
+        raise EngineError(allocation.without_address(seat.node, error)) from error
 
 
 def _here(seat: Seat, allocation: Allocation) -> bool:

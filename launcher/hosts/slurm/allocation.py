@@ -14,6 +14,7 @@ from launcher.wire.greetings import this_node
 from rl_megatron.config.beside import separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import write_atomically
+from rl_megatron.errors import ConfigError
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.nodes import beside, cut
 
@@ -102,13 +103,24 @@ class Allocation:
         write_atomically(self.folder / "slow_nodes", "".join(f"{node}\n" for node in nodes).encode())
 
     def address(self) -> str:
-        """This node's address for the other nodes; loopback if there are none."""
+        """This node's address for the other nodes; loopback if there are none. Raises ConfigError where there is no way
+        to another node."""
         others = [node for nodes in self.by_role.values() for node in nodes if node != self.here]
         if not others:
             return "127.0.0.1"
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((others[0], 9))  # sends nothing: only finds the route
+            try:
+                probe.connect((others[0], 9))  # sends nothing: only finds the route
+            except OSError as error:
+                raise ConfigError(self.without_address(others[0], error)) from error
             return str(probe.getsockname()[0])
+
+    def without_address(self, node: str, error: OSError) -> str:
+        """Says that this node finds no address of another, and what to do."""
+        return (
+            f"node {node} of job {self.id} has no address here: {error}. Nodes reach each other over IPv4, by Slurm's "
+            f"names: have `getent ahostsv4 {node}` find an address on {self.here}, by DNS or /etc/hosts"
+        )
 
     @property
     def by_role(self) -> dict[str, tuple[str, ...]]:

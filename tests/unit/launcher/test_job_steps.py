@@ -12,6 +12,7 @@ from launcher.hosts.slurm.allocation import Allocation
 from launcher.hosts.slurm.steps import step_command
 from launcher.programs import submit
 from launcher.rehearsal.survey import commands
+from rl_megatron.errors import ConfigError
 from rl_megatron.placement.ranks import placement_of
 from tests.unit.launcher.slurm_jobs import CASES, config_of
 
@@ -98,6 +99,15 @@ def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path, heterogeneo
     server = " ".join(allocation.server_command(["e1"], 1))
     assert ("--het-group=3" in server) == heterogeneous
     assert "--nodelist=e1" in server
+
+
+def test_a_node_whose_name_has_no_address_is_told_with_what_to_do(tmp_path: Path) -> None:
+    nodes = ("a1", "a2.invalid")  # a name that RFC 6761 keeps without an address
+    allocation = Allocation(
+        id="7", restart=0, here="a1", nodes=nodes, engine_nodes=(), heterogeneous=False, folder=tmp_path
+    )
+    with pytest.raises(ConfigError, match=r"node a2\.invalid of job 7 has no address.* IPv4.*`getent ahostsv4 a2\.in"):
+        allocation.address()
 
 
 def test_a_step_with_engine_nodes_beside_it_keeps_to_the_learners(tmp_path: Path) -> None:
