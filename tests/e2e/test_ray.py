@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -86,6 +87,12 @@ async def main():
 
 asyncio.run(main())
 """
+SUBMITTED = {
+    "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(
+        {"runtime_env": {"working_dir": "gcs://_ray_pkg_0.zip"}, "metadata": {"job_submission_id": "raysubmit_0"}}
+    ),
+    "RAY_RUNTIME_ENV_HOOK": "of.the.other.cluster",
+}
 KEYS = ("learner.ep=2", "reward.function=my_rewards:even", "train.lr_decay=none")
 
 
@@ -149,8 +156,17 @@ def test_a_head_that_does_not_come_up_is_not_waited_for(
 
 
 def test_servers_in_actors_end_with_them_and_with_the_controller(tmp_path: Path) -> None:
-    """Each in its own place, which is free for the next once it is gone; by SIGKILL too, no server is left."""
-    controller = subprocess.Popen([sys.executable, "-c", SERVERS], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    """Each in its own place, which is free for the next once it is gone; by SIGKILL too, no server is left.
+
+    In the environment of ``ray job submit``, whose files another cluster has.
+    """
+    controller = subprocess.Popen(
+        [sys.executable, "-c", SERVERS],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **SUBMITTED},
+    )
     assert controller.stdout is not None
     said = iter(controller.stdout.readline, "")  # Ray says there that an actor died
     pids = next(line for line in said if line.startswith("up ")).split()[1:]

@@ -31,6 +31,8 @@ if "SLURM_JOB_ID" not in os.environ:
 
 import ray
 
+for _name in ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK"):  # of the cluster of a `ray job submit`
+    os.environ.pop(_name, None)
 logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it does not handle SIGTERM, which is intended
 
 _LOOK_SECONDS = 0.2
