@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -39,7 +39,7 @@ MADE_UP = "a made-up completion"
 def check(subject: Subject) -> Iterator[Found]:
     """Finds the environments; unless training has one, calls the reward function of each source and set once.
 
-    Does not call servers, which may not be up yet, or models, which are large.
+    Does not call servers, which may not be up yet, or models, which are large; the other parts of a sum it does.
     """
     config = subject.config
     if not config.kind.samples:
@@ -120,32 +120,39 @@ def _demonstrated(subject: Subject, section: EnvironmentSection, made: Environme
 
 
 def _of(subject: Subject, section: RewardSection, source: str) -> Iterator[Found]:
-    """``source``: of the problem that is asked about."""
-    other = subject.other_python
-    functions = section.functions.values()
-    models = [name for name in functions if name.startswith("hf:")]
-    for name in models:
+    """Finds every part of the reward but models, and calls the sum of those that can answer here about a problem of
+    ``source``."""
+    key = "reward" if section is subject.config.reward else reward_key(source)
+    names = dict.fromkeys(section.functions.values())
+    local = [name for name in names if name.startswith("hf:")]
+    for name in local:
         if not (Path(name.removeprefix("hf:")).expanduser() / "config.json").is_file():
             yield problem(f"reward {name!r}: it has no config.json; give the folder of a sequence classifier")
-    if other is not None and any(":" in name for name in functions):
-        yield unchecked(f"the reward, in {other}")
-        return
-    models += [name for name in functions if name.startswith(RANKS)]
+    models = local + [name for name in names if name.startswith(RANKS)]
+    servers = [name for name in names if name.startswith(("http://", "https://", SERVICE))]
+    own = [name for name in names if ":" in name and name not in (*models, *servers)]
+    absent = own if subject.other_python is not None else []
     if models:
         yield unchecked(f"the reward model {', '.join(models)}")
-        return
-    if "tests" in functions:
-        yield from _sandbox(subject)
-        if subject.for_job:
-            return
-    key = "reward" if section is subject.config.reward else reward_key(source)
-    function = resolve_reward(section, key, Sandbox(subject.config.sandbox))
-    servers = [name for name in functions if name.startswith(("http://", "https://", SERVICE))]
     if servers:
         yield unchecked(f"the reward server {', '.join(servers)}")
-        return
-    made_up = Prompt(id="made-up", text="1+1=", token_ids=(0, 1), answer="2", source=source)
-    yield from _asked(function, section, _prompt(subject, source) or made_up)
+    if absent:
+        yield unchecked(f"the reward {', '.join(absent)}, in {subject.other_python}")
+    if "tests" in names:
+        yield from _sandbox(subject)
+    sandbox = Sandbox(subject.config.sandbox)
+    if found := _without(section, (*models, *absent)):
+        resolve_reward(found, key, sandbox)
+    elsewhere = ["tests"] if subject.for_job else []
+    if called := _without(section, (*models, *absent, *servers, *elsewhere)):
+        made_up = Prompt(id="made-up", text="1+1=", token_ids=(0, 1), answer="2", source=source)
+        yield from _asked(resolve_reward(called, key, sandbox), called, _prompt(subject, source) or made_up)
+
+
+def _without(section: RewardSection, functions: Collection[str]) -> RewardSection | None:
+    """The section without the parts of these functions; None if nothing remains."""
+    parts = {name: part for name, part in section.parts.items() if section.functions[name] not in functions}
+    return section.model_copy(update={"parts": parts}) if set(section.functions.values()) - set(functions) else None
 
 
 def _asked(function: RewardFunction, section: RewardSection, prompt: Prompt) -> Iterator[Found]:

@@ -13,7 +13,7 @@ import pytest
 from launcher.__main__ import main
 from launcher.build.model import starting_folder, starting_shape
 from launcher.preflight import batches, reward
-from launcher.preflight.checks import CHECKS, preflight
+from launcher.preflight.checks import CHECKS, Preflight, preflight
 from launcher.preflight.subject import Subject
 from launcher.programs.submit import prepare
 from rl_megatron.config.io import load_config
@@ -316,7 +316,10 @@ def test_the_reward_is_asked_once_about_the_first_problem(keys: tuple[str, ...])
         ),
         (("slurm.engines.container=/images/rl.sqsh",), "whether vllm is installed in slurm.engines.container"),
         (("slurm.python=/other/python", "rollout.python=null"), "whether vllm is installed in slurm.python=/other/"),
-        (("slurm.python=/other/python", "reward.function=gone:reward"), "the reward, in slurm.python=/other/python"),
+        (
+            ("slurm.python=/other/python", "reward.function=gone:reward"),
+            "the reward gone:reward, in slurm.python=/other/python",
+        ),
         (
             ("slurm.python=/other/python",),
             "torch in slurm.python=/other/python, in which the controller runs",
@@ -342,6 +345,26 @@ def test_a_controllers_environment_without_torch_is_refused(keys: tuple[str, ...
     assert found.startswith(f"slurm.python={python}: torch is not installed there, and the controller runs in it, outs")
     (packages / "torch").mkdir()
     assert preflight(given, for_job=True).texts("problem") == []
+
+
+UNASKED = ("hf:model", "ranks:judge", "http://judge:1/score", "tests")
+
+
+@pytest.mark.parametrize("function", UNASKED)
+def test_parts_beside_one_that_is_not_called_are_found_and_called(keys: tuple[str, ...], function: str) -> None:
+    """The recipe's reward is one function; a sum's parts are given beside the default."""
+    judge = ("reward_models.judge.path=model",) if function == "ranks:judge" else ()
+    beside = ("reward.function=exact_match", f"reward.parts.a.function={function}", *judge)
+
+    def found(part: str) -> Preflight:
+        return preflight(job(keys, *beside, f"reward.parts.b.function={part}"), for_job=True)
+
+    assert "no module 'nobodys_rewards'" in str(found("nobodys_rewards:nope").texts("problem"))
+    assert "raised KeyError: 'price list'" in str(found("preflight_rewards:raising").texts("problem"))
+    told = found("final_number")
+    assert told.texts("fact")[-1].startswith("reward 'final_number' gives 1 for the answer itself, 0 for")
+    said = "the sandbox" if function == "tests" else f"the reward {'server' if '/' in function else 'model'} {function}"
+    assert any(text.startswith(said) for text in told.texts("unchecked"))
 
 
 def test_a_reward_that_takes_long_is_not_waited_for(keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
