@@ -4,17 +4,26 @@ environments."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol
 
 from rl_megatron.config.sections.reward import RankedModelSection
 from rl_megatron.config.sections.services import ServiceSection
 from rl_megatron.errors import ServiceError
 
-TextScores: TypeAlias = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[float]]]
-"""A reward model's scores of texts, given the tokens of each."""
+
+class TextScores(Protocol):
+    """A reward model's scores of texts."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a text."""
+
+    async def __call__(self, texts: Sequence[Sequence[int]], /) -> Sequence[float]:
+        """Of each text, given its tokens."""
+
 
 _LOOK_SECONDS = 0.1
 

@@ -88,12 +88,26 @@ def problems_of_ranked_rewards(c: RunConfig) -> Iterator[str]:
         yield f"{asked[name]}.function={RANKS}{name:.80}: reward_models has {known}; give reward_models.{name:.80}.path"
     for name in sorted(set(c.reward_models) - asked.keys()):
         yield f"reward_models.{name}: no reward asks it; set reward.function={RANKS}{name}, or leave it out"
-    longest, most = c.rollout.max_prompt_tokens + c.longest_completion, c.learner.max_tokens_per_micro_batch
-    if asked and longest > most:
-        yield (
-            f"learner.max_tokens_per_micro_batch={most} is less than the {longest} tokens of the longest prompt and "
-            "completion, those of eval.sets included, which reward_models score; raise it"
-        )
+    yield from _longer_than_a_micro_batch(c)
+
+
+def _longer_than_a_micro_batch(c: RunConfig) -> Iterator[str]:
+    """A line for each set whose completions a reward model on ranks would be shown in part; training's fit."""
+    before, most = c.rollout.max_prompt_tokens, c.learner.max_tokens_per_micro_batch
+    of_training = {"reward": c.reward} | {reward_key(name): one for name, one in c.source_rewards.items()}
+    for name, one in c.eval.sets.items():
+        if (one.environment or c.environment).function is not None:
+            continue
+        new = one.max_new_tokens or c.rollout.max_new_tokens
+        judges = of_training if one.reward is None else {reward_key(f"eval.sets.{name}"): one.reward}
+        for key, section in judges.items():
+            ranked = any(function.startswith(RANKS) for function in section.functions.values())
+            if ranked and (longest := min(before + new, section.model.max_tokens or before + new)) > most:
+                yield (
+                    f"learner.max_tokens_per_micro_batch={most} is less than the {longest} tokens that reward_models "
+                    f"score of rollout.max_prompt_tokens={before} and eval.sets.{name}.max_new_tokens={new}; raise the "
+                    f"first, or set {key}.model.max_tokens={most}, so that they read the last ones"
+                )
 
 
 def problems_of_teachers(c: RunConfig) -> Iterator[str]:

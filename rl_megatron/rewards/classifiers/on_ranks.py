@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,13 @@ from rl_megatron.rewards.classifiers.texts import classifier_texts
 from rl_megatron.services import Services
 from rl_megatron.types import Completion, Prompt, Scored
 
+logger = logging.getLogger(__name__)
+
 
 class RankedReward:
     """Scores prompt and completion as one text, a group at a time, so that rewards do not depend on other groups.
 
+    A text that no micro-batch of the ranks holds is cut at its beginning, and the log says so once.
     Raises ConfigError for a name that is not among the reward models of ``services``, and for a folder without a
     classifier of one label or without its tokenizer.
     """
@@ -36,12 +41,31 @@ class RankedReward:
         self._name, self._services = name, services
         self._texts = classifier_texts(folder, section, config, where)
         self._pad: int | None = config.pad_token_id
+        self._told = False  # that texts are cut
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
         """Raises ServiceError before the ranks have started."""
-        rows = await asyncio.to_thread(self._texts.rows, prompt.text, texts)
-        scores = await self._services.scores(self._name)([self._read(row) for row in rows])
-        return [Scored(total=score) for score in scores]
+        model = self._services.scores(self._name)
+        rows = await asyncio.to_thread(self._rows, prompt.text, texts, model.max_tokens)
+        return [Scored(total=score) for score in await model([self._read(row) for row in rows])]
+
+    def _rows(self, prompt: str, texts: Sequence[str], most: int) -> list[list[int]]:
+        """Tokens of the prompt with each text, of which a longer one keeps its last ``most``."""
+        rows = self._texts.rows(prompt, texts)
+        longest = max(map(len, rows), default=0)
+        if longest <= most:
+            return rows
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "reward_models.%s: of a prompt and completion of %d tokens it reads the last "
+                "learner.max_tokens_per_micro_batch=%d, and so of all that are longer; raise that, or set "
+                "reward.model.max_tokens to it",
+                self._name,
+                longest,
+                most,
+            )
+        return replace(self._texts, max_tokens=most).rows(prompt, texts)
 
     def _read(self, row: list[int]) -> list[int]:
         """Up to the last token that is not the padding's, where transformers reads the score."""

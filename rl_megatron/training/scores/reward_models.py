@@ -25,6 +25,11 @@ class RankedScores:
     vocab_size: int
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    @property
+    def max_tokens(self) -> int:
+        """Of a text, which a micro-batch holds whole."""
+        return self.packer.max_tokens
+
     async def __call__(self, texts: Sequence[Sequence[int]]) -> list[float]:
         """Raises DataError for a text that no micro-batch holds, and as `check_tokens` and `Scorer.score`."""
         samples = await to_thread(self._samples, texts)

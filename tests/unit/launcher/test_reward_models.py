@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,10 @@ from rl_megatron.placement.nodes import beside
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.rewards.classifiers.on_ranks import scored_here
 from rl_megatron.rewards.registry import resolve_rewards
+from rl_megatron.rewards.scoring import score
 from rl_megatron.services import Services
+from rl_megatron.types import Prompt
+from tests.completions import completion
 
 JUDGE = ("reward.function=ranks:judge", "reward_models.judge.path=tests")
 
@@ -69,7 +74,11 @@ def resolved(path: Path, *keys: str) -> None:
         ((*JUDGE, "reward.model.device=cuda"), "reward.model.device=cuda does nothing"),
         ((*JUDGE, "roles.layouts.reward_jugde.tp=2"), "has this role; allowed: reward_judge"),
         ((*JUDGE, "roles.layouts.reward_judge.vpp=2"), "roles.layouts.reward_judge.vpp=2 needs a pipeline"),
-        ((*JUDGE, "learner.max_tokens_per_micro_batch=16"), "which reward_models score; raise it"),
+        (
+            (*JUDGE, "eval.sets.long.max_new_tokens=9000"),
+            "score of rollout.max_prompt_tokens=16 and eval.sets.long.max_new_tokens=9000; raise the first, or set "
+            "reward.model.max_tokens=8192",
+        ),
         (("job=sft", "reward_models.judge.path=tests"), "job=sft does not read it"),
     ],
 )
@@ -77,6 +86,47 @@ def test_what_does_not_fit_is_refused(keys: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         loaded(*keys)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("eval.sets.long.reward.function=math_verify",),
+        ("eval.sets.long.environment.function=calculator", "eval.sets.long.environment.max_tokens=9000"),
+        ("reward.model.max_tokens=8192",),
+        (
+            "eval.sets.long.reward.function=ranks:judge",
+            "eval.sets.long.reward.model.max_tokens=8192",
+        ),
+    ],
+)
+def test_a_set_of_long_completions_is_taken_where_no_model_reads_more_than_a_micro_batch(keys: tuple[str, ...]) -> None:
+    loaded(*JUDGE, "eval.sets.long.max_new_tokens=9000", *keys)
+
+
+class Lengths:
+    """Scores a text by the number of its tokens."""
+
+    max_tokens = 20
+
+    async def __call__(self, texts: Sequence[Sequence[int]], /) -> list[float]:
+        return [float(len(text)) for text in texts]
+
+
+@pytest.mark.parametrize("chat", ["true", "false"])
+def test_a_text_longer_than_a_micro_batch_is_cut_and_the_log_says_so_once(
+    judge: Path, chat: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By what a chat template adds, here, or by a tokenizer unlike the policy's."""
+    config = loaded(*JUDGE, f"reward_models.judge.path={judge}", f"reward.model.chat_template={chat}")
+    services = Services(config.services, config.reward_models)
+    services.holds("judge", Lengths())
+    reward = resolve_rewards(config.reward, {}, None, services)
+    prompt, texts = Prompt(id="p", text="12+34=", token_ids=(1, 2), answer="46"), ["46", "a longer answer: 46"]
+    scored = [asyncio.run(score(reward, prompt, [completion((1,))] * 2, texts, limit=60.0)) for _ in range(2)]
+    assert [one.total for group in scored for one in group] == [20.0 if chat == "true" else 8.0, 20.0] * 2
+    (said,) = [line.getMessage() for line in caplog.records]
+    assert "reads the last learner.max_tokens_per_micro_batch=20, and so of all" in said
 
 
 def test_each_has_ranks_and_nodes_of_its_own_and_sets_may_ask_another() -> None:
