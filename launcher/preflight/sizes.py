@@ -20,6 +20,7 @@ from rl_megatron.weights.layouts.learner import learner_layout, role_layout
 def check(subject: Subject) -> Iterator[Found]:
     """Yields a problem for each size of the model that the configuration does not fit. Raises ConfigError."""
     yield from size_problems(subject.config, subject.shape)
+    yield from _servers(subject.config, subject.shape)
 
 
 def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
@@ -59,6 +60,18 @@ def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
         )
 
 
+def _servers(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
+    """Yields what servers of the configured engine cannot do for the model; those of a user's own say so at a start."""
+    server, engine = config.rollout.server, config.rollout.engine
+    asked = config.weights.push == "adapters" or server.batch_invariant or server.draft_tokens
+    if not (config.rollout.served and asked):
+        return
+    from launcher.servers.engines import KNOWN, engine_problems  # imports torch
+
+    if engine in KNOWN:
+        yield from map(problem, engine_problems(config, KNOWN[engine](shape), shape))
+
+
 def _own_layouts(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
     """Yields why a role's own layout does not fit the policy's sizes; a frozen model of a folder has others."""
     of_folders = {role for role, (folder, _) in frozen_folders(config).items() if folder is not None}
@@ -73,7 +86,7 @@ def _own_layouts(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
 
 
 def _engine(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
-    """Yields why the in-process engine cannot sample from the model; servers report for themselves."""
+    """Yields why the in-process engine cannot sample from the model."""
     if config.kind.samples and not (config.rollout.served or family_of(shape).serves):
         allowed = [name for name, family in FAMILIES.items() if family.serves]
         yield problem(

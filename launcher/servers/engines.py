@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers.adapter import Adapter, AdapterPlaces
+from rl_megatron.rollout.servers.adapter import Adapter, AdapterPlaces, words_of
 from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
 from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
 from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
@@ -20,7 +20,8 @@ SERVERS: Mapping[str, Callable[[ModelShape], Adapter]] = {
     "vllm": VLLMAdapter,
 }
 """Engines of others, whose interpreters are theirs."""
-_ALL: Mapping[str, Callable[[ModelShape], Adapter]] = {"local": EmbeddedAdapter, **SERVERS}
+KNOWN: Mapping[str, Callable[[ModelShape], Adapter]] = {"local": EmbeddedAdapter, **SERVERS}
+"""Engines whose adapters are the project's own."""
 
 
 _SPARE = 2  # the version that is loaded, and one more than the sampling that waits for its step names
@@ -28,9 +29,21 @@ _SPARE = 2  # the version that is loaded, and one more than the sampling that wa
 
 def adapter_of(engine: str, shape: ModelShape) -> Adapter:
     """The adapter of ``rollout.engine``. Raises ConfigError if the user's own cannot be loaded."""
-    make = _ALL.get(engine) or load_named(engine, "rollout.engine", "class", callable)
+    make = KNOWN.get(engine) or load_named(engine, "rollout.engine", "class", callable)
     adapter: Adapter = make(shape)
     return adapter
+
+
+def engine_problems(config: RunConfig, adapter: Adapter, shape: ModelShape) -> list[str]:
+    """A line for each key that servers of the adapter's engine cannot follow for the model."""
+    server, device = config.rollout.server, config.learner.device
+    out = [adapter.batch_problem(words_of(server.options or ""))] if server.batch_invariant else []
+    places = adapter_places(config, shape)
+    if places and places.ranks and (why := adapter.adapter_problem(places, device, server.dp)):
+        out.append(f"weights.push=adapters: {why}; or set weights.push=merged")
+    if server.draft_tokens and (why := adapter.draft_problem(device)):
+        out.append(f"rollout.server.draft_tokens={server.draft_tokens}: {why}")
+    return [line for line in out if line]
 
 
 def longest_sequence(config: RunConfig, shape: ModelShape) -> int:

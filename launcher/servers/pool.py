@@ -17,7 +17,7 @@ from launcher.processes.guards import Order
 from launcher.processes.scratch import scratch
 from launcher.servers.checks import ServerChecks
 from launcher.servers.degrees import degree_problems
-from launcher.servers.engines import adapter_places, longest_sequence
+from launcher.servers.engines import adapter_places, engine_problems, longest_sequence
 from launcher.servers.fleet import Fleet
 from launcher.servers.interpreter import check_interpreter, python_path, show_package
 from launcher.servers.kernels import folder_of_server
@@ -69,14 +69,8 @@ class ServedEngines:
         self._model_folder, self._run_folder, self._shape = model_folder.resolve(), run_folder, shape
         self._max_length = longest_sequence(config, shape)
         self._places = adapter_places(config, shape)
-        if problems := degree_problems(config, shape):
+        if problems := [*degree_problems(config, shape), *engine_problems(config, adapter, shape)]:
             raise ConfigError("\n".join(problems))
-        if self._section.batch_invariant and (problem := adapter.batch_problem(self._extra)):
-            raise ConfigError(problem)
-        if self._places and (why := adapter.adapter_problem(self._places, config.learner.device, self._section.dp)):
-            raise ConfigError(f"weights.push=adapters: {why}; or set weights.push=merged")
-        if self._section.draft_tokens and (why := adapter.draft_problem(config.learner.device)):
-            raise ConfigError(f"rollout.server.draft_tokens={self._section.draft_tokens}: {why}")
         self._checks = ServerChecks(
             config=config, adapter=adapter, model_folder=self._model_folder, max_length=self._max_length
         )

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.preflight.sizes import check
+from launcher.preflight.subject import Subject
 from launcher.servers.engines import SERVERS, adapter_places
 from launcher.servers.pool import ServedEngines
 from rl_megatron.config.io import load_config
@@ -106,6 +108,33 @@ def test_a_run_on_such_an_engine_is_refused_before_a_server_starts(tmp_path: Pat
     for engine, said in ((SERVERS["vllm"](MOE), "computes experts by Triton"), (Words(), "Words holds no adapters")):
         with pytest.raises(ConfigError, match=rf"weights\.push=adapters: .*{said}.*; or set weights\.push=merged"):
             ServedEngines(load_config("tiny_cpu", KEYS), engine, tmp_path, tmp_path, MOE)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (("learner.lora.targets=attention",), "weights.push=adapters: model_type='qwen3_moe' has experts: wherever"),
+        (("rollout=sglang", "learner.lora.expert_rank=3"), "weights.push=adapters: learner.lora: SGLang 0.5.21 compu"),
+        (
+            ("rollout=sglang", "learner.lora.targets=attention", "rollout.server.dp=2"),
+            "weights.push=adapters: rollout.server.dp=2: with attention's replicas SGLang 0.5.21",
+        ),
+        (
+            (
+                *("weights.push=merged", "learner.device=cuda", "learner.dtype=bfloat16"),
+                "rollout.server.batch_invariant=true",
+                "rollout.server.options='--attention-backend X'",
+            ),
+            "rollout.server.batch_invariant=true with --attention-backend X: vLLM 0.32.0 has no kernel of it",
+        ),
+        (("rollout=sglang", "learner.lora.targets=attention"), None),
+        (("weights.push=merged",), None),
+    ],
+)
+def test_a_job_with_such_keys_is_refused_before_it_is_submitted(keys: tuple[str, ...], said: str | None) -> None:
+    found = [one.text for one in check(Subject(load_config("tiny_cpu", [*KEYS, *keys]), for_job=True))]
+    assert len(found) == (said is not None)
+    assert all(text.startswith(str(said)) for text in found)
 
 
 @pytest.mark.parametrize(
