@@ -9,6 +9,7 @@ import contextlib
 import math
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,9 @@ from rl_megatron.options.table import keywords
 from rl_megatron.types import Counts, Culprit, Loss, LossOutput, Metric, Samples, SkippedStep, StepResult, Want
 from rl_megatron.weights.bytes.parked import Parked
 from rl_megatron.weights.bytes.staged import Staged
-from rl_megatron.weights.checkpoints.megatron import write_lora
+from rl_megatron.weights.checkpoints.megatron import raise_other_model, write_lora
 from rl_megatron.weights.checkpoints.megatron_names import VALUES
+from rl_megatron.weights.checkpoints.torch_dist import read_index
 
 Added = tuple[Sequence[Samples], Callable[[Sequence[PackedMicroBatch]], object]]
 """Micro-batches, and the function that accumulates the gradients of micro-batches."""
@@ -124,12 +126,21 @@ class MegatronLearner(MegatronScorer):
 
     def load_weights(self, folder: Path, *, scored: bool = False) -> None:
         """Load the model of a ``torch_dist`` checkpoint; without its output layer where that is a vocabulary's and this
-        model's is not. ``scored``: the checkpoint is a reward model's. Raises CheckpointError."""
+        model's is not. ``scored``: the checkpoint is a reward model's. Raises CheckpointError, or on the first rank
+        WeightError as `raise_other_model`."""
         self.unpark()
+        if dist.get_rank() == 0:
+            raise_other_model(folder, self._held_by(folder, scored=scored))
         fresh = {ValueHead: None if scored else "output_layer.", ValuedHead: VALUES}  # at 0
         without = fresh.get(type(self._head))
         loading.load_weights(folder, self._chunks_of_all, without=without)
         self.adopt()
+
+    def _held_by(self, folder: Path, *, scored: bool) -> ModelShape:
+        """This model's sizes, with the output layer of ``folder``, whatever it is, where this model's is a value's."""
+        if type(self._head) is not ValueHead:
+            return self._shape
+        return replace(self._shape, scores=scored, tie_embeddings="output_layer.weight" not in read_index(folder)[0])
 
     def park(self, *, pushed: bool) -> None:
         """Leave the GPU's memory that nothing needs while servers sample, as ``learner.offload.while_sampling`` says.

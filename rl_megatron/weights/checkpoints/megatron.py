@@ -44,6 +44,12 @@ def held_shape(source: Path, shape: ModelShape) -> ModelShape:
     return as_held(replace(shape, stacked_experts=False, stacked_drafts=False), read_index(source)[0])
 
 
+def raise_other_model(source: Path, shape: ModelShape) -> None:
+    """Raises as `megatron_copies` for tensors that a model of ``shape`` lacks, needs or has in another size; megatron
+    itself loads too few rows of a vocabulary, and leaves the others at 0."""
+    _homes(source, megatron_layout(held_shape(source, shape)))
+
+
 def megatron_copies(source: Path, shape: ModelShape) -> tuple[list[Copy], Files]:
     """Every Hugging Face tensor in its stored dtype, assembled from the chunks that hold pieces of it.
 
@@ -55,9 +61,7 @@ def megatron_copies(source: Path, shape: ModelShape) -> tuple[list[Copy], Files]
 def copies_between(source: Path, hf: Layout, megatron: Layout) -> tuple[list[Copy], Files]:
     """As `megatron_copies`, the tensors of ``hf`` from a checkpoint of those of ``megatron``: each of one rank, which
     has the rows in the order of any file. Raises WeightError also where parts of one tensor have several dtypes."""
-    sizes, chunks = read_index(source)
-    raise_uncounted(source, sum(prod(size) for size in sizes.values()), megatron)
-    homes = find_homes(source, megatron, sizes, {chunk.key: chunk.dtype for chunk in chunks})
+    homes, chunks = _homes(source, megatron)
     depths = {home.key: len(home.index) for found in homes.values() for home in found}
     held = [chunk for chunk in chunks if chunk.key in depths]
     files = _opened(source, sorted({chunk.file for chunk in held}))
@@ -91,6 +95,12 @@ def copies_between(source: Path, hf: Layout, megatron: Layout) -> tuple[list[Cop
         for name, size in wanted.items()
     ]
     return tensors, files
+
+
+def _homes(source: Path, megatron: Layout) -> tuple[dict[str, tuple[Home, ...]], list[Chunk]]:
+    sizes, chunks = read_index(source)
+    raise_uncounted(source, sum(prod(size) for size in sizes.values()), megatron)
+    return find_homes(source, megatron, sizes, {chunk.key: chunk.dtype for chunk in chunks}), chunks
 
 
 def write_lora(folder: Path, lora: LoraSection) -> None:

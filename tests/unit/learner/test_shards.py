@@ -18,7 +18,7 @@ from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.digests import digests
-from rl_megatron.errors import CheckpointError
+from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.learner import world
 from rl_megatron.learner.checkpoint import loading
 from rl_megatron.learner.megatron import make_critic, make_policy
@@ -277,6 +277,25 @@ def test_a_converted_checkpoint_starts_layers_of_transformer_engine(hf: Path, tm
     plain = policy(hf)
     plain.load_weights(tmp_path / "megatron")
     assert_same(learner, plain)
+
+
+def test_a_model_does_not_start_from_an_embedding_or_an_output_layer_of_other_rows(hf: Path, tmp_path: Path) -> None:
+    """Megatron loads the rows that are there, and leaves the others at 0."""
+    shape = read_shape(hf)
+    reward = make_policy(replace(shape, scores=True), SECTION, torch.device("cpu"), temperature=1.0)
+    convert.hf_to_megatron(hf, tmp_path / "megatron")
+    reward.load_weights(tmp_path / "megatron")  # without its output layer
+    scores = save(reward, tmp_path / "scores")
+    reward.load_weights(scores, scored=True)
+    more = replace(shape, vocab_size=2 * shape.vocab_size)
+    larger = make_policy(more, SECTION, torch.device("cpu"), temperature=1.0)
+    for model, folder, odd in (
+        (policy(hf), scores, r"output_layer.weight has shape \(1, "),
+        (reward, scores, r"output_layer.weight has shape \(1, "),  # by its config.json the folder is a policy's
+        (larger, tmp_path / "megatron", "word_embeddings.weight has shape "),
+    ):
+        with pytest.raises(WeightError, match=odd):
+            model.load_weights(folder)
 
 
 @pytest.mark.parametrize(("rank", "room"), [(None, 100_000), (2, 1)])  # the second: no room for lora.json
