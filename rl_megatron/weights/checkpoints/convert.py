@@ -147,7 +147,13 @@ def megatron_to_hf(
         tensors,
         files,
         companion=companion,
-        config=config_text(companion, {str(plain[0].dtype)}, quantization, drafts=shape.drafts),
+        config=config_text(
+            companion,
+            {str(plain[0].dtype)},
+            quantization,
+            drafts=shape.drafts,
+            scores=shape.scores and not read_shape(companion, family).scores,
+        ),
         options=options_of(companion, family, dtype, shard_bytes),
         shard_bytes=shard_bytes,
         on_bytes=on_bytes,
@@ -203,17 +209,24 @@ def options_of(companion: Path, family: str | None, dtype: DType | None, shard_b
 def converted_shape(source: Path, config: Path | None = None, family: str | None = None) -> ModelShape:
     """The sizes of the model of a checkpoint of either kind, with the draft layers that it holds.
 
-    Those of a family that has no rows for them are left out. ``config`` is a folder with config.json if ``source`` has
-    none. Raises as `is_megatron`, `must_have_config` and `read_shape` do.
+    Those of a family that has no rows for them are left out. ``config`` is a folder with config.json for a megatron
+    checkpoint that has none; it may be of the policy from which a reward model began, whose output layer has one row.
+    Raises as `is_megatron`, `must_have_config` and `read_shape` do.
     """
-    if (megatron := is_megatron(source)) and config is None:
+    if not is_megatron(source):
+        shape = read_shape(source, family)
+        return replace(shape, drafts=True) if _has_rows(shape) and _not_the_decoders(source, shape)[1] else shape
+    if config is None:
         must_have_config(source)
-    shape = read_shape(config or source, family)
-    shape = held_shape(source, shape) if megatron else shape
-    if not shape.draft_layers or not has_draft_rows(family_of(shape).tables["megatron"]):
-        return shape
-    held = has_draft(read_index(source)[0]) if megatron else bool(_not_the_decoders(source, shape)[1])
-    return replace(shape, drafts=held)
+    shape, sizes = held_shape(source, read_shape(config or source, family)), read_index(source)[0]
+    if sizes.get("output_layer.weight", ())[:1] == (1,):
+        shape = replace(shape, scores=True, tie_embeddings=False)
+    return replace(shape, drafts=True) if _has_rows(shape) and has_draft(sizes) else shape
+
+
+def _has_rows(shape: ModelShape) -> bool:
+    """Whether the model may have draft layers, and its family has rows for them."""
+    return bool(shape.draft_layers) and has_draft_rows(family_of(shape).tables["megatron"])
 
 
 def left_out(source: Path, config: Path | None = None, family: str | None = None) -> str | None:

@@ -11,7 +11,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import pytest
 import torch
@@ -20,9 +19,6 @@ from typer.testing import CliRunner
 
 from launcher.__main__ import app, main
 from launcher.programs.logprobs import differences
-from rl_megatron.config.io import load_config, save_resolved
-from rl_megatron.config.run import TinyModelSection
-from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.observability.metrics.table import STEPS
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
 from rl_megatron.weights.layouts.families import read_shape
@@ -293,45 +289,6 @@ def test_convert_says_what_it_made_and_what_it_lacks(
     assert "draft layers" not in said.err  # its config speaks of such a layer, but there are no tensors of one
     assert main_of("convert", folders / "hf", tmp_path / "made") == 1
     assert capsys.readouterr().err.strip().endswith("made exists; remove it or give another name")
-
-
-@pytest.fixture(scope="module")
-def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny classifier, and shards of it without config.json."""
-    root = tmp_path_factory.mktemp("reward_model")
-    shutil.copytree(make_tiny_model(TinyModelSection(), root, 0), root / "hf")
-    tensors = load_file(root / "hf" / "model.safetensors")
-    tensors["score.weight"] = tensors.pop("lm_head.weight")[:1].clone()
-    save_file(tensors, root / "hf" / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((root / "hf" / "config.json").read_text())
-    config["architectures"] = ["Qwen3MoeForSequenceClassification"]
-    (root / "hf" / "config.json").write_text(json.dumps(config))
-    (root / "hf" / "chat_template.jinja").write_text("{{ who | default('nobody') }} asks")
-    assert main_of("convert", root / "hf", root / "shards") == 0
-    for path in root.glob("shards/*"):
-        if path.suffix in (".json", ".jinja") and path.name != "metadata.json":
-            path.unlink()
-    return root
-
-
-@pytest.mark.parametrize("where", ["run", "torn", "alone"])
-def test_a_converted_reward_model_has_its_runs_template_variables_or_a_note_says_why_not(
-    where: str, reward_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shards, hf, out = tmp_path / "rm" / "checkpoints" / "step_000001" / "learner", reward_model / "hf", tmp_path / "out"
-    shutil.copytree(reward_model / "shards", shards)
-    pairs = ["data.type=files", "data.train=a", "data.eval=b", "data.messages_field=good", "data.rejected_field=bad"]
-    if where != "alone":
-        given = load_config("reward_tiny", [*pairs, f"model.path={hf}", "model.template_variables.who=somebody"])
-        save_resolved(given, tmp_path / "rm" / "config.yaml")
-    if where == "torn":
-        (tmp_path / "rm" / "config.yaml").write_text("job: [")
-    assert main_of("convert", shards, out, "--config", hf) == 0
-    said, wanted = capsys.readouterr().err, "somebody" if where == "run" else "nobody"
-    assert jinja2.Template((out / "chat_template.jinja").read_text()).render() == f"{wanted} asks"
-    why = {"torn": f"{tmp_path}/rm/config.yaml", "alone": f"{shards} is in no run's folder"}
-    assert ("note: the chat template is that of" in said) == (where != "run")
-    assert why.get(where, "") in said
 
 
 @pytest.mark.parametrize("phase", STEPS)

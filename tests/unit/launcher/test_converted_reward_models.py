@@ -1,0 +1,82 @@
+"""A reward model's shards, which have no config.json, converted with that of a classifier or of a policy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import jinja2
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
+
+from launcher.__main__ import main
+from rl_megatron.config.io import load_config, save_resolved
+from rl_megatron.config.run import TinyModelSection
+from rl_megatron.models.tiny import make_tiny_model
+
+
+def main_of(*arguments: object) -> int:
+    """The exit status of a command."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(a) for a in arguments])
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny classifier, and shards of it without config.json."""
+    root = tmp_path_factory.mktemp("reward_model")
+    shutil.copytree(make_tiny_model(TinyModelSection(), root, 0), root / "hf")
+    tensors = load_file(root / "hf" / "model.safetensors")
+    tensors["score.weight"] = tensors.pop("lm_head.weight")[:1].clone()
+    save_file(tensors, root / "hf" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((root / "hf" / "config.json").read_text())
+    config["architectures"] = ["Qwen3MoeForSequenceClassification"]
+    (root / "hf" / "config.json").write_text(json.dumps(config))
+    (root / "hf" / "chat_template.jinja").write_text("{{ who | default('nobody') }} asks")
+    assert main_of("convert", root / "hf", root / "shards") == 0
+    for path in root.glob("shards/*"):
+        if path.suffix in (".json", ".jinja") and path.name != "metadata.json":
+            path.unlink()
+    return root
+
+
+@pytest.mark.parametrize("where", ["run", "torn", "alone"])
+def test_a_converted_reward_model_has_its_runs_template_variables_or_a_note_says_why_not(
+    where: str, reward_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards, hf, out = tmp_path / "rm" / "checkpoints" / "step_000001" / "learner", reward_model / "hf", tmp_path / "out"
+    shutil.copytree(reward_model / "shards", shards)
+    pairs = ["data.type=files", "data.train=a", "data.eval=b", "data.messages_field=good", "data.rejected_field=bad"]
+    if where != "alone":
+        given = load_config("reward_tiny", [*pairs, f"model.path={hf}", "model.template_variables.who=somebody"])
+        save_resolved(given, tmp_path / "rm" / "config.yaml")
+    if where == "torn":
+        (tmp_path / "rm" / "config.yaml").write_text("job: [")
+    assert main_of("convert", shards, out, "--config", hf) == 0
+    said, wanted = capsys.readouterr().err, "somebody" if where == "run" else "nobody"
+    assert jinja2.Template((out / "chat_template.jinja").read_text()).render() == f"{wanted} asks"
+    why = {"torn": f"{tmp_path}/rm/config.yaml", "alone": f"{shards} is in no run's folder"}
+    assert ("note: the chat template is that of" in said) == (where != "run")
+    assert why.get(where, "") in said
+
+
+def test_a_reward_models_shards_are_converted_and_verified_with_the_model_that_training_began_from(
+    reward_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards, out = reward_model / "shards", tmp_path / "out"
+    spec = TinyModelSection(tie_embeddings=True)  # a policy's config.json may say it; a score is of no token
+    policy = make_tiny_model(spec, tmp_path / "policy", 1)
+    assert main_of("convert", shards, out, "--config", policy) == 0
+    (check,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("check it: ")]
+    assert main_of(*check.removeprefix("check it: rl-megatron ").split()) == 0
+    wanted = load_file(reward_model / "hf" / "model.safetensors")
+    found = AutoModelForSequenceClassification.from_pretrained(out)
+    assert found.config.num_labels == 1
+    for name, tensor in load_file(out / "model.safetensors").items():
+        assert torch.equal(wanted.pop(name), tensor), name
+    assert not wanted
+    assert torch.equal(found.score.weight, load_file(out / "model.safetensors")["score.weight"])
