@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TemplateVariable
 from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError
-from rl_megatron.weights.adapters.files import adapters_to_peft
+from rl_megatron.weights.adapters.files import adapters_to_peft, left_by_peft
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.contents import contents
@@ -79,6 +79,8 @@ def run(
         return
     if adapted and not merge:
         print(f"{out}: adapters for {config or source}, {total_bytes(out):,} bytes; peft and engines load the folder")
+        if left := left_by_peft(source, config or source, family):
+            print(f"note: {left}", file=sys.stderr)
         return
     same = "" if dtype or upcycle or merge else f" --against {source}"
     read = (f" --config {config}" if config and not merge else "") + (f" --family {family}" if family else "")

@@ -26,6 +26,8 @@ OF_EXPERTS_ALONE = {
 }
 """Families in which peft 0.21 takes ``gate_proj``, ``up_proj`` and ``down_proj`` for names of routed experts alone
 (``_MOE_TARGET_MODULE_MAPPING`` of ``utils/transformers_weight_conversion.py``)."""
+WITH_EXPERTS = OF_EXPERTS_ALONE | {"mixtral", "minimax_m2"}
+"""Families for which it converts adapters of routed experts."""
 
 
 def adapters_to_peft(
@@ -54,6 +56,20 @@ def adapters_to_peft(
     sink = Sink(name="adapter_model.safetensors", tensors=named, write=write_safetensors)
     options = options_of(config, family, None, 0)
     return write_files(source, out, [sink], files, on_bytes, finish, options=options, share=share or Share())
+
+
+def left_by_peft(source: Path, config: Path, family: str | None = None) -> str | None:
+    """A line to show about adapters of ``source`` that peft leaves out, of the model of ``config``; None if it takes
+    all."""
+    lora, shape = held_lora(source), read_shape(config, family)
+    if lora is None or shape.family in WITH_EXPERTS:
+        return None
+    if not any("{expert}" in part for part in ranks_of_parts(megatron_layout(shape), lora)):
+        return None
+    return (
+        f"peft 0.21 leaves out the adapters of routed experts of model_type={shape.family!r}, without an error; "
+        "--merge makes a model with all of them"
+    )
 
 
 def peft_config(lora: LoraSection, shape: ModelShape, base: Path) -> dict[str, object]:

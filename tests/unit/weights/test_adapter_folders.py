@@ -14,10 +14,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rl_megatron.options.lora import Adaptable, LoraSection
-from rl_megatron.weights.adapters.files import OF_EXPERTS_ALONE, PREFIX, peft_config
+from rl_megatron.weights.adapters.files import OF_EXPERTS_ALONE, PREFIX, WITH_EXPERTS, peft_config
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from rl_megatron.weights.layouts.lora import hf_adapter_name, hf_adapters, ranks_of_parts
 from tests.family_models import MODELS, save_model
+from tests.saved_adapters import save_adapters
+from tools.conversion import run
 
 ALL: tuple[Adaptable, ...] = ("attention", "mlp", "experts")
 
@@ -75,3 +77,19 @@ def test_its_families_are_those_of_peft() -> None:
     }
     assert names == OF_EXPERTS_ALONE & families
     assert families >= OF_EXPERTS_ALONE
+    assert families & WITH_EXPERTS == {one for one in families if mapped.get(one) in of_peft._MOE_TARGET_MODULE_MAPPING}
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
+@pytest.mark.parametrize("name", ["hy_v3", "deepseek_v3", "minimax_m2"])
+def test_convert_says_where_peft_leaves_out_adapters_of_experts(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    save_model(name, base)
+    run(save_adapters(tmp_path / "adapters", read_shape(base)), out, config=base)
+    said = capsys.readouterr().err
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out)
+    taken = any(bool(p.any()) for key, p in loaded.named_parameters() if ".experts." in key and "lora_B" in key)
+    assert taken == (name != "hy_v3")
+    assert taken is not ("leaves out the adapters of routed experts" in said and "--merge" in said)
