@@ -12,9 +12,8 @@ import pytest
 
 from launcher.__main__ import main
 from launcher.build.model import starting_folder, starting_shape
-from launcher.preflight import batches, reward
+from launcher.preflight import reward
 from launcher.preflight.checks import CHECKS, Preflight, preflight
-from launcher.preflight.subject import Subject
 from launcher.programs.submit import prepare
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
@@ -199,45 +198,6 @@ def test_gpus_and_ranks_that_would_be_idle_are_noted(keys: tuple[str, ...], more
     notes = preflight(job(keys, *more), for_job=True).texts("note")
     assert len(notes) == (said is not None)
     assert all(said in text for text in notes)
-
-
-@pytest.mark.parametrize(
-    ("most", "groups", "said"),
-    [
-        (32, 8, None),
-        (
-            33,
-            7,
-            "32 trajectories are under way at once (environment.concurrency=33), but servers have at most 28 turns",
-        ),
-        (
-            30,
-            7,
-            "30 trajectories are under way at once (environment.concurrency=30), but servers have at most 28 turns",
-        ),
-        (28, 7, None),
-        (
-            27,
-            7,
-            "environment.concurrency=27 trajectories are under way at once, of 32 that there are to sample, though ",
-        ),
-        (
-            31,
-            64,
-            "environment.concurrency=31 trajectories are under way at once, of 32 that there are to sample, though ",
-        ),
-        (1024, 64, None),
-    ],
-)
-def test_trajectories_that_wait_for_servers_or_servers_for_them_are_noted(
-    most: int, groups: int, said: str | None
-) -> None:
-    served = ("rollout=vllm", "rollout.server.addresses=http://a:1", f"rollout.server.concurrency={groups}")
-    sizes = ("rollout.prompts_per_step=8", "rollout.group_size=4", f"environment.concurrency={most}")
-    config = load_config("calculator", [*served, *sizes])
-    notes = [found.text for found in batches.check(Subject(config, False)) if "trajectories" in found.text]
-    assert len(notes) == (said is not None), notes
-    assert all(text.startswith(str(said)) for text in notes)
 
 
 @pytest.mark.parametrize(("mean", "noted"), [(20, True), (400, False)])
