@@ -194,7 +194,8 @@ def test_a_job_knows_of_the_rows_that_were_too_long_as_files_were_read(
     config = load_config(name, [f"model.path={model}", "data.type=files", *keys, *more])
     parts = Parts(config=config, folder=tmp_path, reward=none, allocation=None)
     roles = Roles(learners={"policy": none}, frozen={}, engine=none, weights=none)
-    job = written_job(parts, starting_shape(config), roles, training_data(config, model), attention_cost=1.0)
+    data = training_data(config, model)
+    job = written_job(parts, starting_shape(config), roles, data, attention_cost=1.0, note=print)
     assert (job.size, job.dropped) == (2, rows)
 
 
