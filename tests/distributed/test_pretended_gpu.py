@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.options.kept import offloaded as offloaded_halves
 from rl_megatron.options.offload import HELD
 from rl_megatron.scaling.memory import footprints
+from rl_megatron.weights.boxes import whole_box
+from rl_megatron.weights.checks.checksums import checksum
+from rl_megatron.weights.checks.reports import Beside
 from tests.distributed import gpu_branch, moved, offloaded
 from tests.distributed.pretended.ranks import World, run_worlds
 from tests.distributed.ranks import run_ranks
@@ -84,6 +88,19 @@ def refusals(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def in_a_thread(rank: int) -> None:
+    """Of a server with several ranks each sees all GPUs; a new thread's is the first."""
+    import torch
+
+    torch.cuda.set_device(3)
+    weight, ready = torch.arange(6.0, device="cuda").view(2, 3), torch.cuda.current_stream().record_event()
+    with ThreadPoolExecutor(1) as thread, pytest.raises(RuntimeError, match="wait for cuda:3 in a thread that has not"):
+        thread.submit(ready.synchronize).result()
+    beside = Beside()
+    beside.read("w", weight)
+    assert beside.report().read == [("w", whole_box((2, 3)), checksum(weight.cpu(), (2, 3)))]
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By layout, what each rank saw; those of `ON_CPU` are of one rank of ``learner.device=cpu``."""
@@ -98,7 +115,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     there = dict(ON_CPU.values())
     for name in (*LAYOUTS, *there, "refusals", *offloaded.RUNS, *moved.LAYOUTS):
         (root / name).mkdir()
-    worlds.append(World(main=refusals, size=1, arguments=(root / "refusals",)))
+    worlds += [World(main=refusals, size=1, arguments=(root / "refusals",)), World(main=in_a_thread, size=1)]
     for name, run in offloaded.RUNS.items():
         worlds.append(World(main=offloaded.rank_main, size=run.pp, arguments=(root / name, name)))
     for name in moved.LAYOUTS:

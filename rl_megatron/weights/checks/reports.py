@@ -129,6 +129,7 @@ def _ready(tensor: Tensor) -> torch.cuda.Event | None:
 
 def _wait_for(ready: torch.cuda.Event | None) -> None:
     if ready is not None:
+        torch.cuda.set_device(ready.device)  # a new thread has GPU 0, and the wait may open a context there
         ready.synchronize()
 
 

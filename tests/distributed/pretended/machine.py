@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 import types
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -64,6 +65,9 @@ def install() -> None:
     sys.modules[jit.__name__] = jit
 
 
+_thread = threading.local()
+
+
 class Stream:
     """A stream or event without work."""
 
@@ -75,6 +79,11 @@ class Stream:
 
     def query(self) -> bool:
         return True
+
+    def synchronize(self) -> None:
+        """Refuses a thread with another current GPU, on which CUDA may open a context."""
+        if getattr(_thread, "gpu", 0) != self.device.index:
+            raise RuntimeError(f"a wait for {self.device} in a thread that has not called torch.cuda.set_device")
 
     def elapsed_time(self, other: Stream) -> float:
         return 0.0
@@ -126,7 +135,7 @@ def _no_state(*given: Any, **named: Any) -> Tensor:
 
 def _set_device(device: Any) -> None:
     index = device if isinstance(device, int) else torch.device(device).index
-    Gpu.number = Gpu.number if index is None else index
+    Gpu.number = _thread.gpu = Gpu.number if index is None else index
 
 
 def _properties(*given: Any) -> SimpleNamespace:
