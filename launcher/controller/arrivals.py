@@ -142,6 +142,7 @@ async def learner(
             rendezvous=f"tcp://{team[0].hello.store}",
             role=role,
             first_device=max(taken[node] for node in placement.nodes),
+            ranks_per_node=placement.ranks_per_node,
         )
         teams.append((setup, team))
         taken.update(dict.fromkeys(placement.nodes, placement.ranks_per_node))

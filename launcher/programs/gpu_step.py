@@ -104,7 +104,7 @@ def steps(device: str, number: int = 0, *, small: bool) -> dict[str, Any]:
     learner, shape = learner_of(device), shape_of(small)
     torch.backends.cuda.matmul.allow_tf32 = False
     with tempfile.TemporaryDirectory() as folder:
-        on = world.join(learner, rank=0, rendezvous=f"file://{folder}/rendezvous", seed=0, first_device=number)
+        on = world.join(learner, rank=0, rendezvous=f"file://{folder}/rendezvous", seed=0, gpu=number)
         policy = make_policy(shape, learner, on, temperature=1.0)
         _fill(policy.tensors)
         policy.adopt()

@@ -18,6 +18,11 @@ class Setup:
     run_folder: Path
     rendezvous: str  # a torch.distributed init method
     role: str = LEARNER
-    first_device: int = 0  # rank 0's; neighbouring ranks on a node take one each
+    first_device: int = 0  # on each node its first rank's; neighbouring ranks take one each
+    ranks_per_node: int | None = None  # None: all are on one
     code: Path = field(default_factory=Path.cwd)  # the folder of the user's own modules
     stacks: Path | None = None  # the folder for stacks if this start hangs
+
+    def gpu_of(self, rank: int) -> int:
+        """The number of the rank's GPU among those of its node."""
+        return self.first_device + (rank if self.ranks_per_node is None else rank % self.ranks_per_node)

@@ -69,7 +69,7 @@ class RankModels:
             rendezvous=setup.rendezvous,
             seed=config.seed,
             store=store,
-            first_device=setup.first_device,
+            gpu=setup.gpu_of(rank),
         )
         if config.profile.memory:
             remember()

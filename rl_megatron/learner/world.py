@@ -23,13 +23,13 @@ def join(
     rendezvous: str,
     seed: int,
     store: int | None = None,
-    first_device: int = 0,
+    gpu: int | None = None,
 ) -> torch.device:
     """Join the world as ``rank`` and make megatron's groups. Returns this rank's device. Every rank calls it.
 
     ``rendezvous`` is a torch.distributed init method: ``file://`` on one machine, ``tcp://host:port`` between nodes,
     where rank 0 serves the ranks' store on the listening socket whose file descriptor is ``store``, so that it is bound
-    to one address. ``first_device`` is the GPU of rank 0. Raises if not all ranks arrive within
+    to one address. ``gpu`` is this rank's on its node; None: its number's. Raises if not all ranks arrive within
     ``learner.timeout_seconds``, and ConfigError if a rank with ``learner.device=cpu`` sees a GPU, or another none. With
     ``learner.deterministic`` torch raises RuntimeError from now on for an operation that has no deterministic kernel.
     """
@@ -42,7 +42,7 @@ def join(
             "with CUDA_VISIBLE_DEVICES= (empty), or set learner.device=cuda"
         )
     if device.type != "cpu":
-        device = torch.device(device.type, (first_device + rank) % _gpus_seen(learner, rank))
+        device = torch.device(device.type, (rank if gpu is None else gpu) % _gpus_seen(learner, rank))
         torch.cuda.set_device(device)
     limit = timedelta(seconds=learner.timeout_seconds)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"

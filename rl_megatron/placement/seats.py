@@ -112,8 +112,8 @@ def seats_of(config: RunConfig, nodes: Sequence[str], engine_nodes: Sequence[str
 
 
 def beside_ranks(config: RunConfig, here: int | None = None) -> list[list[int]]:
-    """The GPUs of each server that a run starts on the learner's nodes, numbered as ranks are that have them; empty if
-    servers are elsewhere. Raises as `seat` does, or `seats_here`.
+    """The GPUs of each server that a run starts on the learner's nodes, numbered as ranks are that have them, and
+    behind them those without a rank; empty if servers are elsewhere. Raises as `seat` does, or `seats_here`.
 
     ``here``: GPUs of the one machine that the run is on; None: it is a job's, or not known, and servers have GPUs of
     their own there if slurm.gpus_per_node are enough.
@@ -129,9 +129,13 @@ def beside_ranks(config: RunConfig, here: int | None = None) -> list[list[int]]:
     else:
         number = {node: i for i, node in enumerate(by_role[LEARNER])}
         seats = seats_of(config, by_role[LEARNER], ())
+    world = config.learner.dims.world_size
+    tasks = config.slurm.tasks_per_node(world) if here is None else here
     servers: dict[int, list[int]] = {}
     for one in seats:
-        servers.setdefault(one.server, []).extend(number[one.node] * each + gpu for gpu in one.gpus)
+        n = number[one.node]
+        of = [n * tasks + gpu if gpu < tasks else world + n * each + gpu for gpu in one.gpus]
+        servers.setdefault(one.server, []).extend(of)
     return list(servers.values())
 
 

@@ -123,7 +123,8 @@ class SlurmSection(Section):
     nodes: Positive = 1
     """Number of the learner's nodes."""
     ntasks_per_node: Positive | None = None
-    """Learner ranks on each node; null: one for each GPU, or without GPUs an equal share of the ranks."""
+    """Learner ranks on each node, on its GPUs from the first on, one each; null: one for each GPU, or without GPUs an
+    equal share of the ranks."""
     gpus_per_node: NonNegative = 0
     """GPUs of each node."""
     gpu_memory_gb: PositiveFloat | None = None

@@ -8,8 +8,13 @@ import pytest
 
 from launcher.preflight import job_memory
 from launcher.preflight.subject import Subject
+from launcher.wire.setup import Setup
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
+from rl_megatron.placement.names import LEARNER
+from rl_megatron.placement.nodes import made_up_nodes
+from rl_megatron.placement.ranks import placement_of
+from rl_megatron.placement.seats import beside_ranks, seats_of
 from rl_megatron.scaling.memory import GB, check_memory, footprints, fullest
 from tests.unit.launcher.test_memory import folder_of, recipe
 
@@ -116,3 +121,29 @@ def test_the_advice_for_the_engine_in_the_learners_processes_lowers_it() -> None
     was = fullest(*recipe("qwen3_30b_a3b", *keys)).terms["engine"]
     for lower in ("rollout.slots=16", "rollout.max_new_tokens=512", "rollout=vllm"):
         assert fullest(*recipe("qwen3_30b_a3b", *keys, lower)).terms["engine"] < 0.6 * was
+
+
+EIGHT = ("run.launcher=slurm", "learner.device=cuda", "learner.tp=4", "learner.ep=4", "slurm.gpus_per_node=8")
+EIGHT += ("rollout=vllm", "rollout.server.tp=2", "rollout.server.memory_fraction=0.3")
+
+
+def test_a_rank_has_the_gpu_of_its_place_on_its_node(tmp_path: Path) -> None:
+    """Also where ranks are fewer than GPUs: servers have each node's GPUs from the first on."""
+    keys = (*EIGHT, "slurm.nodes=2", "slurm.ntasks_per_node=4", "learner.dp=2")
+    config = load_config("tiny_cpu", [*keys, "rollout.server.replicas=4"])
+    nodes = made_up_nodes(config)[LEARNER]
+    placement = placement_of(config, nodes)
+    each = {"ranks_per_node": placement.ranks_per_node, "rendezvous": ""}
+    setup = Setup(config=config, model_folder=tmp_path, run_folder=tmp_path, **each)
+    ranks = {(placement.node_of(rank), setup.gpu_of(rank)): rank for rank in range(8)}
+    assert [gpu for _, gpu in ranks] == [0, 1, 2, 3] * 2
+    beside = [[ranks[seat.node, gpu] for gpu in seat.gpus] for seat in seats_of(config, nodes, ())]
+    assert beside == beside_ranks(config) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    more = load_config("tiny_cpu", [*keys, "rollout.server.replicas=8"])
+    assert beside_ranks(more)[1:4] == [[2, 3], [12, 13], [14, 15]]  # GPUs without a rank are behind the 8 ranks
+
+
+def test_more_ranks_than_gpus_on_a_node_are_refused() -> None:
+    config = load_config("tiny_cpu", [*EIGHT, "slurm.ntasks_per_node=16", "learner.dp=4"])
+    with pytest.raises(ConfigError, match=r"ntasks_per_node=16 is more than slurm\.gpus_per_node=8: NCCL .*; lower it"):
+        placement_of(config, ("a",))

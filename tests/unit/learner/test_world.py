@@ -31,7 +31,7 @@ def test_all_ranks_are_in_the_first_call_of_the_default_group(tmp_path: Path, mo
     monkeypatch.setattr(world.parallel_state, "initialize_model_parallel", notes("megatron"))
     monkeypatch.setattr(world, "model_parallel_cuda_manual_seed", notes("seed"))
     device = torch.device("cuda", 3)
-    assert world.join(LearnerSection(device="cuda"), rank=1, rendezvous="file:///x", seed=1, first_device=2) == device
+    assert world.join(LearnerSection(device="cuda"), rank=1, rendezvous="file:///x", seed=1, gpu=3) == device
     assert heard == [device, "init", ("all_reduce", device), "megatron", "seed"]
 
 
