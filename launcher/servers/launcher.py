@@ -32,6 +32,7 @@ from rl_megatron.weights.servers.beside import AdapterRanks, AdapterWeights
 from rl_megatron.weights.servers.delivery import Delivery
 from rl_megatron.weights.servers.direct import DirectDelivery, LearnerRanks
 from rl_megatron.weights.servers.file import FileDelivery, LearnerWeights
+from rl_megatron.weights.servers.leftovers import await_free
 from rl_megatron.weights.servers.pinned import PinnedWeights
 from rl_megatron.weights.servers.probe import Probe
 from rl_megatron.weights.servers.sync import ServedWeights
@@ -69,11 +70,13 @@ class ServedLauncher(Launcher):
     @override
     @contextlib.asynccontextmanager
     async def start(self, config: RunConfig, tell: Callable[[str], None] = unheard) -> AsyncIterator[Roles]:
-        """Raises ConfigError if a server does not fit the run, EngineError if none starts."""
+        """Raises ConfigError if a server does not fit the run, EngineError if none starts, SyncError if another run has
+        the folder of weights."""
         if config.rollout.server.colocated and config.learner.device == "cpu":
             logger.warning("rollout.server.colocated: on CPUs servers do not release their memory")
         adapter = adapter_of(config.rollout.engine, self._shape)
         path = mirror_path(config, self._run_folder)
+        await asyncio.to_thread(await_free, path.parent)  # before servers' end removes it
         async with contextlib.AsyncExitStack() as stack:
             servers, *_ = pools = self._pools(config, adapter)
             starting = [asyncio.create_task(stack.enter_async_context(one.running(path))) for one in pools]

@@ -77,13 +77,14 @@ class Worker(RankModels):
         """
         from launcher.runs.folder import mirror_path
         from rl_megatron.weights.formats.served import FORMATS
-        from rl_megatron.weights.servers.leftovers import in_use, remove_abandoned
+        from rl_megatron.weights.servers.leftovers import await_free, in_use, remove_abandoned
         from rl_megatron.weights.servers.mirror import Mirror
         from rl_megatron.weights.transports.words import gather
 
         path, shapes, float32 = mirror_path(config, run_folder), self._hf.local_shapes(0), self._float32
         kind, group = FORMATS[config.rollout.server.quantization], self._fellow_writers
         if group and self._rank == group[0]:
+            await_free(path.parent)
             if self._rank or not config.rollout.served:
                 self._ends.enter_context(removed(path.parent))
             known = self._model_folder / "config.json"

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rl_megatron.weights.servers.leftovers import in_use, remove_abandoned
+import pytest
+
+from rl_megatron.errors import SyncError
+from rl_megatron.weights.servers import leftovers
+from rl_megatron.weights.servers.leftovers import await_free, in_use, remove_abandoned
 
 HOLD = "import sys\nfrom pathlib import Path\nfrom rl_megatron.weights.servers.leftovers import in_use\n" + (
     "with in_use(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()\n"
@@ -36,6 +40,19 @@ def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path: Path) -> N
     finally:
         for process in held.values():
             process.communicate()
+
+
+def test_a_folder_that_another_run_uses_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of one in another container that shares /dev/shm, and has its run's folder under the same path."""
+    await_free(tmp_path)
+    held = hold(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(leftovers, "_ENDING_SECONDS", 0.0)
+        with pytest.raises(SyncError, match=rf"{tmp_path} has weights of a run that goes on.* run\.name, run\.dir or"):
+            await_free(tmp_path)
+    held.send_signal(signal.SIGKILL)  # an earlier start that ends meanwhile
+    await_free(tmp_path)
+    held.communicate()
 
 
 def hold(folder: Path) -> subprocess.Popen[str]:
