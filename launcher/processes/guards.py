@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import psutil
 from typing_extensions import override
 
 from launcher.processes import engine_guard
@@ -21,6 +23,7 @@ from rl_megatron.durable import append_private
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 20.0
+_MARK = "RL_MEGATRON_GUARDED"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +57,17 @@ class GuardProcess(Guard):
 
     process: asyncio.subprocess.Process
     log: Path
+    mark: str  # in the environment of its server and of what that started
 
     @override
     async def wait(self) -> str:
-        return f"ended with status {await self.process.wait()}"
+        return f"ended with status {await self._status()}"
+
+    async def _status(self) -> int:
+        status = await self.process.wait()
+        if status < 0:  # it was killed, and ended nobody
+            await asyncio.to_thread(_kill_marked, self.mark)
+        return status
 
     @override
     async def end(self) -> None:
@@ -65,17 +75,18 @@ class GuardProcess(Guard):
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
-            await asyncio.wait_for(self.process.wait(), STOP_SECONDS)
+            await asyncio.wait_for(self._status(), STOP_SECONDS)
         except TimeoutError:
             logger.warning("the guard (pid %d) of the server of %s did not end; killed", self.process.pid, self.log)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.process.wait(), STOP_SECONDS)
+                await asyncio.wait_for(self._status(), STOP_SECONDS)
 
 
 async def start_guard(order: Order) -> GuardProcess:
     """Start a server under its guard, which ends with this process. Raises OSError."""
+    mark = secrets.token_hex(8)
     with append_private(order.log) as file:
         process = await asyncio.create_subprocess_exec(
             *order.before,
@@ -87,7 +98,18 @@ async def start_guard(order: Order) -> GuardProcess:
             stdout=file,
             stderr=file,
             start_new_session=True,
-            env=dict(order.environment),
+            env={**order.environment, _MARK: mark},
             cwd=order.folder,
         )
-    return GuardProcess(process=process, log=order.log)
+    return GuardProcess(process=process, log=order.log, mark=mark)
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill what the server of a guard started on this machine, which would keep its GPU's memory, and await its end."""
+    killed = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(_MARK) == mark:
+                process.kill()
+                killed.append(process)
+    psutil.wait_procs(killed, STOP_SECONDS / 2)

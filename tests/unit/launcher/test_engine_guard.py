@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from launcher.processes import engine_guard, scratch
 from launcher.processes.environment import variables
+from launcher.processes.guards import Order, start_guard
 from tests.e2e.processes import alive, eventually
 
 SERVER = """
@@ -127,6 +129,31 @@ def test_a_server_and_its_children_end_with_the_trainer() -> None:
     process.stdin.close()
     process.wait(30)
     eventually(lambda: not any(alive(p) for p in family), "the server and its child to end", 10)
+
+
+def test_a_guard_that_was_killed_leaves_no_child_of_its_server(tmp_path: Path) -> None:
+    """On a GPU its memory would be missing to the server that follows."""
+
+    async def rest() -> list[psutil.Process]:
+        command = [sys.executable, "-u", "-c", SERVER]
+        order = Order(
+            host="127.0.0.1", command=command, environment={**os.environ}, folder=tmp_path, log=tmp_path / "log"
+        )
+        guard = await start_guard(order)
+        while "up" not in order.log.read_text():
+            await asyncio.sleep(0.01)
+        killed = psutil.Process(guard.process.pid)
+        family = killed.children(recursive=True)
+        assert len(family) == 2
+        killed.kill()
+        assert await guard.wait() == "ended with status -9"
+        return family
+
+    family = asyncio.run(rest())
+    left = [process for process in family if alive(process)]
+    for process in left:
+        process.kill()
+    assert not left
 
 
 @pytest.mark.parametrize("deaf", [False, True])
