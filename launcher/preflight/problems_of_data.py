@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, note, problem, unchecked
-from rl_megatron.config.sections.data import FileKeys, data_sources
+from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.data import FileKeys, data_sources, name_of
+from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.data.problems.files import files_in, local_files, read_records
 from rl_megatron.data.problems.leaks import ListedTexts, leaked, leaks_named, spaced
 from rl_megatron.data.problems.prompts import check_template
 from rl_megatron.data.problems.records import Record, listed
 from rl_megatron.data.problems.rendering import check_pair, conversation_text, fields_of
 from rl_megatron.errors import ConfigError, DataError, RLMegatronError
+from rl_megatron.rewards.registry import REWARDS
 
 ROWS = 1000
 
@@ -38,24 +41,33 @@ class _Texts:
 def check(subject: Subject) -> Iterator[Found]:
     """Reads the first rows of ``train`` and ``eval`` of each source, and of ``eval`` of each set, and yields why one
     cannot be read, and which of them are trained on and held out."""
-    named, _ = subject.config.prompt_limit_keys
+    config, (named, _) = subject.config, subject.config.prompt_limit_keys
     trained, held_out = _Texts(), dict[str, _Texts]()
-    for key, data in data_sources(subject.config.data).items():
+    for key, data in data_sources(config.data).items():
         if isinstance(data, FileKeys):
-            yield from _of(key, data, {"train": trained, "eval": held_out.setdefault(key, _Texts())}, named)
-    for key, data in subject.config.eval.data_of_sets.items():
+            compared = _compared(config, config.source_rewards.get(name_of(key)))
+            into = {"train": trained, "eval": held_out.setdefault(key, _Texts())}
+            yield from _of(key, data, into, named, compared=compared)
+    for key, data in config.eval.data_of_sets.items():
         if isinstance(data, FileKeys):
-            yield from _of(key, data, {"eval": held_out.setdefault(key, _Texts())}, named)
-    if subject.config.data.on_leak == "fail":
+            compared = _compared(config, config.own_rewards.get(key.removesuffix(".data")))
+            yield from _of(key, data, {"eval": held_out.setdefault(key, _Texts())}, named, compared=compared)
+    if config.data.on_leak == "fail":
         texts = trained.listed()
         rows, places = leaked(texts, texts.hashes(), {key: theirs.listed() for key, theirs in held_out.items()})
         if len(rows):
             yield problem(leaks_named(texts, rows, places))
 
 
-def _of(section: str, data: FileKeys, into: Mapping[str, _Texts], limit: str) -> Iterator[Found]:
+def _compared(config: RunConfig, own: RewardSection | None) -> bool:
+    """Whether a built-in reward, ``own`` or the run's, compares completions with answers."""
+    compares = not REWARDS.keys().isdisjoint((own or config.reward).functions.values())
+    return config.kind.samples and not config.environments and compares
+
+
+def _of(section: str, data: FileKeys, into: Mapping[str, _Texts], limit: str, *, compared: bool) -> Iterator[Found]:
     """What is wrong in these files of ``data``, by the names of their keys; their problems go ``into`` the texts of
-    that name. ``limit``: the key of most tokens."""
+    that name. ``limit``: the key of most tokens. ``compared``: completions are, with the answers."""
     try:
         data = local_files(data, section, into)
     except RLMegatronError as error:
@@ -72,6 +84,11 @@ def _of(section: str, data: FileKeys, into: Mapping[str, _Texts], limit: str) ->
         except RLMegatronError as error:
             yield problem(str(error))
         else:
+            if compared and isinstance(rows[0].others.get(data.answer_field), dict):
+                yield note(
+                    f"{first}:1: {section}.answer_field={data.answer_field!r} is an object, and completions are "
+                    f"compared with its JSON; a field in it is named {section}.answer_field={data.answer_field}.<field>"
+                )
             longer += [str(path)] if others or len(rows) == ROWS else []
             if with_nulls:
                 yield note(

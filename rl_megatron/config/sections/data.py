@@ -37,9 +37,9 @@ class FileKeys(Section):
     eval: Path
     """Held-out problems."""
     prompt_field: str = "question"
-    """Field that holds the problem, as text."""
+    """Field that holds the problem, as text; ``a.b``: field b of the object in field a."""
     answer_field: str = "answer"
-    """Field that holds the correct answer."""
+    """Field that holds the correct answer; ``a.b``: field b of the object in field a."""
     rejected_field: str | None = None
     """Field that holds a worse answer than ``answer_field`` (or the conversation that ends worse than that of
     ``messages_field``), for job=dpo and job=reward_model. null: a row has none."""

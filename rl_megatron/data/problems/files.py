@@ -15,9 +15,9 @@ from typing import Any
 from rl_megatron.config.sections.data import FileKeys, HubData
 from rl_megatron.data.problems.records import (
     Record,
+    check_there,
     decoded_row,
     listed,
-    missing_field,
     record_of,
     shortened,
     values_of,
@@ -150,8 +150,7 @@ def _read_parquet(path: Path, fields: tuple[str, ...]) -> Iterator[Mapping[str, 
         if len(set(names)) < len(names):
             name, count = Counter(names).most_common(1)[0]
             raise DataError(f"{path}: {count} columns are called {shortened(repr(name))}; keep one of them")
-        if missing := [name for name in fields if name not in names]:
-            raise DataError(f"{path}: {missing_field(missing[0], names)}")
+        check_there(path, table.schema_arrow, fields)
         for batch in table.iter_batches(_ROWS_AT_ONCE):
             columns = [values_of(batch.column(i)) for i in range(len(names))]
             for values in zip(*columns, strict=True):

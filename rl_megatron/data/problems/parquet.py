@@ -18,11 +18,13 @@ from rl_megatron.data.problems.leaks import digests_of, hashes_of
 from rl_megatron.data.problems.records import (
     NESTED,
     Record,
+    check_there,
     decoded_row,
+    kinds_of,
     listed,
-    missing_field,
     record_of,
     shortened,
+    value_at,
     values_of,
     widened,
 )
@@ -119,8 +121,8 @@ class ParquetRows:
     @property
     def are_texts(self) -> bool:
         """Whether every field of texts is a column of text in all files."""
-        schemas = [footer.schema.to_arrow_schema() for footer in self._metadata.values()]
-        return all(_is_text(schema.field(name).type) for schema in schemas for name in self._fields)
+        kinds = [kinds_of(footer.schema.to_arrow_schema()) for footer in self._metadata.values()]
+        return all(_is_text(value_at(one, name)) for one in kinds for name in self._fields)
 
     def hashes(self, texts: int = 1) -> NDArray[np.int64]:
         """64 bits of each row's first ``texts`` fields, columns of text, without a difference of white space, as
@@ -216,7 +218,7 @@ class ParquetRows:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        found = [_spaced(batch.column(name)) for name in self._fields[:texts]]
+        found = [_spaced(_column(batch, name)) for name in self._fields[:texts]]
         joined: list[str] = pc.binary_join_element_wise(*found, pa.scalar("\0", pa.large_string())).to_pylist()
         return joined
 
@@ -265,7 +267,7 @@ class ParquetRows:
         try:
             batch.validate(full=True)
             for name in self._fields:
-                column = batch.column(name)
+                column = _column(batch, name)
                 if not _is_text(column.type):
                     nan = pa.types.is_floating(column.type)
                     empty = pc.invert(pc.is_finite(column)) if nan else pc.is_null(column)
@@ -286,18 +288,29 @@ def _check_columns(path: Path, schema: Any, fields: tuple[str, ...], others: tup
     if len(set(schema.names)) < len(schema.names):
         name, count = Counter(schema.names).most_common(1)[0]
         raise DataError(f"{path}: {count} columns are called {shortened(repr(name))}; keep one of them")
-    if missing := [name for name in (*fields, *others) if name not in schema.names]:
-        raise DataError(f"{path}: {missing_field(missing[0], schema.names)}")
+    check_there(path, schema, (*fields, *others))
     for name in fields[:1]:
-        kind = schema.field(name).type
-        if not (_is_text(kind) or pa.types.is_null(kind)):
-            wanted = NESTED if pa.types.is_nested(kind) else "it must be text, so write it as string"
+        kind = value_at(kinds_of(schema), name)
+        if not (_is_text(kind) or (isinstance(kind, pa.DataType) and pa.types.is_null(kind))):
+            nested = isinstance(kind, dict) or pa.types.is_nested(kind)
+            wanted = NESTED if nested else "it must be text, so write it as string"
             raise DataError(f"{path}: column {name!r} is of {shortened(str(kind))}; {wanted}")
+
+
+def _column(batch: Any, name: str) -> Any:
+    """As `value_at`."""
+    import pyarrow.compute as pc
+
+    first, *inner = [name] if name in batch.schema.names else name.split(".")
+    column = batch.column(first)
+    return pc.struct_field(column, inner) if inner else column
 
 
 def _is_text(kind: Any) -> bool:
     import pyarrow as pa
 
+    if isinstance(kind, dict):  # a struct's fields
+        return False
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 

@@ -6,11 +6,14 @@ import base64
 import difflib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import islice
+from pathlib import Path
 from typing import Any
+
+from rl_megatron.errors import DataError
 
 NESTED = "it must be text: write a message's text alone, and data.chat_template=true makes it a user's message"
 _NO_VALUE, _QUOTED = "the row has no value, so remove it", "it must be text, so quote it"
@@ -37,9 +40,10 @@ def record_of(row: Mapping[str, object], fields: tuple[str, ...]) -> Record | st
     texts = []
     others = {name: value for name, value in row.items() if name not in fields}
     for name in fields:
-        if name not in row:
+        try:
+            value = value_at(row, name)
+        except KeyError:
             return missing_field(name, row)
-        value = row[name]
         if not isinstance(value, str):
             if value is None or name == fields[0]:
                 wanted = _NO_VALUE if value is None else NESTED if isinstance(value, list | dict) else _QUOTED
@@ -153,12 +157,50 @@ def as_json(value: object) -> object:
     return str(value)
 
 
-def missing_field(name: str, present: Iterable[str]) -> str:
-    """Say which field a row lacks, those ``present``, and the one of a similar name."""
-    names = sorted(present)
+def value_at(row: Mapping[str, Any], name: str) -> Any:
+    """Of a row's field; ``a.b`` is field b of the object in a, unless the row has a field of that whole name. A field
+    of null is null. Raises KeyError."""
+    if name in row:
+        return row[name]
+    inner: Any = row
+    for part in name.split("."):
+        if inner is None:
+            return None
+        if not isinstance(inner, Mapping):
+            raise KeyError(name)
+        inner = inner[part]
+    return inner
+
+
+def kinds_of(fields: Iterable[Any]) -> dict[str, Any]:
+    """Arrow's type of each column of a schema; of a struct, those of its fields."""
+    import pyarrow as pa
+
+    return {one.name: kinds_of(one.type) if pa.types.is_struct(one.type) else one.type for one in fields}
+
+
+def check_there(path: Path, schema: Iterable[Any], fields: Iterable[str]) -> None:
+    """Raises DataError for the first of the ``fields`` that Arrow's schema of a file lacks."""
+    kinds = kinds_of(schema)
+    for name in fields:
+        try:
+            value_at(kinds, name)
+        except KeyError as error:
+            raise DataError(f"{path}: {missing_field(name, kinds)}") from error
+
+
+def missing_field(name: str, row: Mapping[str, Any]) -> str:
+    """Say which field a row lacks, those that it has, and the one of a similar name."""
+    names = sorted(set(_leaves(row)))
     near = difflib.get_close_matches(name, names, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"no field {name!r}; it has {shortened(', '.join(names)) or 'none'}{hint}"
+
+
+def _leaves(row: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in row.items():
+        inner = _leaves(value) if isinstance(value, Mapping) and value else ()
+        yield from (f"{name}.{one}" for one in inner) if inner else (name,)
 
 
 def shortened(text: str) -> str:

@@ -242,6 +242,29 @@ def test_all_other_fields_of_a_row_are_the_prompts_meta(tmp_path: Path, suffix: 
     assert json.loads(json.dumps(train[0].meta)) == train[0].meta
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_field_of_an_object_is_named_by_a_path_and_one_of_that_whole_name_comes_first(
+    tmp_path: Path, suffix: str
+) -> None:
+    path = tmp_path / f"rows{suffix}"
+    rows = [{"extra": {"asked": "q", "deep": {"x": n}}, "judge": {"truth": "no"}, "judge.truth": "7"} for n in range(2)]
+    if suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    (one, _), held_out = load(files(path, prompt_field="extra.asked", answer_field="judge.truth"))
+    assert [one.text, one.answer, held_out[0].answer] == ["q", "7", "7"]
+    assert one.meta == {"extra": rows[0]["extra"], "judge": rows[0]["judge"]}
+    (_, two), held_out = load(files(path, prompt_field="extra.asked", answer_field="extra.deep.x"))
+    assert [two.answer, held_out[1].answer] == ["1", "1"]
+    with pytest.raises(DataError, match=r"no field 'truth'; it has extra.asked, extra.deep.x, judge.truth"):
+        load(files(path, prompt_field="extra.asked", answer_field="truth"))
+    with pytest.raises(DataError, match=r"no field 'judge.truht'; .* did you mean 'judge.truth'"):
+        load(files(path, prompt_field="extra.asked", answer_field="judge.truht"))
+    with pytest.raises(DataError, match="it must be text: write a message's text alone"):
+        load(files(path, prompt_field="extra.deep", answer_field="judge.truth"))
+
+
 @pytest.mark.parametrize(
     ("answer", "text"),
     [

@@ -39,3 +39,22 @@ def test_what_is_trained_on_and_held_out_is_told_before_a_process_starts(tmp_pat
     assert text.splitlines()[1].startswith("1 of 9 training problems are held out too")
     for key in ("data.on_leak=drop", "data.on_leak=keep", "data.max_eval=1"):
         assert preflight(job(keys, *given, key), for_job=True).texts("problem") == []
+
+
+def test_an_answer_that_is_an_object_is_noted_and_a_field_in_it_can_be_named(
+    tmp_path: Path, keys: tuple[str, ...]
+) -> None:
+    """With the object as the answer, the built-in rewards give 0 to right ones."""
+    path = data_file(tmp_path / "rows.jsonl", {"question": "2 + 3?", "judge": {"ground_truth": "5", "style": "rule"}})
+    given = (f"data.train={path}", f"data.eval={path}", "data.on_leak=keep", "data.answer_field=judge")
+    found = preflight(job(keys, *given), for_job=True)
+    (said,) = {text for text in found.texts("note") if "object" in text}
+    assert said == (
+        f"{path}:1: data.answer_field='judge' is an object, and completions are compared with its JSON; a field "
+        "in it is named data.answer_field=judge.<field>"
+    )
+    own = preflight(job(keys, *given, "reward.function=length"), for_job=True)
+    assert own.texts("note") == []
+    found = preflight(job(keys, *given, "data.answer_field=judge.ground_truth"), for_job=True)
+    assert found.texts("note") == found.texts("problem") == []
+    assert found.texts("fact")[-1].startswith("reward 'final_number' gives 1 for the answer itself")
