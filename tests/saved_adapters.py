@@ -16,8 +16,8 @@ from rl_megatron.weights.layouts.families import megatron_layout
 from rl_megatron.weights.layouts.lora import learner_adapters
 
 
-def save_adapters(folder: Path, shape: ModelShape) -> Path:
-    """Each number of them is 1."""
+def save_adapters(folder: Path, shape: ModelShape, base: str | None = None) -> Path:
+    """Each number of them is 1; ``base`` is the digest of the model that they stand beside."""
     lora = LoraSection(rank=4, alpha=8.0)
     ones = [
         Copy(name=name, shape=size, dtype=DType.F32, fragments=(_ones(size),))
@@ -27,7 +27,7 @@ def save_adapters(folder: Path, shape: ModelShape) -> Path:
     folder.mkdir()
     with (folder / sink.name).open("wb") as file:
         index_files(folder, [sink], {sink.name: sink.write(file, ones, lambda _: None)}, shape)
-    write_lora(folder, lora)
+    write_lora(folder, lora, base)
     return folder
 
 

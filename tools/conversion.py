@@ -77,6 +77,8 @@ def run(
             f"{out}. If one fails, run it again"
         )
         return
+    if adapted and merge and (lora := held_lora(source)) is not None and lora.base is None:
+        print(f"note: {source} does not say beside which model its adapters were trained", file=sys.stderr)
     if adapted and not merge:
         print(f"{out}: adapters for {config or source}, {total_bytes(out):,} bytes; peft and engines load the folder")
         if left := left_by_peft(source, config or source, family):

@@ -138,6 +138,7 @@ class RankModels:
         """
         import torch
 
+        from rl_megatron.weights.adapters.base import base_digest
         from rl_megatron.weights.checkpoints.kind import is_megatron
         from rl_megatron.weights.checkpoints.made_up import MadeUp
         from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, TensorSource, read_boxes
@@ -148,6 +149,9 @@ class RankModels:
             self._learners[role].unpark()
             self._start_adapters(role)
         random = self._made_up is not None and folder == self._model_folder
+        lora, given = self._config.learner.lora, self._config.model.path is not None and not random
+        if role == "policy" and self._rank == 0 and lora.rank is not None and given:
+            self._learner(role).base = base_digest(folder, self._config.learner.model)
         hf, layout = self._layouts_of(role, folder)
         if not random and role in self._learners and is_megatron(folder):
             self._learner(role).load_weights(folder, scored=hf.shape.scores)

@@ -49,9 +49,10 @@ from rl_megatron.observability import activity
 from rl_megatron.options.offload import SLAB, leaving
 from rl_megatron.options.table import keywords
 from rl_megatron.types import Counts, Culprit, Loss, LossOutput, Metric, Samples, SkippedStep, StepResult, Want
+from rl_megatron.weights.adapters.base import raise_other_base
 from rl_megatron.weights.bytes.parked import Parked
 from rl_megatron.weights.bytes.staged import Staged
-from rl_megatron.weights.checkpoints.megatron import raise_other_model, write_lora
+from rl_megatron.weights.checkpoints.megatron import held_lora, raise_other_model, write_lora
 from rl_megatron.weights.checkpoints.megatron_names import VALUES
 from rl_megatron.weights.checkpoints.torch_dist import read_index
 
@@ -73,6 +74,8 @@ class MegatronLearner(MegatronScorer):
         head: Head,
     ) -> None:
         given, self._lora = keywords(learner, shape), learner.lora
+        self.base: str | None = None
+        """Of the model that adapters stand beside, where it is known: `base_digest`, on the first rank."""
         if learner.router.frozen:
             freeze_routers(models)
         ddp = DistributedDataParallelConfig(**with_dtypes(given.ddp))
@@ -336,14 +339,17 @@ class MegatronLearner(MegatronScorer):
         self.gather()
         if self._lora.rank is not None and dist.get_rank() == 0:
             with saving.explained(folder):
-                write_lora(folder, self._lora)
+                write_lora(folder, self._lora, self.base)
         staged = self._staged if apart else None
         chunks, optimizer = self._chunks_of_all, self._optimizer_of_all
         return saving.save_shards(folder, chunks, optimizer, self._planned, self._parked.on_host, staged)
 
     def load(self, folder: Path) -> None:
-        """Load the shards that ``save`` wrote. Raises CheckpointError."""
+        """Load the shards that ``save`` wrote. Raises CheckpointError, on the first rank also for adapters of another
+        model."""
         self.unpark()
+        if self.base is not None and (held := held_lora(folder)) is not None:
+            raise_other_base(folder, held, self.base, "model.path")
         loading.load(folder, self._chunks_of_all, self._optimizer_of_all)
         if self._draft is not None:
             self._draft.changed()

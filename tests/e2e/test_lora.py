@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from launcher.build.trained import hugging_face, trained_model
 from rl_megatron.errors import ConfigError
 from rl_megatron.scaling.flops import training_flops
+from rl_megatron.weights.adapters.base import base_digest
 from rl_megatron.weights.adapters.merging import merge_adapters
 from rl_megatron.weights.checkpoints.megatron import held_lora
 from rl_megatron.weights.layouts.families import read_shape
@@ -58,6 +59,22 @@ def test_engines_get_merged_weights_and_a_resume_goes_on_to_the_bit(place: Place
     for name in base:
         torch.testing.assert_close(merged[name], pushed[name], atol=1e-7, rtol=1e-6)
         assert torch.equal(pushed[name], base[name]) == (not name.endswith("_proj.weight")), name
+
+
+def test_a_run_is_not_resumed_beside_another_model_at_its_path(place: Place, whole: Run, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(whole.folder / "hf_start", tmp_path / "model"))
+    given = (*GIVEN, f"model.path={model}")
+    place.fork("beside", *given, "train.steps=1").finish()
+    digest = base_digest(model)
+    tensors = load_file(model / "model.safetensors")
+    other = {name: 1.02 * tensor if "q_proj" in name else tensor for name, tensor in tensors.items()}
+    save_file(other, model / "model.safetensors", {"format": "pt"})
+    again = place.fork("beside", *given, "train.steps=2", resume=True)
+    assert again.end() == 1
+    said = " ".join(again.text().split())
+    assert "holds adapters of another model than model.path" in said
+    assert digest in said
+    assert base_digest(model) in said
 
 
 def test_a_checkpoint_is_evaluated_with_the_model_of_its_run_whatever_configuration_has_the_sets(

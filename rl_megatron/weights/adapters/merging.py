@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.errors import ConfigError
+from rl_megatron.weights.adapters.base import base_digest, raise_other_base
 from rl_megatron.weights.bytes.bits import as_dtype, to_tensor
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.checkpoints.convert import converted_shape, in_dtype, options_of, write_hf
@@ -52,13 +53,15 @@ def merge_adapters(
 ) -> list[int]:
     """Write the Hugging Face folder ``base`` with the adapters of the checkpoint ``source`` merged into its weights.
 
-    Returns and raises as `megatron_to_hf`.
+    Returns and raises as `megatron_to_hf`, and as `raise_other_base`.
     """
     if dtype is DType.F8_E4M3:
         raise ConfigError("dtype=float8_e4m3fn: merge first, then convert the new folder")
     lora, shape = held_lora(source), converted_shape(base, family=family)
     if lora is None:
         raise ConfigError(f"{source} holds a whole model; there is nothing to merge")
+    if lora.base is not None:
+        raise_other_base(source, lora, base_digest(base, family), str(base))
     adapters, _files = adapter_copies(source, read_shape(base, family), lora)
     stored, files = hf_copies(base, shape, dtype)
     tensors = []

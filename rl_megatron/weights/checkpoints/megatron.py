@@ -36,6 +36,13 @@ from rl_megatron.weights.plans.plan import plan
 _KEYS = "lora.json"  # beside the shards of a checkpoint that holds adapters alone
 
 
+class HeldLora(LoraSection):
+    """The adapters that a checkpoint holds."""
+
+    base: str | None = None
+    """`base_digest` of the model that they stand beside; None in older checkpoints, and of a model that a seed makes."""
+
+
 def held_shape(source: Path, shape: ModelShape) -> ModelShape:
     """``shape`` with experts of one tensor a layer or one by one, as the checkpoint has them. Raises CheckpointError if
     it is torn."""
@@ -103,18 +110,18 @@ def _homes(source: Path, megatron: Layout) -> tuple[dict[str, tuple[Home, ...]],
     return find_homes(source, megatron, sizes, {chunk.key: chunk.dtype for chunk in chunks}), chunks
 
 
-def write_lora(folder: Path, lora: LoraSection) -> None:
-    """Say beside the shards in ``folder`` that they are of adapters, and of which."""
-    write_atomically(folder / _KEYS, lora.model_dump_json().encode())
+def write_lora(folder: Path, lora: LoraSection, base: str | None = None) -> None:
+    """Say beside the shards in ``folder`` that they are of adapters, of which, and beside which model."""
+    write_atomically(folder / _KEYS, HeldLora(**lora.model_dump(), base=base).model_dump_json().encode())
 
 
-def held_lora(folder: Path) -> LoraSection | None:
+def held_lora(folder: Path) -> HeldLora | None:
     """The adapters that a checkpoint holds in place of a model. Raises CheckpointError if that cannot be read."""
     path = folder / _KEYS
     if not path.is_file():
         return None
     try:
-        return LoraSection.model_validate_json(path.read_bytes())
+        return HeldLora.model_validate_json(path.read_bytes())
     except (ValidationError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {str(error)[:200]}; use another checkpoint") from error
 

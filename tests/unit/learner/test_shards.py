@@ -298,6 +298,24 @@ def test_a_model_does_not_start_from_an_embedding_or_an_output_layer_of_other_ro
             model.load_weights(folder)
 
 
+def test_adapters_are_not_resumed_beside_another_model(hf: Path, tmp_path: Path) -> None:
+    learner = make_policy(
+        read_shape(hf), LearnerSection(lora=LoraSection(rank=2)), torch.device("cpu"), temperature=1.0
+    )
+    convert.hf_to_megatron(hf, tmp_path / "megatron")
+    learner.load_weights(tmp_path / "megatron")
+    learner.base = "the one"
+    saved = save(learner, tmp_path / "saved")
+    learner.load(saved)
+    learner.base = "another"
+    with pytest.raises(
+        CheckpointError, match=r"saved holds adapters of another model than model.path: .* the one, and"
+    ):
+        learner.load(saved)
+    learner.base = None  # random weights
+    learner.load(saved)
+
+
 @pytest.mark.parametrize(("rank", "room"), [(None, 100_000), (2, 1)])  # the second: no room for lora.json
 def test_a_full_disk_is_named_and_not_by_a_traceback(hf: Path, tmp_path: Path, rank: int | None, room: int) -> None:
     """The error is none by which a job comes back without the node: that has nothing to do with it."""
