@@ -38,6 +38,7 @@ _TOKENIZERS = (
     "sentencepiece.bpe.model",
 )
 _DRAFT_KEYS = {"num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers"}  # DeepSeek's, MiniMax's, Qwen's
+_DTYPE_KEYS = {"dtype", "torch_dtype"}
 _COPIES = (".embed_tokens.weight", ".shared_head.head.weight", ".shared_head.weight")
 """In a draft layer: of the embedding, and of the output matrix by two names."""
 _ANGLES = ".rotary_emb.inv_freq"  # a buffer in folders of old versions of transformers, computed from config.json
@@ -212,9 +213,9 @@ def config_text(
     new.update(dict.fromkeys(stacked, True))
     if not drafts:
         new.update(dict.fromkeys(_DRAFT_KEYS & config.keys(), 0))
-    key = next((key for key in ("dtype", "torch_dtype") if key in config), None)
-    if key is not None and len(dtypes) == 1:
-        new[key] = str(*dtypes)
+    for part in (new, new.get("text_config")) if len(dtypes) == 1 else ():
+        if isinstance(part, dict):
+            part.update(dict.fromkeys(_DTYPE_KEYS & part.keys(), str(*dtypes)))
     if quantization is not None:
         new["quantization_config"] = quantization
     if scores:

@@ -44,6 +44,7 @@ from rl_megatron.weights.formats.hf_folder import _TOKENIZERS, companions, has_t
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.tables.qwen3_moe import HF_QWEN3_MOE, MEGATRON_QWEN3_MOE
+from tests.family_models import save_model
 from tools import verify_checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -104,6 +105,18 @@ def test_a_dtype_is_converted_on_the_way_and_told_in_the_config(hf: Path, tmp_pa
     convert.megatron_to_hf(tmp_path / "half", tmp_path / "back")
     assert_equal(tensors(tmp_path / "back"), {name: t.bfloat16() for name, t in tensors(hf).items()})
     assert "bfloat16" in (tmp_path / "back/config.json").read_text()
+
+
+def test_a_text_models_part_of_the_config_has_the_dtype_that_was_written(tmp_path: Path) -> None:
+    save_model("qwen3_5_moe", tmp_path / "hf")
+    given = json.loads((tmp_path / "hf/config.json").read_text())
+    told = {**given, "dtype": "float32", "text_config": {**given["text_config"], "dtype": "float32"}}
+    (tmp_path / "hf/config.json").write_text(json.dumps(told))
+    convert.hf_to_megatron(tmp_path / "hf", tmp_path / "half", dtype=DType.BF16)
+    written = json.loads((tmp_path / "half/config.json").read_text())
+    assert written["dtype"] == written["text_config"]["dtype"] == "bfloat16"
+    assert {**written, "dtype": 0, "text_config": 0} == {**told, "dtype": 0, "text_config": 0}
+    assert "torch_dtype" not in written
 
 
 @pytest.mark.parametrize(
