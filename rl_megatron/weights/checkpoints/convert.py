@@ -20,7 +20,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import STACKED, ModelShape
 from rl_megatron.weights.bytes.dtypes import DType, widest
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
-from rl_megatron.weights.checkpoints.hugging_face import hf_copies, write_safetensors
+from rl_megatron.weights.checkpoints.hugging_face import hf_copies, own_in_drafts, write_safetensors
 from rl_megatron.weights.checkpoints.kind import is_megatron, must_have_config
 from rl_megatron.weights.checkpoints.megatron import held_shape, index_files, megatron_copies, write_chunks
 from rl_megatron.weights.checkpoints.megatron_names import VALUES, has_draft, place_of
@@ -234,8 +234,20 @@ def left_out(source: Path, config: Path | None = None, family: str | None = None
 
     ``config`` is a folder with config.json if ``source`` has none.
     """
-    lines = (_values_left_out(source), _drafts_left_out(source, converted_shape(source, config, family)))
+    lines = (
+        _values_left_out(source),
+        _drafts_left_out(source, converted_shape(source, config, family)),
+        *own_left_out(source, config, family),
+    )
     return "; ".join(line for line in lines if line) or None
+
+
+def own_left_out(source: Path, config: Path | None = None, family: str | None = None) -> list[str]:
+    """A line for each matrix of a draft layer that its layer has in place of a copy of the model's."""
+    if is_megatron(source):
+        return []
+    found = own_in_drafts(source, converted_shape(source, config, family))
+    return [f"{name} is no copy of {of}, which the draft layer reads in its place" for name, of in found.items()]
 
 
 def _values_left_out(source: Path) -> str | None:

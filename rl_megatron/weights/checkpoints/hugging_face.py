@@ -17,7 +17,14 @@ from rl_megatron.weights.boxes import Shape, whole_box
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.mapped import Entry, MappedFile, header_bytes
 from rl_megatron.weights.checkpoints.streaming import Copy, Files, Fragment, OnBytes, Sliceable, Streamed, numbers
-from rl_megatron.weights.formats.hf_folder import own_weights, raise_misfits, raise_uncounted, read_headers
+from rl_megatron.weights.formats.hf_folder import (
+    Headers,
+    draft_copies,
+    own_weights,
+    raise_misfits,
+    raise_uncounted,
+    read_headers,
+)
 from rl_megatron.weights.formats.quantised import Quantised
 from rl_megatron.weights.layouts.families import hf_layout
 
@@ -29,11 +36,38 @@ def hf_copies(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[lis
     output matrix that differs from the embedding which it is tied to: both are read for that.
     """
     headers = read_headers(source)
-    files = Files([source / name for name in dict.fromkeys(name for name, _ in headers.entries.values())])
+    files, copy_of = _reading(source, headers, dtype)
     weights, tied = own_weights(source, headers.shapes, shape)
     layout = hf_layout(shape)
     raise_uncounted(source, len(weights), layout)
     raise_misfits(str(source), weights, layout.local_shapes(0))
+    if tied is not None:
+        if not _equal(copy_of(tied.embedding), copy_of(tied.head)):
+            tied.refuse(source)
+        files.forget()
+    return [copy_of(name) for name in weights], files
+
+
+def own_in_drafts(source: Path, shape: ModelShape) -> dict[str, str]:
+    """The embeddings and output matrices of a folder's draft layers that are no copies of the model's own, each with
+    that one's name: all are read for that. No conversion carries them."""
+    if not shape.drafts:
+        return {}
+    headers = read_headers(source)
+    found = {name: of for name, of in draft_copies(headers.shapes, shape).items() if of in headers.shapes}
+    files, copy_of = _reading(source, headers, None)
+    own = {}
+    for name, of in found.items():
+        one, other = copy_of(name), copy_of(of)
+        if one.shape != other.shape or not _equal(one, other):
+            own[name] = of
+        files.forget()
+    return own
+
+
+def _reading(source: Path, headers: Headers, dtype: DType | None) -> tuple[Files, Callable[[str], Copy]]:
+    """The files, and what reads a tensor in them by its name."""
+    files = Files([source / name for name in dict.fromkeys(name for name, _ in headers.entries.values())])
     homes = {tensor: (entry, files[source / name]) for tensor, (name, entry) in headers.entries.items()}
 
     def copy_of(name: str) -> Copy:
@@ -42,11 +76,7 @@ def hf_copies(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[lis
         entry, file = homes[name]
         return _stored(name, entry.shape, entry.dtype, partial(entry.view, file))
 
-    if tied is not None:
-        if not _equal(copy_of(tied.embedding), copy_of(tied.head)):
-            tied.refuse(source)
-        files.forget()
-    return [copy_of(name) for name in weights], files
+    return files, copy_of
 
 
 def _equal(one: Copy, other: Copy) -> bool:

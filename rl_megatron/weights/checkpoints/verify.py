@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_megatron.digests import Digest, misfits
 from rl_megatron.errors import ConfigError
-from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors
+from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors, own_left_out
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.megatron import adapter_copies, held_lora
 from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Copy, Files, OnBytes
@@ -56,6 +56,8 @@ def verify(
     if against is not None:
         found, other_files = _tensors(against, config, family)
         others = {tensor.name: tensor for tensor in found}
+        for each in (folder, against):
+            yield from (f"{each}: {line}; it is not compared" for line in own_left_out(each, config, family))
         yield from _alone({folder: {tensor.name for tensor in tensors}, against: others.keys()}, config, family)
     seen = 0
     for tensor in tensors:

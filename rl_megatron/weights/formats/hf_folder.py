@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -256,6 +256,19 @@ def _is_left_aside(name: str, shape: ModelShape) -> bool:
     if name.endswith(_ANGLES):
         return True
     return is_draft(name, shape) and (not shape.drafts or name.startswith(shape.beside) or name.endswith(_COPIES))
+
+
+def draft_copies(stored: Iterable[str], shape: ModelShape) -> dict[str, str]:
+    """The matrices of draft layers in a folder that stand for its embedding or its output matrix, and which of the
+    two."""
+    names = family_of(shape).decoder
+    embedding = f"{names.prefix}embed_tokens.weight"
+    output = embedding if shape.tie_embeddings else f"{names.head}.weight"
+    return {
+        name: embedding if name.endswith(_COPIES[0]) else output
+        for name in stored
+        if is_draft(name, shape) and not name.startswith(shape.beside) and name.endswith(_COPIES)
+    }
 
 
 def _tied_head(stored: Mapping[str, Shape], shape: ModelShape) -> TiedHead | None:

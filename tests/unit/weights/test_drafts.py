@@ -57,6 +57,23 @@ def test_a_conversion_carries_them_to_the_bit_but_for_copies(
     assert convert.left_out(tmp_path / "megatron") is None
 
 
+def test_a_matrix_that_is_no_copy_is_named_by_a_conversion_and_a_comparison(
+    saved: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    folder, tensors = saved
+    copies = sorted(name for name in tensors if name.startswith("model.layers.") and name.endswith(COPIES))
+    own, other = copies[0], "model.embed_tokens.weight" if "embed" in copies[0] else "lm_head.weight"
+    shutil.copytree(folder, tmp_path / "hf")
+    save_file({**tensors, own: tensors[own] + 1}, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    said = f"{own} is no copy of {other}, which the draft layer reads in its place"
+    assert convert.left_out(tmp_path / "hf") == said
+    convert.hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    (line,) = verify(tmp_path / "megatron", against=tmp_path / "hf")
+    assert line == f"{tmp_path / 'hf'}: {said}; it is not compared"
+    assert not [*verify(folder, against=folder)]
+    assert not [*verify(tmp_path / "hf")]
+
+
 @pytest.mark.parametrize(
     ("name", "stacked", "left"),
     [
