@@ -24,10 +24,11 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.implementation import wants_transformer_engine
+from rl_megatron.placement.files import weights_folder
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.scaling.estimates import estimate
-from rl_megatron.scaling.host_memory import copies_bytes, host_bytes, why_off_gpus
+from rl_megatron.scaling.host_memory import copies_bytes, file_bytes, host_bytes, why_off_gpus
 from rl_megatron.scaling.memory import GB, Footprint, check_memory, footprints, fullest
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
@@ -254,6 +255,9 @@ def show_memory(config_name: str, config: RunConfig, shape: ModelShape) -> None:
         console.print(said, soft_wrap=True)
     if copied := copies_bytes(config, shape):
         said = f"{copied / GB:.1f} GB of a node's memory for copies of what is saved (checkpoint.async_save)"
+        console.print(said, soft_wrap=True)
+    if written := file_bytes(config, shape):
+        said = f"{written / GB:.1f} GB of a node's memory for the file of weights in {weights_folder(config)}"
         console.print(said, soft_wrap=True)
 
 

@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
 
 import psutil
 
 from launcher.preflight.devices import count_visible_gpus
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config.run import RunConfig
+from rl_megatron.placement.files import weights_folder
 from rl_megatron.placement.ranks import ranks_by_role
-from rl_megatron.scaling.host_memory import copies_bytes, host_bytes, why_off_gpus
+from rl_megatron.scaling.host_memory import copies_bytes, file_bytes, host_bytes, why_off_gpus
 from rl_megatron.scaling.memory import GB, check_memory
 
 _UNITS: Mapping[str, int] = {"K": 2**10, "": 2**20, "M": 2**20, "G": 2**30, "T": 2**40}  # of Slurm's --mem
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Compares the learner's memory with ``slurm.gpu_memory_gb``, and what it keeps off its GPUs with a node's.
+    """Compares the learner's memory with ``slurm.gpu_memory_gb``, and what a run keeps in a node's memory with that.
 
     Raises ConfigError if it does not fit on a GPU.
     """
@@ -28,26 +31,61 @@ def check(subject: Subject) -> Iterator[Found]:
         return
     if check_memory(config, subject.shape, _gpus_here(subject)) is None:
         yield unchecked("the memory of the GPUs, because slurm.gpu_memory_gb is not set")
-    away, copied = host_bytes(config, subject.shape), copies_bytes(config, subject.shape)
-    if not (needed := away + copied):
+    parts = [part for part in _parts(subject) if part.size]
+    if not parts:
         return
-    has, said = _node(subject)
-    keys = [*(why_off_gpus(config) if away else ()), *(["checkpoint.async_save"] if copied else [])]
+    (has, said), needed = _node(subject), sum(part.size for part in parts)
     if has is None:
-        yield unchecked(f"that a node has {needed / GB:.0f} GB of memory for {' and '.join(keys)}")
-    elif away > has:
+        keys = " and ".join(part.keys for part in parts)
+        yield unchecked(f"that a node has {needed / GB:.0f} GB of memory for {keys}")
+        return
+    sums = accumulate(part.size for part in parts)
+    if (last := next((number for number, held in enumerate(sums) if held > has), None)) is not None:
+        *before, part = parts[: last + 1]
+        besides = " and ".join(f"{other.size / GB:.1f} GB for {other.keys}" for other in before)
         yield problem(
-            f"{_given(config)} needs {away / GB:.1f} GB of a node's memory for what the learner keeps off its GPUs, "
-            f"but {said} {has / GB:.1f} GB; take nodes with more memory, or more nodes (slurm.nodes with learner.dp or "
-            "learner.ep), or keep less there"
+            f"{part.given} needs {part.size / GB:.1f} GB of a node's memory for {part.what}"
+            f"{besides and f' besides {besides}'}, but {said} {has / GB:.1f} GB; take nodes with more memory, or "
+            f"{part.remedy}"
         )
-    elif needed > has:
-        besides = f" besides {away / GB:.1f} GB for {' and '.join(why_off_gpus(config))}" if away else ""
-        yield problem(
-            f"checkpoint.async_save=true needs {copied / GB:.1f} GB of a node's memory for copies of what is saved"
-            f"{besides}, but {said} {has / GB:.1f} GB; take nodes with more memory, or more nodes (slurm.nodes with "
-            "learner.dp or learner.ep), or set checkpoint.async_save=false: training then waits for each checkpoint"
-        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What needs ``size`` bytes of a node's memory: its ``keys``, as they are ``given``, ``what`` it is for."""
+
+    size: float
+    keys: str
+    given: str
+    what: str
+    remedy: str
+
+
+def _parts(subject: Subject) -> Iterator[_Part]:
+    """In the order in which they must have room."""
+    config, shape, folder = subject.config, subject.shape, weights_folder(subject.config)
+    more_nodes = "more nodes (slurm.nodes with learner.dp or learner.ep), or"
+    yield _Part(
+        size=host_bytes(config, shape),
+        keys=" and ".join(why_off_gpus(config)),
+        given=_given(config),
+        what="what the learner keeps off its GPUs",
+        remedy=f"{more_nodes} keep less there",
+    )
+    yield _Part(
+        size=file_bytes(config, shape),
+        keys=f"weights.folder={folder}",
+        given=f"weights.folder={folder}",
+        what="the file of weights",
+        remedy="set weights.folder to a folder on disk that all nodes see",
+    )
+    yield _Part(
+        size=copies_bytes(config, shape),
+        keys="checkpoint.async_save",
+        given="checkpoint.async_save=true",
+        what="copies of what is saved",
+        remedy=f"{more_nodes} set checkpoint.async_save=false: training then waits for each checkpoint",
+    )
 
 
 def _gpus_here(subject: Subject) -> int | None:

@@ -1,5 +1,5 @@
 """Computes the host's memory that a node needs for what the learner keeps off its GPUs (``learner.offload``,
-``learner.lora``), and for copies of what is saved.
+``learner.lora``), for copies of what is saved, and for the file of weights that servers read.
 
 Most of it is pinned. torch's allocator of pinned memory rounds every request up to a power of two.
 """
@@ -10,14 +10,17 @@ from math import ceil, prod
 
 from rl_megatron.config.beside import frozen_folders, separate
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.kept import offloaded
 from rl_megatron.options.offload import SLAB, leaving
 from rl_megatron.options.option import BYTES, Rank
 from rl_megatron.options.pipeline import in_flight
+from rl_megatron.placement.files import weights_folder
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.scaling.memory import gpu_terms
 from rl_megatron.scaling.parameters import layers_held, ranks_of
+from rl_megatron.scaling.pushes import served_bytes
 from rl_megatron.scaling.saves import copied_by_rank
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.learner import role_layout
@@ -54,6 +57,16 @@ def why_off_gpus(config: RunConfig) -> list[str]:
     """The sections of keys for which `host_bytes` are needed."""
     offload, lora = config.learner.offload.model_dump(exclude_defaults=True), config.learner.lora
     return ["learner.offload"] * bool(offload) + ["learner.lora"] * (lora.rank is not None)
+
+
+def file_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Bytes of the file of weights that pushes or an export fill in a node's memory; 0 if there is none there.
+
+    That of a direct transport is filled only where a server is restarted and at the run's end, and is not counted.
+    """
+    straight = config.rollout.served and config.transport.direct
+    folder = weights_folder(config) if config.fills_files and not straight else None
+    return served_bytes(config, shape) if folder is not None and folder.is_relative_to(NODE_MEMORY) else 0
 
 
 def copies_bytes(config: RunConfig, shape: ModelShape) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.options import table as options
-from rl_megatron.scaling.host_memory import copies_bytes, host_bytes
+from rl_megatron.scaling.host_memory import copies_bytes, file_bytes, host_bytes
 from rl_megatron.scaling.memory import GB, Footprint, advice, fullest
 from rl_megatron.scaling.planner.layouts import (
     CHANGES_TOGETHER,
@@ -179,12 +179,14 @@ def _planned(
             f"{footprint.total / GB:.0f}{_TOO_MUCH}{wanted.gpu.memory:g} on stage {footprint.stage}{when}, most of it "
             f"{largest}, {footprint.terms[largest] / GB:.0f} GB; {advice(config, largest, CHANGES_TOGETHER)}"
         )
-    held = host_bytes(config, wanted.shape) + (copied := copies_bytes(config, wanted.shape))
+    copied, written = copies_bytes(config, wanted.shape), file_bytes(config, wanted.shape)
+    held = host_bytes(config, wanted.shape) + copied + written
     if held > (room := wanted.gpu.host * GB * _OF_HOST):
         return (
-            f"{held / GB:.0f} GB of the host's memory for what the learner keeps off its GPUs and copies of what it "
-            f"saves ({copied / GB:.0f}, checkpoint.async_save), of {room / GB:.0f} that a node's {wanted.gpu.host:g} "
-            "leave beside all else; give more GPUs, or a file of the GPU with its host="
+            f"{held / GB:.0f} GB of the host's memory for what the learner keeps off its GPUs, copies of what it saves "
+            f"({copied / GB:.0f}, checkpoint.async_save) and the file of weights ({written / GB:.0f}), of "
+            f"{room / GB:.0f} that a node's {wanted.gpu.host:g} leave beside all else; give more GPUs, or a file of "
+            "the GPU with its host="
         )
     staleness = wanted.given.get("train.max_staleness")
     step = rl_step(

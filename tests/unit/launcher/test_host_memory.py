@@ -106,6 +106,38 @@ def test_a_node_without_memory_for_copies_of_what_is_saved_is_told_so(asked: str
     assert all(re.search(text, one.text) for one in told)
 
 
+@pytest.mark.parametrize(
+    ("asked", "keys", "kind", "text"),
+    [
+        ("420G", (WAITS,), None, ""),  # 451 GB
+        (
+            "390G",
+            (WAITS,),
+            "problem",
+            r"weights.folder=/dev/shm needs 61\.1 GB of a node's memory for the file of weights besides 369\.4 GB for "
+            r"learner\.offload, but slurm\.memory_per_node=390G asks for 418\.8 GB; .* set weights.folder to a folder",
+        ),
+        ("390G", (WAITS, "weights.transport=cuda_ipc"), None, ""),
+        ("390G", (WAITS, "weights.folder=/shared/weights"), None, ""),
+        ("840G", (), None, ""),
+        (
+            "800G",
+            (),
+            "problem",
+            r"for copies of what is saved besides 369\.4 GB for learner\.offload and 61\.1 GB for w",
+        ),
+        ("0", (WAITS,), "unchecked", r"has 430 GB of memory for learner\.offload and weights\.folder=/dev/shm"),
+    ],
+)
+def test_the_file_of_weights_in_a_nodes_memory_counts(
+    asked: str, keys: tuple[str, ...], kind: str | None, text: str
+) -> None:
+    """61.1 GB: the model's 30.5 billion parameters in bfloat16, which servers read at each push."""
+    found = checked("weights.transport=file", f"slurm.memory_per_node={asked}", *keys, for_job=True)
+    assert [one.kind for one in found] == ([kind] if kind else [])
+    assert all(re.search(text, one.text) for one in found)
+
+
 def test_each_pipeline_stage_saves_what_it_holds_itself() -> None:
     """Stages of 30 and of 18 layers: 2 bytes of each parameter, and 12 of its optimizer's state."""
     keys = ["learner.tp=1", "learner.ep=1", "learner.etp=1", "learner.pp=2", "learner.stage_layers=30+18"]
