@@ -44,6 +44,8 @@ class Hop:
 
     def describe(self) -> str:
         """A line to show."""
+        if not self.total:
+            return f"nothing goes {self.where}"
         ends = {"sends": self.sent, "receives": self.received}
         busiest = " and ".join(f"one {does} up to {count / GB:,.1f} GB" for does, count in ends.items() if count)
         return f"{self.total / GB:,.1f} GB {self.where}; {busiest}: {self.seconds:,.2f} s at {self.speed}"

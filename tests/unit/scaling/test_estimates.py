@@ -209,3 +209,9 @@ def test_servers_with_gpus_of_their_own_sample_while_the_learner_trains() -> Non
     beside = step(job("qwen3_30b_a3b", "train.max_staleness=2"))  # on the learner's GPUs
     assert beside.staleness == 0
     assert beside.seconds == pytest.approx(sum(beside.parts.values()))
+
+
+def test_one_rank_pushes_nothing_to_itself() -> None:
+    config = load_config("tiny_cpu", ["run.launcher=slurm", "learner.dp=1", "learner.ep=1"])
+    _, hop, *_ = estimate(config, SHAPE).lines()
+    assert hop == "  nothing goes over a node's loopback"
