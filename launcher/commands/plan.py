@@ -21,6 +21,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import SpeedsSection
 from rl_megatron.errors import ConfigError
+from rl_megatron.learner.model.refusals import refuse
 from rl_megatron.models.named import expect
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.implementation import wants_transformer_engine
@@ -193,6 +194,7 @@ def show_config(config_name: str, overrides: Sequence[str], *, exact: bool = Fal
     of_nodes.raise_problems()
     shape = job_shape(config, model_shape(model, config.learner.model))
     expect(config.model.name, shape)
+    refuse(shape, config.learner)
     show_memory(config_name, config, shape)
     print(_counted_layers(config, shape))
     if exact:

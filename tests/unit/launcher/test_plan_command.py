@@ -113,6 +113,12 @@ def test_a_configuration_shows_memory_and_then_what_pushes_and_checkpoints_cost(
     assert "\nnote: each push of weights goes through a file in the run's folder, on a shared file system: " in through
 
 
+def test_what_the_learner_refuses_of_a_model_is_not_planned(said: Said) -> None:
+    lora = ("learner.lora.rank=8", "learner.lora.targets=mlp")
+    text = said("--config", "qwen3_30b_a3b_80gb", *lora, status=1)
+    assert "learner.lora.targets=mlp: model_type='qwen3_moe' has no dense layers and no shared experts" in text
+
+
 def test_the_path_in_a_file_is_the_model_as_on_the_command_line(said: Said, tmp_path: Path) -> None:
     half = tmp_path / "half"
     half.mkdir()
