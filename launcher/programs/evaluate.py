@@ -131,7 +131,13 @@ def _check(config: RunConfig) -> None:
     """Raises ConfigError with what data, engine and reward lack. The learner is not checked: none starts."""
     subject = Subject(config, for_job=False)
     checks = (problems_of_data.check, engine.check, reward.check)
-    problems = [found.text for check in checks for found in check(subject) if found.kind == "problem"]
+    problems = [
+        f"reward_models.{name}.path={one.path}: it has no config.json, as seen from {Path.cwd()}; give the whole path "
+        "of a sequence classifier's folder"
+        for name, one in config.reward_models.items()
+        if not (one.path / "config.json").is_file()
+    ]
+    problems += [found.text for check in checks for found in check(subject) if found.kind == "problem"]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
 

@@ -165,6 +165,9 @@ def test_what_cannot_be_compared_or_evaluated_is_refused(
         (): "give a MODEL",
         (str(here / "none"),): "no such folder; give a Hugging Face folder, a run's folder or checkpoints/step_N",
         (str(here),): "neither .metadata",
+        (str(folder), "reward.function=ranks:judge", "reward_models.judge.path=away/judge"): (
+            f"reward_models.judge.path=away/judge: it has no config.json, as seen from {here}; give the whole path"
+        ),
         (str(folder), "eval.sets.a.data.type=files", "eval.sets.a.data.eval=none.jsonl"): "none.jsonl",
     }
     for arguments, why in refused.items():
