@@ -189,13 +189,16 @@ class EnvironmentSampler(PolicySampler):
                 thread=thread,
                 endpoint=self.endpoint,
             )
-            waits = True
+            waits, cut_off = True, False
             try:
                 played = await self._ended(playing, place)
                 waits = not played.problem  # a group waits for no environment that failed
                 return played
+            except asyncio.CancelledError:
+                cut_off = True
+                raise
             finally:
-                closing = asyncio.ensure_future(self._close(playing, place))
+                closing = asyncio.ensure_future(self._close(playing, place, cut_off=cut_off))
                 self.closing.add(closing)
                 closing.add_done_callback(self.closing.discard)
                 if waits:
@@ -252,7 +255,8 @@ class EnvironmentSampler(PolicySampler):
         trajectory = Trajectory(chains=chains, reward=ended.reward, stop=ended.stop, metrics=metrics, overhead_ms=took)
         return Played(trajectory=trajectory, problem=fault, late=late)
 
-    async def _close(self, playing: Playing, place: TrajectoryPlace) -> None:
+    async def _close(self, playing: Playing, place: TrajectoryPlace, *, cut_off: bool) -> None:
+        """Of one that was ``cut_off``, as by the end of a run, processes are expected, and no warning."""
         problem: str | None = "was cancelled while it closed"
         try:
             problem = await playing.close()
@@ -262,7 +266,8 @@ class EnvironmentSampler(PolicySampler):
                 logger.warning("environment %r: %s, %s", self.section.function, self._said(place), problem)
             if killed:
                 of = f"environment {self.section.function!r}: {self._said(place)}"
-                logger.warning("%s left processes running, which were killed: %s", of, ", ".join(map(str, killed)))
+                level, pids = logging.INFO if cut_off else logging.WARNING, ", ".join(map(str, killed))
+                logger.log(level, "%s left processes running, which were killed: %s", of, pids)
 
     def _said(self, place: TrajectoryPlace) -> str:
         return f"prompt {place.task.id!r}, trajectory {place.number} of {place.name}"

@@ -208,7 +208,7 @@ def test_whoever_ends_trajectories_waits_until_they_are_closed(how: str) -> None
     asyncio.run(asyncio.wait_for(ended(), LIMIT))
 
 
-@pytest.mark.parametrize("then", ["ends", "hangs"])
+@pytest.mark.parametrize("then", ["ends", "hangs", "is cut off"])
 def test_the_processes_that_it_leaves_are_killed_with_all_below_them(
     tmp_path: Path, then: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -221,19 +221,34 @@ def test_the_processes_that_it_leaves_are_killed_with_all_below_them(
             while not (tmp_path / "child").exists():
                 await asyncio.sleep(0.01)
             pids[:] = [child.pid, int((tmp_path / "child").read_text())]
-            if then == "hangs":
+            if then != "ends":
                 await asyncio.sleep(FOR_EVER)
             return EnvironmentStep(reward=1.0)
+
+    async def cut_off() -> None:
+        playing = asyncio.ensure_future(made.groups(drawn(PROMPTS[:1], 1)))
+        while len(pids) < 2:
+            await asyncio.sleep(0)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
 
     pids: list[int] = []
     engine = Scripted(lambda text: "a")
     keys = {"on_error": 0.0, "step_seconds": 30.0 if then == "ends" else 2.0, "close_seconds": 0.2, "group_size": 1}
-    found = trajectories(played(sampler(engine, EnvironmentMaker(Forks), **keys)))
-    assert [(one.stop, one.reward) for one in found] == [
-        ("done", 1.0) if then == "ends" else ("environment_error", 0.0)
-    ]
+    made = sampler(engine, EnvironmentMaker(Forks), **keys)
+    if then == "is cut off":
+        asyncio.run(asyncio.wait_for(cut_off(), LIMIT))
+    else:
+        found = trajectories(played(made))
+        assert [(one.stop, one.reward) for one in found] == [
+            ("done", 1.0) if then == "ends" else ("environment_error", 0.0)
+        ]
     assert len(pids) == 2
     assert not any(map(runs, pids))
+    if then == "is cut off":  # as at the end of a run
+        assert not [one for one in caplog.records if one.levelname == "WARNING" and "processes" in one.getMessage()]
+        return
     assert f"left processes running, which were killed: {', '.join(map(str, pids))}" in caplog.text
 
 
