@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from launcher.commands import (
     watch,
 )
 from launcher.processes import limits
-from rl_megatron.errors import RLMegatronError
+from rl_megatron.errors import ConfigError, RLMegatronError
 
 _NAMES = {"help_option_names": ["-h", "--help"]}
 _COMMANDS = (
@@ -60,7 +61,12 @@ def options(
     ] = False,
 ) -> None:
     """Reinforcement learning of language models on megatron-core. Each command has --help; docs/ has the rest."""
-    sys.path.append(str(Path.cwd()))  # where the user's own rewards, layers and families may be
+    try:
+        here = Path.cwd()
+    except FileNotFoundError as error:
+        gone = os.environ.get("PWD", "")
+        raise ConfigError(f"the current folder, {gone}, has been removed; change to one that is there") from error
+    sys.path.append(str(here))  # where the user's own rewards, layers and families may be
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

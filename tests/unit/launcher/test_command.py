@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import pytest
 
+import launcher
 from launcher.__main__ import main
 from launcher.processes import limits
 from rl_megatron.durable import write_atomically
@@ -35,6 +36,17 @@ def test_a_folder_that_cannot_be_made_is_one_line_with_its_path(
     assert end.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(said.format(tmp=tmp_path))
+
+
+def test_a_removed_current_folder_is_named(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    script = 'cd "$1" && rmdir "$1" && exec "$0" -m launcher train --config tiny_cpu --check'
+    command = ["sh", "-c", script, sys.executable, gone]
+    variables = {**os.environ, "PYTHONPATH": str(Path(launcher.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    said = f"error: the current folder, {gone}, has been removed; change to one that is there\n"
+    assert (done.returncode, done.stderr) == (1, said)
 
 
 def test_a_full_disk_names_the_file_each_time() -> None:
