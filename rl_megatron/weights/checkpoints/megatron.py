@@ -40,7 +40,8 @@ class HeldLora(LoraSection):
     """The adapters that a checkpoint holds."""
 
     base: str | None = None
-    """`base_digest` of the model that they stand beside; None in older checkpoints, and of a model that a seed makes."""
+    """`base_digest` of the model that they stand beside; None in older checkpoints, and for a model that a seed
+    makes."""
 
 
 def held_shape(source: Path, shape: ModelShape) -> ModelShape:

@@ -367,27 +367,6 @@ def test_numbers_of_32_bits_are_answers_and_pass_rates_as_they_were_written(tmp_
     assert repr(train.numbers("rate").tolist()) == "[0.9, nan]"
 
 
-def test_columns_of_a_struct_are_read_and_compared_as_others(tmp_path: Path) -> None:
-    """Question and answer within an object; null where the whole object is."""
-    rows = [{**row, "answer": str(row["answer"])} for row in made(60)]
-    within = [{"of": row, "level": row["level"]} for row in rows]
-    plain, nested = written(tmp_path / "p" / "t.parquet", rows), written(tmp_path / "n" / "t.parquet", within)
-    fields = {"plain": ("question", "answer"), "nested": ("of.question", "of.answer")}
-    ours, theirs = (
-        ParquetRows([path], fields[name], "data.train") for name, path in (("plain", plain), ("nested", nested))
-    )
-    assert theirs.are_texts
-    for texts in (1, 2):
-        assert np.array_equal(ours.hashes(texts), theirs.hashes(texts))
-        assert np.array_equal(ours.digests(np.arange(60), texts), theirs.digests(np.arange(60), texts))
-    lacking = written(tmp_path / "l" / "t.parquet", [within[0], {"of": None, "level": 0.5}])
-    with pytest.raises(DataError, match=r"t.parquet:2: field 'of.question' is None .* \(row group 1\)"):
-        ParquetRows([lacking], fields["nested"], "data.train").hashes()
-    assert not ParquetRows([nested], ("of.question", "level"), "data.train").are_texts
-    with pytest.raises(DataError, match=r"no field 'of.answr'; it has level, of.answer, .* did you mean 'of.answer'"):
-        ParquetRows([nested], ("of.question", "of.answr"), "data.train")
-
-
 def test_columns_that_are_missing_or_no_text_are_told(tmp_path: Path) -> None:
     held_out = written(tmp_path / "e.jsonl", made(1))
     with pytest.raises(DataError, match=r"t\.parquet: no field 'question'; it has answer, questoin; did you mean"):
