@@ -9,6 +9,7 @@ import contextlib
 import errno
 import glob
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -19,12 +20,14 @@ from typing import BinaryIO
 
 REMOVING = ".removing-"
 """Before the name of a folder that is being removed."""
+_REFUSED = re.compile(r"\(os error (\d+)\)$")  # as Rust's std::io::Error says it
 _in_hand: dict[int, Path] = {}  # by thread
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """What the system refuses to an open file, as a full disk does, names it: an OSError says the path.
+    """What the system refuses to an open file, as a full disk does, names it: an OSError says the path. So does one of
+    a library in Rust, which is none of Python's and has its number in its text.
 
     Where the system lets the thread wait instead, `in_hand` says it.
     """
@@ -37,6 +40,12 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+    except Exception as error:
+        refused = _REFUSED.search(str(error))
+        if refused is None:
+            raise
+        number = int(refused[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
     finally:
         if outer is None:
             del _in_hand[thread]

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_megatron.durable import publish_folder
+from rl_megatron.durable import naming, publish_folder
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 
@@ -46,8 +46,9 @@ def make_tiny_model(spec: TinyModelSection, folder: Path, seed: int, *, vocab_si
     folder.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=folder))
     try:
-        _save_model(spec, work, seed, vocab_size)
-        byte_tokenizer().save_pretrained(work)
+        with naming(target):
+            _save_model(spec, work, seed, vocab_size)
+            byte_tokenizer().save_pretrained(work)
         _publish(work, target)
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -30,6 +30,24 @@ def test_a_replaced_file_is_whole_and_leaves_nothing_beside_it(tmp_path: Path) -
     assert os.listdir(tmp_path) == ["x"]
 
 
+FULL = """
+import resource, sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from rl_megatron.durable import naming
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+with naming(Path("x")):
+    save_file({"a": torch.zeros(1000)}, sys.argv[1])
+"""
+
+
+def test_what_the_system_refuses_to_a_library_in_rust_names_the_file(tmp_path: Path) -> None:
+    """As to safetensors and tokenizers, whose errors are none of Python's; by a limit in place of a full disk."""
+    done = subprocess.run([sys.executable, "-c", FULL, tmp_path / "x"], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == "OSError: [Errno 27] File too large: 'x'"
+
+
 def test_nothing_is_left_of_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     """On a full disk it would hold the room that is left, and each try would leave another."""
     folder_with(tmp_path / "x", "in it")

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_megatron.config.run import RunConfig
-from rl_megatron.durable import publish_folder, remove_folder
+from rl_megatron.durable import naming, publish_folder, remove_folder
 from rl_megatron.weights.adapters.files import PREFIX, peft_config
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.layouts.layout import Layout
@@ -47,7 +47,8 @@ class AdapterFolders:
         for left in (work, final):  # of a push that failed
             remove_folder(left)
         work.mkdir(parents=True)
-        save_file({PREFIX + name: tensor for name, tensor in self.tensors.items()}, work / ADAPTERS)
+        with naming(final):
+            save_file({PREFIX + name: tensor for name, tensor in self.tensors.items()}, work / ADAPTERS)
         (work / "adapter_config.json").write_text(self._config)
         publish_folder(work, final)
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_megatron.chat_templates import TemplateValue
-from rl_megatron.durable import publish_folder
+from rl_megatron.durable import naming, publish_folder
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.weights.boxes import Box, Shape, whole_box
 from rl_megatron.weights.bytes.bits import all_numbers, raise_overflow, to_tensor
@@ -213,7 +213,8 @@ def _write_tensors(tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes:
     weight_map: dict[str, str] = {}
     for file, names in zip(file_names(len(shards)), shards, strict=True):
         shard = {name: tensors[name].detach().cpu().contiguous() for name in names}
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        with naming(folder / file):
+            save_file(shard, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(names, file))
     if len(shards) > 1:
         (folder / INDEX).write_text(index_text(weight_map, total))
