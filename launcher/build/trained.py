@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,8 @@ def _with_model_of(run: RunConfig, loaded: RunConfig, source: Path, overrides: S
     if named and (changed.model, changed.learner.model) != (loaded.model, loaded.learner.model):
         raise ConfigError(
             f"{', '.join(named)}: {source} is of a run from {run.model.path or 'a tiny model'}, and goes with that "
-            f"alone; leave it out, or evaluate what rl-megatron convert {source} OUT --config MODEL writes"
+            "alone; leave it out, or evaluate what "
+            f"rl-megatron convert {shlex.quote(str(source))} OUT --config MODEL writes"
         )
     return changed
 

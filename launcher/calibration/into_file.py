@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 
@@ -32,7 +33,9 @@ def calibrate_into(path: Path, *, device: str, ranks: int, threads: int) -> None
         if load is not None:
             console.print(_line(load), soft_wrap=True, markup=False, highlight=False)
     console.print(
-        f"written: {path}; rl-megatron scale --check runs/NAME --machine {path} compares a run with it", soft_wrap=True
+        f"written: {path}; "
+        f"rl-megatron scale --check runs/NAME --machine {shlex.quote(str(path))} compares a run with it",
+        soft_wrap=True,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -88,7 +89,7 @@ def submit(
             return
         for job, script in arrays.send(loaded, wanted):
             print(f"array {job}: {script}; scancel {job} ends it")
-    print(f"rl-megatron experiment status {study} shows the cells" if wanted else "nothing was sent")
+    print(f"rl-megatron experiment status {shlex.quote(str(study))} shows the cells" if wanted else "nothing was sent")
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -48,8 +49,8 @@ def join_cluster_of(run: Path) -> None:
             ray.stdin.write(COMPLETE)
             ray.stdin.flush()
         print(
-            f"{node} has joined; `rl-megatron engines {run} add --node {node}` starts a server on it, Ctrl-C takes the "
-            "node away again",
+            f"{node} has joined; `rl-megatron engines {shlex.quote(str(run))} add --node {node}` starts a server on "
+            "it, Ctrl-C takes the node away again",
             flush=True,
         )
         status = ray.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -116,7 +117,9 @@ def _searched(arguments: Sequence[str], *, explain: str | None, as_json: bool, e
         show_dry_runs(found.plans[0].config, asked.wanted.shape, asked.model)
     if write is not None:
         name = "" if asked.wanted.base.model.name is None else " model.path=FOLDER"
-        console.print(f"written: {write}; rl-megatron submit {write}{name} --dry-run checks it", soft_wrap=True)
+        console.print(
+            f"written: {write}; rl-megatron submit {shlex.quote(str(write))}{name} --dry-run checks it", soft_wrap=True
+        )
 
 
 def _refuse_unread(context: typer.Context) -> None:

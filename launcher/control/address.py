@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import socket
 import struct
 from collections.abc import Iterator
@@ -72,7 +73,8 @@ def address_of(run: Path) -> Address:
 
 def not_running(run: Path) -> str:
     """What to say of a run of which no process listens."""
-    return f"{run}: no process of this run listens: it has ended, or still starts; rl-megatron status {run} says more"
+    more = f"rl-megatron status {shlex.quote(str(run))} says more"
+    return f"{run}: no process of this run listens: it has ended, or still starts; {more}"
 
 
 def peer_is_own(stream: _Socket) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import random
+import shlex
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -61,8 +62,8 @@ def compare_logprobs(
         ) from error
     if held_lora(folder) is not None:
         raise ConfigError(
-            f"{folder} holds adapters alone (learner.lora); merge them with their model (rl-megatron convert {folder} "
-            "OUT --config MODEL --merge) and give OUT"
+            f"{folder} holds adapters alone (learner.lora); merge them with their model "
+            f"(rl-megatron convert {shlex.quote(str(folder))} OUT --config MODEL --merge) and give OUT"
         )
     shape = read_shape(config or (reference if is_megatron(folder) else folder), family)
     shape = held_shape(folder, shape) if is_megatron(folder) else shape

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,7 +74,7 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
         with run_log(folder, role="controller"), progress, stop_signals(progress) as stop:
             _plan(config, folder)
             loop_watch = LoopWatch(config, folder / "stacks")
-            goes_on = f"rl-megatron train --config {folder}/config.yaml --resume goes on"
+            goes_on = f"rl-megatron train --config {shlex.quote(str(folder / 'config.yaml'))} --resume goes on"
             finished: bool | None = None  # not begun
             try:
                 async with parts.control.listening(folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def refuse_copied(config: RunConfig, file: Path, overrides: Sequence[str]) -> No
         and here.resolve() != named.resolve()
         and not any(override.startswith("run.name=") for override in overrides)
     ):
-        away = "" if here.parent.resolve() == config.run.dir.resolve() else f" run.dir={here.parent}"
+        away = "" if here.parent.resolve() == config.run.dir.resolve() else f" run.dir={shlex.quote(str(here.parent))}"
         other = f", or run.name={config.run.name} to continue {named}" if named.is_dir() else ""
         raise ConfigError(
             f"--resume: {file} is of the run {named}, but lies in {here}, as after a copy or a move, or where the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +56,9 @@ def follow(run: Path, show: Callable[[str], None], *, seconds: float = _LOOK_SEC
     """
     job, status = jobs.current(run)
     if status.over:
-        raise ConfigError(f"{run}: job {job} has ended: {status.text}; rl-megatron logs {run} shows its output")
+        raise ConfigError(
+            f"{run}: job {job} has ended: {status.text}; rl-megatron logs {shlex.quote(str(run))} shows its output"
+        )
     if status.array:
         raise ConfigError(f"{run}: {jobs.runs_of(run, job)}; give one of them")
     show(f"{run}: job {job}, {status.text}; Ctrl-C leaves it running")

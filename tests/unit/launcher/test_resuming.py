@@ -257,7 +257,7 @@ def test_a_copied_or_moved_folder_is_no_longer_the_run_that_its_config_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Until an override does: a resume would go on in the other folder, whose checkpoints it would remove."""
-    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "else where").mkdir()
     monkeypatch.chdir(tmp_path)
     run = run_of(Path("runs/x"), load_config("tiny_cpu", ["run.name=x"]))
 
@@ -267,8 +267,8 @@ def test_a_copied_or_moved_folder_is_no_longer_the_run_that_its_config_names(
         return ended.value.code, capsys.readouterr().err
 
     copied = Path(shutil.copytree(run, "runs/y"))
-    away = Path(shutil.copytree(run, tmp_path / "elsewhere" / "x"))
-    for folder, advice in ((copied, "add run.name=y to"), (away, f"add run.name=x run.dir={away.parent} to")):
+    away = Path(shutil.copytree(run, tmp_path / "else where" / "x"))
+    for folder, advice in ((copied, "add run.name=y to"), (away, f"add run.name=x run.dir='{away.parent}' to")):
         status, said = resumed(folder)
         assert status == 1
         assert f"config.yaml is of the run runs/x, but lies in {folder.absolute()}" in said
