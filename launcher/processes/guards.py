@@ -23,7 +23,8 @@ from rl_megatron.durable import append_private
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 20.0
-_MARK = "RL_MEGATRON_GUARDED"
+MARK = "RL_MEGATRON_GUARDED"
+"""A variable that has another value in the processes of each server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ async def start_guard(order: Order) -> GuardProcess:
             stdout=file,
             stderr=file,
             start_new_session=True,
-            env={**order.environment, _MARK: mark},
+            env={**order.environment, MARK: mark},
             cwd=order.folder,
         )
     return GuardProcess(process=process, log=order.log, mark=mark)
@@ -109,7 +110,7 @@ def _kill_marked(mark: str) -> None:
     killed = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(_MARK) == mark:
+            if process.environ().get(MARK) == mark:
                 process.kill()
                 killed.append(process)
     psutil.wait_procs(killed, STOP_SECONDS / 2)

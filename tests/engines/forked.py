@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from launcher.processes import engine_guard
+from launcher.processes import engine_guard, guards
 from rl_megatron.rollout.servers import engine_token
 
 _SOCKET, _STUB_FILE = "socket", "guard.py"
@@ -41,6 +41,7 @@ _MESSAGE_BYTES = 1 << 17  # a command and an environment
 _READY_SECONDS = 600.0  # for an engine's imports
 _OWN = {
     engine_token.VARIABLE,
+    guards.MARK,
     "PYTHONPATH",  # its first entry is the run's link to this package
     *("PYTEST_CURRENT_TEST", "MASTER_ADDR", "MASTER_PORT", "VLLM_HOST_IP"),
     *("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_TORCH_PROFILER_DIR"),
