@@ -1,6 +1,6 @@
 """Calls a reward function within a time limit, and returns its failures as results instead of raising.
 
-The limit does not run while the call waits behind other groups for what they share (`queued`).
+The limit does not run while all parts of the call wait behind other groups for what they share (`queued`).
 """
 
 from __future__ import annotations
@@ -65,13 +65,15 @@ def _finite(index: int, one: Scored) -> Scored:
 
 
 class CallLimit:
-    """``asyncio.timeout(seconds)`` that leaves out the time in `queued`. Of one event loop."""
+    """``asyncio.timeout(seconds)`` of a reward's call that runs while any part of the call does: not while all of them
+    are `queued`. Of one event loop."""
 
     def __init__(self, seconds: float) -> None:
         self._timeout = asyncio.timeout(seconds)
-        self._left, self._queued = seconds, 0
+        self._left, self._running, self._over = seconds, 1, False
 
     async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
         self._before = _limit.set(self)
         await self._timeout.__aenter__()
         return self
@@ -79,30 +81,31 @@ class CallLimit:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._over = True
         _limit.reset(self._before)
         await self._timeout.__aexit__(kind, error, trace)
 
     @property
     def runs(self) -> bool:
-        """Whether no part of the call waits."""
-        return not self._queued
+        """Whether a part of the call does not wait."""
+        return self._running > 0
 
     def expired(self) -> bool:
         """Whether the limit has ended the call."""
         return self._timeout.expired()
 
-    def stop(self) -> None:
-        """A part of the call begins to wait."""
-        if not self._queued and not self.expired():
-            self._left = (self._timeout.when() or 0.0) - asyncio.get_running_loop().time()
-            self._timeout.reschedule(None)
-        self._queued += 1
+    def count(self, parts: int) -> None:
+        """So many more parts of the call run, or fewer. Once the call has ended nothing is counted."""
+        ran, self._running = self.runs, self._running + parts
+        if ran == self.runs or self._over or self.expired():
+            return
+        if ran:
+            self._left = (self._timeout.when() or 0.0) - self._loop.time()
+        self._timeout.reschedule(None if ran else self._loop.time() + self._left)
 
-    def go_on(self) -> None:
-        """A part has its turn; the limit goes on once none waits."""
-        self._queued -= 1
-        if not self._queued and not self.expired():
-            self._timeout.reschedule(asyncio.get_running_loop().time() + self._left)
+    def counts_here(self) -> bool:
+        """Whether this is the call's event loop, and not one on which another awaits for it."""
+        return asyncio.get_running_loop() is self._loop
 
 
 _limit: ContextVar[CallLimit | None] = ContextVar("limit of the reward that is being called", default=None)
@@ -110,31 +113,41 @@ _limit: ContextVar[CallLimit | None] = ContextVar("limit of the reward that is b
 
 @contextlib.contextmanager
 def queued() -> Iterator[Callable[[], None]]:
-    """The caller waits until it calls what it gets, or leaves: the limit of the reward's call that it belongs to, if
-    any, does not run. From that call's event loop alone."""
+    """The caller, a part of a reward's call, waits for others until it calls what it gets, or leaves."""
+    with _counted(-1) as begun:
+        yield begun
+
+
+@contextlib.contextmanager
+def running() -> Iterator[None]:
+    """The caller is one more part of a reward's call, which may wait for it as `queued`."""
+    with _counted(1):
+        yield
+
+
+@contextlib.contextmanager
+def _counted(parts: int) -> Iterator[Callable[[], None]]:
     limit = _limit.get()
-    if limit is None:
+    if limit is None or not limit.counts_here():
         yield lambda: None
         return
-    limit.stop()
-    waits = [limit]
+    limit.count(parts)
+    counted = [limit]
 
-    def begun() -> None:
-        if waits:
-            waits.pop().go_on()
+    def back() -> None:
+        if counted:
+            counted.pop().count(-parts)
 
     try:
-        yield begun
+        yield back
     finally:
-        begun()
+        back()
 
 
 @contextlib.asynccontextmanager
 async def turn_of(slots: asyncio.Semaphore | asyncio.Lock) -> AsyncIterator[None]:
     """``async with slots``, which it waits for as `queued`."""
-    with queued():
-        await slots.acquire()
-    try:
-        yield
-    finally:
-        slots.release()
+    with queued() as begun:
+        async with slots:
+            begun()
+            yield

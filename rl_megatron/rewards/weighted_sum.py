@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from rl_megatron.errors import RewardError
 from rl_megatron.interfaces import RewardFunction
+from rl_megatron.rewards.scoring import queued, running
 from rl_megatron.types import Completion, Prompt, Scored
 from rl_megatron.user_code import describe_error
 
@@ -22,14 +23,15 @@ class WeightedSum:
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
         """Raises RewardError that names the part."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(_part(name, function, prompt, completions, texts))
-                    for name, function in self._functions.items()
-                ]
+            with queued():
+                async with asyncio.TaskGroup() as tasks:
+                    parts = [
+                        tasks.create_task(_part(name, function, prompt, completions, texts))
+                        for name, function in self._functions.items()
+                    ]
         except ExceptionGroup as failed:  # the first is the cause; it cancelled the others
             raise failed.exceptions[0] from failed
-        by_completion = zip(*(task.result() for task in running), strict=True)
+        by_completion = zip(*(task.result() for task in parts), strict=True)
         return [self._sum(dict(zip(self._weights, totals, strict=True))) for totals in by_completion]
 
     def _sum(self, parts: Mapping[str, float]) -> Scored:
@@ -43,6 +45,7 @@ async def _part(
     name: str, function: RewardFunction, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
 ) -> list[float]:
     try:
-        return [one.total for one in await function(prompt, completions, texts)]
+        with running():
+            return [one.total for one in await function(prompt, completions, texts)]
     except Exception as error:
         raise RewardError(f"part {name!r} {describe_error(error)}") from error

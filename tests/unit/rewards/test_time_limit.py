@@ -20,7 +20,7 @@ from rl_megatron.rewards.http import HttpReward
 from rl_megatron.rewards.own import Plain
 from rl_megatron.rewards.scoring import CallLimit, queued, score, turn_of
 from rl_megatron.rewards.tests import PassedTests
-from rl_megatron.rewards.threads import MOST_COMPUTING, in_daemon_thread
+from rl_megatron.rewards.threads import MOST_COMPUTING, in_daemon_thread, on_loop_apart
 from rl_megatron.rewards.weighted_sum import WeightedSum
 from rl_megatron.sandbox.subprocess import why_unfenced
 from rl_megatron.sandbox.table import Sandbox
@@ -67,11 +67,47 @@ def test_the_limit_stops_while_a_call_waits_and_goes_on_where_it_stopped() -> No
     assert errors(taking(slots, 0.0, 11.0), taking(slots, 0.0, 9.0)) == [LATE, None]
 
 
-@pytest.mark.parametrize(("seconds", "error"), [(9.0, None), (11.0, LATE)])
-def test_the_limit_of_a_sum_goes_on_once_no_part_waits(seconds: float, error: str | None) -> None:
+@pytest.mark.parametrize(("seconds", "error"), [(8.5, None), (9.5, LATE)])
+def test_the_limit_of_a_sum_runs_while_a_part_does(seconds: float, error: str | None) -> None:
     one, other = asyncio.Semaphore(1), asyncio.Semaphore(1)
     both = WeightedSum({"one": (1.0, taking(one, 0.0, 1.0)), "other": (1.0, taking(other, 0.0, seconds))})
     assert errors(taking(one, 0.0, 5.0), taking(other, 0.0, 9.5), both) == [None, None, error]
+
+
+def test_parts_that_hold_what_other_parts_wait_for_end_with_their_call() -> None:
+    slots = asyncio.Semaphore(2)
+    hangs, quick = taking(slots, 0.0, 1e9), taking(slots, 0.1, 0.0)
+    each = WeightedSum({"hangs": (1.0, hangs), "quick": (1.0, quick)})
+    assert errors(*[each] * 5) == [LATE] * 5
+
+
+def test_what_outlives_its_call_or_is_on_another_loop_changes_no_limit() -> None:
+    slots, left = asyncio.Semaphore(1), list[asyncio.Task[list[Scored]]]()
+
+    async def leaves(*asked: object) -> list[Scored]:
+        left.append(asyncio.create_task(taking(slots, 0.0, 1.0)(*ASKED)))
+        await asyncio.sleep(0)
+        return [Scored(total=1.0)]
+
+    async def main() -> int:
+        await slots.acquire()
+        await score(leaves, *ASKED, limit=10.0)
+        slots.release()
+        await left[0]
+        return slots._value
+
+    assert run_at_once(main()) == 1
+
+    async def elsewhere() -> None:
+        async with CallLimit(60.0) as limit:
+
+            async def waits() -> bool:
+                with queued():
+                    return limit.runs
+
+            assert await on_loop_apart(waits)
+
+    asyncio.run(elsewhere())
 
 
 def test_outside_of_a_call_nothing_is_counted() -> None:
