@@ -82,9 +82,10 @@ class _File(logging.FileHandler):
 
     said = False
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def handle(self, record: logging.LogRecord) -> bool:
+        """It may wait for a thread that writes to the file, too."""
         with naming(Path(self.baseFilename)):
-            super().emit(record)
+            return super().handle(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name
         if not self.said:

@@ -294,7 +294,8 @@ def _check_columns(path: Path, schema: Any, fields: tuple[str, ...], others: tup
         if not (_is_text(kind) or (isinstance(kind, pa.DataType) and pa.types.is_null(kind))):
             nested = isinstance(kind, dict) or pa.types.is_nested(kind)
             wanted = NESTED if nested else "it must be text, so write it as string"
-            raise DataError(f"{path}: column {name!r} is of {shortened(str(kind))}; {wanted}")
+            shown = f"struct of {', '.join(kind)}" if isinstance(kind, dict) else str(kind)
+            raise DataError(f"{path}: column {name!r} is of {shortened(shown)}; {wanted}")
 
 
 def _column(batch: Any, name: str) -> Any:

@@ -189,9 +189,9 @@ def check_there(path: Path, schema: Iterable[Any], fields: Iterable[str]) -> Non
             raise DataError(f"{path}: {missing_field(name, kinds)}") from error
 
 
-def missing_field(name: str, row: Mapping[str, Any]) -> str:
-    """Say which field a row lacks, those that it has, and the one of a similar name."""
-    names = sorted(set(_leaves(row)))
+def missing_field(name: str, row: Mapping[str, Any], *, within: bool = True) -> str:
+    """Say which field a row lacks, those that it has, and the one of a similar name; ``within`` objects, too."""
+    names = sorted(set(_leaves(row) if within else row))
     near = difflib.get_close_matches(name, names, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"no field {name!r}; it has {shortened(', '.join(names)) or 'none'}{hint}"

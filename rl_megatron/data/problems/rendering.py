@@ -126,7 +126,7 @@ def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs:
     check_pair(record, place, data)
     for name in filter(None, (data.messages_field, data.rejected_field, data.tools_field)):
         if name not in record.others:
-            raise DataError(f"{place}: {missing_field(name, record.others)}")
+            raise DataError(f"{place}: {missing_field(name, record.others, within=False)}")
         value = found[name] = record.others[name]
         if isinstance(value, str) and value.startswith("["):
             try:

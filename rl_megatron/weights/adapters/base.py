@@ -21,7 +21,8 @@ def base_digest(folder: Path, family: str | None = None) -> str:
     """The digest of the first numbers of two tensors of each kind, of a checkpoint of either kind but for its draft
     layers. They are rounded to bfloat16, so that a copy in other files or in that dtype has the same.
 
-    It reads some 100 blocks of a MiB, however large the model is. Raises as `hf_tensors`.
+    It reads some 100 blocks of a MiB, however large the model is, and both matrices of a tied pair that are stored.
+    Raises as `hf_tensors`.
     """
     shape = converted_shape(folder, family=family)
     tensors = {one.name: one for one in hf_tensors(folder, None, family)[0] if not is_draft(one.name, shape)}
