@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+import time
 import warnings
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -14,6 +16,7 @@ import pytest
 
 from rl_megatron.config.sections.log import LogSection
 from rl_megatron.data.trajectories import single_turns
+from rl_megatron.durable import in_hand
 from rl_megatron.errors import DataError
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.log import run_log
@@ -30,6 +33,28 @@ from rl_megatron.observability.samples import (
     search_samples,
 )
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Span
+
+
+def test_who_waits_for_a_thread_that_writes_the_log_waits_for_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler's lock is another thread's as long as the disk does not answer."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with run_log(tmp_path, role="controller"):
+        (handler,) = (one for one in logging.getLogger().handlers if isinstance(one, logging.FileHandler))
+        waits = threading.Thread(target=logging.getLogger("rl_megatron.x").warning, args=("waits",))
+        handler.acquire()
+        try:
+            waits.start()
+            assert waits.ident is not None
+            until = time.monotonic() + 60
+            while in_hand(waits.ident) is None and time.monotonic() < until:
+                waits.join(0.01)
+            assert in_hand(waits.ident) == tmp_path / "log.txt"
+        finally:
+            handler.release()
+        waits.join()
+        assert in_hand(waits.ident) is None
 
 
 def test_the_log_names_role_and_rank_and_only_our_warnings_reach_stderr(
