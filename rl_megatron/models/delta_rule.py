@@ -60,10 +60,18 @@ class _Parts(NamedTuple):
     keeps: Tensor  # [n, K, R, 1, 1] what stays of that state
 
 
+def _running_sums(g: Tensor, above: Tensor) -> Tensor:
+    """``g.cumsum(-1)`` of [..., C], which torch refuses on GPUs with deterministic algorithms; ``above`` [C, C] are the
+    later positions. As a sum for each position it rounds more where two are subtracted."""
+    if g.is_cpu or not torch.are_deterministic_algorithms_enabled():
+        return g.cumsum(-1)
+    return g[..., None, :].masked_fill(above, 0.0).sum(-1)
+
+
 def _inside(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> _Parts:
     """q, k [n, K, C, dk], v [n, K, R, C, dv], g and b [n, K, R, C]."""
     above = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
-    total = g[..., None, :].masked_fill(above, 0.0).sum(-1)  # cumsum adds in no fixed order on GPUs
+    total = _running_sums(g, above)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(above, -torch.inf).exp()  # [n, K, R, C, C]
     scale, from_start = b[..., None], total.exp()[..., None]
     keys = k[:, :, None]

@@ -13,7 +13,7 @@ SERVED = (
     *("learner.max_tokens_per_micro_batch=128", "rollout.max_new_tokens=64"),  # so that some end by themselves
 )
 OF_TIME = ("seconds/", "tokens_per_second/", "memory/", "ranks/", "loop/")
-OF_THE_CUT = ("packing/imbalance", "packing/padding_fraction", "waves/", "plane/")
+OF_THE_CUT = ("packing/imbalance", "packing/padding_fraction", "waves/", "plane/", "devices/layout")
 
 
 @pytest.fixture(scope="module")
