@@ -40,5 +40,5 @@ def _mkl_is_as_wide() -> bool:
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
 ONEDNN_LEADS = HAS_ONEDNN and not (torch.backends.mkl.is_available() and _mkl_is_as_wide())
 """Whether oneDNN is faster than torch's own products. These are MKL's, which uses AVX-512 on Intel's processors alone.
-A Xeon takes 5 to 15 % less time by MKL, an AMD EPYC without AVX-512 3 to 15 %, and both up to a third less where both
+A Xeon takes 5 to 15 % less time by MKL, an AMD EPYC without AVX-512 2 to 25 %, and both up to a third less where both
 factors are transposed."""
