@@ -20,9 +20,9 @@ from launcher.preflight import (
     sizes,
     versions,
 )
-from launcher.preflight.subject import Check, Found, Subject, problem
+from launcher.preflight.subject import Check, Found, Subject, found_by
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.errors import ConfigError
 
 CHECKS: Mapping[str, Check] = {
     "sizes": sizes.check,
@@ -73,10 +73,5 @@ class Preflight:
 def preflight(config: RunConfig, *, for_job: bool = False) -> Preflight:
     """Run all checks. ``for_job``: the run will be a job, on other machines."""
     began, subject = time.monotonic(), Subject(config, for_job)
-    found: dict[Found, None] = {}
-    for check in CHECKS.values():
-        try:
-            found.update(dict.fromkeys(check(subject)))
-        except RLMegatronError as error:
-            found[problem(str(error))] = None
+    found = dict.fromkeys(one for name, check in CHECKS.items() for one in found_by(name, check(subject)))
     return Preflight(found=tuple(found), seconds=time.monotonic() - began)

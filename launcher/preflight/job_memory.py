@@ -11,7 +11,7 @@ from itertools import accumulate
 import psutil
 
 from launcher.preflight.devices import count_visible_gpus
-from launcher.preflight.subject import Found, Subject, problem, unchecked
+from launcher.preflight.subject import Found, Subject, found_by, problem, unchecked
 from rl_megatron.config.run import RunConfig
 from rl_megatron.placement.files import weights_folder
 from rl_megatron.placement.ranks import ranks_by_role
@@ -22,15 +22,19 @@ _UNITS: Mapping[str, int] = {"K": 2**10, "": 2**20, "M": 2**20, "G": 2**30, "T":
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Compares the learner's memory with ``slurm.gpu_memory_gb``, and what a run keeps in a node's memory with that.
+    """Compares the learner's memory with ``slurm.gpu_memory_gb``, and what a run keeps in a node's memory with that."""
+    if subject.config.learner.device != "cpu":
+        yield from found_by("memory", _on_gpus(subject))
+        yield from _on_nodes(subject)
 
-    Raises ConfigError if it does not fit on a GPU.
-    """
-    config = subject.config
-    if config.learner.device == "cpu":
-        return
-    if check_memory(config, subject.shape, _gpus_here(subject)) is None:
+
+def _on_gpus(subject: Subject) -> Iterator[Found]:
+    """Raises ConfigError if it does not fit."""
+    if check_memory(subject.config, subject.shape, _gpus_here(subject)) is None:
         yield unchecked("the memory of the GPUs, because slurm.gpu_memory_gb is not set")
+
+
+def _on_nodes(subject: Subject) -> Iterator[Found]:
     parts = [part for part in _parts(subject) if part.size]
     if not parts:
         return

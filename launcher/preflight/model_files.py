@@ -8,7 +8,7 @@ from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
-from launcher.preflight.subject import Found, Subject, problem, unchecked
+from launcher.preflight.subject import Found, Subject, found_by, problem, unchecked
 from rl_megatron.config.beside import frozen_folders, in_words_of, ranked_rewards, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources
@@ -29,15 +29,15 @@ from rl_megatron.weights.layouts.tables.drafts import holds_draft
 def check(subject: Subject) -> Iterator[Found]:
     """Yields a problem for each file that ``model.path`` lacks, and each reason why a reference cannot score for
     it, and if a tiny model, which the run makes, is to learn conversations."""
-    yield from _policy(subject)
+    yield from found_by("model files", _policy(subject))
     if subject.config.kind.scores:
-        yield from _classifier(subject)
+        yield from found_by("model files", _classifier(subject))
     for role, (folder, key) in frozen_folders(subject.config).items():
         if role in ranked_rewards(subject.config):
             assert folder is not None
-            yield from _scoring(subject, role, folder, key)
+            yield from found_by("model files", _scoring(subject, role, folder, key))
         elif folder is not None:
-            yield from _frozen(subject, role, folder, key)
+            yield from found_by("model files", _frozen(subject, role, folder, key))
     for name, one in subject.config.algorithm.kl.teachers.items():
         if one.server is not None:
             yield from _served(subject, f"algorithm.kl.teachers.{name}.path", one.path)

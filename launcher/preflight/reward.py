@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from launcher.preflight.subject import Found, Subject, fact, note, problem, unchecked
+from launcher.preflight.subject import Found, Subject, fact, found_by, note, problem, unchecked
 from launcher.processes import limits
 from rl_megatron.config.sections.data import data_sources, name_of
 from rl_megatron.config.sections.environment import EnvironmentSection
@@ -48,7 +48,7 @@ def check(subject: Subject) -> Iterator[Found]:
         if subject.other_python is not None and ":" in (environment.function or ""):
             yield unchecked(f"{key}, in {subject.other_python}")
         else:
-            yield from _environment(subject, key, environment)
+            yield from found_by("reward", _environment(subject, key, environment))
     if config.environment.function is not None:
         return
     seen = list[RewardSection]()
@@ -58,11 +58,11 @@ def check(subject: Subject) -> Iterator[Found]:
         section = config.source_rewards.get(name_of(key), config.reward)
         if section not in seen:  # of those without their own, the first source's problem is asked about
             seen.append(section)
-            yield from _of(subject, section, name_of(key))
+            yield from found_by("reward", _of(subject, section, name_of(key)))
     for name, one in config.eval.sets.items():
         if one.reward is not None and one.reward not in seen:
             seen.append(one.reward)
-            yield from _of(subject, one.reward, f"eval.sets.{name}")
+            yield from found_by("reward", _of(subject, one.reward, f"eval.sets.{name}"))
 
 
 def _sandbox(subject: Subject) -> Iterator[Found]:

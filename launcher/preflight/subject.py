@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,8 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 from launcher.build.model import starting_shape
+from launcher.processes import limits
 from rl_megatron.config.run import RunConfig
+from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.shape import ModelShape
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,21 @@ class Found:
 
 
 Check = Callable[[Subject], Iterator[Found]]
-"""Yields findings about a run here or a job. An RLMegatronError that it raises counts as a problem."""
+"""Yields findings about a run here or a job. An error that it raises is a problem (`found_by`)."""
+
+
+def found_by(name: str, findings: Iterator[Found]) -> Iterator[Found]:
+    """The findings of the check ``name`` or of a part of it, and as a problem the error that ends them: so what was
+    found before, and what others find, is reported too."""
+    try:
+        yield from findings
+    except RLMegatronError as error:
+        yield problem(str(error))
+    except Exception as error:
+        said = limits.refusal(error) if isinstance(error, OSError | RuntimeError) else None
+        if said is None:
+            logger.exception("the check of %s did not end", name)
+        yield problem(said or f"the check of {name} raised {type(error).__name__}: {error}; its traceback is above")
 
 
 def problem(text: str) -> Found:

@@ -20,7 +20,7 @@ from launcher.build.sampler import sampler_of, samplers_of_sets
 from launcher.build.trained import TrainedModel, hugging_face, of_folder
 from launcher.hosts.sites import service_sites
 from launcher.preflight import engine, problems_of_data, reward
-from launcher.preflight.subject import Subject
+from launcher.preflight.subject import Subject, found_by
 from launcher.processes.scratch import scratch
 from launcher.runs.lock import lock
 from launcher.servers.services import RunningServices, unless_given_up
@@ -130,14 +130,19 @@ def _claimed(path: Path) -> Iterator[None]:
 def _check(config: RunConfig) -> None:
     """Raises ConfigError with what data, engine and reward lack. The learner is not checked: none starts."""
     subject = Subject(config, for_job=False)
-    checks = (problems_of_data.check, engine.check, reward.check)
+    checks = {"data": problems_of_data.check, "engine": engine.check, "reward": reward.check}
     problems = [
         f"reward_models.{name}.path={one.path}: it has no config.json, as seen from {Path.cwd()}; give the whole path "
         "of a sequence classifier's folder"
         for name, one in config.reward_models.items()
         if not (one.path / "config.json").is_file()
     ]
-    problems += [found.text for check in checks for found in check(subject) if found.kind == "problem"]
+    problems += [
+        found.text
+        for name, check in checks.items()
+        for found in found_by(name, check(subject))
+        if found.kind == "problem"
+    ]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
 

@@ -14,6 +14,7 @@ from launcher.__main__ import main
 from launcher.build.model import starting_folder, starting_shape
 from launcher.preflight import reward
 from launcher.preflight.checks import CHECKS, Preflight, preflight
+from launcher.preflight.subject import Found, Subject, problem
 from launcher.programs.submit import prepare
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
@@ -363,3 +364,37 @@ def test_what_holds_a_jobs_variables_is_nobody_elses(keys: tuple[str, ...], give
         folder = made.folder
     modes = {stat.S_IMODE((folder / name).stat().st_mode) & 0o077 for name in ("config.yaml", "job.sbatch")}
     assert (modes == {0}) == bool(given)
+
+
+@pytest.mark.parametrize("key", ["rollout.python=", "reward.function=hf:", "model.path="])
+def test_what_the_system_refuses_one_check_hides_no_fault_that_others_find(keys: tuple[str, ...], key: str) -> None:
+    """A path that is too long is refused as another user's folder is, to root too."""
+    long = f"/{'a' * 300}"
+    wrong = ("data.train=/nonexist.jsonl", "slurm.nodes=2", f"{key}{long}")
+    problems = preflight(job(keys, *wrong), for_job=True).texts("problem")
+    for said in ("/nonexist.jsonl: no such file", "slurm.nodes=2 * slurm.ntasks_per_node=8", "File name too long"):
+        assert sum(said in text for text in problems) == 1, problems
+    assert len(problems) == 3
+
+
+def test_all_faults_of_one_check_are_told(keys: tuple[str, ...]) -> None:
+    gone = "reward.function=nobodys_rewards:nope", "eval.sets.a.reward.function=preflight_rewards:nope"
+    full = "slurm.gpu_memory_gb=40", "slurm.memory_per_node=10G"
+    problems = preflight(job(keys, *gone, *full), for_job=True).texts("problem")
+    refused = "no module 'nobodys_rewards'", "'nope' of preflight_rewards is not"
+    for said in (*refused, "rank 0 needs", "of a node's memory"):
+        assert sum(said in text for text in problems) == 1, problems
+
+
+def test_an_error_of_a_check_is_told_with_what_others_find(
+    keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def torn(subject: Subject) -> Iterator[Found]:
+        yield problem("found before")
+        raise KeyError(subject.config.run.name)
+
+    monkeypatch.setattr("launcher.preflight.checks.CHECKS", {"torn": torn, **CHECKS})
+    before, error, other = preflight(job(keys, "data.train=/nonexist.jsonl"), for_job=True).texts("problem")
+    assert (before, error) == ("found before", "the check of torn raised KeyError: 'x'; its traceback is above")
+    assert "/nonexist.jsonl: no such file" in other
+    assert "raise KeyError" in caplog.text
