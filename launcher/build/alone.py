@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
+from launcher.hosts.sites import sites_alone
 from launcher.processes.scratch import removed
 from launcher.runs.folder import drawn_mirror_path
 from launcher.servers.engines import adapter_of
@@ -58,7 +59,8 @@ async def engine_alone(
         yield InThisProcess(engine)
         return
     path = drawn_mirror_path(config, folder)
-    servers = ServedEngines(config, adapter_of(section.engine, shape), model_folder, folder, shape)
+    sites = sites_alone(config)
+    servers = ServedEngines(config, adapter_of(section.engine, shape), model_folder, folder, shape, sites)
     with contextlib.ExitStack() as ends:
         ends.enter_context(removed(path.parent))
         async with servers.running(path) as served:

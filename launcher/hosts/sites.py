@@ -17,7 +17,7 @@ from launcher.servers.site import HERE, Site, Sites, StartAt
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import EngineError
 from rl_megatron.placement.nodes import service_nodes
-from rl_megatron.placement.seats import Seat, seats_here, seats_of
+from rl_megatron.placement.seats import Seat, seats_alone, seats_here, seats_of
 
 
 def sites_of(config: RunConfig, allocation: Allocation | None, start_at: StartAt | None = None) -> list[Sites]:
@@ -47,6 +47,16 @@ def sites_of(config: RunConfig, allocation: Allocation | None, start_at: StartAt
     ]
     together = groupby(zip(seats, found, strict=True), lambda pair: pair[0].server)
     return [[site for _, site in pairs] for _, pairs in together]
+
+
+def sites_alone(config: RunConfig) -> list[Sites]:
+    """The sites of servers on this machine, where no learner is. Raises ConfigError if they do not fit."""
+    names = visible_gpus() if config.learner.device != "cpu" else []
+    found = seats_alone(config, len(names))
+    return [
+        [Site(environment=_environment(seat, names), number=seat.server, count=len(found), gpus=seat.gpus)]
+        for seat in found
+    ]
 
 
 def site_at(seat: Seat, config: RunConfig, allocation: Allocation, *, number: int, count: int) -> Site:

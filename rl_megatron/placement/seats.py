@@ -165,9 +165,35 @@ def seats_here(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
             "let servers share GPUs with the learner by rollout.server.memory_fraction (a share of each one's memory), "
             "with rollout.server.colocated=true if they shall take turns"
         )
-    first = ranks if apart else 0
-    starts = (first + i * own for i in range(config.servers))
+    return _in_turn(config.servers, own, gpus, first=ranks if apart else 0, shared=not apart)
+
+
+def seats_alone(config: RunConfig, gpus: int) -> tuple[Seat, ...]:
+    """The seats of ``rollout.server.replicas`` on one machine with ``gpus`` GPUs that no rank has; one alone sees all.
+
+    If there are too few, several share a GPU, provided that rollout.server.memory_fraction has room for them. Raises
+    ConfigError if it does not.
+    """
+    section = config.rollout.server
+    if not config.rollout.served or section.addresses:
+        return ()
+    if config.learner.device == "cpu" or section.count == 1:
+        return tuple(Seat(node="here", gpus=(), server=i) for i in range(section.count))
+    own, wanted, share = section.ranks, section.count * section.ranks, section.memory_fraction or 1
+    each = -(-wanted // max(1, gpus))
+    if own > gpus or each * share > 1:
+        shared = f", or let {each} share a GPU by rollout.server.memory_fraction={100 // each / 100:g}"
+        raise ConfigError(
+            f"{_counted(section, 0)} of {_degrees(section)} need {wanted} GPUs, and this machine has {gpus}; lower "
+            f"them{shared if own <= gpus else ''}"
+        )
+    return _in_turn(section.count, own, gpus)
+
+
+def _in_turn(servers: int, own: int, gpus: int, *, first: int = 0, shared: bool = False) -> tuple[Seat, ...]:
+    """The next ``own`` GPUs for each server, from the ``first`` on, and round again."""
+    starts = (first + i * own for i in range(servers))
     return tuple(
-        Seat(node="here", gpus=tuple((start + j) % gpus for j in range(own)), server=i, shared=not apart)
+        Seat(node="here", gpus=tuple((start + j) % gpus for j in range(own)), server=i, shared=shared)
         for i, start in enumerate(starts)
     )
