@@ -209,16 +209,22 @@ class ReplicaSet:
                 raise EngineError("\n".join([f"{fewer}{wanted_}:", *ends]))
             if found := wanted():
                 return found
-            if self._failure is not None:
-                raise self._failure
-            await self._turn.wait()
+            await self.change()
+
+    def none_is_released(self) -> bool:
+        """Whether all that answer have their memory."""
+        return not any(replica.server.released for replica in self.present())
+
+    async def change(self) -> None:
+        """Wait until a replica changes. Raises the error of a failed supervisor."""
+        if self._failure is not None:
+            raise self._failure
+        await self._turn.wait()
 
     async def none_is_healthy(self) -> None:
         """Wait until none may serve. Raises the error of a failed supervisor."""
         while self.healthy():
-            if self._failure is not None:
-                raise self._failure
-            await self._turn.wait()
+            await self.change()
 
     async def judged(self) -> None:
         """Wait until supervisors have found whether the suspected servers live on.
@@ -226,9 +232,7 @@ class ReplicaSet:
         That takes them `rollout.server.health_seconds` at most. Raises the error of a failed supervisor.
         """
         while any(r.supervised and r.suspected.is_set() and r.server not in r.ended for r in self.all):
-            if self._failure is not None:
-                raise self._failure
-            await self._turn.wait()
+            await self.change()
 
     async def all_at_rest(self) -> None:
         """Wait until no server is being restarted, or leaves, and none that died is still ending.

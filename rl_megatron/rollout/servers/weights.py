@@ -60,12 +60,13 @@ class ReplicaWeights:
             await self._settled.wait()
 
     async def room(self) -> None:
-        """Wait until a server can start: with ``rollout.server.colocated``, until the next push begins.
+        """Wait until a server can start: with ``rollout.server.colocated``, until the next push has given those that
+        answer their memory, or begins if none does. One that starts takes what is allocated meanwhile for its own.
 
         `release` waits for one that has started before.
         """
-        while self._takes_turns and not self._turn.is_set():
-            await self._turn.wait()
+        while self._takes_turns and not (self._turn.is_set() and self._replicas.none_is_released()):
+            await (self._replicas.change() if self._turn.is_set() else self._turn.wait())
 
     @property
     def _takes_turns(self) -> bool:

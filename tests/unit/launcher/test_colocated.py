@@ -34,7 +34,7 @@ from rl_megatron.rollout.servers.weights import ReplicaWeights
 from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.jobs.rl import Reinforcement
 from rl_megatron.types import Loss, ParallelDims, Samples
-from tests.unit.launcher.test_supervisor import LIMIT, Bed, bed, run, stuck, until
+from tests.unit.launcher.test_supervisor import LIMIT, Bed, Place, bed, run, stuck, until
 from tests.unit.rollout.test_engine_servers import Fake, running
 
 
@@ -278,10 +278,12 @@ def test_a_server_that_dies_while_the_learner_has_the_gpus_starts_with_the_next_
             await it.engine.weights.release()
             assert it.engine.replicas.all[0].health is Health.DEAD
             assert it.spare == fakes[2:]
-            if replicas == 2:
-                it.may_start.clear()  # the push goes to the other, before there is a new server
-            await it.push(5)
-            it.may_start.set()
+            go, pushing = stuck(fakes[1], "/load"), asyncio.create_task(it.push(5))
+            if replicas == 2:  # it starts once the other has its memory: it would take that for its own
+                await until(lambda: fakes[1].asked.count("/load") == 2)
+                assert it.spare == fakes[2:]
+            go.set()
+            await pushing
             await it.reach(0, Health.HEALTHY)
             orders = [path for path in fakes[2].asked if path != "/health"]
             assert orders == ["/pause", "/load", "/resume", "/relabel"]
@@ -344,6 +346,18 @@ def test_the_learner_waits_for_a_server_that_is_being_refitted(fakes: list[Fake]
     run(test)
 
 
+def killed(place: Place) -> tuple[asyncio.Event, asyncio.Event]:
+    ending, may_end = asyncio.Event(), asyncio.Event()
+
+    async def end() -> None:
+        ending.set()
+        await may_end.wait()
+
+    place.end = end
+    place.why.set_result("killed")
+    return ending, may_end
+
+
 def test_the_learner_waits_for_the_processes_of_a_server_that_died(
     fakes: list[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,14 +366,7 @@ def test_the_learner_waits_for_the_processes_of_a_server_that_died(
     async def test() -> None:
         async with bed(fakes[:2], fakes[2:], colocated=True, backoff_seconds=0.0) as it:
             await it.push(4)
-            ending, may_end = asyncio.Event(), asyncio.Event()
-
-            async def end() -> None:
-                ending.set()
-                await may_end.wait()
-
-            it.places[0].end = end
-            it.places[0].why.set_result("killed")
+            ending, may_end = killed(it.places[0])
             await ending.wait()
             monkeypatch.setattr(replicas, "_END_SECONDS", 0.0)
             said = f"not ended in 0 s, so the learner cannot take its GPUs; .*\n  replica 0 at {fakes[0].url}: killed"
@@ -380,14 +387,7 @@ def test_the_learner_waits_for_one_that_is_dropped_while_it_ends(fakes: list[Fak
     async def test() -> None:
         async with bed(fakes[:2], [], colocated=True) as it:
             await it.push(4)
-            ending, may_end = asyncio.Event(), asyncio.Event()
-
-            async def end() -> None:
-                ending.set()
-                await may_end.wait()
-
-            it.places[0].end = end
-            it.places[0].why.set_result("killed")
+            ending, may_end = killed(it.places[0])
             await ending.wait()
             dropping = asyncio.create_task(it.fleet.drop(0))
             await it.reach(0, Health.GONE)
