@@ -1,9 +1,12 @@
-"""Compares the memory that the fullest GPU, and the fullest node, need with the memory that they have."""
+"""Compares the memory that the fullest GPU, and the fullest node, need with the memory that they have, and the file of
+weights with /dev/shm."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,16 +16,27 @@ import psutil
 from launcher.preflight.devices import count_visible_gpus
 from launcher.preflight.subject import Found, Subject, found_by, problem, unchecked
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.placement.files import weights_folder
 from rl_megatron.placement.ranks import ranks_by_role
-from rl_megatron.scaling.host_memory import copies_bytes, file_bytes, host_bytes, why_off_gpus
+from rl_megatron.scaling.host_memory import (
+    copies_bytes,
+    file_bytes,
+    filled_bytes,
+    host_bytes,
+    sent_straight,
+    why_off_gpus,
+)
 from rl_megatron.scaling.memory import GB, check_memory
 
 _UNITS: Mapping[str, int] = {"K": 2**10, "": 2**20, "M": 2**20, "G": 2**30, "T": 2**40}  # of Slurm's --mem
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Compares the learner's memory with ``slurm.gpu_memory_gb``, and what a run keeps in a node's memory with that."""
+    """Compares the learner's memory with ``slurm.gpu_memory_gb``, what a run keeps in a node's memory with that, and
+    the file of weights with the file system that it is in, if that is this machine's."""
+    if _is_here(subject):
+        yield from found_by("memory", _in_files(subject))
     if subject.config.learner.device != "cpu":
         yield from found_by("memory", _on_gpus(subject))
         yield from _on_nodes(subject)
@@ -51,6 +65,20 @@ def _on_nodes(subject: Subject) -> Iterator[Found]:
             f"{part.given} needs {part.size / GB:.1f} GB of a node's memory for {part.what}"
             f"{besides and f' besides {besides}'}, but {said} {has / GB:.1f} GB; take nodes with more memory, or "
             f"{part.remedy}"
+        )
+
+
+def _in_files(subject: Subject) -> Iterator[Found]:
+    """Yields a problem if the file of weights is in a node's memory, and can never fit there."""
+    config = subject.config
+    needed, has = filled_bytes(config, subject.shape), shutil.disk_usage(NODE_MEMORY).total
+    if needed > has:
+        when = " at the run's end, and when a server is restarted" if sent_straight(config) else ""
+        yield problem(
+            f"weights.folder={weights_folder(config)} needs {needed / GB:.1f} GB{when} for the file of weights, but "
+            f"{NODE_MEMORY} has {has / GB:.1f} GB here; give the container more (docker run --shm-size="
+            f"{math.ceil(needed / 2**30)}g; in Kubernetes a volume of memory at {NODE_MEMORY}), or set weights.folder "
+            "to a folder on disk that all nodes see"
         )
 
 
@@ -100,10 +128,15 @@ def _gpus_here(subject: Subject) -> int | None:
     return count if count >= sum(ranks_by_role(subject.config).values()) else None
 
 
+def _is_here(subject: Subject) -> bool:
+    """Whether this machine is one of the run's nodes: the controller is on one, but under Ray."""
+    return not subject.for_job and subject.config.run.launcher != "ray"
+
+
 def _node(subject: Subject) -> tuple[float | None, str]:
     """Bytes of a node's memory, None if they are not known here, and who says so."""
     config = subject.config
-    if not subject.for_job and config.run.launcher != "ray":  # the controller is on one of the nodes
+    if _is_here(subject):
         return psutil.virtual_memory().total, "this machine has"
     asked = config.slurm.memory_per_node or ""
     if (found := re.fullmatch(r"(\d+)([KMGT]?)B?", asked.upper())) and int(found[1]):  # 0: all that a node has

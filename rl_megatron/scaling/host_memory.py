@@ -64,8 +64,17 @@ def file_bytes(config: RunConfig, shape: ModelShape) -> int:
 
     That of a direct transport is filled only where a server is restarted and at the run's end, and is not counted.
     """
-    straight = config.rollout.served and config.transport.direct
-    folder = weights_folder(config) if config.fills_files and not straight else None
+    return 0 if sent_straight(config) else filled_bytes(config, shape)
+
+
+def sent_straight(config: RunConfig) -> bool:
+    """Whether pushes pass the file of weights by."""
+    return config.rollout.served and config.transport.direct
+
+
+def filled_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Bytes of the file of weights in a node's memory once it is filled; 0 if there is none there."""
+    folder = weights_folder(config) if config.fills_files else None
     return served_bytes(config, shape) if folder is not None and folder.is_relative_to(NODE_MEMORY) else 0
 
 

@@ -188,7 +188,7 @@ def _take_room(path: Path) -> None:
                 raise
             raise SyncError(
                 f"{path}: {error.strerror}; the weights need {found.st_size} bytes there, and {free} are free. Make "
-                "room, or set weights.folder to a folder with more"
+                "room (in a container's /dev/shm by docker run --shm-size), or set weights.folder to a folder with more"
             ) from error
 
 

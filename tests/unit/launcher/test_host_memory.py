@@ -17,6 +17,7 @@ from rl_megatron.scaling.saves import bytes_by_rank, copied_by_rank, save_cost
 from rl_megatron.weights.layouts.learner import learner_layout
 from tests.unit.launcher.test_memory import RECIPES
 
+APART = ("rollout.server.colocated=false", "learner.offload.while_sampling=null")
 WAITS = "checkpoint.async_save=false"
 
 
@@ -48,6 +49,7 @@ def test_a_node_without_the_memory_that_leaves_gpus_is_told_so(
 ) -> None:
     """369.4 GB: 8 ranks of 43 GiB, which is what tests/unit/launcher/test_memory.py computes by hand."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=has_gb * 10**9))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=has_gb * 10**9))
     found = checked(*([f"slurm.memory_per_node={asked}"] if asked else []), WAITS, for_job=for_job)
     if message == "not known":
         assert [(one.kind, one.text) for one in found] == [
@@ -136,6 +138,31 @@ def test_the_file_of_weights_in_a_nodes_memory_counts(
     found = checked("weights.transport=file", f"slurm.memory_per_node={asked}", *keys, for_job=True)
     assert [one.kind for one in found] == ([kind] if kind else [])
     assert all(re.search(text, one.text) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("has_gb", "keys", "said"),
+    [
+        (0.067, ("weights.transport=file",), "needs 61.1 GB for the file of weights, but /dev/shm has 0.1 GB here; "),
+        (60, ("weights.transport=file",), "docker run --shm-size=57g; in Kubernetes"),
+        (60, ("weights.transport=cuda_ipc",), "needs 61.1 GB at the run's end, and when a server is restarted for the"),
+        (60, ("weights.transport=file", "rollout.server.quantization=fp8"), None),  # 31.2 GB
+        (62, ("weights.transport=file",), None),
+        (0.067, ("weights.folder=/shared/weights",), None),
+        (0.067, (*APART, "slurm.engines.nodes=1", "weights.transport=auto"), None),  # it is in the run's folder
+        (0.067, ("run.launcher=ray",), None),  # on other machines
+    ],
+)
+def test_a_file_of_weights_that_cannot_fit_in_dev_shm_is_told_before_the_run(
+    has_gb: float, keys: tuple[str, ...], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container has 64 MB there by default."""
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=10**13))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=int(has_gb * 10**9)))
+    found = [one.text for one in checked(*keys, for_job=False) if one.kind == "problem"]
+    assert len(found) == (said is not None), found
+    assert all(text.startswith("weights.folder=/dev/shm needs 61.1 GB") and said in text for text in found)
+    assert not [one for one in checked(*keys, for_job=True) if one.kind == "problem"]
 
 
 def test_each_pipeline_stage_saves_what_it_holds_itself() -> None:
