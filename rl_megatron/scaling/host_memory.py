@@ -16,7 +16,7 @@ from rl_megatron.options.kept import offloaded
 from rl_megatron.options.offload import SLAB, leaving
 from rl_megatron.options.option import BYTES, Rank
 from rl_megatron.options.pipeline import in_flight
-from rl_megatron.placement.files import weights_folder
+from rl_megatron.placement.files import weights_folder, writers_of_files
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.scaling.memory import gpu_terms
 from rl_megatron.scaling.parameters import layers_held, ranks_of
@@ -73,9 +73,18 @@ def sent_straight(config: RunConfig) -> bool:
 
 
 def filled_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Bytes of the file of weights in a node's memory once it is filled; 0 if there is none there."""
+    """Bytes of the file of weights in a node's memory once it is filled, with the file through which several ranks
+    write a model that they quantise; 0 if there is none there."""
     folder = weights_folder(config) if config.fills_files else None
-    return served_bytes(config, shape) if folder is not None and folder.is_relative_to(NODE_MEMORY) else 0
+    if folder is None or not folder.is_relative_to(NODE_MEMORY):
+        return 0
+    together = max(map(len, writers_of_files(config))) > 1 and config.rollout.server.quantization != "none"
+    return served_bytes(config, shape) + (served_bytes(_unquantised(config), shape) if together else 0)
+
+
+def _unquantised(config: RunConfig) -> RunConfig:
+    server = config.rollout.server.model_copy(update={"quantization": "none"})
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
 
 
 def copies_bytes(config: RunConfig, shape: ModelShape) -> float:

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import re
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from launcher.preflight import job_memory
 from launcher.preflight.subject import Found, Subject
 from rl_megatron.config.io import load_config
+from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.named import NAMED
-from rl_megatron.scaling.host_memory import copies_bytes
+from rl_megatron.models.tiny import tiny_shape
+from rl_megatron.scaling.host_memory import copies_bytes, filled_bytes
 from rl_megatron.scaling.saves import bytes_by_rank, copied_by_rank, save_cost
+from rl_megatron.weights.formats.served import FORMATS
+from rl_megatron.weights.layouts.families import hf_layout
+from rl_megatron.weights.layouts.layout import float32_in_files
 from rl_megatron.weights.layouts.learner import learner_layout
+from rl_megatron.weights.servers.mirror import Mirror
 from tests.unit.launcher.test_memory import RECIPES
 
 APART = ("rollout.server.colocated=false", "learner.offload.while_sampling=null")
+FP8 = "rollout.server.quantization=fp8"
 WAITS = "checkpoint.async_save=false"
 
 
@@ -146,7 +155,11 @@ def test_the_file_of_weights_in_a_nodes_memory_counts(
         (0.067, ("weights.transport=file",), "needs 61.1 GB for the file of weights, but /dev/shm has 0.1 GB here; "),
         (60, ("weights.transport=file",), "docker run --shm-size=57g; in Kubernetes"),
         (60, ("weights.transport=cuda_ipc",), "needs 61.1 GB at the run's end, and when a server is restarted for the"),
-        (60, ("weights.transport=file", "rollout.server.quantization=fp8"), None),  # 31.2 GB
+        (
+            60,
+            (FP8, "weights.transport=file"),
+            "needs 92.2 GB for the file of weights, but",
+        ),  # with 61.1 before they are
         (62, ("weights.transport=file",), None),
         (0.067, ("weights.folder=/shared/weights",), None),
         (0.067, (*APART, "slurm.engines.nodes=1", "weights.transport=auto"), None),  # it is in the run's folder
@@ -161,8 +174,27 @@ def test_a_file_of_weights_that_cannot_fit_in_dev_shm_is_told_before_the_run(
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=int(has_gb * 10**9)))
     found = [one.text for one in checked(*keys, for_job=False) if one.kind == "problem"]
     assert len(found) == (said is not None), found
-    assert all(text.startswith("weights.folder=/dev/shm needs 61.1 GB") and said in text for text in found)
+    assert all(text.startswith("weights.folder=/dev/shm needs ") and str(said) in text for text in found)
     assert not [one for one in checked(*keys, for_job=True) if one.kind == "problem"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("quantization", ["none", "fp8", "int8"])
+def test_the_files_of_a_node_are_as_large_as_counted(tmp_path: Path, ranks: int, quantization: str) -> None:
+    keys = ("rollout=vllm", f"learner.dp={ranks}", "learner.ep=1", f"rollout.server.quantization={quantization}")
+    config, shape = (
+        load_config("tiny_cpu", [*keys, "learner.dtype=bfloat16", "learner.device=cuda"]),
+        tiny_shape(TinyModelSection()),
+    )
+    path, known = tmp_path / "w" / "model.safetensors", tmp_path / "config.json"
+    known.write_text("{}")
+    kind, float32 = FORMATS[config.rollout.server.quantization], float32_in_files(hf_layout(shape))
+    shapes = hf_layout(shape).local_shapes(0)
+    Mirror.make(path, shapes, torch.bfloat16, known, kind, float32=float32, writers=ranks)
+    files = [*path.parent.glob("*.safetensors")]
+    assert len(files) == 1 + (ranks > 1 and kind is not None)
+    counted = sum(file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little") for file in files)
+    assert filled_bytes(config, shape) == counted
 
 
 def test_each_pipeline_stage_saves_what_it_holds_itself() -> None:
