@@ -113,8 +113,8 @@ class ServerSection(Section):
     """Fewest servers with which the run goes on: fewer that serve or are restarted end it. One that is given up, after
     ``restarts``, or dropped (``rl-megatron engines``) is none."""
     retries: NonNegative = 3
-    """Most retries of a request that gets no connection, no answer or status 5xx, on another replica if there is one.
-    """
+    """Most retries of a request that gets no connection, no answer, status 5xx or an end that nobody asked for, as of a
+    server that shuts down; on another replica if there is one."""
     backoff_seconds: PositiveFloat = 0.5
     """Wait before the first retry; it doubles each time."""
     concurrency: Positive = 256

@@ -72,7 +72,7 @@ class _Attempt:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Failure:
+class FailedAttempt:
     """An attempt that failed at a server that was not known to be dead."""
 
     replica: Replica
@@ -103,23 +103,31 @@ class Attempts:
         self.suspects = Suspects(replicas.wake, calm=_CALM * section.backoff_seconds)
         self.so_far: dict[str, Completion | None] = {}
         """What requests have sampled, as far as servers have told; of those whose ids are keys."""
+        self.aborted: dict[str, FailedAttempt] = {}
+        """Who answered a request with an aborted completion last."""
         self.interrupts = 0
         """How often running requests were interrupted, handed over or moved."""
         self.adapters_of: Callable[[Completion | None], LoadedAdapters] | None = None
         """The adapters that sample a request, from its completion so far; None: servers hold none."""
 
     async def sampled(
-        self, request: GenerationRequest, only: Replica | None = None, *, place: int = 0, clock: TimeLimit | None = None
+        self,
+        request: GenerationRequest,
+        only: Replica | None = None,
+        *,
+        place: int = 0,
+        clock: TimeLimit | None = None,
+        failed: Replica | None = None,
     ) -> list[Completion]:
         """Completions by a replica that `Places` chooses, or by ``only``. Raises EngineError; PoisonPrompt, where there
         is no ``only``, by the rules of `suspects`.
 
         Neither deaths of replicas count as attempts nor what failed beside a prompt that proves to be poison.
         What is ``begun`` of the completion at ``place`` in its group is a part of the answer. Servers abort what
-        runs longer than ``clock`` allows.
+        runs longer than ``clock`` allows. A replica that ``failed`` is asked only if there is no other.
         """
         clock = clock or TimeLimit()
-        failed, failures = None, list[_Failure]()
+        failures = list[FailedAttempt]()
         begun, refusals = request.begun, dict[int, Refused]()
         asked = request if begun is None else rest_of(request, begun, place)
         while True:
@@ -135,14 +143,8 @@ class Attempts:
                 logger.warning("request %r is sent again: %s", request.id, error)
             except (AttemptFailed, ForeignWeights) as error:
                 failed = replica
-                replica.suspect(error)
-                failures.append(_Failure(replica, server, flight))
-                foreign = isinstance(error, ForeignWeights) and not replica.supervised
-                if foreign or await self._too_many(failures):
-                    raise EngineError(f"request {request.id!r}: {error}; attempts made: {len(failures)}") from error
-                wait = self._section.backoff_seconds * 2 ** max(0, self._unexplained(failures) - 1)
-                logger.warning("request %r: %s; retrying in %g s", request.id, error, wait)
-                await asyncio.sleep(wait)
+                failures.append(FailedAttempt(replica, server, flight))
+                await self._wait(request, error, failures)
             except Refused as error:
                 if only is not None or not self._another(request, replica, error, refusals):
                     raise EngineError(f"request {request.id!r}: {error}") from error
@@ -152,13 +154,35 @@ class Attempts:
             except EngineError as error:
                 raise EngineError(f"request {request.id!r}: {error}") from error
 
-    async def _too_many(self, failures: Sequence[_Failure]) -> bool:
+    async def after_abort(self, request: GenerationRequest, problem: str, failures: list[FailedAttempt]) -> Replica:
+        """The replica that has ended a completion of ``request`` unasked, as servers do that get SIGTERM.
+
+        Waits, as before each retry: ``failures`` are those of this completion before, to which it is added. Raises
+        EngineError where they are too many.
+        """
+        failure = self.aborted[request.id]
+        failures.append(failure)
+        await self._wait(request, AttemptFailed(f"{failure.server.url}: {problem}"), failures)
+        return failure.replica
+
+    async def _wait(self, request: GenerationRequest, error: Exception, failures: Sequence[FailedAttempt]) -> None:
+        """Suspect the last replica of ``failures``, and wait before the retry. Raises EngineError if it is the last."""
+        replica = failures[-1].replica
+        replica.suspect(error)
+        foreign = isinstance(error, ForeignWeights) and not replica.supervised
+        if foreign or await self._too_many(failures):
+            raise EngineError(f"request {request.id!r}: {error}; attempts made: {len(failures)}") from error
+        wait = self._section.backoff_seconds * 2 ** max(0, self._unexplained(failures) - 1)
+        logger.warning("request %r: %s; retrying in %g s", request.id, error, wait)
+        await asyncio.sleep(wait)
+
+    async def _too_many(self, failures: Sequence[FailedAttempt]) -> bool:
         if self._unexplained(failures) <= self._section.retries:
             return False
         await self._replicas.judged()  # a death may be known only after its requests have failed
         return self._unexplained(failures) > self._section.retries
 
-    def _unexplained(self, failures: Sequence[_Failure]) -> int:
+    def _unexplained(self, failures: Sequence[FailedAttempt]) -> int:
         """How many are neither of a server that died since nor of one that a poison prompt was lost at."""
         live = [one for one in failures if one.server not in one.replica.ended]
         return sum(not self.suspects.explain(one.flight) for one in live)
@@ -223,6 +247,8 @@ class Attempts:
                 if problem := problem_of(completion, asked, vocab_size=self._vocab_size):
                     raise AttemptFailed(f"{server.url}: {problem}")
             clock.stop()
+            if any(one.finish_reason == "abort" for one in completions):
+                self.aborted[asked.id] = FailedAttempt(replica, server, None)
             if begun is not None:
                 completions = [joined(begun, more) for more in completions]
             if asked.id in self.so_far and len(completions[0].token_ids):

@@ -18,7 +18,7 @@ from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.servers.adapter import Adapter
 from rl_megatron.rollout.servers.answers import as_it_should_end
-from rl_megatron.rollout.servers.attempts import Attempts, TimeLimit
+from rl_megatron.rollout.servers.attempts import Attempts, FailedAttempt, TimeLimit
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.loras import Loras
 from rl_megatron.rollout.servers.replicas import Event, Health, Replica, ReplicaDied, ReplicaSet
@@ -132,6 +132,7 @@ class ServedEngine:
                     return await self._generated(request)
         finally:
             self._attempts.so_far.pop(request.id, None)
+            self._attempts.aborted.pop(request.id, None)
 
     async def _begin(self) -> None:
         """Let requests begin one after another. A push admits many: what their sending takes of the event loop would
@@ -192,26 +193,29 @@ class ServedEngine:
         state: tuple[int, int] | None,
         clock: TimeLimit,
     ) -> Completion:
-        """The completion at ``place``; if an update or an interrupt aborted it, with the rest of it.
+        """The completion at ``place``; if an update, an interrupt or a server's end aborted it, with the rest of it.
 
         One whose time is over has ended, unless it has no token yet: then it waited for a slot, and gets as long again.
-        ``state`` was when it was sent, None if it was begun before. Raises EngineError if the server aborted it
-        although there was neither since.
+        ``state`` was when it was sent, None if it was begun before. Raises EngineError where servers went on aborting
+        it although there was neither update nor interrupt.
         """
+        failures = list[FailedAttempt]()
         while (completion := as_it_should_end(completion, request)).finish_reason == "abort":
             if clock.over and (made := len(completion.token_ids)):
                 logger.info("request %r: ended after %d tokens in %.1f s", request.id, made, clock.spent)
                 return replace(completion, finish_reason="length")
             now = self._state(await self.weights.served_version(request))
+            failed = None
             if state == now and not clock.over:
-                raise EngineError(
-                    f"request {request.id!r}: the server aborted it after {len(completion.token_ids)} tokens, although "
-                    f"weight version {now[0]} was served all the time; check that no other client aborts or pauses"
+                problem = (
+                    f"the server aborted it after {len(completion.token_ids)} tokens, although weight version {now[0]} "
+                    "was served all the time, as one does that shuts down; check that no other client aborts or pauses"
                 )
+                failed = await self._attempts.after_abort(request, problem, failures)
             state = now
             clock.extend()
             rest = replace(request, num_completions=1, begun=completion)
-            (completion,) = await self._attempts.sampled(rest, place=place, clock=clock)
+            (completion,) = await self._attempts.sampled(rest, place=place, clock=clock, failed=failed)
         return completion
 
     def _state(self, version: int) -> tuple[int, int]:

@@ -340,19 +340,6 @@ def test_what_an_update_ends_is_asked_again_with_what_it_has(sampled: list[int])
         assert prompts == [([1, 2], 2), ([1, 2, *sampled], 2 - len(sampled))]
 
 
-def test_what_ends_without_an_update_is_an_error(fakes: list[Fake]) -> None:
-    for fake in fakes:
-        fake.answer = lambda path, body, number: (200, {"label": "1", "tokens": [3], "finish": "abort"})
-
-    async def ask() -> None:
-        engine = engine_of(fakes)
-        await push(engine, 1)
-        await engine.generate(REQUEST)
-
-    with pytest.raises(EngineError, match=r"aborted it after 1 tokens, although weight version 1 was served all the"):
-        asyncio.run(ask())
-
-
 def test_memory_is_given_back_once_and_taken_again_around_the_load(fakes: list[Fake]) -> None:
     async def ask() -> None:
         engine = engine_of(fakes)

@@ -18,7 +18,7 @@ from rl_megatron.rollout.servers.places import Places
 from rl_megatron.rollout.servers.replicas import Replica
 from rl_megatron.types import Completion
 from tests.completions import completion, plain
-from tests.unit.rollout.test_engine_servers import PARAMS, REQUEST, Fake, engine_of, push, running
+from tests.unit.rollout.test_engine_servers import PARAMS, REQUEST, SECTION, Fake, engine_of, push, running
 
 LIMIT = 300.0
 
@@ -177,3 +177,34 @@ def test_what_goes_on_goes_where_its_own_tokens_are_but_never_where_it_failed() 
     first.server = Server("http://localhost:0", token=None, timeout_seconds=1.0)  # it was restarted: its cache is empty
     first.server.in_flight = 1
     assert places.choose(replace(REQUEST, id="new", group="a"), replicas, None) is not first
+
+
+@pytest.mark.parametrize("sampled", [[3], []])
+def test_what_a_server_ends_that_shuts_down_goes_on_at_another(fakes: list[Fake], sampled: list[int]) -> None:
+    """vLLM answers what it samples with aborted completions when it gets SIGTERM, and what comes then too."""
+    leaving, rest = fakes
+    leaving.answer = lambda path, body, number: (200, {"label": "1", "tokens": sampled, "finish": "abort"})
+    rest.answer = lambda path, body, number: (200, {"label": "1", "tokens": [4] * body.get("new", 0)})
+
+    async def ask() -> Completion:
+        engine = engine_of(fakes)
+        await push(engine, 1)
+        return (await engine.generate(REQUEST))[0]
+
+    done = asyncio.run(ask())
+    assert (done.token_ids.tolist(), done.finish_reason) == ([*sampled, *[4] * (2 - len(sampled))], "stop")
+    assert (leaving.asked.count("/generate"), rest.asked.count("/generate")) == (1, 1)
+
+
+def test_what_servers_go_on_ending_without_an_update_is_an_error(fakes: list[Fake]) -> None:
+    for fake in fakes:
+        fake.answer = lambda path, body, number: (200, {"label": "1", "tokens": [], "finish": "abort"})
+
+    async def ask() -> None:
+        engine = engine_of(fakes)
+        await push(engine, 1)
+        await engine.generate(REQUEST)
+
+    with pytest.raises(EngineError, match=r"aborted it after 0 tokens, although weight version 1 was served all the"):
+        asyncio.run(ask())
+    assert sum(fake.asked.count("/generate") for fake in fakes) == 1 + SECTION.retries
