@@ -219,7 +219,8 @@ def predicted(config: RunConfig, shape: ModelShape, push: Push) -> Predicted:
         machine_named(kind, min(config.learner.dims.world_size, config.slurm.gpus_per_node or 1), "slurm.speeds.gpu"),
         rollout.max_prompt_tokens / 2,
     )
-    flops = training_flops(shape, [round(prompt + mean)]) * config.completions_per_step * config.train.epochs
+    each = training_flops(shape, [round(prompt + mean)], config.learner)
+    flops = each * config.completions_per_step * config.train.epochs
     return Predicted(
         step=rl_step(
             config,

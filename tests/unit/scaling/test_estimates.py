@@ -62,6 +62,16 @@ def test_a_synchronous_step_by_hand() -> None:
     assert "completions of 1,000 tokens in the mean are assumed" in text
 
 
+def test_frozen_routers_have_no_gradient_at_the_peak_either() -> None:
+    """As the metric mfu/train counts."""
+    keys = ("qwen3_30b_a3b", "slurm.speeds.mean_tokens=1000")
+    trained, frozen = (told(job(*keys, *more)).predicted for more in ((), ("learner.router.frozen=true",)))
+    assert trained is not None
+    assert frozen is not None
+    gradients = 2 * 48 * 2048 * 128 * 64 * 16 * (512 + 1000)  # of 128 experts' rows in 48 layers
+    assert trained.peak_seconds - frozen.peak_seconds == pytest.approx(gradients / (8 * 989.5e12), rel=1e-6)
+
+
 def test_a_stated_step_stays_the_step_and_the_predicted_one_is_beside_it() -> None:
     lines = list(told(job("qwen3_30b_a3b", "slurm.speeds.step_seconds=300")).lines())
     assert lines[0] == "a step: 300 s (slurm.speeds.step_seconds)"
