@@ -2,9 +2,9 @@
 
 A multiplication and an addition are two. Counted are the matrix products of a model's parameters and of attention, with
 the keys that a position attends to, and of experts those that a token chose: the model's work whatever computes it.
-Left out are norms, activations, rotary angles, softmax and the optimizer, padding, what is computed again, and
-gradients of weights that stand still. PaLM (arXiv:2204.02311, appendix B) defines MFU so, but counts every key as
-attended to.
+Left out are norms, activations, rotary angles, softmax and the optimizer, padding, what is computed again, gradients of
+weights that stand still, and a policy's value layer (algorithm.critic.backbone=policy), which has one output. PaLM
+(arXiv:2204.02311, appendix B) defines MFU so, but counts every key as attended to.
 """
 
 from __future__ import annotations
