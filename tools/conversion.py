@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TemplateVariable
 from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError
-from rl_megatron.weights.adapters.files import adapters_to_peft, left_by_peft
+from rl_megatron.weights.adapters.files import adapters_to_peft, left_by_peft, of_unknown_base
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.contents import contents
@@ -77,8 +77,8 @@ def run(
             f"{out}. If one fails, run it again"
         )
         return
-    if adapted and merge and (lora := held_lora(source)) is not None and lora.base is None:
-        print(f"note: {source} does not say beside which model its adapters were trained", file=sys.stderr)
+    if adapted and (unknown := of_unknown_base(source, config or source)):
+        print(f"note: {unknown}", file=sys.stderr)
     if adapted and not merge:
         print(f"{out}: adapters for {config or source}, {total_bytes(out):,} bytes; peft and engines load the folder")
         if left := left_by_peft(source, config or source, family):

@@ -13,9 +13,11 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.lora import LoraSection
 from rl_megatron.weights.checkpoints.convert import options_of
 from rl_megatron.weights.checkpoints.hugging_face import write_safetensors
+from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.megatron import adapter_copies, held_lora
 from rl_megatron.weights.checkpoints.streaming import OnBytes, Sink
 from rl_megatron.weights.checkpoints.writing import Share, write_files
+from rl_megatron.weights.formats.hf_folder import INDEX, SINGLE
 from rl_megatron.weights.layouts.families import megatron_layout, read_shape
 from rl_megatron.weights.layouts.lora import ranks_of_parts
 
@@ -41,11 +43,16 @@ def adapters_to_peft(
 ) -> list[int]:
     """Write the adapters of a run's checkpoint as the folder that peft loads, in their stored dtype.
 
-    ``config`` is the folder of the model that they stand beside. Returns and raises as `megatron_to_hf`.
+    ``config`` is the folder of the model that they stand beside; where it has weights, they are compared. Returns and
+    raises as `megatron_to_hf`, and as `raise_other_base`.
     """
     lora, shape = held_lora(source), read_shape(config, family)
     if lora is None:
         raise ConfigError(f"{source} holds a whole model; there are no adapters to write")
+    if of_unknown_base(source, config) is None:
+        from rl_megatron.weights.adapters.base import base_digest, raise_other_base  # imports torch
+
+        raise_other_base(source, lora, base_digest(config, family), str(config))
     tensors, files = adapter_copies(source, shape, lora)
     named = tuple(replace(tensor, name=PREFIX + name) for name, tensor in tensors.items())
     told = json.dumps(peft_config(lora, shape, config), indent=2) + "\n"
@@ -56,6 +63,17 @@ def adapters_to_peft(
     sink = Sink(name="adapter_model.safetensors", tensors=named, write=write_safetensors)
     options = options_of(config, family, None, 0)
     return write_files(source, out, [sink], files, on_bytes, finish, options=options, share=share or Share())
+
+
+def of_unknown_base(source: Path, base: Path) -> str | None:
+    """Why nothing says whether the adapters of ``source`` were trained beside the model of ``base``; None if it can be
+    known."""
+    lora = held_lora(source)
+    if lora is None or lora.base is None:
+        return f"{source} does not say beside which model its adapters were trained"
+    if is_megatron(base) or any((base / name).is_file() for name in (INDEX, SINGLE)):
+        return None
+    return f"{base} has no weights to compare with those that the adapters of {source} were trained beside"
 
 
 def left_by_peft(source: Path, config: Path, family: str | None = None) -> str | None:

@@ -66,6 +66,24 @@ def test_a_model_of_the_same_sizes_is_refused_for_a_merge(
     assert "does not say beside which model its adapters were trained" in capsys.readouterr().err
 
 
+def test_a_model_of_the_same_sizes_is_refused_for_the_folder_of_peft(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder of configuration and tokenizer alone is taken, with a note: there is nothing to compare."""
+    save_model("qwen3_moe", source := tmp_path / "hf")
+    other = changed(source, tmp_path / "other", lambda name, tensor: tensor * 1.02 if "q_proj" in name else tensor)
+    (bare := tmp_path / "bare").mkdir()
+    (bare / "config.json").write_text((source / "config.json").read_text())
+    adapters = save_adapters(tmp_path / "adapters", read_shape(source), base_digest(source))
+    run(adapters, tmp_path / "taken", config=source)
+    assert "note" not in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=f"adapters holds adapters of another model than {other}: "):
+        run(adapters, tmp_path / "refused", config=other)
+    assert not (tmp_path / "refused").exists()
+    run(adapters, tmp_path / "noted", config=bare)
+    assert f"note: {bare} has no weights to compare with" in capsys.readouterr().err
+
+
 def test_a_checkpoint_of_an_older_version_is_read(tmp_path: Path) -> None:
     tmp_path.joinpath("lora.json").write_text('{"rank":4,"expert_rank":null,"alpha":8.0,"targets":["attention"]}')
     held = held_lora(tmp_path)
