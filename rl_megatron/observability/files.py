@@ -29,12 +29,14 @@ class JsonlFile:
         self._file: IO[bytes] | None = None
 
     def append(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Append rows; they are on disk (fsync) at return. Raises ValueError for NaN and infinity, which JSON lacks.
+        """Append rows; they are on disk (fsync) at return. Without rows there is nothing to do, nor a file to make.
 
-        Raises OSError that names the file.
+        Raises ValueError for NaN and infinity, which JSON lacks, and OSError that names the file.
         """
         # Escaped to ASCII, so that a lone surrogate in a completion cannot fail the run.
         data = b"".join(json.dumps(dict(row), allow_nan=False).encode("ascii") + b"\n" for row in rows)
+        if not data:
+            return
         with naming(self.path):
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)

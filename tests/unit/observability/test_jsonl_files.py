@@ -128,7 +128,8 @@ def test_truncation_keeps_every_row_that_is_due_in_the_order_of_the_file(
     with tempfile.TemporaryDirectory() as folder:
         file = JsonlFile(Path(folder) / "m.jsonl")
         file.append(rows)
-        file.path.write_bytes(file.path.read_bytes() + b'{"step": 0')
+        with file.path.open("ab") as torn:
+            torn.write(b'{"step": 0')
         kept = [row for row in rows if row["step"] < last or (row["step"] == last and not row["late"])]
         assert file.truncate_after(last, late=is_late, also=is_late) == len(rows) - len(kept)
         assert file.path.read_bytes() == b"".join(json.dumps(row).encode() + b"\n" for row in kept)
@@ -164,6 +165,17 @@ def test_a_bad_whole_line_is_named_by_file_and_line_and_nothing_is_removed(tmp_p
     with pytest.raises(DataError, match=r"m\.jsonl:2: "):
         JsonlFile(path).truncate_after(0)
     assert path.read_bytes() == content
+
+
+def test_no_rows_make_no_file_and_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the samples of a run with log.samples_per_step=0, and the ledger's lines of a step that ends no prompt."""
+    file, synced = JsonlFile(tmp_path / "m.jsonl"), list[int]()
+    monkeypatch.setattr("os.fsync", synced.append)
+    file.append([])
+    assert not file.path.exists()
+    file.append([{"step": 1}])
+    file.append(row for row in ())
+    assert (file.path.read_text(), len(synced)) == ('{"step": 1}\n', 1)
 
 
 def test_nan_never_reaches_a_file(tmp_path: Path) -> None:
