@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rl_megatron.chat_templates import begun_once
+from rl_megatron.data.problems.records import value_at
 from rl_megatron.data.samples import WrittenRow, supervised_rows, written_samples
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt, Samples
@@ -69,4 +70,4 @@ def with_margins(rows: Sequence[WrittenRow]) -> Samples:
 
 def margin_of(prompt: Prompt, field: str | None) -> float:
     """The number in a field of the prompt's row, which `check_pair` has seen; 0 without a ``field``."""
-    return 0.0 if field is None else float(prompt.meta[field])
+    return 0.0 if field is None else float(value_at(prompt.meta, field))

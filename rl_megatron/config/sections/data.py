@@ -29,7 +29,7 @@ class ArithmeticData(Section):
 
 
 class FileKeys(Section):
-    """What problems in files have, wherever these are."""
+    """What problems in files have, wherever these are; every field may be ``a.b``, field b of the object in field a."""
 
     type: str
     train: Path
@@ -42,16 +42,17 @@ class FileKeys(Section):
     """Field that holds the correct answer; ``a.b``: field b of the object in field a."""
     rejected_field: str | None = None
     """Field that holds a worse answer than ``answer_field`` (or the conversation that ends worse than that of
-    ``messages_field``), for job=dpo and job=reward_model. null: a row has none."""
+    ``messages_field``), for job=dpo and job=reward_model; ``a.b`` as there. null: a row has none."""
     margin_field: str | None = None
     """Field with the number that job=reward_model puts between the scores of a row's two answers, as how much better
-    somebody finds one of them; null: 0."""
+    somebody finds one of them; ``a.b``: field b of the object in field a. null: 0."""
     messages_field: str | None = None
     """Field that holds a conversation, a list of messages, for jobs on written text: they train on the assistant's, of
     which those with a ``weight`` of 0 are context alone, and of pairs on what follows the messages that both
-    conversations begin with. null: a row is a problem and its answer."""
+    conversations begin with; ``a.b``: field b of the object in field a. null: a row is a problem and its answer."""
     tools_field: str | None = None
-    """Field that holds the list of functions that a conversation's chat template shows; null: there are none."""
+    """Field that holds the list of functions that a conversation's chat template shows; ``a.b``: field b of the object
+    in field a. null: there are none."""
     prompt_template: str = "{prompt}"
     """Text of a prompt, in which the problem replaces {prompt}."""
     chat_template: bool = False
@@ -145,7 +146,8 @@ class CurriculumSection(Section):
     decay: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), NUMBER] = 0.5
     """Weight of the pass rate before in the new one; 0: only the last time counts."""
     initial: str | None = None
-    """Field of the data with each prompt's pass rate at the start, from 0 to 1; null: it is unknown."""
+    """Field of the data with each prompt's pass rate at the start, from 0 to 1; ``a.b``: field b of the object in field
+    a. null: it is unknown."""
     min_left: PositiveFraction = 0.1
     """Share of a source's prompts that stay: where fewer would, retired ones are drawn again, oldest first."""
 

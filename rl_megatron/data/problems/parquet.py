@@ -154,12 +154,16 @@ class ParquetRows:
 
         numbers = np.full(len(self), np.nan)
         for group in self._groups:
-            column = self._metadata[group.path].schema.to_arrow_schema()
-            kind = column.field(name).type if name in column.names else pa.null()
-            if not (pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_decimal(kind)):
+            try:
+                kind = value_at(kinds_of(self._metadata[group.path].schema.to_arrow_schema()), name)
+            except KeyError:
+                continue
+            if isinstance(kind, dict) or not (
+                pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_decimal(kind)
+            ):
                 continue
             for start, batch in self._batches(group, [name]):
-                values = pc.cast(widened(batch.column(0)), pa.float64(), safe=False)
+                values = pc.cast(widened(_column(batch, name)), pa.float64(), safe=False)
                 numbers[start : start + len(batch)] = values.to_numpy(zero_copy_only=False)
         return numbers
 
@@ -314,6 +318,18 @@ def _is_text(kind: Any) -> bool:
         return False
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _is_number(schema: Any, name: str) -> bool:
+    """Whether the field is there, and a column of numbers."""
+    import pyarrow as pa
+
+    try:
+        kind = value_at(kinds_of(schema), name)
+    except KeyError:
+        return False
+    is_one = (pa.types.is_floating, pa.types.is_integer, pa.types.is_decimal)
+    return isinstance(kind, pa.DataType) and any(is_kind(kind) for is_kind in is_one)
 
 
 def _plain(column: Any) -> Any:

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from rl_megatron.data.problems.file_rows import FileRows
 from rl_megatron.data.problems.mixture import digest_of_prompts
+from rl_megatron.data.problems.records import number_at
 from rl_megatron.data.problems.rendering import (
     LimitKeys,
     OnLongPrompt,
@@ -141,8 +142,7 @@ class Listed(Pool):
 
     @override
     def numbers(self, field: str) -> NDArray[np.float64]:
-        found = (prompt.meta.get(field) for prompt in self._prompts)
-        return np.array([x if isinstance(x, int | float) and not isinstance(x, bool) else np.nan for x in found], float)
+        return np.array([number_at(prompt.meta, field) for prompt in self._prompts], float)
 
     @cached_property
     def _rows(self) -> dict[str, int]:

@@ -28,6 +28,10 @@ class Record:
     texts: tuple[str, ...]
     others: Mapping[str, Any]
 
+    def at(self, name: str) -> Any:
+        """As `value_at` of the other fields."""
+        return value_at(self.others, name)
+
 
 def listed(problems: Sequence[str]) -> str:
     """Bad rows as lines, of which the first are shown."""
@@ -172,6 +176,15 @@ def value_at(row: Mapping[str, Any], name: str) -> Any:
     return inner
 
 
+def number_at(row: Mapping[str, Any], name: str) -> float:
+    """The number that `value_at` finds; NaN where it is none, or not there."""
+    try:
+        value = value_at(row, name)
+    except KeyError:
+        return math.nan
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
 def kinds_of(fields: Iterable[Any]) -> dict[str, Any]:
     """Arrow's type of each column of a schema; of a struct, those of its fields."""
     import pyarrow as pa
@@ -189,9 +202,9 @@ def check_there(path: Path, schema: Iterable[Any], fields: Iterable[str]) -> Non
             raise DataError(f"{path}: {missing_field(name, kinds)}") from error
 
 
-def missing_field(name: str, row: Mapping[str, Any], *, within: bool = True) -> str:
-    """Say which field a row lacks, those that it has, and the one of a similar name; ``within`` objects, too."""
-    names = sorted(set(_leaves(row) if within else row))
+def missing_field(name: str, row: Mapping[str, Any]) -> str:
+    """Say which field a row lacks, those that it and its objects have, and the one of a similar name."""
+    names = sorted(set(_leaves(row)))
     near = difflib.get_close_matches(name, names, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"no field {name!r}; it has {shortened(', '.join(names)) or 'none'}{hint}"

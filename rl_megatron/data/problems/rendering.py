@@ -88,7 +88,10 @@ def rendered(record: Record, path: Path, line: int, data: FileKeys, tokenizer: P
 def check_pair(record: Record, place: str, data: FileKeys) -> None:
     """Raises DataError for a pair of equals, for one whose answers are no texts, and for a bad margin."""
     if (field := data.margin_field) is not None:
-        value = record.others.get(field)
+        try:
+            value = record.at(field)
+        except KeyError:
+            raise DataError(f"{place}: {missing_field(field, record.others)}") from None
         if isinstance(value, bool) or not isinstance(value, int | float) or not -MOST_MARGIN <= value <= MOST_MARGIN:
             raise DataError(
                 f"{place}: field {field!r} is {_start_of(value)}; it must be a finite number, from -{MOST_MARGIN} to "
@@ -125,9 +128,10 @@ def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs:
     found = dict[str, Any]()
     check_pair(record, place, data)
     for name in filter(None, (data.messages_field, data.rejected_field, data.tools_field)):
-        if name not in record.others:
-            raise DataError(f"{place}: {missing_field(name, record.others, within=False)}")
-        value = found[name] = record.others[name]
+        try:
+            value = found[name] = record.at(name)
+        except KeyError:
+            raise DataError(f"{place}: {missing_field(name, record.others)}") from None
         if isinstance(value, str) and value.startswith("["):
             try:
                 found[name] = json.loads(value)

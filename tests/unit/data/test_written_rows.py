@@ -15,7 +15,7 @@ import pytest
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import FileRunData, MixtureData
-from rl_megatron.data.pairs import answer_pairs
+from rl_megatron.data.pairs import answer_pairs, margin_of
 from rl_megatron.data.problems import parquet, pool
 from rl_megatron.data.problems.file_rows import file_rows
 from rl_megatron.data.problems.leaks import digests_of, hashes_of, spaced
@@ -121,6 +121,25 @@ def test_prompts_and_draws_are_those_of_jsonl_and_of_sets(form: str, tmp_path: P
     assert [one.id for one in ours] == kept
     assert list(ours) == list(theirs)
     assert PromptStream(ours, seed=3).take(200) == PromptStream(theirs, seed=3).take(200)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("form", ["pairs of conversations", "pairs of answers"])
+def test_fields_of_an_object_are_read_as_those_of_the_row(form: str, kind: str, tmp_path: Path) -> None:
+    def pool_of(name: str, rows: Sequence[Mapping[str, Any]], fields: Mapping[str, str]) -> Pool:
+        path = written(tmp_path / f"{name}.{kind}", rows)
+        given = {"type": "files", "train": path, "eval": path, "on_leak": "keep"} | fields
+        return load(FileRunData.model_validate(given), pairs=True)
+
+    rows, fields = made(form, 20, 0), {key: f"of.{field}" for key, field in FORMS[form].items()}
+    inside = [{"of": one} for one in rows]
+    flat, deep = pool_of("flat", rows, FORMS[form]), pool_of("deep", inside, fields)
+    assert [(one.text, one.answer, one.rejected) for one in deep] == [(o.text, o.answer, o.rejected) for o in flat]
+    assert [margin_of(one, "of.m") for one in deep] == [margin_of(one, "m") for one in flat]
+    assert deep.numbers("of.level").tolist() == flat.numbers("level").tolist()
+    assert np.isnan([*deep.numbers("of"), *deep.numbers("of.none")]).all()
+    with pytest.raises(DataError, match=r"no field 'of.goood'; .* did you mean 'of.good'"):
+        pool_of("bad", inside, fields | {"margin_field": "of.goood"})
 
 
 @pytest.mark.parametrize("form", list(FORMS))
