@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from rl_megatron.json_text import ForeignText
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Scored
 
-Reason = Literal["equal_rewards", "reward_error", "poison", "environment_error", "long_prompt", "nothing_sampled"]
+Reason = Literal[
+    "equal_rewards",
+    "zero_advantages",
+    "reward_error",
+    "poison",
+    "environment_error",
+    "long_prompt",
+    "nothing_sampled",
+]
 """Why a prompt that was drawn is not trained on."""
+UNTAUGHT: Collection[Reason] = ("equal_rewards", "zero_advantages")
+"""Of a group that would give no gradient: its rewards, or the advantages that the user's own function gives it."""
 
 POISON_SHARE = 0.01
 """More poison than this share of prompts, and than one, is an engine's fault or that of the data, and ends the run."""
@@ -84,7 +94,7 @@ class RolloutBatch:
     reward_errors: int = 0  # completions whose reward raised, timed out or was not finite
     late_rewards: int = 0  # those that timed out
     dropped_groups: int = 0  # groups left out for another reason than the next
-    filtered_groups: int = 0  # groups left out because their rewards are equal
+    filtered_groups: int = 0  # groups left out because they would give no gradient
     part_sums: Mapping[str, float] = field(default_factory=dict)  # of each part of a weighted reward, unweighted
     part_counts: Mapping[str, int] = field(default_factory=dict)  # completions in these: those of finite parts alone
     places: tuple[Waiting, ...] = ()  # of all these, if they were drawn
@@ -96,7 +106,7 @@ class RolloutBatch:
         scored = [scored for one in answered for scored in (*one.scored, *one.greedy)]
         parts = [s.parts for one in answered if one.rewards for s in one.scored if s.error is None and s.parts]
         names = dict.fromkeys(name for one in parts for name in one)  # sources have their own rewards
-        filtered = sum(one.reason == "equal_rewards" for one in answered)
+        filtered = sum(one.reason in UNTAUGHT for one in answered)
         return cls(
             groups=(groups := tuple(one.group for one in answered if one.group is not None)),
             num_completions=len(rewards),

@@ -25,7 +25,16 @@ from dataclasses import dataclass, replace
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import EngineError
-from rl_megatron.rollout.batch import POISON_SHARE, Answered, Drawn, GroupSource, RolloutBatch, Waiting, sampled_tokens
+from rl_megatron.rollout.batch import (
+    POISON_SHARE,
+    Answered,
+    Drawn,
+    GroupSource,
+    Reason,
+    RolloutBatch,
+    Waiting,
+    sampled_tokens,
+)
 from rl_megatron.rollout.ledger import Ledger, LedgerState, lines_of
 from rl_megatron.rollout.stream_times import StreamTimes
 from rl_megatron.types import RolloutGroup
@@ -56,8 +65,8 @@ class Stream:
     """The groups that a run trains on, sampled ahead by the rule above. Controller process only.
 
     ``keep_tokens``: whether its state has what is sampled of groups that are not finished; else they start over.
-    ``teaches`` says of groups whether they have a gradient; ``rollout.dynamic_sampling`` leaves others out, and draws
-    the next prompt in their place: in all at most ``rollout.max_refills`` times the prompts that a step needs.
+    ``teaches`` says of groups whether they have a gradient; ``rollout.dynamic_sampling`` leaves others out, for the
+    reason ``untaught``, and draws the next prompt: in all at most ``rollout.max_refills`` times what a step needs.
     """
 
     def __init__(
@@ -68,27 +77,25 @@ class Stream:
         section: RolloutSection,
         max_staleness: int,
         teaches: Callable[[Sequence[RolloutGroup]], Sequence[bool]],
+        untaught: Reason = "equal_rewards",
         ledger: Ledger,
         keep_tokens: bool = True,
     ) -> None:
         self.version = 0
         self._prompts, self._source, self._section, self._teaches = prompts, source, section, teaches
-        self._ledger, self._keep_tokens = ledger, keep_tokens
+        self._ledger, self._keep_tokens, self._untaught = ledger, keep_tokens, untaught
         self._size, self._most = section.prompts_per_step, max_staleness
         self._apart = section.served  # sampling goes on while the learner trains and weights are pushed
         self._drawn = self._opened = self._calm = self._met = 0  # met: groups that the last push met
         self._credit = (max_staleness + 1) * self._refills
         self._ahead = min(1, max_staleness) if self._apart else max_staleness
-        self._batch: list[str] = []
+        self._batch, self._poison = list[str](), list[int]()
         self._places: dict[int, Waiting] = {}
         self._dues = Counter[int]()  # how many places are due at each step
         self._ready: list[tuple[int, int]] = []  # keys of the places with an answer, ascending
-        self._left_out: list[Waiting] = []
-        self._poison: list[int] = []
-        self._unsent: list[Waiting] = []  # of a checkpoint, to sample again
-        self._tasks = set[asyncio.Task[None]]()
+        self._left_out, self._unsent = list[Waiting](), list[Waiting]()  # unsent: of a checkpoint, to sample again
+        self._tasks, self._changed = set[asyncio.Task[None]](), asyncio.Event()
         self._failure: Exception | None = None
-        self._changed = asyncio.Event()
         self._closed = self._last = False
         self._took: float | None = None  # the time of the last ``take``
         self._waited = 0.0  # seconds since
@@ -293,7 +300,7 @@ class Stream:
         section, group = self._section, answered.group
         if section.dynamic_sampling != "off" and group is not None and not self._teaches([group])[0]:
             tokens = answered.left_out_tokens + sampled_tokens(group)
-            answered = replace(answered, group=None, reason="equal_rewards", left_out_tokens=tokens)
+            answered = replace(answered, group=None, reason=self._untaught, left_out_tokens=tokens)
         if answered.reason == "poison":
             self._prompts.leave_out(place.drawn.prompt)
             self._count_poison(place.drawn, answered.problem)

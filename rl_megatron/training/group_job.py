@@ -19,7 +19,7 @@ from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.durable import remove_folder
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
-from rl_megatron.rollout.batch import RolloutBatch, Waiting
+from rl_megatron.rollout.batch import UNTAUGHT, RolloutBatch, Waiting
 from rl_megatron.rollout.environments.figures import environment_row
 from rl_megatron.rollout.stream import Stream
 from rl_megatron.training.beside import EvaluationBeside
@@ -168,9 +168,7 @@ class GroupJob(ABC):
         seen = [
             (one.drawn.prompt.id, one.answered.rewards)
             for one in sorted(self.places, key=lambda place: place.drawn.ordinal)
-            if one.answered is not None
-            and one.answered.rewards
-            and (one.kept or one.answered.reason == "equal_rewards")
+            if one.answered is not None and one.answered.rewards and (one.kept or one.answered.reason in UNTAUGHT)
         ]
         shares = [(name, float(np.mean([reward >= right for reward in rewards]))) for name, rewards in seen]
         table.update(shares, self.number, self.prompts.left_out)

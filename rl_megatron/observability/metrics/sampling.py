@@ -93,7 +93,11 @@ SAMPLING = (
     ("response/interrupted_fraction", "", "share of completions whose thinking rollout.interrupt ended by a text"),
     ("groups/trained", "groups", "groups that the step trains on; 0 if it is skipped because there are none"),
     ("groups/dropped", "groups", "groups left out: failed rewards if the config says so, and `poison` prompts"),
-    ("groups/filtered", "groups", "groups of equal shaped rewards, left out by rollout.dynamic_sampling"),
+    (
+        "groups/filtered",
+        "groups",
+        "groups of equal shaped rewards, or of own advantages that are all 0, left out by rollout.dynamic_sampling",
+    ),
     (
         "groups/zero_advantage_fraction",
         "",

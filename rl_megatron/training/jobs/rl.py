@@ -13,7 +13,7 @@ from typing_extensions import override
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import DataError
-from rl_megatron.rollout.batch import GroupSource, Reason, RolloutBatch
+from rl_megatron.rollout.batch import UNTAUGHT, GroupSource, Reason, RolloutBatch
 from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.rollout.stream import Stream
 from rl_megatron.training.credit.shaping import groups_that_differ
@@ -31,6 +31,7 @@ def stream_of(config: RunConfig, prompts: PromptStream, source: GroupSource, led
         section=config.rollout,
         max_staleness=config.train.max_staleness,
         teaches=partial(groups_that_differ, section=config.algorithm, max_new_tokens=limit),
+        untaught="zero_advantages" if config.algorithm.own_decides else "equal_rewards",
         ledger=ledger,
         keep_tokens=config.checkpoint.in_flight == "tokens",
     )
@@ -38,6 +39,7 @@ def stream_of(config: RunConfig, prompts: PromptStream, source: GroupSource, led
 
 _LEFT_OUT: Mapping[Reason, str] = {
     "equal_rewards": "equal rewards",
+    "zero_advantages": "advantages of 0",
     "poison": "servers that ended under them",
     "reward_error": "failed rewards",
     "environment_error": "failed trajectories",
@@ -54,7 +56,7 @@ class Reinforcement(GroupJob):
 
     @override
     async def take(self) -> RolloutBatch:
-        """The next batch, after dynamic sampling; short or empty if too many groups have equal rewards."""
+        """The next batch, after dynamic sampling; short or empty if too many groups would give no gradient."""
         section = self.config.rollout
         wanted = section.prompts_per_step if section.dynamic_sampling == "refill" else 1
         batch = await self.stream.take(self.number)
@@ -67,7 +69,7 @@ class Reinforcement(GroupJob):
             f"to train on, {wanted} were wanted; left out (log.txt names those that failed): "
             + ", ".join(f"{count} for {_LEFT_OUT[reason]}" for reason, count in left_out.items())
         )
-        if not batch.groups and "equal_rewards" not in left_out and left_out.keys() != {"poison"}:
+        if not batch.groups and not left_out.keys() & UNTAUGHT and left_out.keys() != {"poison"}:
             raise DataError(f"{found}. Fix these, or the data")
         logger.warning("%s; the step trains on these", found)
         return batch

@@ -16,6 +16,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import DataError, Stopped
 from rl_megatron.interfaces import Roles
+from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.rollout.batch import Answered, Drawn, Reason
@@ -136,6 +137,19 @@ def test_a_step_without_a_group_that_teaches_is_skipped(
     assert (row["groups/trained"], row["groups/filtered"], row["tokens/train"], taken) == (0, 8, 0, 0)
     assert row["tokens/rollout"] == 8 * sum(one.num_sampled for one in EQUAL.trajectories)
     assert "step 1 has no token to train on and is skipped" in caplog.text
+
+
+def test_the_reason_of_groups_without_own_advantages_is_not_their_rewards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Advantages of rewards above 1 alone: TEACHES has 1 and less, and two that differ."""
+    (tmp_path / "above_one.py").write_text("def excess(rewards):\n    return (rewards - 1).clamp(min=0)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = {"advantage_mean": "above_one:excess", "advantage_std": "none"}
+    row, taken = step(tmp_path, answers(*[TEACHES] * 8), rollout={"dynamic_sampling": "refill"}, algorithm=own)
+    assert (row["groups/trained"], row["groups/filtered"], taken) == (0, 8, 0)
+    assert "left out (log.txt names those that failed): 8 for advantages of 0" in caplog.text
+    assert {line["reason"] for line in read_jsonl(tmp_path / "ledger.jsonl")} == {"zero_advantages"}
 
 
 @pytest.mark.parametrize(("mode", "tries"), [("off", 1), ("refill", 2), ("drop", 2)])
