@@ -218,9 +218,13 @@ class Place:
         run.end()
         return run
 
+    def begin_in_fork(self, *arguments: str) -> Run:
+        """Start the given command line in a fork."""
+        return self._fork("none", list(arguments))
+
     def call_in_fork(self, *arguments: str) -> Run:
-        """The same in a fork."""
-        run = self._fork("none", list(arguments))
+        """Run the given command line to its end, in a fork."""
+        run = self.begin_in_fork(*arguments)
         run.end()
         return run
 

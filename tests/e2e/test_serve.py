@@ -47,11 +47,11 @@ def test_it_serves_who_has_the_key_on_loopback_alone_until_a_signal(place: Place
 
 def test_the_key_of_a_server_that_runs_is_not_replaced_by_another(place: Place) -> None:
     model = make_tiny_model(TinyModelSection(), place.cache, 0)
-    first = place.begin("serve", str(model), "--port", "0", "rollout.max_new_tokens=8")
+    first = place.begin_in_fork("serve", str(model), "--port", "0", "rollout.max_new_tokens=8")
     first.until(lambda: "Ctrl-C ends it" in first.text(), "the server")
     file = Path("eval") / "serve.key"
     key = (place.folder / file).read_text().strip()
-    second = place.begin("serve", str(model), "--port", "0")
+    second = place.begin_in_fork("serve", str(model), "--port", "0")
     second.until(lambda: "serve.key" in second.text(), "what it says of the key")
     assert "error: " in second.text(), "it serves, with a new key"
     assert second.end() == 1
@@ -60,7 +60,7 @@ def test_the_key_of_a_server_that_runs_is_not_replaced_by_another(place: Place) 
     assert (place.folder / file).read_text().strip() == key
     os.kill(first.process.pid, signal.SIGTERM)
     assert first.end() == 0, first.text()
-    third = place.begin("serve", str(model), "--port", "0", "rollout.max_new_tokens=8")
+    third = place.begin_in_fork("serve", str(model), "--port", "0", "rollout.max_new_tokens=8")
     third.until(lambda: "Ctrl-C ends it" in third.text(), "the server")
     new = (place.folder / file).read_text().strip()
     assert new != key
