@@ -8,7 +8,7 @@ from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
-from launcher.preflight.subject import Found, Subject, found_by, problem, unchecked
+from launcher.preflight.subject import Found, Subject, found_by, note, problem, unchecked
 from rl_megatron.config.beside import frozen_folders, in_words_of, ranked_rewards, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources
@@ -19,6 +19,7 @@ from rl_megatron.models.families.fields import CLASSIFIER
 from rl_megatron.models.json_files import tensor_names
 from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
+from rl_megatron.weights.checkpoints.hugging_face import own_in_drafts
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
 from rl_megatron.weights.layouts.families import read_shape
@@ -83,11 +84,23 @@ def _policy(subject: Subject) -> Iterator[Found]:
     if is_megatron(folder):
         yield unchecked("the weights, a megatron checkpoint: rl-megatron verify reads them all")
         return
-    yield from _weights(folder, "model.path")
-    if subject.config.learner.draft.train and not holds_draft(tensor_names(folder)):
+    found = [*_weights(folder, "model.path")]
+    yield from found
+    if subject.config.learner.draft.train and not found:
+        yield from _draft(subject, folder)
+
+
+def _draft(subject: Subject, folder: Path) -> Iterator[Found]:
+    """Yields that the files have no draft layer, or one with an embedding or output matrix of its own."""
+    if not holds_draft(tensor_names(folder)):
         yield problem(
             f"learner.draft.train=true, but no tensor in model.path={folder} is of a draft layer; give a folder that "
             "has one, as the model is published, or leave it out"
+        )
+    for name, of in own_in_drafts(folder, subject.shape, whole=False).items():
+        yield note(
+            f"model.path={folder}: {name} is no copy of {of}, which the draft layer reads in its place; no run "
+            "trains or exports it, and until the layer has learnt it proposes other tokens (docs/draft_layers.md)"
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import IO
 
@@ -48,9 +49,9 @@ def hf_copies(source: Path, shape: ModelShape, dtype: DType | None) -> tuple[lis
     return [copy_of(name) for name in weights], files
 
 
-def own_in_drafts(source: Path, shape: ModelShape) -> dict[str, str]:
+def own_in_drafts(source: Path, shape: ModelShape, *, whole: bool = True) -> dict[str, str]:
     """The embeddings and output matrices of a folder's draft layers that are no copies of the model's own, each with
-    that one's name: all are read for that. No conversion carries them."""
+    that one's name: all are read for that, or their first blocks alone. No conversion carries them, nor a run."""
     if not shape.drafts:
         return {}
     headers = read_headers(source)
@@ -59,7 +60,7 @@ def own_in_drafts(source: Path, shape: ModelShape) -> dict[str, str]:
     own = {}
     for name, of in found.items():
         one, other = copy_of(name), copy_of(of)
-        if one.shape != other.shape or not _equal(one, other):
+        if one.shape != other.shape or not _equal(one, other, whole=whole):
             own[name] = of
         files.forget()
     return own
@@ -79,10 +80,11 @@ def _reading(source: Path, headers: Headers, dtype: DType | None) -> tuple[Files
     return files, copy_of
 
 
-def _equal(one: Copy, other: Copy) -> bool:
-    """Whether two tensors of one shape have the same bits; stops at the first block that differs."""
+def _equal(one: Copy, other: Copy, *, whole: bool = True) -> bool:
+    """Whether two tensors of one shape, or their first blocks, have the same bits; stops at one that differs."""
     pairs = zip(one.blocks(lambda _: None), other.blocks(lambda _: None), strict=False)
-    return one.dtype is other.dtype and all(np.array_equal(block, same) for block, same in pairs)
+    compared = islice(pairs, None if whole else 1)
+    return one.dtype is other.dtype and all(np.array_equal(block, same) for block, same in compared)
 
 
 def _stored(name: str, shape: Shape, dtype: DType, source: Callable[[], Sliceable]) -> Copy:

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 from launcher.preflight import model_files
-from launcher.preflight.subject import Subject
+from launcher.preflight.subject import Found, Subject
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.models.named import NAMED
 from rl_megatron.options.table import problems
 from rl_megatron.scaling.parameters import elements
 from rl_megatron.weights.layouts.families import megatron_layout
-from tests.draft_models import save_with_qwens_draft
+from tests.draft_models import save_with_drafts, save_with_qwens_draft
 from tests.family_models import save_model
 
 DEEPSEEK = NAMED["deepseek-v3"]
@@ -62,6 +63,22 @@ def test_the_plan_counts_the_parameters_of_the_published_layer() -> None:
     copies = 2 * DEEPSEEK.vocab_size * DEEPSEEK.hidden_size
     assert own == pytest.approx(11.5e9, rel=0.01)
     assert with_layer + copies == pytest.approx(685e9, rel=1e-3)
+
+
+def test_a_matrix_of_a_draft_layers_own_is_told_before_a_run(tmp_path: Path) -> None:
+    """As conversions tell it."""
+    tensors = save_with_drafts("glm4_moe", folder := tmp_path / "hf")
+    config = load_config("tiny_cpu", ["learner.draft.train=true", f"model.path={folder}"])
+
+    def notes() -> list[Found]:
+        return [one for one in model_files.check(Subject(config, for_job=False)) if "is no copy of" in one.text]
+
+    assert not notes()
+    (own,) = [name for name in tensors if name.endswith("shared_head.head.weight")]
+    save_file({**tensors, own: tensors[own] + 1}, folder / "model.safetensors", {"format": "pt"})
+    (said,) = notes()
+    assert said.kind == "note"
+    assert f"{own} is no copy of lm_head.weight, which the draft layer reads in its place" in said.text
 
 
 def test_a_draft_layer_that_the_files_lack_is_told_before_a_run(tmp_path: Path) -> None:
