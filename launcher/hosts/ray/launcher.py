@@ -1,4 +1,4 @@
-"""Starts learner ranks as actors of a Ray cluster (cluster.py).
+"""Starts learner ranks as actors (actors.py) of a Ray cluster (cluster.py).
 
 Like every rank, an actor connects back to the controller with the run's token.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,7 +25,6 @@ from launcher.hosts.ray.node import Bundle
 from launcher.hosts.threads import threads_per_rank, threads_per_worker
 from launcher.wire import channel
 from launcher.wire.greetings import Call
-from launcher.worker.remote import serve
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import WorkerDied
 from rl_megatron.interfaces import Launcher, Roles, unheard
@@ -37,22 +35,12 @@ from rl_megatron.placement.ranks import ranks_by_role
 import ray  # after head, which sets what it reads
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from launcher.hosts.ray.actors import RankActor
+
 Who = tuple[str, int]
 """A role, and the number of one of its ranks."""
 
 _CAUSE_SECONDS = 20.0
-
-
-class RankActor:
-    """The actor that a rank runs in."""
-
-    def serve(self, call: Call, number: int, log: str) -> None:
-        """Run rank ``number``; its output goes to the file ``log``."""
-        with Path(log).open("ab") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        serve(call, number)
-        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
 
 class RayLauncher(Launcher):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from typing_extensions import override
 from launcher.controller.failure import seen
 from launcher.hosts.ray.head import said
 from launcher.processes import guards
-from launcher.processes.guards import Guard, Order, start_guard
+from launcher.processes.guards import Guard
 from launcher.processes.own_thread import OwnThread
 
 # isort: split
@@ -22,24 +20,9 @@ import ray  # after head, which sets what it reads
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from launcher.hosts.ray.actors import ServerActor
+
 logger = logging.getLogger(__name__)
-
-
-class ServerActor:
-    """Runs the guard of an engine server. Both end with the actor, because the guard's pipe closes."""
-
-    async def start(self, order: Order) -> None:
-        """Start guard and server. Raises OSError."""
-        slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM")}  # of this node's step
-        self._guard = await start_guard(replace(order, environment={**order.environment, **slurm}))
-
-    async def wait(self) -> str:
-        """Wait for the end of guard and server, and say how they ended."""
-        return await self._guard.wait()
-
-    async def end(self) -> None:
-        """End the server and its guard."""
-        await self._guard.end()
 
 
 class ActorGuard(Guard):

@@ -1,0 +1,46 @@
+"""What runs in Ray's processes on the nodes of a cluster: a rank, or the guard of an engine server.
+
+Each imports this file, so it has none of the controller's imports.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import ray
+
+from launcher.processes.guards import Order, start_guard
+from launcher.wire.greetings import Call
+
+
+class RankActor:
+    """The actor that a rank runs in."""
+
+    def serve(self, call: Call, number: int, log: str) -> None:
+        """Run rank ``number``; its output goes to the file ``log``."""
+        from launcher.worker.remote import serve  # imports torch, which a server's actor needs not
+
+        with Path(log).open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        serve(call, number)
+        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+
+
+class ServerActor:
+    """Runs the guard of an engine server. Both end with the actor, because the guard's pipe closes."""
+
+    async def start(self, order: Order) -> None:
+        """Start guard and server. Raises OSError."""
+        slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM")}  # of this node's step
+        self._guard = await start_guard(replace(order, environment={**order.environment, **slurm}))
+
+    async def wait(self) -> str:
+        """Wait for the end of guard and server, and say how they ended."""
+        return await self._guard.wait()
+
+    async def end(self) -> None:
+        """End the server and its guard."""
+        await self._guard.end()
