@@ -31,7 +31,7 @@ from rl_megatron.weights.transports.words import Peers, deflated, inflated, wire
 
 JOINING = "joining the group"
 _SAID = "/said"  # the part of joining at which ranks exchange values
-_LOOK_SECONDS = 0.002
+_LOOK_SECONDS, _LOOK_SHARE, _MOST_SECONDS = 0.002, 0.02, 0.1  # between looks: this share of the wait so far
 _COUNT_BYTES = 1  # before the first part of a value: how many follow
 _PART_BYTES = 4 * 2**20  # of a value; torch's store resets the connection of whoever sets more than 8 MiB at once
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"  # read by torch when a group is made
@@ -185,20 +185,24 @@ class Member(Peers):
         Returns the keys of the store at which each rank said something. Raises SyncError if it is cancelled, or some
         are not in time, or the store is lost.
         """
-        at, limit = f"{self.rendezvous.name}/{what}", time.monotonic() + self.rendezvous.seconds
+        at, began = f"{self.rendezvous.name}/{what}", time.monotonic()
         keys = [f"{at}{part}/{rank}" for rank in range(self.rendezvous.size)]
+        arrived, all_here = f"{at}{part}/arrived", f"{at}{part}/all"
         with self._asking(f"{what}{part}"):
             self._set(keys[self.rank], said)
-            while not self._store.check(keys):
+            if self._store.add(arrived, 1) >= len(keys) and self._store.check(keys):  # only the last asks for all
+                self._set(all_here, "")
+            while not self._store.check([all_here]):
                 if self._store.check([f"{at}/cancelled"]):
                     raise SyncError(f"{what} was cancelled: {self._store.get(f'{at}/cancelled').decode()}")
-                if time.monotonic() > limit:
-                    missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                if (waited := time.monotonic() - began) > self.rendezvous.seconds:
+                    there = set(self._store.list_keys())
+                    missing = [rank for rank, key in enumerate(keys) if key not in there]
                     raise SyncError(
                         f"{what} failed, and nothing is served: rank {self.rank} waited {self.rendezvous.seconds:g} s "
                         f"for ranks {missing} of learner and engines"
                     )
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(min(max(_LOOK_SECONDS, _LOOK_SHARE * waited), _MOST_SECONDS))
         return keys
 
     @override
