@@ -303,8 +303,9 @@ class Attempts:
             return
         moved: list[_Attempt] = []
         for replica, count in zip(healthy, surplus([one.server.in_flight for one in healthy]), strict=True):
-            movable = [one for one in self._running if one.server is replica.server and one.request.group is not None]
-            moved += movable[max(0, len(movable) - count) :]
+            if count:
+                its = [one for one in self._running if one.server is replica.server and one.request.group is not None]
+                moved += its[max(0, len(its) - count) :]
         if moved:
             logger.info("%d completions move to less busy servers", len(moved))
             self.interrupts += 1
