@@ -62,6 +62,8 @@ class Report:
 
 def of_one_rank(reports: Sequence[Report]) -> Report:
     """A rank's reports on several models, or parts of one, as one. ``changes`` are a learner's, and left out."""
+    if len(reports) == 1:
+        return reports[0]
     return Report(
         rows=[row for one in reports for row in one.rows],
         seconds=sum(one.seconds for one in reports),

@@ -107,7 +107,8 @@ class Trust:
         None if checksums alone sufficed. Raises CorruptionError that names tensors that differ, SyncError if a
         server's log-probs differ from the learner's.
         """
-        unseen = {name: await self._compare(name, said, checksums) for name, said in reports.items()}
+        known = dict[object, Comparison]()
+        unseen = {name: await self._compare(name, said, checksums, known) for name, said in reports.items()}
         verified = None
         new = bool(reports.keys() - self._probed)
         self._asks = self._probes == "always" or any(unseen.values()) or new
@@ -129,7 +130,7 @@ class Trust:
         The learner is not asked, as it may have trained on. Raises as `verify`, and SyncError if neither covers some
         tensor.
         """
-        unseen = await self._compare(name, reports, checksums)
+        unseen = await self._compare(name, reports, checksums, {})
         if verified is None and unseen:
             raise SyncError(f"version {version} is not served at {name}: nothing verifies {min(unseen)} there")
         if verified is not None:
@@ -148,13 +149,29 @@ class Trust:
     def _shapes(self) -> Mapping[str, Shape]:
         return mirror.shapes(self._path)
 
-    async def _compare(self, name: str, reports: Sequence[Report], checksums: Mapping[str, int]) -> frozenset[str]:
-        """Tensors of a server that no checksum verifies. Raises CorruptionError for those that differ."""
+    async def _compare(
+        self,
+        name: str,
+        reports: Sequence[Report],
+        checksums: Mapping[str, int],
+        known: dict[object, Comparison],
+    ) -> frozenset[str]:
+        """Tensors of a server that no checksum verifies. Raises CorruptionError for those that differ.
+
+        ``known``: what was found of servers whose reports have the same lists, as those of equal layouts do.
+        """
+
+        async def compared(private: frozenset[str]) -> Comparison:
+            which = private, *((id(report.rows), id(report.read)) for report in reports)
+            if which not in known:
+                known[which] = await asyncio.to_thread(compare, checksums, self._shapes, reports, private)
+            return known[which]
+
         private = self._private.get(name, frozenset())
-        found = await asyncio.to_thread(self._found, reports, checksums, private)
+        found = await compared(private)
         if found.differing and name not in self._private:
             private = await asyncio.to_thread(found.private, reports)
-            found = await asyncio.to_thread(self._found, reports, checksums, private)
+            found = await compared(private)
         if found.differing:
             named = sorted(found.differing)
             more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
@@ -166,9 +183,6 @@ class Trust:
             kinds = f", of these {', '.join(sorted(private))} in private layouts" if private else ""
             logger.info("%s: checksums verify all but %d tensors%s", name, len(found.unseen), kinds)
         return found.unseen
-
-    def _found(self, reports: Sequence[Report], checksums: Mapping[str, int], private: frozenset[str]) -> Comparison:
-        return compare(checksums, self._shapes, reports, private)
 
     async def _ask(self, version: int, unseen: Mapping[str, frozenset[str]], *, everything: bool) -> Verified:
         """Probe the servers. Raises SyncError if a server's log-probs differ from the learner's."""

@@ -19,7 +19,7 @@ from launcher.servers.engines import SERVERS
 from rl_megatron.errors import CorruptionError, EngineError
 from rl_megatron.models.named import NAMED
 from rl_megatron.rollout.servers import decoding
-from rl_megatron.rollout.servers.decoding import Judged, SampledColumns
+from rl_megatron.rollout.servers.decoding import Judged, SampledColumns, shared_lists
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.rollout.servers.sglang import answer as sglang
 from rl_megatron.rollout.servers.vllm import answer as vllm
@@ -264,6 +264,46 @@ def test_reports_of_another_form_are_an_error_that_names_the_part(engine: str, t
     server.said[0]["seconds"] = "long"
     with pytest.raises(EngineError, match=r"another form: Expected `float`, got `str` - at `\$\.seconds`"):
         asyncio.run(SERVERS[engine](NAMED["qwen3-30b-a3b"]).held(server, tmp_path / "model.safetensors"))
+
+
+@ENGINES
+def test_equal_lists_of_reports_are_decoded_once_for_all_servers(engine: str, tmp_path: Path) -> None:
+    """A report on a model of 235B parameters takes a server's rank 4 MB, and a replica's most of two seconds."""
+    whole = ((0, 2), (0, 3))
+
+    async def held(*numbers: int) -> list[Report]:
+        reports = [
+            Report(rows=[("w13", "gate", whole, n)], seconds=float(i), read=[("up", whole, 7)])
+            for i, n in enumerate(numbers)
+        ]
+        found = await SERVERS[engine](NAMED["qwen3-30b-a3b"]).held(Reporting(reports), tmp_path / "model.safetensors")
+        assert found == reports
+        return found
+
+    async def all_held() -> tuple[list[Report], list[Report]]:
+        return await held(2**64 - 1, 5), await held(2**64 - 1, 6)
+
+    first, second = asyncio.run(all_held())
+    assert first[0].rows is second[0].rows
+    assert first[1].rows is not second[1].rows
+    assert first[0].read is first[1].read is second[1].read
+    server = Reporting([Report(rows=(), seconds=0.0)])
+    server.said[0]["rows"] = [["w13", "gate", [[0, 2], [0, 3]], "one"]]
+    with pytest.raises(EngineError, match=r"another form: rows: Expected `int`, got `str` - at `\$\[0\]\[3\]`"):
+        asyncio.run(SERVERS[engine](NAMED["qwen3-30b-a3b"]).held(server, tmp_path / "model.safetensors"))
+
+
+def test_a_shared_list_is_gone_with_the_last_answer_that_has_it() -> None:
+    _, first = shared_lists(b'{"rows": [8, 9]}', {"rows": list[int]})
+    rest, second = shared_lists(b'{"rows": [8, 9], "seconds": 1}', {"rows": list[int]})
+    assert json.loads(rest) == {"rows": [], "seconds": 1}
+    there = list(decoding._shared.values())
+    assert there.count([8, 9]) == 1
+    there.clear()
+    del first
+    assert [8, 9] in decoding._shared.values()
+    del second
+    assert [8, 9] not in decoding._shared.values()
 
 
 def test_a_loaders_error_names_its_rank(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing_extensions import override
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, EngineGauges, StartOptions
+from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, EngineGauges, StartOptions, read_report
 from rl_megatron.rollout.servers.decoding import as_form
 from rl_megatron.rollout.servers.embedded import wire
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
@@ -20,8 +20,6 @@ from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes
-
-_report = partial(as_form, form=Report)
 
 
 class EmbeddedAdapter(Adapter):
@@ -116,7 +114,7 @@ class EmbeddedAdapter(Adapter):
     ) -> list[Report]:
         if straight:
             raise SyncError(f"{server.url}: servers of rollout.engine=local load files; set weights.transport=auto")
-        return [await server.reported("/load", {"path": str(path), "version": version}, _report)]
+        return [await server.reported("/load", {"path": str(path), "version": version}, read_report)]
 
     @override
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
@@ -140,4 +138,4 @@ class EmbeddedAdapter(Adapter):
 
     @override
     async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
-        return [await server.reported("/held", None, _report)]
+        return [await server.reported("/held", None, read_report)]

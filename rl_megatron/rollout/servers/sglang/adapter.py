@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -25,11 +25,12 @@ from rl_megatron.rollout.servers.adapter import (
     EngineGauges,
     StartOptions,
     candidate,
+    read_report,
     value_given,
     version_of,
 )
 from rl_megatron.rollout.servers.answers import checked_routes, completion_seed, sampled_with, spans_of
-from rl_megatron.rollout.servers.decoding import Judged, SampledColumns
+from rl_megatron.rollout.servers.decoding import Judged, SampledColumns, as_form
 from rl_megatron.rollout.servers.http import AttemptFailed, Server, read_beside
 from rl_megatron.rollout.servers.sglang import answer as form
 from rl_megatron.rollout.servers.sglang import drafts, loras, orders, priorities
@@ -293,23 +294,24 @@ class SGLangAdapter(Adapter):
 
     @override
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
-        return await self._order(server, path, {"do": "boxes"}, dict[str, Box])
+        return await self._order(server, path, {"do": "boxes"}, partial(as_form, form=dict[str, Box]))
 
     @override
     async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
-        await self._order(server, path, {"do": "join", "place": rendezvous, "first": first}, dict[str, object])
+        order = {"do": "join", "place": rendezvous, "first": first}
+        await self._order(server, path, order, partial(as_form, form=dict[str, object]))
 
     async def _order(
         self,
         server: Server,
         path: Path,
         order: Mapping[str, object],
-        kind: type[T],
+        read: Callable[[bytes], T],
         *,
         runner: Literal["target", "draft"] = "target",
         label: str | None = None,
     ) -> list[T]:
-        """The loader's answer on each rank as ``kind``, in files beside the weights: an error would end the server.
+        """The loader's answer on each rank by ``read``, in files beside the weights: an error would end the server.
 
         Of the model, or with ``runner`` "draft" of its draft layer: an order to both would write each file twice.
         Not at a pause, SGLang would carry it out when all running requests have ended, and take none until then.
@@ -318,7 +320,7 @@ class SGLangAdapter(Adapter):
             server.paused = True
             try:
                 await self.pause(server, "keep_cache")
-                return await self._order(server, path, order, kind, runner=runner, label=label)
+                return await self._order(server, path, order, read, runner=runner, label=label)
             finally:
                 server.paused = False
                 await self.resume(server)
@@ -335,7 +337,7 @@ class SGLangAdapter(Adapter):
             await server.post("/end_weight_update", {})
         said = await asyncio.to_thread(orders.loaders_answers, answer, ranks)
         return [
-            await read_beside(partial(form.read_loaders, form=kind, rank=rank), one) for rank, one in enumerate(said)
+            await read_beside(partial(form.read_loaders, read=read, rank=rank), one) for rank, one in enumerate(said)
         ]
 
     @override
@@ -362,8 +364,8 @@ class SGLangAdapter(Adapter):
         self, server: Server, path: Path, order: Mapping[str, object], label: str | None = None
     ) -> list[Report]:
         """Each rank's, on its model and its draft layer, which goes first: a label says that a server has both."""
-        said = [await self._order(server, path, order, Report, runner="draft")] if server.draft_tokens else []
-        said.append(await self._order(server, path, order, Report, label=label))
+        said = [await self._order(server, path, order, read_report, runner="draft")] if server.draft_tokens else []
+        said.append(await self._order(server, path, order, read_report, label=label))
         return [of_one_rank(of_rank) for of_rank in zip(*said, strict=True)]
 
     @override

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -70,12 +71,12 @@ class _Refused(msgspec.Struct):
     error: str | None = None
 
 
-def read_loaders(text: bytes, *, form: type[T], rank: int) -> T:
-    """The answer of a rank's loader as ``form``. Raises CorruptionError with its error, and EngineError."""
+def read_loaders(text: bytes, *, read: Callable[[bytes], T], rank: int) -> T:
+    """The answer of a rank's loader by ``read``. Raises CorruptionError with its error, and EngineError."""
     try:
         if (error := as_form(text, _Refused).error) is not None:
             raise CorruptionError(f"rank {rank}: {error}")
-        return as_form(text, form)
+        return read(text)
     except ValueError as error:
         raise EngineError(f"rank {rank}: its loader's answer has another form: {error!s:.300}") from error
 

@@ -27,11 +27,12 @@ from rl_megatron.rollout.servers.adapter import (
     EngineGauges,
     StartOptions,
     candidate,
+    read_report,
     value_given,
     version_of,
 )
 from rl_megatron.rollout.servers.answers import checked_routes, sampled_with, spans_of
-from rl_megatron.rollout.servers.decoding import Judged, SampledColumns
+from rl_megatron.rollout.servers.decoding import Judged, SampledColumns, as_form
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.vllm import answer as form
 from rl_megatron.rollout.servers.vllm import drafts, loras
@@ -284,7 +285,7 @@ class VLLMAdapter(Adapter):
 
     @override
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
-        return await self._asked(server, dict[str, Box], "rl_megatron_boxes", str(path))
+        return await self._asked(server, partial(as_form, form=dict[str, Box]), "rl_megatron_boxes", str(path))
 
     @override
     async def join(self, server: Server, path: Path, rendezvous: Mapping[str, object], first: int) -> None:
@@ -305,7 +306,7 @@ class VLLMAdapter(Adapter):
 
     @override
     async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
-        return await self._asked(server, Report, "rl_megatron_held", str(path), sorted(private))
+        return await self._asked(server, read_report, "rl_megatron_held", str(path), sorted(private))
 
     @override
     async def load_adapters(self, server: Server, adapters: LoadedAdapters, folder: Path) -> None:
@@ -321,13 +322,13 @@ class VLLMAdapter(Adapter):
         """Its /health is 200 as long as the first node's engine lives, whatever became of ranks on other nodes."""
         await self._rpc(server, "rl_megatron_ping")
 
-    async def _asked(self, server: Server, kind: type[T], method: str, *arguments: object) -> list[T]:
-        """The answer of each rank of the server, as ``kind``.
+    async def _asked(self, server: Server, read: Callable[[bytes], T], method: str, *given: object) -> list[T]:
+        """The answer of each rank of the server, by ``read``.
 
         vLLM returns those of the first dp replica's ranks alone. So each rank gathers the answers of all.
         """
-        body, read = {"method": method, "args": list(arguments)}, partial(form.read_gathered, form=kind)
-        return await self._together(server, lambda: server.reported("/collective_rpc", body, read))
+        body, each = {"method": method, "args": list(given)}, partial(form.read_gathered, read=read)
+        return await self._together(server, lambda: server.reported("/collective_rpc", body, each))
 
     async def _together(self, server: Server, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Call a method in which ranks wait for each other, while none samples.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Annotated, TypeVar
 
@@ -63,11 +63,11 @@ class _Called(msgspec.Struct):
     results: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1)]
 
 
-def read_gathered(text: bytes, form: type[T]) -> list[T]:
-    """Each rank's answer as ``form``, of which the first has gathered all; another thread may run between two. Raises
+def read_gathered(text: bytes, read: Callable[[bytes], T]) -> list[T]:
+    """Each rank's answer by ``read``, of which the first has gathered all; another thread may run between two. Raises
     ValueError as `as_form` does."""
     gathered = bytes(as_form(text, _Called).results[0])
-    return [as_form(bytes(one), form) for one in as_form(gathered, list[msgspec.Raw])]
+    return [read(bytes(one)) for one in as_form(gathered, list[msgspec.Raw])]
 
 
 def read_sampled(text: bytes) -> list[SampledColumns]:
