@@ -107,6 +107,7 @@ def test_actors_train_as_processes_do_and_a_dead_one_ends_the_run_by_name(place:
     local.finish()
     run = place.fork("actors", *KEYS, "run.launcher=ray", "train.steps=100000")
     run.until_row(step=7)
+    (hold := place.folder / "hold").touch()  # what follows needs no steps
     rows, samples = ([one for one in part if one["step"] <= 6] for part in run.record())
     assert (rows, samples) == local.record()
     for each in (local, run):
@@ -121,6 +122,8 @@ def test_actors_train_as_processes_do_and_a_dead_one_ends_the_run_by_name(place:
         if process.name() in ("gcs_server", "raylet"):
             for port in ports_of(process):
                 check_ray(port)
+    hold.unlink()
+    run.until_row(step=9)  # it trains again
     victim = ranks(run)[0]
     victim.kill()
     assert run.end() == 1
