@@ -45,8 +45,9 @@ class EnvironmentSection(Section):
     max_observation_tokens: Positive = 1024
     """A longer message of an environment is cut in its middle, with a mark that says so."""
     seconds: PositiveFloat = 300.0
-    """Time limit of a trajectory, sampling included: what was sampled by then is scored and trained on. A call that has
-    begun by then keeps its own limit."""
+    """Time limit of a trajectory, sampling included: what was sampled by then is scored and trained on. Servers end a
+    turn there, with its tokens; of a first without a token it is twice as long. A call that has begun by then keeps its
+    own limit."""
     step_seconds: PositiveFloat = 30.0
     """Time limit of each call of an environment's start, step and score; and how long after ``seconds`` a function that
     leads its trajectory may still return its reward."""
@@ -56,5 +57,5 @@ class EnvironmentSection(Section):
     """What to do if an environment raises, is late or answers what is no answer: end the run (fail), drop the group, or
     give the trajectory a number as its reward."""
     spare: NonNegative = 0
-    """Most trajectories that begin in a group in place of failed ones, with on_error=drop; the group is dropped if more
-    fail. Slow ones are never replaced."""
+    """Most trajectories that begin in a group in place of those that failed or have no turn, with on_error=drop; the
+    group is dropped if there are more. Slow ones with a turn are never replaced."""

@@ -35,7 +35,11 @@ ENVIRONMENTS = (
     ("environment/seconds_p99", "s", "its 99th percentile"),
     ("environment/tool_calls", "calls", "calls of tools in a trajectory that were read, mean"),
     ("environment/bad_calls", "turns", "turns of a trajectory with a call that cannot be read, mean"),
-    ("environment/spare", "", "share of trajectories that are in place of one that failed (environment.spare)"),
+    (
+        "environment/spare",
+        "",
+        "share of trajectories that are in place of one that failed or had no turn (spare)",
+    ),
     (
         "environment/stop/<name>",
         "",

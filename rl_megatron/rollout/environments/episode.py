@@ -25,6 +25,7 @@ from rl_megatron.rollout.parsers.parsed import Parsed, Parser, opens_thought
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Chain, Completion, GenerationRequest, Prompt, SamplingParams, StopReason, Turn
 
+_LEAST_SECONDS = 1.0  # of a turn in a server, which aborts it then and gets it again until it has a token
 _OPENING = 16  # tokens at the end of a prompt that have its <think> in them, whatever the tokenizer
 
 
@@ -198,7 +199,8 @@ class Episode(Served):
     async def _sample(self, token_ids: TokenIds, max_tokens: int | None) -> Completion:
         """What follows the tokens, of one token at least and at most what limits leave and the client asks for.
 
-        A turn that was cut is the last, but where the client asked for fewer tokens than it may have.
+        A turn that was cut is the last, but where the client asked for fewer tokens than it may have. Servers end one
+        that is being sampled at the limit of ``environment.seconds``, with the tokens that it has.
         """
         if self.stop is not None:
             raise LimitReached(self.stop)
@@ -211,7 +213,7 @@ class Episode(Served):
         most = room if max_tokens is None else min(room, max_tokens)
         request, asked = self._request(tuple(token_ids.tolist()), most), self._loop.time()
         try:
-            async with asyncio.timeout(self.seconds_left):
+            async with asyncio.timeout(self._patience):
                 (completion,) = await self._setting.engine.generate(request)
         except TimeoutError as error:
             raise self._ended("seconds") from error
@@ -219,11 +221,23 @@ class Episode(Served):
         if not len(completion.token_ids):
             raise self._ended("length")
         self._left -= read + len(completion.token_ids)
-        if completion.finish_reason == "length" and most == room:
+        if completion.finish_reason == "length" and len(completion.token_ids) < most:
+            self.stop = "seconds"
+        elif completion.finish_reason == "length" and most == room:
             self.stop = "length"
         elif completion.finish_reason not in ("stop", "length"):
             self.stop = "abandoned"
         return completion
+
+    @property
+    def _patience(self) -> float | None:
+        """Seconds for a turn. The first has no limit: without it there is nothing to train on."""
+        return self.seconds_left + self._setting.section.step_seconds / 2 if self.turns else None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a turn is being sampled."""
+        return self._turn.locked()
 
     @property
     def num_sampled(self) -> int:
@@ -282,6 +296,7 @@ class Episode(Served):
             birth=self.turns[0].spans[0].version if self.turns and not self._setting.ahead else None,
             ahead=self._setting.ahead,
             exact_logprobs=self._setting.exact_logprobs,
+            max_seconds=max(_LEAST_SECONDS, self.seconds_left),
         )
 
 

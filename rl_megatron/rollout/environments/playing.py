@@ -163,9 +163,9 @@ class Playing:
         elif isinstance(error, TooLate):
             late = f"did not end within environment.seconds={section.seconds:g} and step_seconds after that"
             fault = self._fault("the function", late, late=True)
-            if not self.episode.replies:
+            if not self.episode.replies and not self.episode.is_asked:
                 raise fault from error
-            stop, problem = "seconds", str(fault)
+            stop, problem = "seconds", str(fault) if self.episode.replies else ""
         elif refused is None:
             before = "" if self.episode.failed is None else f"; it had been refused a turn ({self.episode.failed})"
             raise self._fault("the function", f"{error}{before}") from error

@@ -44,6 +44,8 @@ from rl_megatron.types import Completion, Prompt, RolloutGroup, SamplingParams, 
 
 logger = logging.getLogger(__name__)
 
+_REPLACED: frozenset[Reason | None] = frozenset({"environment_error", "nothing_sampled"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
@@ -89,7 +91,8 @@ class EnvironmentSampler(PolicySampler):
 
     @override
     async def groups(self, drawn: Sequence[Drawn]) -> list[Answered]:
-        """``group_size`` trajectories of each prompt; up to ``environment.spare`` more begin as others of it fail.
+        """``group_size`` trajectories of each prompt; up to ``environment.spare`` more begin as others of it fail, or
+        end without a turn.
 
         These have the numbers behind ``group_size``, and seeds by them; a group is in the order of numbers, whatever
         failed first. Raises EnvironmentFailed that names task and turn if an environment fails and
@@ -170,9 +173,10 @@ class EnvironmentSampler(PolicySampler):
     async def _with_spares(
         self, setting: PlaySetting, place: TrajectoryPlace, spares: Iterator[TrajectoryPlace]
     ) -> list[tuple[int, Played]]:
-        """A trajectory; if it fails the next of its group's ``spares``, and so on. All that began, by number."""
+        """A trajectory; if it fails, or has no turn, the next of its group's ``spares``, and so on. All that began, by
+        number."""
         begun = [(place.number, await self._one(setting, place))]
-        while begun[-1][1].reason == "environment_error" and (spare := next(spares, None)) is not None:
+        while begun[-1][1].reason in _REPLACED and (spare := next(spares, None)) is not None:
             begun.append((spare.number, (await self._one(setting, spare)).as_spare()))
         return begun
 
@@ -238,7 +242,12 @@ class EnvironmentSampler(PolicySampler):
             return Played(reason="poison", problem=str(error), left_out_tokens=playing.episode.num_sampled)
         chains = playing.episode.chains(ended.turn_rewards)
         if not any(chain.turns for chain in chains):
-            return Played(reason="nothing_sampled", problem=f"{self._said(place)} has no turn")
+            passed = f"{self.key}.seconds={self.section.seconds:g} passed before its first; raise it"
+            why = passed if ended.stop == "seconds" else f"it ended as {ended.stop}"
+            problem = fault or f"environment {self.section.function!r}: {self._said(place)} has no turn: {why}"
+            if not fault:
+                logger.warning("%s", problem)
+            return Played(reason="environment_error" if fault else "nothing_sampled", problem=problem, late=late)
         seconds = asyncio.get_running_loop().time() - playing.episode.began
         replies, branches = playing.episode.replies, playing.episode.conversation.branches()
         metrics = {

@@ -70,6 +70,8 @@ class Reinforcement(GroupJob):
             + ", ".join(f"{count} for {_LEFT_OUT[reason]}" for reason, count in left_out.items())
         )
         if not batch.groups and not left_out.keys() & UNTAUGHT and left_out.keys() != {"poison"}:
-            raise DataError(f"{found}. Fix these, or the data")
+            problems = (one.answered.problem for one in batch.places if one.answered is not None)
+            first = next((f"; the first of them: {problem}" for problem in problems if problem), "")
+            raise DataError(f"{found}. Fix these, or the data{first}")
         logger.warning("%s; the step trains on these", found)
         return batch

@@ -160,7 +160,8 @@ def test_others_of_the_group_are_not_held_up() -> None:
     ours = sampler(engine, EnvironmentMaker(Sometimes), on_error=0.0, step_seconds=0.2, max_turns=2)
     first = ours._place(PROMPTS[0], "step 1", 0).seed
     (one,) = played(ours)
-    assert one.reason == "nothing_sampled"  # of the first, so of the group
+    assert one.reason == "environment_error"  # of the first, so of the group: it has no turn to train on
+    assert "start did not end within environment.step_seconds=0.2" in one.problem
     assert len(engine.asked) == 2 * 2
 
 

@@ -1,18 +1,27 @@
-"""What is under way when ``environment.seconds`` run out: a step, an agent's tool, an agent's reward."""
+"""What is under way when ``environment.seconds`` run out: a turn, a step, an agent's tool, an agent's reward."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from rl_megatron.environments.protocol import EnvironmentStep, LimitReached, Model, Reply
 from rl_megatron.environments.registry import EnvironmentMaker
-from rl_megatron.types import Prompt
-from tests.scripted_engine import Scripted, sampler, trajectories
-from tests.unit.rollout.test_environment_source import Talks
+from rl_megatron.rollout.servers.engine import ServedEngine
+from rl_megatron.rollout.servers.http import Server
+from rl_megatron.types import Completion, GenerationRequest, Prompt
+from tests.completions import drawn
+from tests.scripted_engine import EOS, Scripted, sampler, trajectories
+from tests.unit.rollout.test_engine_servers import SECTION, Words, push, running
+from tests.unit.rollout.test_environment_source import PROMPTS, Talks
 from tests.unit.rollout.test_environments_that_fail import FOR_EVER, LIMIT, played
+from tests.unit.rollout.test_time_limit import Slow
 
 
 async def agent_that_hangs(task: Prompt, model: Model, turns: int = 0) -> float:
@@ -62,3 +71,78 @@ def test_a_step_that_runs_past_the_end_of_the_trajectory_ends_it_as_it_is() -> N
     keys = {"seconds": 0.2, "step_seconds": LIMIT, "group_size": 1}
     (one,) = trajectories(played(sampler(Scripted(lambda text: "a"), EnvironmentMaker(Works), **keys)))
     assert (one.stop, one.reward, len(one.turns)) == ("seconds", 1.0, 1)
+
+
+@pytest.mark.parametrize(("turn", "parts"), [(0, [[98]]), (1, [[98]]), (0, [[], [98]])])
+def test_a_turn_that_a_server_samples_ends_with_what_it_has(turn: int, parts: list[list[int]]) -> None:
+    """Without a token the first waits for a slot, and gets twice as long."""
+    slow = Slow(*parts)
+
+    def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        if path == "/generate" and f"turn {turn}" not in body["id"]:
+            return 200, {"label": "7", "tokens": [97, EOS]}
+        return slow(path, body, number)
+
+    async def ended(url: str) -> Any:
+        server = Server(url, token="t", timeout_seconds=LIMIT)
+        engine = ServedEngine(Words(), [server], SECTION, max_length=300, vocab_size=259)
+        await push(engine, 7)
+        fake.answer = answer
+        keys = {"seconds": 1.0, "step_seconds": LIMIT, "group_size": 1, "on_error": "drop"}
+        (found,) = trajectories(await sampler(engine, EnvironmentMaker(Talks), **keys).groups(drawn(PROMPTS[:1])))
+        await engine.close()
+        return found
+
+    with running(1) as (fake,):
+        one = asyncio.run(asyncio.wait_for(ended(fake.url), LIMIT))
+    assert one.stop == "seconds"
+    assert [(each.finish_reason, len(each.logprobs)) for each in one.turns] == [("stop", 2)] * turn + [("length", 1)]
+
+
+class Hanging(Scripted):
+    """Never answers the request for a turn."""
+
+    def __init__(self, turn: int) -> None:
+        super().__init__(lambda text: "a")
+        self.turn = turn
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        if f"turn {self.turn}" in request.id:
+            await asyncio.sleep(FOR_EVER)
+        return await super().generate(request)
+
+
+def test_a_later_turn_that_no_engine_ends_is_left_out() -> None:
+    keys = {"seconds": 0.5, "step_seconds": 0.2, "group_size": 1}
+    (one,) = trajectories(played(sampler(Hanging(1), EnvironmentMaker(Talks), **keys)))
+    assert (one.stop, one.reward, len(one.turns)) == ("seconds", 1.0, 1)
+
+
+async def asks(task: Prompt, model: Model) -> float:
+    await model.reply([{"role": "user", "content": task.text}])
+    raise AssertionError
+
+
+def test_an_agent_whose_first_turn_does_not_come_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
+    keys = {"seconds": 0.5, "step_seconds": 0.2, "group_size": 1}
+    (one,) = played(sampler(Hanging(0), function=f"{__name__}:asks", **keys))
+    assert one.reason == "nothing_sampled"
+    said = "prompt '3*4', trajectory 0 of step 1 has no turn: environment.seconds=0.5 passed before its first"
+    assert said in one.problem
+    assert said in caplog.text
+
+
+def test_one_without_a_turn_is_named_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    class SaysNothing(Scripted):
+        async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+            (one,) = await super().generate(request)
+            if "trajectory 1," not in request.id:
+                return [one]
+            return [replace(one, token_ids=np.array([], np.int32), logprobs=np.array([], np.float32))]
+
+    keys = {"on_error": "drop", "max_turns": 1}
+    (one,) = played(sampler(SaysNothing(lambda text: "a"), EnvironmentMaker(Talks), spare=1, **keys))
+    assert [each.metrics.get("spare", 0.0) for each in trajectories([one])] == [0.0, 0.0, 1.0]
+    assert "trajectory 1 of step 1 has no turn: it ended as length" in caplog.text
+    (dropped,) = played(sampler(SaysNothing(lambda text: "a"), EnvironmentMaker(Talks), **keys))
+    assert (dropped.group, dropped.reason) == (None, "nothing_sampled")

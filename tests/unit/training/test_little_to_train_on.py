@@ -163,10 +163,11 @@ def test_rewards_that_all_fail_end_the_run(tmp_path: Path, mode: str, tries: int
 
 
 def test_what_left_a_step_without_a_group_is_named(tmp_path: Path) -> None:
-    reasons: list[Reason] = ["environment_error", "long_prompt", "environment_error", "poison"]
-    failed = [Answered(group=None, reason=reason) for reason in reasons]
+    reasons: list[Reason] = ["environment_error", "nothing_sampled", "environment_error", "poison"]
+    failed = [Answered(group=None, reason=one, problem=f"problem {i}") for i, one in enumerate(reasons)]
     with pytest.raises(
-        DataError, match=r"1 for servers that ended .*, 2 for failed traj.*, 1 for prompts that are too"
+        DataError,
+        match=r"1 for servers that ended .*, 2 for failed traj.*, 1 for traj.*; the first of them: problem 0$",
     ):
         step(tmp_path, failed)
 
