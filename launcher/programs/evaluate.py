@@ -164,10 +164,11 @@ def _display() -> Progress:
 
 
 def _show(results: Results) -> None:
-    table = Table("set", "figure", "value", "95 %", "problems", title=results.model)
+    table = Table("set", "figure", "value", "95 %", "problems", "without a reward", title=results.model)
     for name, one in results.sets.items():
+        errors = f"{one.measured.errors} of {len(one.measured.problems) * one.measured.samples}"
         for figure, interval in one.figures.items():
-            table.add_row(name, figure, f"{interval.value:.4f}", *_ends(interval))
+            table.add_row(name, figure, f"{interval.value:.4f}", *_ends(interval), errors)
     Console(markup=False).print(table)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ from rl_megatron.observability.intervals import Interval
 from rl_megatron.rollout.batch import Answered
 from rl_megatron.rollout.policy_sampler import PolicySampler, Tell
 from rl_megatron.types import Prompt, Turn
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +73,7 @@ class MeasuredSet:
 async def measure(
     sampler: PolicySampler, problems: ProblemSet, section: EvalSection, tell: Tell | None = None
 ) -> MeasuredSet:
-    """Sample and score a set. Raises as `PolicySampler.held_out`."""
+    """Sample and score a set; log how many samples have no reward. Raises as `PolicySampler.held_out`."""
     one, began = problems.section, time.perf_counter()
     params = sampler.params(
         temperature=problems.temperature,
@@ -84,13 +87,18 @@ async def measure(
     )
     judged = [_judged(answer, one.samples, section.success_reward) for answer in answered]
     samples = [trajectory for a in answered if a.group is not None for trajectory in a.group.trajectories]
+    total = len(problems.prompts) * one.samples
+    errors = total - sum(scored.error is None for answer in answered for scored in answer.scored)
+    if errors:
+        said = "%s: %d of %d samples have no reward and count as wrong; the lines above say why"
+        logger.warning(said, problems.purpose, errors, total)
     cut = sum(any(turn.finish_reason == "length" for turn in one.turns) for one in samples)
     return MeasuredSet(
         problems=tuple(prompt.id for prompt in problems.prompts),
         samples=one.samples,
         right=tuple(map(sum, judged)),
         votes=_votes(answered, judged) if one.samples > 1 else None,
-        errors=sum(scored.error is not None for answer in answered for scored in answer.scored),
+        errors=errors,
         length=sum(one.num_sampled for one in samples) / max(1, len(samples)),
         truncated=cut / max(1, len(samples)),
         seconds=time.perf_counter() - began,

@@ -28,6 +28,7 @@ class Curve:
 HEADLINES = (
     Curve(title="Held-out loss", metric="eval/loss"),
     Curve(title="Held-out accuracy", metric="eval/accuracy", limits=(0.0, 1.0), warm_start=True),
+    Curve(title="Held-out samples without a reward", metric="eval/errors", hide_constant=True),
     Curve(title="Reward", metric="reward/mean", band=", mean ± standard deviation", spread="reward/std"),
 )
 FIRST = (

@@ -36,6 +36,7 @@ class Evaluation:
             sampled += sum(measured.versions.values())
             if one is self.sets[0]:
                 row["eval/accuracy"] = sum(measured.right) / (len(one.prompts) * one.section.samples)
+                row["eval/errors"] = measured.errors
             if one.name is not None:
                 row |= row_of(one.name, measured, one.section.pass_at)
         if pushed is not None and sampled:

@@ -65,6 +65,7 @@ LEARNING = (
         "",
         "share of held-out prompts whose reward is at least eval.success_reward; of eval.sets the first",
     ),
+    ("eval/errors", "completions", "samples of eval/accuracy without a finite reward; they count as wrong"),
     (
         "eval/own_version_fraction",
         "",

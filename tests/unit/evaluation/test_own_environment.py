@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +72,19 @@ def test_its_figures_are_those_of_a_configuration_whose_environment_it_is(
     assert 0 < sum(of_set["odd"].right) < 32
     assert 5 < of_set["odd"].length <= 10  # of two turns
     assert of_set["single"].right == (1,) * 8
+
+
+def test_samples_without_a_turn_are_shown_beside_the_figures(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = ("eval.sets.single.limit=8", "eval.sets.odd.environment.seconds=1e-6")
+    assert evaluated(model, "late", *OWN, *keys)["odd"].errors == 32
+    shown = capsys.readouterr().out
+    assert re.search(r"odd .*mean@4 .*0\.0000.* 32 of 32 ", shown)
+    assert re.search(r"single .*mean@1 .*1\.0000.* 0 of 8 ", shown)
+    log = (tmp_path / "eval" / "log.txt").read_text()
+    assert "has no turn: eval.sets.odd.environment.seconds=1e-06 passed before its first; raise it" in log
 
 
 def test_the_preflight_finds_it_and_names_its_key(model: Path) -> None:

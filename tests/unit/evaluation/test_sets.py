@@ -147,7 +147,7 @@ def test_limits_are_those_that_leave_tokens_out() -> None:
 def test_without_sets_the_row_and_the_requests_are_what_they_were() -> None:
     engine = Written()
     whole = ProblemSet(name=None, prompts=PROMPTS, section=EvalSetSection(), temperature=0.0)
-    assert asyncio.run(evaluation(engine, whole).row(10)) == {"eval/accuracy": 3 / 4}
+    assert asyncio.run(evaluation(engine, whole).row(10)) == {"eval/accuracy": 3 / 4, "eval/errors": 0}
     assert [one.id for one in engine.asked] == [f"evaluation: {name}" for name in ANSWERS]
 
 
@@ -183,6 +183,23 @@ def test_a_sample_of_several_turns_is_as_long_as_all_of_them() -> None:
     script["3*4=?3*4:12"] = "!" * 12
     measured = asyncio.run(measure(ours, one, EvalSection()))
     assert (measured.length, measured.truncated) == (len("?3*4") + 1 + 12, 1.0)
+
+
+def test_samples_without_a_turn_are_counted_beside_the_accuracy(caplog: pytest.LogCaptureFixture) -> None:
+    class SaysNothing(scripted_engine.Scripted):
+        async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+            (one,) = await super().generate(request)
+            if "trajectory 1," not in request.id:
+                return [one]
+            return [replace(one, token_ids=np.array([], np.int32), logprobs=np.array([], np.float32))]
+
+    tasks = [Prompt(id=text, text=text, token_ids=(1,), answer="12") for text in ("3*4=", "2*6=")]
+    section = EvalSetSection(samples=2)
+    one = ProblemSet(name=None, prompts=tasks, section=section, temperature=0.5)
+    ours = scripted_engine.sampler(SaysNothing(lambda text: "!12"))
+    row = asyncio.run(Evaluation(sampler=ours, sets=(one,), section=EvalSection(), last_step=1).row(0))
+    assert row == {"eval/accuracy": 3 / 4, "eval/errors": 1}
+    assert "evaluation: 1 of 4 samples have no reward and count as wrong" in caplog.text
 
 
 def test_each_set_is_due_at_its_own_steps() -> None:
