@@ -143,7 +143,8 @@ def lines_of(step: int, places: Sequence[Waiting]) -> list[JsonRow]:
 def _line(step: int, one: Waiting) -> JsonRow:
     """A line of the file; ``spans`` are of each completion or trajectory.
 
-    ``failed`` counts completions and trajectories without a reward, those that others replaced (environment.spare) too.
+    ``failed`` counts completions whose reward failed, and trajectories whose environment did, those that others
+    replaced (environment.spare) too.
     """
     assert one.answered is not None
     group, reason = one.answered.group, one.answered.reason

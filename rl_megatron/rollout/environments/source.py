@@ -58,11 +58,11 @@ class Played:
     left_out_tokens: int = 0  # that were sampled, where there is none to train on
 
     @property
-    def scored(self) -> Scored:
-        """Its reward, or what failed."""
-        if self.trajectory is None or self.problem:
+    def scored(self) -> Scored | None:
+        """Its reward, or how its environment failed; None where there was nothing to score."""
+        if self.reason == "environment_error" or (self.trajectory is not None and self.problem):
             return Scored(total=math.nan, error=self.problem, late=self.late)
-        return Scored(total=self.trajectory.reward)
+        return None if self.trajectory is None else Scored(total=self.trajectory.reward)
 
     def as_spare(self) -> Played:
         """It, marked as one in place of another that failed."""
@@ -307,7 +307,7 @@ async def _until_closed(closing: asyncio.Future[None]) -> None:
 def _answered(prompt: Prompt, members: Sequence[Sequence[tuple[int, Played]]], count: int) -> Answered:
     """The group of these, where ``count`` did not fail; in the order of their numbers."""
     played = [one for _, one in sorted(chain(*members), key=itemgetter(0))]
-    scored = tuple(one.scored for one in played)
+    scored = tuple(one.scored for one in played if one.scored is not None)
     kept = tuple(one.trajectory for one in played if one.trajectory is not None)
     tokens = sum(one.left_out_tokens for one in played)
     if len(kept) < count:

@@ -1,4 +1,4 @@
-"""What is sampled and not trained on is counted: of trajectories that fail, and of groups whose rewards are equal."""
+"""What is not trained on is counted: tokens of what failed and of groups whose rewards are equal, and failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_megatron.types import Completion, GenerationRequest, Prompt
 from tests.scripted_engine import Scripted, sampler
 from tests.streams import Source, stream_over
 from tests.unit.rollout.test_environment_source import PROMPTS, Talks
-from tests.unit.rollout.test_environments_that_fail import played
+from tests.unit.rollout.test_environments_that_fail import LIMIT, played
 from tests.virtual_time import run_at_once
 
 
@@ -66,3 +66,31 @@ def test_those_of_a_kept_group_stay_counted_where_its_rewards_are_equal(equal: b
     batch = run_at_once(taken())
     assert (len(batch.groups), batch.filtered_groups > 0) == (0 if equal else 4, equal)
     assert batch.num_tokens == 5 * (len(batch.groups) + batch.filtered_groups)
+
+
+class SaysMuch(Talks):
+    async def start(self, task: Prompt, seed: int) -> Observed:
+        return Observed(said=task.text * 40)
+
+
+class Poisonous(Scripted):
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        raise PoisonPrompt("servers ended under it")
+
+
+@pytest.mark.parametrize(
+    ("made", "engine", "seconds", "reason"),
+    [
+        (SaysMuch, Scripted, LIMIT, "long_prompt"),
+        (Talks, Poisonous, LIMIT, "poison"),
+        (Talks, Scripted, 1e-6, "nothing_sampled"),
+    ],
+)
+def test_what_no_environment_failed_at_counts_as_no_error(
+    made: type[Talks], engine: type[Scripted], seconds: float, reason: str
+) -> None:
+    ours = sampler(engine(lambda text: "a"), EnvironmentMaker(made), on_error="drop", seconds=seconds)
+    ours = replace(ours, rollout=ours.rollout.model_copy(update={"on_long_prompt": "drop"}))
+    (one,) = played(ours)
+    batch = RolloutBatch.of([one])
+    assert (one.reason, batch.dropped_groups, batch.reward_errors) == (reason, 1, 0)
