@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from rl_megatron.types import FinishReason, Prompt, StopReason
 
@@ -16,9 +16,14 @@ OpenAIMessage = Mapping[str, Any]
 
 
 class LimitReached(Exception):
-    """A trajectory may have no further turn; the argument says which limit it reached."""
+    """A trajectory may have no further turn; the argument says which limit it reached.
+
+    Raises ValueError for what is no reason.
+    """
 
     def __init__(self, stop: StopReason) -> None:
+        if stop not in (reasons := get_args(StopReason)):
+            raise ValueError(f"LimitReached({stop!r:.80}): a trajectory ends by one of {', '.join(reasons)}")
         super().__init__(stop)
         self.stop = stop
 

@@ -169,6 +169,8 @@ class Playing:
         elif refused is None:
             before = "" if self.episode.failed is None else f"; it had been refused a turn ({self.episode.failed})"
             raise self._fault("the function", f"{error}{before}") from error
+        if isinstance(refused, LimitReached):
+            stop = refused.stop
         stop = self.episode.stop or stop
         return TrajectoryEnd(stop=stop, reward=reward, metrics=self.metrics, problem=problem)  # type: ignore[arg-type]
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from rl_megatron.environments.protocol import EnvironmentStep, LimitReached, Model, Reply
-from rl_megatron.environments.registry import EnvironmentMaker
+from rl_megatron.environments.registry import Agent, EnvironmentMaker
+from rl_megatron.errors import EnvironmentFailed
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest, Prompt
@@ -146,3 +147,28 @@ def test_one_without_a_turn_is_named_and_replaced(caplog: pytest.LogCaptureFixtu
     assert "trajectory 1 of step 1 has no turn: it ended as length" in caplog.text
     (dropped,) = played(sampler(SaysNothing(lambda text: "a"), EnvironmentMaker(Talks), **keys))
     assert (dropped.group, dropped.reason) == (None, "nothing_sampled")
+
+
+@pytest.mark.parametrize(
+    ("named", "turns", "stop"), [("seconds", 8, "seconds"), ("tokens", 8, "tokens"), ("tokens", 1, "turns")]
+)
+def test_an_agent_that_ends_itself_names_its_limit_where_the_run_has_none(named: Any, turns: int, stop: str) -> None:
+    async def leads(task: Prompt, model: Model) -> float:
+        with contextlib.suppress(LimitReached):
+            for _ in range(2):
+                await model.reply([{"role": "user", "content": task.text}])
+        raise LimitReached(named)
+
+    (one,) = trajectories(played(sampler(Scripted(lambda text: "a"), Agent(leads), group_size=1, max_turns=turns)))
+    assert (one.stop, one.reward) == (stop, 0.0)
+
+
+def test_a_limit_that_there_is_not_is_an_error_of_the_agent() -> None:
+    async def leads(task: Prompt, model: Model) -> float:
+        raise LimitReached("hours")  # type: ignore[arg-type]
+
+    said = (
+        r"raised ValueError: LimitReached\('hours'\): a trajectory ends by one of done, length, turns, tokens, seconds"
+    )
+    with pytest.raises(EnvironmentFailed, match=said):
+        played(sampler(Scripted(lambda text: "a"), Agent(leads), group_size=1))
