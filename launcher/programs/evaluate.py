@@ -88,11 +88,15 @@ async def _measured(
     sampler = sampler_of(config, made, engine, judge, data, vocab_size=vocab_size, services=services)
     own = samplers_of_sets(config, engine, data, vocab_size=vocab_size, services=services)
     sets = {}
-    with _display() as bar:
-        for one in data.sets:
-            task = bar.add_task(one.name or WHOLE, total=len(one.prompts) * one.section.samples)
-            measured = await measure(own.get(one.name or "", sampler), one, config.eval, partial(bar.advance, task))
-            sets[one.name or WHOLE] = result_of(one, measured)
+    try:
+        with _display() as bar:
+            for one in data.sets:
+                task = bar.add_task(one.name or WHOLE, total=len(one.prompts) * one.section.samples)
+                measured = await measure(own.get(one.name or "", sampler), one, config.eval, partial(bar.advance, task))
+                sets[one.name or WHOLE] = result_of(one, measured)
+    finally:
+        for each in (sampler, *own.values()):
+            await each.closed()
     return sets
 
 

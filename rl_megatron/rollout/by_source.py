@@ -64,6 +64,11 @@ class SamplerBySource(PolicySampler):
             found |= dict(zip(places, part, strict=True))
         return [found[place] for place in range(len(prompts))]
 
+    @override
+    async def closed(self) -> None:
+        for sampler in (self.usual, *self.own.values()):
+            await sampler.closed()
+
     def _of(self, prompt: Prompt) -> PolicySampler:
         return self.own.get(prompt.source, self.usual)
 

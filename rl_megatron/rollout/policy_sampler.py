@@ -70,6 +70,9 @@ class PolicySampler(GroupSource):
         than 1 % of the prompts, and more than one, are, and what `groups` raises.
         """
 
+    async def closed(self) -> None:
+        """Wait for what it still releases of samples that nobody waits for. Called at the end of all sampling."""
+
     def askable(self, prompts: Sequence[Prompt], purpose: str) -> list[int]:
         """The places of those that are not known as poison."""
         return [place for place, prompt in enumerate(prompts) if f"{purpose}: {prompt.id}" not in self.poison]

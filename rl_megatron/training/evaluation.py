@@ -43,6 +43,11 @@ class Evaluation:
             row["eval/own_version_fraction"] = own / sampled
         return row
 
+    async def closed(self) -> None:
+        """Wait for what its samplers still release, of training's groups too where these are from ``sampler``."""
+        for one in (self.sampler, *self.own.values()):
+            await one.closed()
+
     def _due(self, step: int) -> list[ProblemSet]:
         last = step == self.last_step
         return [one for one in self.sets if one.due(step, every=self.section.every, last=last)]

@@ -275,11 +275,12 @@ class GroupJob(ABC):
         )
 
     async def close(self) -> None:
-        """End the sampling of groups, and an evaluation under way."""
+        """End the sampling of groups, and an evaluation under way; wait until their environments are closed."""
         if self.beside is not None:
             await self.beside.close()
         if self.stream is not None:
             await self.stream.close()
+        await self.evaluation.closed()
 
     async def restore(self, state: TrainerState) -> None:
         """Continue from ``state``, and push the weights."""

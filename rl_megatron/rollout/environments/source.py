@@ -136,6 +136,12 @@ class EnvironmentSampler(PolicySampler):
         answered = [_answered(prompts[place], part, samples) for place, part in zip(places, parts, strict=True)]
         return self.among_poison(prompts, purpose, places, answered)
 
+    @override
+    async def closed(self) -> None:
+        """Each environment's ``close`` has its limit."""
+        while self.closing:
+            await asyncio.wait(set(self.closing))
+
     async def _play(
         self,
         members: Sequence[tuple[TrajectoryPlace, Iterator[TrajectoryPlace]]],
@@ -196,7 +202,7 @@ class EnvironmentSampler(PolicySampler):
             waits, cut_off = True, False
             try:
                 played = await self._ended(playing, place)
-                waits = not played.problem  # a group waits for no environment that failed
+                waits = not played.problem  # a group waits for no environment that failed; `closed` does
                 return played
             except asyncio.CancelledError:
                 cut_off = True

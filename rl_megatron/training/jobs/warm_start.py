@@ -165,5 +165,6 @@ class WarmStart:
         await self.roles.weights.push(0)
 
     async def close(self) -> None:
-        """Forget the rows of steps that an early end left out."""
+        """Forget the rows of steps that an early end left out; wait until the evaluations' environments are closed."""
         self._ahead.clear()
+        await self.evaluation.closed()

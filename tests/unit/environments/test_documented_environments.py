@@ -54,8 +54,7 @@ def test_what_would_keep_the_lock_for_hours_is_given_up_in_a_process_of_its_own(
 
     async def groups() -> list[Answered]:
         found = await ours.groups(drawn([TASK]))
-        while ours.closing:
-            await asyncio.wait(set(ours.closing))
+        await ours.closed()
         return found
 
     played = trajectories(asyncio.run(asyncio.wait_for(groups(), 30)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,6 +41,22 @@ class Odd:
 
     async def close(self) -> None:
         return None
+
+
+class Fails(Odd):
+    """Makes a file, which only its slow end removes."""
+
+    async def start(self, task: Prompt, seed: int) -> Observed:
+        self.file = Path(f"held-{seed}")
+        self.file.touch()
+        return await super().start(task, seed)
+
+    async def score(self, transcript: Transcript) -> float:
+        raise RuntimeError("the judge is down")
+
+    async def close(self) -> None:
+        await asyncio.sleep(0.3)
+        self.file.rename(self.file.with_suffix(".gone"))
 
 
 def right(prompt: Prompt, completions: Sequence[object], texts: Sequence[str]) -> list[float]:
@@ -85,6 +102,15 @@ def test_samples_without_a_turn_are_shown_beside_the_figures(
     assert re.search(r"single .*mean@1 .*1\.0000.* 0 of 8 ", shown)
     log = (tmp_path / "eval" / "log.txt").read_text()
     assert "has no turn: eval.sets.odd.environment.seconds=1e-06 passed before its first; raise it" in log
+
+
+def test_those_that_failed_are_closed_before_it_ends(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fails = (f"eval.sets.odd.environment.function={__name__}:Fails", "eval.sets.odd.environment.on_error=0.0")
+    assert evaluated(model, "set", *OWN, *fails)["odd"].errors == 32
+    assert len(list(tmp_path.glob("held-*.gone"))) == len(list(tmp_path.glob("held-*"))) == 32
 
 
 def test_the_preflight_finds_it_and_names_its_key(model: Path) -> None:

@@ -105,8 +105,7 @@ class IsTooLarge(Talks):
 def played(ours: Any) -> list[Answered]:
     async def groups() -> list[Answered]:
         found: list[Answered] = await ours.groups(drawn(PROMPTS[:1], 1))
-        while ours.closing:
-            await asyncio.wait(set(ours.closing))
+        await ours.closed()
         return found
 
     return asyncio.run(asyncio.wait_for(groups(), LIMIT))

@@ -225,6 +225,9 @@ def test_the_first_step_waits_for_no_checkpoint_where_a_resume_makes_the_start_a
     async def row(*_: Any) -> dict[str, float]:
         return {"eval/accuracy": 0.25}
 
+    async def closed() -> None:
+        """Nothing is released."""
+
     sampler, recorder = cast(Any, SimpleNamespace()), cast(Any, SimpleNamespace(write=rows.append))
     config = load_config("tiny_cpu", ["train.steps=0", f"warm_start.steps={warm_start_steps}"])
     prompts = cast(Any, SimpleNamespace(state=dict, left_out=(), table=None, read_ahead=lambda: None))
@@ -233,7 +236,7 @@ def test_the_first_step_waits_for_no_checkpoint_where_a_resume_makes_the_start_a
         roles=cast(Any, SimpleNamespace(learners={"policy": learner}, frozen={})),
         stream=stream_of(config, prompts, sampler, Ledger()),
         prompts=prompts,
-        evaluation=cast(Any, SimpleNamespace(row=row)),
+        evaluation=cast(Any, SimpleNamespace(row=row, closed=closed)),
         update=cast(Any, SimpleNamespace(state=None, of_models=())),
         start_folder=tmp_path / "hf_start",
         recorder=recorder,

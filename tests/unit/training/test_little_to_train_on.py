@@ -1,4 +1,4 @@
-"""Steps with fewer groups than requested, without any, or without a token in the loss; and a stop before any."""
+"""Steps with fewer groups than requested, without any, or without a token in the loss; a stop before any; an end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import get_ident
+from threading import Event, get_ident
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, cast
 
@@ -14,19 +14,24 @@ import pytest
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.environments.protocol import EnvironmentStep, Reply
+from rl_megatron.environments.registry import EnvironmentMaker
 from rl_megatron.errors import DataError, Stopped
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.progress import Progress
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.rollout.batch import Answered, Drawn, Reason
+from rl_megatron.rollout.by_source import SamplerBySource
 from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.loop import Loop, Pace
 from rl_megatron.training.update import Update
 from rl_megatron.types import Counts, Metric, RolloutGroup, StepResult, Turn
-from tests.completions import finished
+from tests.completions import drawn, finished
+from tests.scripted_engine import Scripted, sampler
+from tests.unit.rollout.test_environment_source import PROMPTS, Talks
 from tests.unit.training.test_engine_logprobs import Learner, groups
 
 WANTED = 4  # groups of a step
@@ -79,7 +84,7 @@ def job(folder: Path, answers: Sequence[Answered], learner: Any, **sections: dic
         roles=roles,
         stream=stream_of(config, prompts, Source(iter(answers)), Ledger(folder / "ledger.jsonl")),
         prompts=prompts,
-        evaluation=Evaluation(sampler=cast(Any, None), sets=(), section=config.eval, last_step=0),
+        evaluation=Evaluation(sampler=sampler(Scripted(str)), sets=(), section=config.eval, last_step=0),
         update=Update(config=config, roles=roles, attention_cost=0.0),
         start_folder=folder,
         recorder=Recorder(folder, config.log, Progress(1, "plain", "run", run_folder=folder)),
@@ -210,6 +215,9 @@ def test_a_stop_before_the_first_step_waits_for_nothing_and_leaves_nothing(tmp_p
             await asyncio.Event().wait()
             raise AssertionError
 
+        async def closed(self) -> None:
+            """Nothing is released."""
+
     async def run() -> None:
         with pytest.raises(Stopped, match="before the first step"):
             await it.run()
@@ -221,6 +229,38 @@ def test_a_stop_before_the_first_step_waits_for_nothing_and_leaves_nothing(tmp_p
     asyncio.run(run())
     assert not list(tmp_path.iterdir())
     assert it.saved is None
+
+
+def test_an_end_waits_until_environments_that_failed_are_closed(tmp_path: Path) -> None:
+    go, closed = Event(), list[int]()
+
+    class Fails(Talks):
+        async def step(self, reply: Reply) -> EnvironmentStep:
+            raise ValueError("no")
+
+        async def close(self) -> None:
+            await asyncio.to_thread(go.wait)
+            closed.append(1)
+
+    async def ended() -> None:
+        of = job(tmp_path, [], Steps())
+        trains, own = (sampler(Scripted(lambda _: "a"), EnvironmentMaker(Fails), on_error="drop") for _ in range(2))
+        both = SamplerBySource(
+            engine=trains.engine, rollout=trains.rollout, stop_token_ids=(), seed=0, usual=trains, own={}
+        )
+        of.evaluation = replace(of.evaluation, sampler=both, own={"set": own})
+        for one in (both.over(trains.engine), own):
+            (group,) = await one.groups(drawn(PROMPTS[:1], 1))
+            assert group.reason == "environment_error"  # it is not held up
+        closing = asyncio.ensure_future(of.close())
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not closing.done()
+        go.set()
+        await closing
+        assert len(closed) == 6
+
+    asyncio.run(ended())
 
 
 class Noted(tuple[Turn, ...]):
