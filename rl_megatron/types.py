@@ -131,7 +131,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
-    """What the model sampled in one request: a completion at its place in a row. The learner trains on all of it."""
+    """What the model sampled in one request, or a step of that: its place in a row. The learner trains on all of it."""
 
     start: int  # its first token in the row; at least 1
     logprobs: LogProbs  # one for each of its tokens

@@ -100,6 +100,21 @@ def _between(spans: Sequence[Span], start: int, end: int) -> tuple[Span, ...]:
     return (Span(0, first.version), *(Span(s.start - start, s.version) for s in spans if start < s.start < end))
 
 
+def spans_of_requests(turns: Sequence[Turn]) -> list[list[Span]]:
+    """The spans of what each request sampled for a row of these turns: those of a completion in steps are one again."""
+    found, before = list[list[Span]](), None
+    for turn in turns:
+        spans = list(turn.spans)
+        if before is None or (turn.number, turn.start) != (before.number, before.stop):
+            found.append([])
+            first = turn.start
+        elif spans and found[-1] and spans[0].version == found[-1][-1].version:
+            del spans[0]
+        found[-1] += [Span(turn.start - first + span.start, span.version) for span in spans]
+        before = turn
+    return found
+
+
 def ends_in_tokens(token_ids: Sequence[int], ends: Sequence[int], decode: Decode) -> list[int]:
     """How many tokens have at least so many characters of the text, for each of the ascending ``ends``; at least 1.
 

@@ -16,6 +16,7 @@ from rl_megatron.config.beside import frozen_folders
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.trajectories import spans_of_requests
 from rl_megatron.durable import remove_folder
 from rl_megatron.interfaces import Learner, Roles
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
@@ -28,7 +29,7 @@ from rl_megatron.training.credit.shaping import groups_that_differ
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.update import Update
 from rl_megatron.training.waves import WaveUpdate
-from rl_megatron.types import RolloutGroup, Trajectory, Turn
+from rl_megatron.types import RolloutGroup, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +230,7 @@ class GroupJob(ABC):
             "staleness/p95": int(np.quantile(staleness, 0.95, method="higher")),
             "staleness/tokens_mean": sum(n * age for n, age in tokens) / max(1, sum(n for n, _ in tokens)),
             **shares,
-            **(carried_row(turns, self.config.rollout) if self.config.rollout.served else {}),
+            **(carried_row(trajectories, self.config.rollout) if self.config.rollout.served else {}),
         }
 
     async def evaluate(self, watch: Stopwatch) -> Row:
@@ -300,12 +301,13 @@ class GroupJob(ABC):
             await self.beside.begin(self.number)
 
 
-def carried_row(turns: Sequence[Turn], section: RolloutSection) -> Row:
-    """Tokens of these turns that pushes met, by the starts of spans: those that were gone on from, and those whose keys
-    and values servers computed again, unless they keep them."""
-    row: Row = {"in_flight/resumed_tokens": sum(turn.spans[-1].start for turn in turns if turn.spans)}
+def carried_row(trajectories: Sequence[Trajectory], section: RolloutSection) -> Row:
+    """Tokens of these that pushes met, by the starts of their requests' spans: those that were gone on from, and those
+    whose keys and values servers computed again, unless they keep them."""
+    requests = [spans for one in trajectories for row in one.chains for spans in spans_of_requests(row.turns)]
+    row: Row = {"in_flight/resumed_tokens": sum(spans[-1].start for spans in requests if spans)}
     if section.server.running_requests != "keep_cache":
-        row["in_flight/recomputed_tokens"] = sum(span.start for turn in turns for span in turn.spans)
+        row["in_flight/recomputed_tokens"] = sum(span.start for spans in requests for span in spans)
     return row
 
 

@@ -165,8 +165,9 @@ def run(kind: str, k: int, steps: int, mode: RunningRequests = "recompute", paus
             await engine.weights.load(Path("none"), step)
             await engine.weights.commit(step)
             stream.pushed(step)
-            turns = [turn for group in batch.groups for one in group.trajectories for turn in one.turns]
-            row = stream.row() | engine.step_row() | carried_row(turns, section)
+            trajectories = [one for group in batch.groups for one in group.trajectories]
+            turns = [turn for one in trajectories for turn in one.turns]
+            row = stream.row() | engine.step_row() | carried_row(trajectories, section)
             ran.rows.append({**row, **stretch_row({**row})})
             ran.at.append(asyncio.get_running_loop().time())
             ran.turns.append(turns)

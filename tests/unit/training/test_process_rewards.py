@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from rl_megatron.config.io import load_config
+from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import ends_in_tokens, in_steps, single_turns
 from rl_megatron.errors import ConfigError, RewardError
@@ -19,6 +21,7 @@ from rl_megatron.rewards.own import scored
 from rl_megatron.training.credit.assign import assign_credit
 from rl_megatron.training.credit.shaping import shape_rewards
 from rl_megatron.training.credit.state import AlgorithmState
+from rl_megatron.training.group_job import carried_row
 from rl_megatron.types import Completion, Prompt, RolloutGroup, Samples, Scored, Span
 from tests.documents import blocks
 
@@ -131,6 +134,30 @@ def test_a_completion_in_steps_has_the_tokens_of_the_whole_and_the_versions_that
         (Span(0, 7),),
     ]
     assert [turn.reward for turn in row.turns] == [1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tokens_that_pushes_met_are_those_of_the_completion_however_many_steps_it_has(seed: int) -> None:
+    tokens, steps = drawn(seed)
+    rng = random.Random(seed)
+    versions = [sorted(rng.choices(range(4), k=len(one))) for one in tokens]  # of each token
+    met = [[n for n in range(1, len(of)) if of[n] != of[n - 1]] for of in versions]
+    spans = [[(n, of[n]) for n in (0, *places)] for of, places in zip(versions, met, strict=True)]
+    texts = [decode(one) for one in tokens]
+    said = scored(steps, texts, steps=True)
+    made = [completion(one, *its) for one, its in zip(tokens, spans, strict=True)]
+    cut = in_steps(single_turns(PROMPT, made, texts, [one.total for one in said]), said, decode)
+    row = carried_row(cut.trajectories, RolloutSection())
+    assert row["in_flight/resumed_tokens"] == sum(places[-1] for places in met if places)
+    assert row["in_flight/recomputed_tokens"] == sum(map(sum, met))
+
+
+def test_a_turn_that_begins_where_another_ends_is_a_request_of_its_own() -> None:
+    (one,) = single_turns(PROMPT, [completion([0, 1, 2], (0, 5), (2, 6))]).trajectories
+    (chain,), (turn,) = one.chains, one.turns
+    two = replace(chain, turns=(turn, replace(turn, start=turn.stop, number=1)))
+    row = carried_row([replace(one, chains=(two,))], RolloutSection())
+    assert row == {"in_flight/resumed_tokens": 2 + 2, "in_flight/recomputed_tokens": 2 + 2}
 
 
 def test_ends_within_one_token_are_one_step_and_a_number_is_none() -> None:
