@@ -1,10 +1,10 @@
-"""Checks that the model's folder holds complete weights, a tokenizer and, if needed, a chat template, and that a
-reference of one's own scores the policy's tokens."""
+"""Checks that the model's folder holds complete weights, a tokenizer and, if needed, a chat template, that a reference
+of one's own scores the policy's tokens, and that a critic can start from its folder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from rl_megatron.models.shape import ModelShape, length_problem
 from rl_megatron.weights.bytes.mapped import MappedFile, read_header
 from rl_megatron.weights.checkpoints.hugging_face import own_in_drafts
 from rl_megatron.weights.checkpoints.kind import is_megatron
+from rl_megatron.weights.checkpoints.megatron import raise_other_model
 from rl_megatron.weights.formats.hf_folder import has_tokenizer, weight_files
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import role_layout, role_shape
@@ -28,8 +29,8 @@ from rl_megatron.weights.layouts.tables.drafts import holds_draft
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Yields a problem for each file that ``model.path`` lacks, and each reason why a reference cannot score for
-    it, and if a tiny model, which the run makes, is to learn conversations."""
+    """Yields a problem for each file that ``model.path`` lacks, each reason why a reference or a critic cannot score
+    for it, and if a tiny model, which the run makes, is to learn conversations."""
     yield from found_by("model files", _policy(subject))
     if subject.config.kind.scores:
         yield from found_by("model files", _classifier(subject))
@@ -39,6 +40,9 @@ def check(subject: Subject) -> Iterator[Found]:
             yield from found_by("model files", _scoring(subject, role, folder, key))
         elif folder is not None:
             yield from found_by("model files", _frozen(subject, role, folder, key))
+    algorithm = subject.config.algorithm
+    if subject.config.kind.samples and algorithm.needs_critic and algorithm.critic.path is not None:
+        yield from found_by("model files", _critic(subject, "algorithm.critic.path", algorithm.critic.path))
     for name, one in subject.config.algorithm.kl.teachers.items():
         if one.server is not None:
             yield from _served(subject, f"algorithm.kl.teachers.{name}.path", one.path)
@@ -160,10 +164,9 @@ def _frozen(subject: Subject, role: str, folder: Path, key: str) -> Iterator[Fou
     vocabulary."""
     config, own = subject.config, subject.shape
     shape, given = role_shape(config, own, role), f"{key}={folder}"
-    if role not in separate(config) and _sizes(shape) != _sizes(own):
-        apart = {name for name, size in _sizes(shape).items() if size != _sizes(own)[name]}
+    if role not in separate(config) and (apart := _apart(shape, own)):
         yield problem(
-            f"{given}: its {', '.join(sorted(apart))} differ from the policy's, whose ranks hold its weights in the "
+            f"{given}: its {apart} differ from the policy's, whose ranks hold its weights in the "
             "policy's place; set roles.reference=separate, which gives it ranks of its own"
         )
     elif shape.vocab_size < own.vocab_size:
@@ -177,6 +180,42 @@ def _frozen(subject: Subject, role: str, folder: Path, key: str) -> Iterator[Fou
         yield from _laid_out(config, own, shape, role, given)
     yield from _weights(folder, key)
     yield from _same_tokens(subject.model_folder, folder, key)
+
+
+def _critic(subject: Subject, key: str, folder: Path) -> Iterator[Found]:
+    """Yields why the critic, which has the policy's sizes but for the output layer, cannot start from its folder."""
+    given, own, sharded = f"{key}={folder}", subject.shape, (folder / ".metadata").is_file()
+    if not (folder / "config.json").is_file():
+        if sharded:
+            yield from _of_critic(folder, given, own)
+        else:
+            yield problem(
+                f"{given}: it has neither config.json nor .metadata; give a Hugging Face folder of the policy's sizes, "
+                "or the critic/ folder of a checkpoint"
+            )
+        return
+    try:
+        found = read_shape(folder, subject.config.learner.model)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path=", f"{key}=")) from error
+    if apart := _apart(replace(found, scores=own.scores, tie_embeddings=own.tie_embeddings, drafts=own.drafts), own):
+        yield problem(
+            f"{given}: its {apart} differ from the policy's, which the critic has too; give a model of the policy's "
+            "sizes, as a reward model that was trained from it"
+        )
+    if sharded:
+        yield unchecked(f"the weights of {given}, a megatron checkpoint: rl-megatron verify reads them all")
+    else:
+        yield from _weights(folder, key)
+    yield from _same_tokens(subject.model_folder, folder, key)
+
+
+def _of_critic(shards: Path, given: str, own: ModelShape) -> Iterator[Found]:
+    """Yields a problem if a checkpoint is of a critic whose tensors have other sizes than those of the policy's."""
+    try:
+        raise_other_model(shards, replace(own, scores=True, tie_embeddings=False, drafts=False))
+    except RLMegatronError as error:
+        yield problem(f"{given} is no checkpoint of a critic of the policy's sizes:\n{error}")
 
 
 def _scoring(subject: Subject, role: str, folder: Path, key: str) -> Iterator[Found]:
@@ -205,6 +244,12 @@ def _laid_out(config: RunConfig, own: ModelShape, shape: ModelShape, role: str, 
 
 
 _BESIDE_SIZES = {"family_at", "max_positions", "draft_layers", "stacked_drafts", "beside"}
+
+
+def _apart(shape: ModelShape, own: ModelShape) -> str:
+    """The names of what ``shape`` has otherwise than the policy; empty if its weights can lie in the policy's place."""
+    sizes = _sizes(own)
+    return ", ".join(sorted(name for name, size in _sizes(shape).items() if size != sizes[name]))
 
 
 def _sizes(shape: ModelShape) -> dict[str, object]:

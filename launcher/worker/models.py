@@ -19,7 +19,7 @@ from rl_megatron import digests
 from rl_megatron.config.beside import frozen_folders, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.digests import Digest, Written
-from rl_megatron.errors import RLMegatronError
+from rl_megatron.errors import RLMegatronError, WeightError
 from rl_megatron.interfaces import Pass
 from rl_megatron.observability.timeline.kernels import Recorded
 from rl_megatron.options.offload import SLAB, leaving
@@ -168,6 +168,11 @@ class RankModels:
         like = next(iter(tensors.values()))
         shapes = layout.local_shapes(self._rank).items()  # a critic has no output layer: these values are dropped
         unused = {name: like.new_empty(shape) for name, shape in shapes if name not in tensors}
+        if beyond := sorted(unused.keys() - {"output_layer.weight"}):
+            raise WeightError(
+                f"{folder}: the {role} has no tensor for {len(beyond)} of its tensors, as {beyond[0]!r}; give a model "
+                "of the policy's sizes"
+            )
         source: TensorSource = MadeUp(folder, hf.local_shapes(0), self._made_up or 0) if random else HFFolder(folder)
         read_boxes(source, hf, layout, self._rank, tensors | unused)
         self._scorer(role).adopt()

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from launcher.__main__ import main
+from launcher.preflight.model_files import check
+from launcher.preflight.subject import Subject
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import TinyModelSection
 from rl_megatron.models.tiny import make_tiny_model
@@ -80,3 +82,18 @@ def test_a_reward_models_shards_are_converted_and_verified_with_the_model_that_t
         assert torch.equal(wanted.pop(name), tensor), name
     assert not wanted
     assert torch.equal(found.score.weight, load_file(out / "model.safetensors")["score.weight"])
+
+
+def test_a_critic_starts_from_shards_of_its_sizes_alone(reward_model: Path, tmp_path: Path) -> None:
+    """These have no config.json, as the critic/ of a checkpoint."""
+    wide = make_tiny_model(TinyModelSection(hidden_size=96), tmp_path, 0)
+    for model, refused in ((reward_model / "hf", False), (wide, True)):
+        policy = tmp_path / f"policy-{refused}"
+        shutil.copytree(model, policy)
+        config = json.loads((policy / "config.json").read_text())
+        (policy / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3MoeForCausalLM"]}))
+        keys = ("learner.ep=1", "algorithm=ppo", f"model.path={policy}")
+        given = load_config("tiny_cpu", [*keys, f"algorithm.critic.path={reward_model / 'shards'}"])
+        found = [one.text for one in check(Subject(given, for_job=False)) if one.kind == "problem"]
+        assert [one.partition("/")[0] for one in found] == ["algorithm.critic.path="] * refused, found
+        assert all("is no checkpoint of a critic of the policy's sizes" in one for one in found)

@@ -1,4 +1,5 @@
-"""A reference of one's own: which a preflight refuses, and what one of another size needs on ranks of its own."""
+"""A reference or a critic of one's own: which a preflight refuses, and what a reference of another size needs on ranks
+of its own."""
 
 from __future__ import annotations
 
@@ -85,8 +86,8 @@ def test_a_classifier_has_no_log_probs_to_compare_with(folders: dict[str, Path],
     shutil.copytree(folders["like it"], folder)
     known = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(known | {"architectures": ["Qwen3MoeForSequenceClassification"]}))
-    with pytest.raises(ConfigError, match=r"algorithm\.kl\.reference=.*classifier is a sequence classifier"):
-        problems(config_of(folders | {"scores": folder}, "scores"))
+    (found,) = problems(config_of(folders | {"scores": folder}, "scores"))
+    assert found.startswith(f"algorithm.kl.reference={folder} is a sequence classifier")
     with pytest.raises(ConfigError, match=r"model\.path=.*classifier is a sequence classifier, which scores texts"):
         starting_shape(load_config("tiny_cpu", ["run.name=x", f"model.path={folder}"]))
     scored = starting_shape(load_config("reward_tiny", ["run.name=x", f"model.path={folder}"]))
@@ -119,8 +120,41 @@ def test_a_reference_with_other_tokens_or_without_weights_is_refused(folders: di
     assert others.endswith(
         "2 of the policy's 259 tokens have other ids, as 'a', 97 and 98; give a model of the same tokenizer"
     )
-    with pytest.raises(ConfigError, match=f"algorithm.kl.reference={tmp_path}/none: it has no config.json"):
-        problems(config_of({**folders, "none": tmp_path / "none"}, "none"))
+    (found,) = problems(config_of({**folders, "none": tmp_path / "none"}, "none"))
+    assert found.startswith(f"algorithm.kl.reference={tmp_path}/none: it has no config.json")
+
+
+def critic_of(folders: dict[str, Path], path: Path) -> RunConfig:
+    keys = ("run.name=x", "learner.ep=1", "algorithm=ppo", f"model.path={folders['policy']}")
+    return load_config("tiny_cpu", [*keys, f"algorithm.critic.path={path}"])
+
+
+def scoring(folder: Path, out: Path, **changed: object) -> Path:
+    """The folder as a sequence classifier's, with other settings in its config.json."""
+    shutil.copytree(folder, out)
+    known = json.loads((out / "config.json").read_text())
+    named = {"architectures": ["Qwen3MoeForSequenceClassification"]}
+    (out / "config.json").write_text(json.dumps(known | named | changed))
+    return out
+
+
+def test_a_critic_starts_from_a_policy_or_a_reward_model_of_its_sizes(folders: dict[str, Path], tmp_path: Path) -> None:
+    tied = make_tiny_model(TinyModelSection(tie_embeddings=True), tmp_path / "tied", 0)
+    for path in (folders["like it"], scoring(folders["like it"], tmp_path / "scores"), tied):
+        assert problems(critic_of(folders, path)) == []
+
+
+def test_a_critic_of_other_sizes_or_of_no_folder_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    """As built it would have the policy's layers, rotary angles and norms, and silently drop what does not fit."""
+    deep = make_tiny_model(TinyModelSection(num_layers=3), tmp_path / "deep", 0)
+    other = scoring(folders["like it"], tmp_path / "other", rms_norm_eps=0.5)
+    for path, apart in ((scoring(deep, tmp_path / "deep_scores"), "num_layers"), (other, "norm_eps")):
+        (found,) = problems(critic_of(folders, path))
+        assert found.startswith(f"algorithm.critic.path={path}: its {apart} differ from the policy's, which the critic")
+    (found,) = problems(critic_of(folders, tmp_path / "none"))
+    assert found.startswith(f"algorithm.critic.path={tmp_path}/none: it has neither config.json nor .metadata; give")
+    (other / "model.safetensors").unlink()
+    assert [found for found in problems(critic_of(folders, other)) if found.startswith("algorithm.critic.path: ")]
 
 
 def test_ranks_of_a_teacher_hold_its_weights_and_not_the_policys(folders: dict[str, Path]) -> None:
