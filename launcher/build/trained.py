@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from rl_megatron.weights.checkpoints.megatron import held_lora
 _STEP = re.compile(r"(step|warm_start)_\d{6,}")
 _DEFAULT = "tiny_cpu"
 _NAMES_MODEL = ("model.path=", "model.tiny.", "learner.model=")
+_VARIABLES = "model.template_variables."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,8 @@ class TrainedModel:
 def trained_model(model: Path, config: str | None, overrides: Sequence[str]) -> TrainedModel:
     """The target of a Hugging Face folder, a run's folder (its newest checkpoint) or one of its checkpoints.
 
-    ``config``: by default the run's, also of a folder in the run's own. A checkpoint's model is its run's in any case.
+    ``config``: by default the run's, also of a folder in the run's own. A checkpoint's model is its run's in any case,
+    and so are the chat template's variables of either, changed by ``overrides``.
 
     Raises ConfigError, and CheckpointError that names torn files.
     """
@@ -65,8 +68,14 @@ def trained_model(model: Path, config: str | None, overrides: Sequence[str]) -> 
     if not model.is_dir():
         raise ConfigError(f"{model}: no such folder; give a Hugging Face folder, a run's folder or checkpoints/step_N")
     shards, around = is_megatron(model), model.resolve().parent
-    config = config or (str(around / "config.yaml") if _is_run(around) else None)
-    loaded = _sampling(load_config(config or _DEFAULT, overrides))
+    if _is_run(around):
+        own = str(around / "config.yaml")
+        loaded = _sampling(load_config(config or own, overrides))
+        variables = _variables(load_config(own, []), loaded, overrides)
+        loaded = _changed(loaded, model={"template_variables": variables})
+        config = config or own
+    else:
+        loaded = _sampling(load_config(config or _DEFAULT, overrides))
     if shards and not (model / "config.json").is_file() and config is None and loaded.model.path is None:
         raise ConfigError(
             f"{model}: shards of no run's checkpoint, without config.json; give the model that they were trained from, "
@@ -80,7 +89,8 @@ def _with_model_of(run: RunConfig, loaded: RunConfig, source: Path, overrides: S
 
     Raises ConfigError for an override that names another model.
     """
-    model = {"path": run.model.path, "tiny": run.model.tiny}
+    variables = _variables(run, loaded, overrides)
+    model = {"path": run.model.path, "tiny": run.model.tiny, "template_variables": variables}
     learner = {"model": run.learner.model}
     if not any(item.startswith("learner.dtype=") for item in overrides):
         learner["dtype"] = run.learner.dtype
@@ -93,6 +103,13 @@ def _with_model_of(run: RunConfig, loaded: RunConfig, source: Path, overrides: S
             f"rl-megatron convert {shlex.quote(str(source))} OUT --config MODEL writes"
         )
     return changed
+
+
+def _variables(run: RunConfig, loaded: RunConfig, overrides: Sequence[str]) -> Mapping[str, Any]:
+    """The variables with which ``run`` applied its chat template, changed by overrides."""
+    given = {item.partition("=")[0].removeprefix(_VARIABLES) for item in overrides if item.startswith(_VARIABLES)}
+    own = {name: value for name, value in loaded.model.template_variables.items() if name in given}
+    return {**run.model.template_variables, **own}
 
 
 def _changed(config: RunConfig, **sections: Mapping[str, Any]) -> RunConfig:
@@ -139,6 +156,12 @@ def hugging_face(target: TrainedModel, spare: Path) -> Path:
         return out
     megatron_to_hf(target.source, out, config=known, family=target.config.learner.model)
     return out
+
+
+def shown_variables(config: RunConfig) -> str:
+    """The chat template's variables, to print behind what is printed of the model; empty without any."""
+    named = [f"{name}={json.dumps(value)}" for name, value in config.model.template_variables.items()]
+    return f"; variables of its chat template: {', '.join(named)}" if named else ""
 
 
 def of_folder(config: RunConfig, folder: Path) -> RunConfig:

@@ -17,7 +17,7 @@ from launcher.build.alone import engine_alone
 from launcher.build.data import Data, load_data
 from launcher.build.environment import made_environment
 from launcher.build.sampler import sampler_of, samplers_of_sets
-from launcher.build.trained import TrainedModel, hugging_face, of_folder
+from launcher.build.trained import TrainedModel, hugging_face, of_folder, shown_variables
 from launcher.hosts.sites import service_sites
 from launcher.preflight import engine, problems_of_data, reward
 from launcher.preflight.subject import Subject, found_by
@@ -58,7 +58,8 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
         config = of_folder(target.config, folder)
         shape = job_shape(config, read_shape(folder, config.learner.model))
         data, services = load_data(config, folder), Services(config.services)
-        print(f"{target.source}: {_described(data.sets)}, by {config.rollout.engine}", flush=True)
+        said = f"{target.source}: {_described(data.sets)}, by {config.rollout.engine}{shown_variables(config)}"
+        print(said, flush=True)
         if config.services:
             print(f"starting services: {', '.join(config.services)}", flush=True)
         running = RunningServices(config, target.out, service_sites(config, None), services).running()

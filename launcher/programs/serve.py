@@ -12,7 +12,7 @@ from pathlib import Path
 from launcher.build.alone import engine_alone
 from launcher.build.data import stop_token_ids
 from launcher.build.tokenizer import read_tokenizer
-from launcher.build.trained import TrainedModel, hugging_face, of_folder
+from launcher.build.trained import TrainedModel, hugging_face, of_folder, shown_variables
 from launcher.preflight import engine
 from launcher.preflight.subject import Subject
 from launcher.processes.scratch import scratch
@@ -62,7 +62,8 @@ async def serve_model(target: TrainedModel, port: int, key_file: Path | None) ->
             except OSError as error:
                 raise ConfigError(f"--port {port}: {error.strerror}; give another, or 0 for a free one") from error
             print(f"{target.source}, by {config.rollout.engine}: {url}")
-            print(f"key: {file}; tokenizer: {folder}; most tokens of a prompt and its answer: {app.max_length}")
+            most = f"most tokens of a prompt and its answer: {app.max_length}"
+            print(f"key: {file}; tokenizer: {folder}; {most}{shown_variables(config)}")
             print("Ctrl-C ends it", flush=True)
             await signalled()
             await server.stop()

@@ -18,12 +18,16 @@ from transformers import AutoModelForCausalLM
 from launcher.__main__ import main
 from launcher.build.data import load_data
 from launcher.build.model import starting_folder
-from launcher.build.trained import trained_model
+from launcher.build.trained import shown_variables, trained_model
 from launcher.programs.evaluate import measure_model
 from rl_megatron.config.io import load_config, save_resolved
+from rl_megatron.config.resume import fixed
+from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.evaluation.bounds import difference_interval, share_interval
 from rl_megatron.evaluation.results import WHOLE, paired_figures, read_results
+from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
+from tests.savings import Shards
 
 JUDGE = Path(__file__).resolve().parents[2] / "judge.py"
 REWARD = """
@@ -196,6 +200,36 @@ def test_the_configuration_of_an_exported_folder_is_that_of_the_run_around_it(
     assert trained_model(exported, "tiny_cpu", []).config == default
     monkeypatch.chdir(exported)
     assert trained_model(Path(), None, []).config == of_run
+
+
+async def saved(folder: Path) -> Path:
+    """A checkpoint whose shards nobody reads."""
+    state = TrainerState(step=4, prompts={"epoch": 0, "next": 0}, stream=None)
+    store = CheckpointStore(folder, keep=1, config=fixed(RunConfig()))
+    return (await (await store.save(state, {"learner": Shards()})).finish()).folder
+
+
+def test_prompts_have_the_variables_of_the_runs_template_whatever_sets_are_given(folder: Path, here: Path) -> None:
+    run, sets, rows = here / "run", here / "sets.yaml", here / "rows.jsonl"
+    shutil.copytree(folder, exported := run / "hf_step_000004")
+    (exported / "chat_template.jinja").write_text("{{ messages[0]['content'] }} {{ who }}{{ whom }}")
+    rows.write_text('{"question": "hi", "answer": "x"}\n')
+    data = {"type": "files", "train": str(rows), "eval": str(rows), "chat_template": True, "on_leak": "keep"}
+    given = {"data": data, "model": {"path": str(exported)}}
+    sets.write_text(json.dumps({**given, "model": {**given["model"], "template_variables": {"who": "it"}}}))
+    ours = {**given["model"], "template_variables": {"who": "she", "whom": 1}}
+    save_resolved(RunConfig.model_validate({**given, "model": ours}), run / "config.yaml")
+    checkpoint = asyncio.run(saved(run / "checkpoints"))
+    for model in (run, checkpoint, exported):
+        for config, overrides, wanted in (
+            (None, [], "she1"),
+            (str(sets), [], "she1"),
+            (str(sets), ["model.template_variables.who=he"], "he1"),
+        ):
+            found = trained_model(model, config, overrides).config
+            assert load_data(found, exported).held_out[0].text == f"hi {wanted}", (model, config, overrides)
+            assert shown_variables(found) == f'; variables of its chat template: who="{wanted[:-1]}", whom=1'
+    assert shown_variables(trained_model(folder, str(sets), []).config) == '; variables of its chat template: who="it"'
 
 
 def test_of_two_at_once_with_one_name_the_second_is_refused(folder: Path, here: Path) -> None:
