@@ -13,7 +13,6 @@ from typing import Any
 from launcher.build.model import starting_folder
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
-from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.config.sections.jobs import DpoSection, SftSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.training import checkpoints
@@ -124,19 +123,13 @@ def _is_run(folder: Path) -> bool:
 
 
 def _sampling(config: RunConfig) -> RunConfig:
-    """Of a job that samples nothing the one that does, with its defaults of sampling. Raises ConfigError for data that
-    has no problems, and for a model that has no log-probs."""
+    """Of a job that samples nothing the one that does, with its defaults of sampling. Raises ConfigError for a model
+    that has no log-probs."""
     if config.kind.scores:
         raise ConfigError(
             f"job={config.job}: its model scores texts and samples none; it serves as reward.function=hf:FOLDER, and "
             "its held-out figures are in metrics.jsonl"
         )
-    for key, data in data_sources(config.data).items():
-        if isinstance(data, FileKeys) and data.messages_field is not None:
-            raise ConfigError(
-                f"{key}.messages_field={data.messages_field!r}: conversations have no answers to compare samples with; "
-                "give a configuration whose data has problems, as --config gsm8k_tiny data.eval=FILE"
-            )
     return (
         config
         if config.kind.samples

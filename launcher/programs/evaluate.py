@@ -25,6 +25,7 @@ from launcher.processes.scratch import scratch
 from launcher.runs.lock import lock
 from launcher.servers.services import RunningServices, unless_given_up
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.digests import digest_of
 from rl_megatron.errors import ConfigError
 from rl_megatron.evaluation.results import (
@@ -134,6 +135,12 @@ def _claimed(path: Path) -> Iterator[None]:
 
 def _check(config: RunConfig) -> None:
     """Raises ConfigError with what data, engine and reward lack. The learner is not checked: none starts."""
+    for key, data in data_sources(config.data).items():
+        if isinstance(data, FileKeys) and data.messages_field is not None:
+            raise ConfigError(
+                f"{key}.messages_field={data.messages_field!r}: conversations have no answers to compare samples with; "
+                "give a configuration whose data has problems, as --config gsm8k_tiny data.eval=FILE"
+            )
     subject = Subject(config, for_job=False)
     checks = {"data": problems_of_data.check, "engine": engine.check, "reward": reward.check}
     problems = [

@@ -257,7 +257,7 @@ def test_long_conversations_are_cut_or_left_out_and_counted(place: Place, model:
     assert found["cut"]["data/cut"] > 0
 
 
-def test_a_run_on_problems_is_evaluated_and_reinforced_and_one_on_conversations_says_what_is_missing(
+def test_a_run_on_problems_is_evaluated_and_reinforced_and_one_on_conversations_is_served_alone(
     place: Place, run: Run
 ) -> None:
     sums = place.fork_alone(
@@ -277,3 +277,7 @@ def test_a_run_on_problems_is_evaluated_and_reinforced_and_one_on_conversations_
     refused = place.call_in_fork("eval", "runs/whole")
     assert refused.end() == 1
     assert "conversations have no answers to compare samples with; give a configuration" in refused.text()
+    served = place.begin_in_fork("serve", "runs/whole", "--port", "0")
+    served.until(lambda: "Ctrl-C ends it" in served.text(), "the server, which reads no data")
+    os.kill(served.process.pid, signal.SIGTERM)
+    assert served.end() == 0, served.text()
