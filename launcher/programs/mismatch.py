@@ -58,12 +58,17 @@ class Target:
 
 
 def target_of(name: str, overrides: Sequence[str]) -> Target:
-    """The target of a run's folder, or of a configuration. Raises ConfigError."""
+    """The target of a run's folder, or of a configuration. Raises ConfigError, also for a job that samples nothing."""
     path = Path(name)
-    if path.is_dir():
-        config = load_config(str(path / "config.yaml"), overrides)
+    of_run = path.is_dir()
+    config = load_config(str(path / "config.yaml") if of_run else name, overrides)
+    if not config.kind.samples:
+        raise ConfigError(
+            f"{name}: job={config.job} samples nothing, so there are no log-probs of an engine to compare; give a run "
+            "of job=rl, or a configuration of one with the model, as tiny_cpu model.path=FOLDER"
+        )
+    if of_run:
         return Target(config=config, folder=path / "doctor", checkpoint=latest(path / "checkpoints"))
-    config = load_config(name, overrides)
     return Target(config=config, folder=config.run.dir / f"doctor-{path.stem}", checkpoint=None)
 
 

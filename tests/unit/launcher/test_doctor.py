@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from launcher.commands import doctor
+from launcher.programs.mismatch import target_of
+from rl_megatron.config.io import load_config, save_resolved
+from rl_megatron.errors import ConfigError
 
 
 def test_a_package_that_the_learner_cannot_import_is_named(
@@ -29,3 +32,13 @@ def test_a_package_that_the_learner_cannot_import_is_named(
 def test_a_learner_that_is_not_imported_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "IMPORT_SECONDS", 0.01)
     assert doctor._learner().startswith("learner: was not imported in 0.01 s; look at the disk")
+
+
+@pytest.mark.parametrize("name", ["sft_tiny", "dpo_tiny", "reward_tiny"])
+def test_a_job_that_samples_nothing_has_no_mismatch(name: str, tmp_path: Path) -> None:
+    """Of a configuration, and of a run's folder."""
+    config = load_config(name, [])
+    save_resolved(config, tmp_path / "config.yaml")
+    for target in (str(tmp_path / "config.yaml"), str(tmp_path)):
+        with pytest.raises(ConfigError, match=f"{target}: job={config.job} samples nothing, so"):
+            target_of(target, [])
