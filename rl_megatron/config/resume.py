@@ -138,12 +138,14 @@ def _longest(table: Mapping[str, bool], parts: Sequence[str]) -> bool:
 
 
 def changes_no_step(key: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the values of a fixed ``key`` differ in what is done with longer rows alone, of which a run that fails at
-    one has trained on none."""
+    """Whether the values of a fixed ``key`` differ in what is done with longer or refused rows alone, of which a run
+    that fails at one has trained on none."""
     section, _, name = key.rpartition(".")
-    if section not in ("sft", "dpo", "reward_model") or then.get(f"{section}.on_long") != "fail":
+    if section not in ("sft", "dpo", "reward_model"):
         return False
-    return name == "on_long" or (name == "max_tokens" and now[key] > then[key])
+    if name == "max_tokens":
+        return then.get(f"{section}.on_long") == "fail" and bool(now[key] > then[key])
+    return name in ("on_long", "on_refused") and then[key] == "fail"
 
 
 def fixed(config: RunConfig) -> dict[str, Any]:

@@ -167,7 +167,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Score: mean", metric="reward_model/score_mean"),
             Curve(title="Learnt tokens of a step", metric="tokens/learnt"),
             Curve(title="Passes over the data", metric="data/epoch"),
-            Curve(title="Sequences left out as too long", metric="data/dropped", hide_constant=True),
+            Curve(title="Sequences left out", metric="data/dropped", hide_constant=True),
             Curve(title="Sequences cut", metric="data/cut", hide_constant=True),
             Curve(title="Seconds of waiting for data", metric="data/seconds"),
         ),

@@ -63,7 +63,7 @@ class JobObjective(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """Units whose rows have at most so many tokens, and how many rows were left out and cut for that."""
+    """Units whose rows have at most so many tokens, and how many rows were left out and cut."""
 
     units: Sequence[Unit]
     dropped: int
@@ -73,6 +73,44 @@ class Fitted:
     def rows(self) -> list[WrittenRow]:
         """Those of all units."""
         return [row for unit in self.units for row in unit]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """Prompts that have no units: of those that are refused, why."""
+
+    refused: tuple[str, ...] = ()
+
+    def __add__(self, other: LeftOut) -> LeftOut:
+        return LeftOut(refused=self.refused + other.refused)
+
+    def sequences(self, config: RunConfig) -> int:
+        """How many they are, a conversation one: those that it would have are not known."""
+        return len(self.refused) * (2 if config.kind.pairs else 1)
+
+    def told(self, of: str, config: RunConfig) -> list[str]:
+        """A sentence for each reason, of the prompts that ``of`` counts."""
+        if not self.refused:
+            return []
+        said = f"{len(self.refused)} of {of} are refused and left out, by {config.job}.on_refused=drop"
+        return [f"{said}; the first: {self.refused[0]}"]
+
+
+def made_units(prompts: Sequence[Prompt], units_of: UnitsOf, config: RunConfig) -> tuple[list[Unit], LeftOut]:
+    """The units of ``prompts``, and those without. Raises as ``units_of``, where ``on_refused`` is fail."""
+    try:
+        return units_of(prompts), LeftOut()
+    except DataError as error:
+        if config.written.on_refused == "fail":
+            key = f"{config.job}.on_refused=drop"
+            raise DataError(f"{error}; or leave such rows out with {key}, which a resume may set") from error
+    units, refused = list[Unit](), list[str]()
+    for prompt in prompts:
+        try:
+            units += units_of([prompt])
+        except DataError as error:
+            refused.append(str(error))
+    return units, LeftOut(refused=tuple(refused))
 
 
 def fitted(units: Sequence[Unit], config: RunConfig) -> Fitted:
@@ -147,7 +185,7 @@ class WrittenJob:
     first_step_is_saved: bool = False
     number: int = 0  # of the last step
     _next: _Drawn | None = None
-    _ahead: deque[list[Unit]] = field(default_factory=deque)  # of the next steps, which were looked at
+    _ahead: deque[tuple[list[Unit], LeftOut]] = field(default_factory=deque)  # of the next steps, which were looked at
     _maker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rows"))
 
     async def start(self, *, fresh: bool) -> Row | None:
@@ -158,36 +196,46 @@ class WrittenJob:
         return self._row() if fresh else None
 
     async def _look_ahead(self) -> None:
-        """Count the long rows of the next epoch, the steps that are left, or what ``_LOOKED_AT`` limits, whatever is
-        least, a batch at a time, and keep them for their steps. Raises as `fitted`, with their number in front, or
-        logs what happens to them."""
+        """Make the rows of the next epoch, of the steps that are left, or of what ``_LOOKED_AT`` limits, whatever is
+        least, a batch at a time, and keep them for their steps. Logs which of them are left out or cut. Raises as
+        `made_units`, as `fitted`, with the number of long rows in front, and for a new run of which no row is left."""
         before, left_out, batch = self.prompts.state(), tuple(self.prompts.left_out), self.config.written.batch_size
         count = min(self.size, (self.config.train.steps - self.number) * batch, _LOOKED_AT)
         first, long, rows, tokens, drawn, note = None, 0, 0, 0, 0, seldom(self.note)
+        without, is_any = LeftOut(), False
         self._ahead.clear()
         while drawn < count and tokens < TOKENS_KEPT:
-            found = await asyncio.wrap_future(self._maker.submit(self._looked_at, min(batch, count - drawn)))
-            drawn, rows, tokens = drawn + batch, rows + len(found), tokens + sum(len(row.token_ids) for row in found)
-            note(f"looking for rows that are too long: {min(drawn, count)} of {count}")
+            some = min(batch, count - drawn)
+            units, others = await asyncio.wrap_future(self._maker.submit(self._looked_at, some))
+            found = [row for unit in units for row in unit]
+            drawn, rows, tokens = drawn + some, rows + len(found), tokens + sum(len(row.token_ids) for row in found)
+            note(f"looking for rows that are too long: {drawn} of {count}")
+            without, is_any = without + others, is_any or bool(units)
             for row in (one for one in found if len(one.token_ids) > _most(self.config)):
                 first, long = first or row, long + 1
         self.prompts.restore(before, left_out)
-        if first is None:
-            return
-        told = f"{long} of the first {rows} sequences to train on are too long: "
+        of = f"the first {drawn} rows to train on"
+        told = without.told(of, self.config)
+        if drawn and not is_any and not self.number:
+            raise DataError(f"none of {of} is left: {'; '.join(told)}")
+        if first is not None:
+            told.append(self._told_long(first, f"{long} of the first {rows} sequences to train on are too long: "))
+        for one in told:
+            logger.warning("%s", one)
+
+    def _told_long(self, row: WrittenRow, told: str) -> str:
+        """What happens to rows that are as long as ``row``. Raises as `fitted`, with ``told`` in front."""
         try:
-            fitted([(first,)], self.config)
+            fitted([(row,)], self.config)
         except DataError as error:
             raise DataError(f"{told}{error}") from error
-        logger.warning(
-            "%s%s; %s.on_long=%s", told, _length(first, self.config), self.config.job, self.config.written.on_long
-        )
+        return f"{told}{_length(row, self.config)}; {self.config.job}.on_long={self.config.written.on_long}"
 
-    def _looked_at(self, count: int) -> list[WrittenRow]:
-        units = self.units_of(self.prompts.take(count))
+    def _looked_at(self, count: int) -> tuple[list[Unit], LeftOut]:
+        made = made_units(self.prompts.take(count), self.units_of, self.config)
         if count == self.config.written.batch_size:
-            self._ahead.append(units)
-        return [row for unit in units for row in unit]
+            self._ahead.append(made)
+        return made
 
     async def step(self, number: int, watch: Stopwatch) -> Row:
         """Make an optimizer step; without a row that fits, none is made. Its loss is missing if it was skipped."""
@@ -220,7 +268,9 @@ class WrittenJob:
 
     def _made(self) -> tuple[Fitted, Samples | None]:
         prompts = self.prompts.take(self.config.written.batch_size)
-        found = fitted(self._ahead.popleft() if self._ahead else self.units_of(prompts), self.config)
+        units, without = self._ahead.popleft() if self._ahead else made_units(prompts, self.units_of, self.config)
+        found = fitted(units, self.config)
+        found = replace(found, dropped=found.dropped + without.sequences(self.config))
         return found, self.objective.samples_of(found.rows) if found.units else None
 
     def _row(self) -> Row:
@@ -271,20 +321,22 @@ def held_out_parts(
 ) -> list[Samples]:
     """Held-out rows that fit, in parts of ``batch_size`` prompts; how many do not is logged. Raises DataError if none
     does."""
-    section, parts, kept, dropped, cut = config.written, list[Samples](), 0, 0, 0
+    section, parts, kept, dropped, cut, without = config.written, list[Samples](), 0, 0, 0, LeftOut()
     for start in range(0, len(prompts), section.batch_size):
-        found = fitted(units_of(prompts[start : start + section.batch_size]), config)
+        units, others = made_units(prompts[start : start + section.batch_size], units_of, config)
+        found, without = fitted(units, config), without + others
         kept, dropped, cut = kept + len(found.rows), dropped + found.dropped, cut + found.cut
         if found.units:
             parts.append(samples_of(found.rows))
+    told, limit = without.told(f"{len(prompts)} held-out rows", config), f"{config.job}.max_tokens={section.max_tokens}"
     if not parts:
-        raise DataError(
-            f"all {len(prompts)} held-out rows have more tokens than {config.job}.max_tokens={section.max_tokens}"
-        )
+        long = [f"{dropped} held-out sequences have more tokens than {limit}"] if dropped else []
+        raise DataError(f"none of {len(prompts)} held-out rows is left: {'; '.join(told + long)}")
     if dropped or cut:
-        logger.warning(
-            "%d of %d held-out sequences are left out and %d are cut, by %s.max_tokens=%d and on_long=%s: metrics of "
-            "eval/ are of the others, and of what fits",
-            *(dropped, kept + dropped, cut, config.job, section.max_tokens, section.on_long),
+        told.append(
+            f"{dropped} of {kept + dropped} held-out sequences are left out and {cut} are cut, by {limit} and "
+            f"on_long={section.on_long}: metrics of eval/ are of the others, and of what fits"
         )
+    for one in told:
+        logger.warning("%s", one)
     return parts

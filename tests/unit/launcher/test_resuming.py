@@ -136,6 +136,10 @@ def test_keys_that_an_older_version_held_fixed_are_free_and_those_it_lacked_had_
     [
         ("sft", (), ("on_long=drop",), ()),
         ("sft", (), ("on_long=cut", "max_tokens=2048"), ()),
+        ("sft", (), ("on_refused=drop",), ()),
+        ("dpo", ("on_long=drop",), ("on_long=drop", "on_refused=drop"), ()),
+        ("sft", ("on_refused=drop",), ("on_refused=fail",), ("on_refused: 'drop' then, 'fail' now",)),
+        ("sft", ("on_long=drop",), ("on_refused=drop", "on_long=fail"), ("on_long: 'drop' then",)),
         ("dpo", (), ("on_long=drop",), ()),
         ("reward_model", (), ("max_tokens=2048",), ()),
         ("sft", (), ("on_long=drop", "max_tokens=512"), ("max_tokens: 1024 then, 512 now",)),
@@ -143,10 +147,10 @@ def test_keys_that_an_older_version_held_fixed_are_free_and_those_it_lacked_had_
         ("sft", (), ("batch_size=2",), ("batch_size: 64 then, 2 now",)),
     ],
 )
-def test_what_is_done_with_longer_rows_may_change_where_none_was_seen(
+def test_what_is_done_with_longer_and_refused_rows_may_change_where_none_was_seen(
     job: str, then: tuple[str, ...], now: tuple[str, ...], refused: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """As the error of the first longer row advises."""
+    """As the error of the first such row advises."""
     given = ({"job": job, job: dict(one.split("=") for one in some)} for some in (then, now))
     first, second = map(RunConfig.model_validate, given)
     run = run_of(tmp_path, first)

@@ -23,7 +23,7 @@ from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.jobs import written
 from rl_megatron.training.jobs.supervised import FineTuning, HeldOutLoss, SupervisedSteps
 from rl_megatron.training.jobs.warm_start import answers
-from rl_megatron.training.jobs.written import Unit, WrittenJob, held_out_parts
+from rl_megatron.training.jobs.written import Unit, UnitsOf, WrittenJob, held_out_parts
 from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.types import ParallelDims, Prompt
 from tests.unit.training.test_bad_steps import MADE, Kept
@@ -43,16 +43,18 @@ def units_of(prompts: Sequence[Prompt]) -> list[Unit]:
     return [(row,) for row in supervised_rows(prompts, answers(prompts, 0), byte_tokenizer(), 257)]
 
 
-def job(on_long: str, steps: int) -> WrittenJob:
-    """Of three rows a step."""
-    sft = {"batch_size": 3, "max_tokens": 10, "on_long": on_long}
+def job(
+    on_long: str, steps: int, prompts: Sequence[Prompt] = DATA, units_of: UnitsOf = units_of, **more: object
+) -> WrittenJob:
+    """Of three rows a step, with ``more`` keys of its section."""
+    sft = {"batch_size": 3, "max_tokens": 10, "on_long": on_long, **more}
     learner, optimizer_steps = Kept(MADE), OptimizerSteps(name="policy", most=0)
     packer = Packer(dims=ParallelDims(), max_tokens=30, attention_cost=0.0)
     return WrittenJob(
         config=RunConfig.model_validate({"job": "sft", "sft": sft, "train": {"steps": steps}}),
         roles=Roles(learners={"policy": learner}, frozen={}, engine=NONE, weights=NONE),
-        prompts=PromptStream(DATA, seed=0),
-        size=len(DATA),
+        prompts=PromptStream(prompts, seed=0),
+        size=len(prompts),
         units_of=units_of,
         objective=FineTuning(
             supervised=SupervisedSteps(learner=learner, packer=packer, optimizer_steps=optimizer_steps),

@@ -1,0 +1,138 @@
+"""What a job on written text does with rows of which the chat template makes no sequence."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from rl_megatron.data.problems.prompt_stream import PromptStream
+from rl_megatron.data.samples import written_samples
+from rl_megatron.errors import DataError
+from rl_megatron.models.tiny import byte_tokenizer
+from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.rollout.conversation.written import WrittenConversations
+from rl_megatron.training.checkpoints import TrainerState
+from rl_megatron.training.jobs import written
+from rl_megatron.training.jobs.written import Unit, WrittenJob, held_out_parts
+from rl_megatron.types import Prompt
+from tests.unit.training.test_long_rows import job
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    "{{ m.role }}:{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def talk(line: int, *, role: str = "user") -> Prompt:
+    messages: list[dict[str, Any]] = [{"role": role, "content": "?"}, {"role": "assistant", "content": str(line)}]
+    return Prompt(id=f"d:{line}", text=json.dumps({"messages": messages, "tools": []}), token_ids=(), answer="")
+
+
+def drawn(count: int) -> list[int]:
+    """The lines of ``count`` rows in the order in which they are drawn."""
+    return [int(one.id[2:]) for one in PromptStream([talk(line) for line in range(count)], seed=0).take(count)]
+
+
+def data(count: int, *refused: int) -> list[Prompt]:
+    """The rows that are drawn at the places ``refused`` have a message that the template refuses."""
+    bad = {drawn(count)[place] for place in refused}
+    return [talk(line, role="system" if line in bad else "user") for line in range(count)]
+
+
+def its_job(prompts: list[Prompt], steps: int, **more: object) -> WrittenJob:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template, tokenizer.split_special_tokens = TEMPLATE, False
+    conversations = WrittenConversations(tokenizer, [tokenizer.eos_token_id])
+
+    def units_of(some: Any) -> list[Unit]:
+        return [(row,) for row in conversations.rows(some)]
+
+    return job("fail", steps, prompts, units_of, **{"max_tokens": 99, **more})
+
+
+async def rows_of(its: WrittenJob, first: int, last: int) -> list[dict[str, Any]]:
+    try:
+        return [dict(await its.step(number, Stopwatch())) for number in range(first, last + 1)]
+    finally:
+        await its.close()
+
+
+def test_a_refused_row_behind_those_that_were_looked_at_is_left_out_by_a_resume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(written, "_LOOKED_AT", 3)
+    prompts, name = data(9, 7), f"d:{drawn(9)[7]}"
+
+    async def until_it_fails() -> TrainerState:
+        its = its_job(prompts, 3)
+        await its.start(fresh=True)
+        for number in (1, 2):
+            await its.step(number, Stopwatch())
+        saved = its.state()
+        said = (
+            rf"^prompt '{name}': .*no system message.*; or leave such rows out with sft\.on_refused=drop, which a res"
+        )
+        with pytest.raises(DataError, match=said):
+            await its.step(3, Stopwatch())
+        await its.close()
+        return saved
+
+    async def resumed(state: TrainerState) -> list[dict[str, Any]]:
+        its = its_job(prompts, 3, on_refused="drop")
+        await its.restore(state)
+        await its.start(fresh=False)
+        return await rows_of(its, 3, 3)
+
+    (row,) = asyncio.run(resumed(asyncio.run(until_it_fails())))
+    assert (row["data/dropped"], row["tokens/learnt"]) == (1, 2 * len("1<"))  # a digit and the token behind it
+
+
+@pytest.mark.parametrize("looked_at", [0, 9])
+def test_it_is_counted_in_the_row_of_its_step(
+    looked_at: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(written, "_LOOKED_AT", looked_at)
+    its = its_job(data(9, 1, 4, 5), 3, on_refused="drop")
+
+    async def run() -> list[dict[str, Any]]:
+        await its.start(fresh=True)
+        return await rows_of(its, 1, 3)
+
+    with caplog.at_level(logging.WARNING):
+        rows = asyncio.run(run())
+    assert [row["data/dropped"] for row in rows] == [1, 2, 0]
+    assert [row["tokens/learnt"] for row in rows] == [4, 2, 6]
+    said = "3 of the first 9 rows to train on are refused and left out, by sft.on_refused=drop; the first: "
+    first = f"prompt 'd:{drawn(9)[1]}': "
+    assert [text[: len(said + first)] for text in caplog.messages] == [said + first] * bool(looked_at)
+
+
+def test_a_pair_counts_as_its_two_sequences() -> None:
+    config = job("fail", 1).config
+    pairs = config.model_copy(update={"job": "dpo"})
+    left_out = written.LeftOut(refused=("one", "other"))
+    assert (left_out.sequences(config), left_out.sequences(pairs)) == (2, 4)
+
+
+def test_a_run_of_which_every_row_is_refused_ends_before_its_first_step() -> None:
+    said = (
+        r"^none of the first 4 rows to train on is left: 4 of the first 4 rows .*: prompt 'd:\d': .*no system message"
+    )
+    with pytest.raises(DataError, match=said):
+        asyncio.run(its_job(data(4, *range(4)), 3, on_refused="drop").start(fresh=True))
+
+
+def test_held_out_rows_are_left_out_alike(caplog: pytest.LogCaptureFixture) -> None:
+    its, fails, prompts = its_job(data(4), 1, on_refused="drop"), its_job(data(4), 1), data(4, 0)
+    with pytest.raises(DataError, match=r"on_refused=drop"):
+        held_out_parts(prompts, fails.units_of, written_samples, fails.config)
+    with caplog.at_level(logging.WARNING):
+        parts = held_out_parts(prompts, its.units_of, written_samples, its.config)
+    assert sum(part.num_sequences for part in parts) == 3
+    assert caplog.text.count("1 of 4 held-out rows are refused and left out, by sft.on_refused=drop; the first: ") == 1
+    with pytest.raises(DataError, match=r"^none of 4 held-out rows is left: 4 of 4 held-out rows are refused"):
+        held_out_parts(data(4, *range(4)), its.units_of, written_samples, its.config)
