@@ -26,7 +26,8 @@ LEARNING = (
         "data/dropped",
         "sequences",
         "of the step, left out because they, or the other one of their pair, are longer than max_tokens or refused "
-        "(on_refused); at the first step also those that were left out as .jsonl files were read",
+        "(on_refused), and rows without a turn to learn; at the first step also those that were left out as .jsonl "
+        "files were read",
     ),
     ("data/cut", "sequences", "of the step, trained on without what is behind sft.max_tokens"),
     ("reward/mean", "", "mean reward of the step's completions"),

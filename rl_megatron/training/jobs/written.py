@@ -77,40 +77,57 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """Prompts that have no units: of those that are refused, why."""
+    """Prompts that have no units: of those that are refused, why, and the ids of those without a turn to learn."""
 
     refused: tuple[str, ...] = ()
+    unlearnt: tuple[str, ...] = ()
 
     def __add__(self, other: LeftOut) -> LeftOut:
-        return LeftOut(refused=self.refused + other.refused)
+        return LeftOut(refused=self.refused + other.refused, unlearnt=self.unlearnt + other.unlearnt)
 
     def sequences(self, config: RunConfig) -> int:
         """How many they are, a conversation one: those that it would have are not known."""
-        return len(self.refused) * (2 if config.kind.pairs else 1)
+        return (len(self.refused) + len(self.unlearnt)) * (2 if config.kind.pairs else 1)
 
     def told(self, of: str, config: RunConfig) -> list[str]:
         """A sentence for each reason, of the prompts that ``of`` counts."""
-        if not self.refused:
-            return []
-        said = f"{len(self.refused)} of {of} are refused and left out, by {config.job}.on_refused=drop"
-        return [f"{said}; the first: {self.refused[0]}"]
+        told = list[str]()
+        if self.refused:
+            told.append(
+                f"{len(self.refused)} of {of} are refused and left out, by {config.job}.on_refused=drop; the first: "
+                f"{self.refused[0]}"
+            )
+        if self.unlearnt:
+            told.append(
+                f"{len(self.unlearnt)} of {of} have no turn to learn and are left out: their messages of the assistant "
+                f"have a weight of 0, or there are none; the first: prompt {self.unlearnt[0]!r}"
+            )
+        return told
 
 
 def made_units(prompts: Sequence[Prompt], units_of: UnitsOf, config: RunConfig) -> tuple[list[Unit], LeftOut]:
     """The units of ``prompts``, and those without. Raises as ``units_of``, where ``on_refused`` is fail."""
     try:
-        return units_of(prompts), LeftOut()
+        units, refused = units_of(prompts), list[tuple[str, str]]()
     except DataError as error:
         if config.written.on_refused == "fail":
             key = f"{config.job}.on_refused=drop"
             raise DataError(f"{error}; or leave such rows out with {key}, which a resume may set") from error
-    units, refused = list[Unit](), list[str]()
+        units, refused = _of_each(prompts, units_of)
+    known = {unit[0].id for unit in units}.union(name for name, _ in refused)
+    unlearnt = tuple(prompt.id for prompt in prompts if prompt.id not in known)
+    return units, LeftOut(refused=tuple(why for _, why in refused), unlearnt=unlearnt)
+
+
+def _of_each(prompts: Sequence[Prompt], units_of: UnitsOf) -> tuple[list[Unit], list[tuple[str, str]]]:
+    """The units of ``prompts``, and the ids of others with why they are refused."""
+    units, refused = list[Unit](), list[tuple[str, str]]()
     for prompt in prompts:
         try:
             units += units_of([prompt])
         except DataError as error:
-            refused.append(str(error))
-    return units, LeftOut(refused=tuple(refused))
+            refused.append((prompt.id, str(error)))
+    return units, refused
 
 
 def fitted(units: Sequence[Unit], config: RunConfig) -> Fitted:

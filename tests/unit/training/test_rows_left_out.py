@@ -1,10 +1,11 @@
-"""What a job on written text does with rows of which the chat template makes no sequence."""
+"""What a job on written text does with rows that the chat template refuses, or that have no turn to learn."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,8 +28,9 @@ TEMPLATE = (
 )
 
 
-def talk(line: int, *, role: str = "user") -> Prompt:
+def talk(line: int, *, role: str = "user", weight: int = 1) -> Prompt:
     messages: list[dict[str, Any]] = [{"role": role, "content": "?"}, {"role": "assistant", "content": str(line)}]
+    messages[1]["weight"] = weight
     return Prompt(id=f"d:{line}", text=json.dumps({"messages": messages, "tools": []}), token_ids=(), answer="")
 
 
@@ -37,10 +39,11 @@ def drawn(count: int) -> list[int]:
     return [int(one.id[2:]) for one in PromptStream([talk(line) for line in range(count)], seed=0).take(count)]
 
 
-def data(count: int, *refused: int) -> list[Prompt]:
-    """The rows that are drawn at the places ``refused`` have a message that the template refuses."""
-    bad = {drawn(count)[place] for place in refused}
-    return [talk(line, role="system" if line in bad else "user") for line in range(count)]
+def data(count: int, *refused: int, context: Sequence[int] = ()) -> list[Prompt]:
+    """The rows that are drawn at the places ``refused`` have a message that the template refuses, and those at
+    ``context`` no turn to learn."""
+    bad, read = ({drawn(count)[place] for place in places} for places in (refused, context))
+    return [talk(line, role="system" if line in bad else "user", weight=int(line not in read)) for line in range(count)]
 
 
 def its_job(prompts: list[Prompt], steps: int, **more: object) -> WrittenJob:
@@ -109,6 +112,51 @@ def test_it_is_counted_in_the_row_of_its_step(
     said = "3 of the first 9 rows to train on are refused and left out, by sft.on_refused=drop; the first: "
     first = f"prompt 'd:{drawn(9)[1]}': "
     assert [text[: len(said + first)] for text in caplog.messages] == [said + first] * bool(looked_at)
+
+
+@pytest.mark.parametrize("on_refused", ["fail", "drop"])
+def test_rows_without_a_turn_to_learn_are_counted_and_named(on_refused: str, caplog: pytest.LogCaptureFixture) -> None:
+    refused = (0,) if on_refused == "drop" else ()  # in the batch of one of them
+    its = its_job(data(9, *refused, context=(1, 4, 5)), 3, on_refused=on_refused)
+
+    async def run() -> list[dict[str, Any]]:
+        await its.start(fresh=True)
+        return await rows_of(its, 1, 3)
+
+    with caplog.at_level(logging.WARNING):
+        rows = asyncio.run(run())
+    assert [row["data/dropped"] for row in rows] == [1 + len(refused), 2, 0]
+    assert [row["tokens/learnt"] for row in rows] == [4 - 2 * len(refused), 2, 6]
+    said = "3 of the first 9 rows to train on have no turn to learn and are left out: their messages of the assistant "
+    said += f"have a weight of 0, or there are none; the first: prompt 'd:{drawn(9)[1]}'"
+    assert caplog.messages[len(refused) :] == [said]
+
+
+def test_a_run_of_which_no_row_has_a_turn_to_learn_ends_before_its_first_step() -> None:
+    said = r"^none of the first 4 rows to train on is left: 4 of the first 4 rows to train on have no turn to learn"
+    with pytest.raises(DataError, match=said):
+        asyncio.run(its_job(data(4, context=range(4)), 3).start(fresh=True))
+
+
+def test_a_resume_may_end_with_rows_of_which_none_has_one() -> None:
+    its = its_job(data(6, context=(3, 4, 5)), 2)
+    its.number = 1
+    its.prompts.take(3)
+    asyncio.run(its.start(fresh=False))
+    (row,) = asyncio.run(rows_of(its, 2, 2))
+    assert (row["data/dropped"], row["tokens/train"]) == (3, 0)
+
+
+def test_held_out_rows_without_one_are_named_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    its = its_job(data(4), 1)
+    with caplog.at_level(logging.WARNING):
+        parts = held_out_parts(data(4, context=(0, 2)), its.units_of, written_samples, its.config)
+    assert sum(part.num_sequences for part in parts) == 2
+    assert caplog.text.count("2 of 4 held-out rows have no turn to learn and are left out: ") == 1
+    with pytest.raises(
+        DataError, match=r"^none of 4 held-out rows is left: 4 of 4 held-out rows have no turn to learn"
+    ):
+        held_out_parts(data(4, context=range(4)), its.units_of, written_samples, its.config)
 
 
 def test_a_pair_counts_as_its_two_sequences() -> None:
