@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from launcher.preflight.subject import Found, Subject, note
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.data import data_sources
 from rl_megatron.config.waves import micro_batches_filled
 
 
@@ -80,4 +81,10 @@ def _written(config: RunConfig, ranks: int) -> Iterator[Found]:
         yield note(
             f"an optimizer step has {size} {what} ({config.job}.batch_size) for {ranks} data-parallel ranks "
             f"(learner.dp), so {ranks - size} of them are idle; raise {config.job}.batch_size, or lower learner.dp"
+        )
+    if config.written.epochs is not None and len(data_sources(config.data)) > 1:
+        yield note(
+            f"{config.job}.epochs={config.written.epochs:g} counts the {what} of all sources, and each source is drawn "
+            f"by its data.sources.<name>.weight: unless weights are in proportion to the sources' numbers of {what}, "
+            f"some {what} are drawn more often than others, or never"
         )

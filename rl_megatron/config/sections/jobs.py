@@ -81,8 +81,8 @@ class WrittenSection(Section):
     batch_size: Positive = 64
     """Rows of the data for an optimizer step."""
     epochs: PositiveFloat | None = None
-    """Passes over the data, which say how many steps there are, the last one begun counting whole; null: train.steps
-    says so."""
+    """Passes over the data, of a mixture over as many rows as all sources have (docs/data.md), which say how many
+    steps there are, the last one begun counting whole; null: train.steps says so."""
     max_tokens: Positive = 1024
     """Most tokens of a sequence, prompt and answers together."""
     on_long: Literal["fail", "drop", "cut"] = "fail"

@@ -78,9 +78,11 @@ class PromptStream:
         if self.table is not None:
             self.table.keep_enough(self.left_out)
 
-    def epochs(self) -> dict[str, float]:
-        """The epochs that were drawn of each source of a mixture."""
-        return {name: self._epochs[name].passed for name in self._weights}
+    def epochs(self, more: int = 0) -> dict[str, float]:
+        """The epochs of each source of a mixture that were drawn, or will be after so many ``more`` prompts."""
+        found, whole = self._epochs, sum(self._weights.values())
+        shares = {name: more * weight / whole for name, weight in self._weights.items()}
+        return {name: found[name].passed + share / len(found[name].rows) for name, share in shares.items()}
 
     def state(self) -> dict[str, int] | MixtureState:
         """The position in the stream; ``restore`` of it and ``left_out`` continues with the same prompts."""

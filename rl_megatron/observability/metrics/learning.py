@@ -21,7 +21,7 @@ LEARNING = (
     ("eval/preference_margin", "", "preference/margin of held-out pairs"),
     ("tokens/learnt", "tokens", "tokens that the step learnt: of answers, without what they answer"),
     ("data/seconds", "s", "waiting for the step's rows, which are made beside the step before"),
-    ("data/epoch", "", "passes over the data that were trained on"),
+    ("data/epoch", "", "passes over the data that were trained on; of a mixture, draws by the rows of all sources"),
     (
         "data/dropped",
         "sequences",

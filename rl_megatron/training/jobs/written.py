@@ -31,6 +31,7 @@ from rl_megatron.types import Prompt, Samples
 logger = logging.getLogger(__name__)
 
 _LOOKED_AT = 1 << 14  # rows of the data, before the first step
+_UNEQUAL = 1.1  # passes over one source, of those over another
 TOKENS_KEPT = 1 << 22  # of rows that are looked at before the first step; 16 MiB
 
 Unit = tuple[WrittenRow, ...]
@@ -208,9 +209,22 @@ class WrittenJob:
     async def start(self, *, fresh: bool) -> Row | None:
         """Read ahead, say which of the next rows are too long, and load other models."""
         await asyncio.to_thread(self.prompts.read_ahead)
+        self._warn_of_passes()
         await self._look_ahead()
         await self.objective.begin(fresh=fresh)
         return self._row() if fresh else None
+
+    def _warn_of_passes(self) -> None:
+        """Warn where the steps of ``epochs`` are other passes over one source of a mixture than over another."""
+        section, steps = self.config.written, self.config.train.steps
+        passes = self.prompts.epochs((steps - self.number) * section.batch_size)
+        if section.epochs is not None and passes and max(passes.values()) > _UNEQUAL * min(passes.values()):
+            each = ", ".join(f"{count:.3g} times over {name}" for name, count in passes.items())
+            logger.warning(
+                "%s.epochs=%g: by data.sources.<name>.weight the %d steps pass %s; for equal passes, make each weight "
+                "its source's number of rows",
+                *(self.config.job, section.epochs, steps, each),
+            )
 
     async def _look_ahead(self) -> None:
         """Make the rows of the next epoch, of the steps that are left, or of what ``_LOOKED_AT`` limits, whatever is
@@ -260,11 +274,13 @@ class WrittenJob:
         began = time.perf_counter()
         found, samples = await asyncio.wrap_future(drawn.made)
         watch.note("data/seconds", time.perf_counter() - began)
+        passes = {f"source/{name}/epoch": count for name, count in self.prompts.epochs().items()}
         self._next = self._draw() if number < self.config.train.steps else None
         rate = learning_rate(self.config, number)
         row: Row = {**self._row(), "learning_rate": rate, "tokens/train": 0}
         row |= {"data/dropped": found.dropped + (self.dropped if number == 1 else 0), "data/cut": found.cut}
         row["data/epoch"] = number * self.config.written.batch_size / self.size
+        row |= passes
         if samples is not None:
             made = await self.objective.step(samples, rate, map(_as_prompt, found.rows), watch)
             row |= {"tokens/train": len(samples.input_ids), "tokens/learnt": int(samples.mask.sum())}

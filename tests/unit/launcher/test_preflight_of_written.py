@@ -44,6 +44,18 @@ def test_ranks_without_a_row_or_pair_of_written_text_are_noted(name: str, more: 
     assert all(said in text and f"raise {said.split('(')[1].split(')')[0]}" in text for text in notes)
 
 
+@pytest.mark.parametrize(("name", "what"), [("sft_tiny", "rows"), ("dpo_tiny", "pairs")])
+def test_epochs_of_a_mixture_are_noted(name: str, what: str) -> None:
+    """How many rows a source has is not known before the run."""
+    sources, section = ["data=mixture", "data.sources.one.type=arithmetic"], name.removesuffix("_tiny")
+    for more, noted in (((), False), (("data.sources.other.type=arithmetic", "data.sources.other.digits=3"), True)):
+        config = load_config(name, [*sources, *more, f"{section}.epochs=2"])
+        said = (
+            f"{section}.epochs=2 counts the {what} of all sources, and each source is drawn by its data.sources.<name>."
+        )
+        assert any(text.startswith(said) for text in preflight(config).texts("note")) == noted
+
+
 def test_bad_pairs_are_found_before_the_run(tmp_path: Path) -> None:
     for name in ("train", "eval"):
         row = {"question": name, "answer": "2", "worse": "2" if name == "eval" else "3", "m": 10**400}
