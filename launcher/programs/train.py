@@ -177,7 +177,7 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
                 # killed before its first checkpoint, a run starts over
                 await asyncio.to_thread(recorder.truncate_after, -1)
             else:
-                progress.note(f"resuming from {start.folder}")
+                progress.note(f"resuming from {start.folder}{_at_end(start, parts.config)}")
                 await unless_stopped(stop, _restore(first, start))
             if warm_start is not None and first is warm_start:
                 if warm_start.pace.steps:
@@ -197,13 +197,19 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
             return finished
 
 
+def _at_end(start: Checkpoint, config: RunConfig) -> str:
+    """What is said of a checkpoint behind which no step is left."""
+    if start.state.step < config.train.steps or start.state.warm_start_step is not None:
+        return ""
+    return f": the run is at its last step{'; give a larger train.steps' if config.written_epochs is None else ''}"
+
+
 def _with_steps(config: RunConfig, data: Data, progress: Progress) -> RunConfig:
     """With as many steps as ``epochs`` of written data take, if it is given."""
-    if config.kind.samples or config.written.epochs is None:
+    if (epochs := config.written_epochs) is None:
         return config
-    section, key = config.written, f"{config.job}.epochs"
-    steps = steps_of(config.written.epochs, len(data.train), section.batch_size)
-    progress.note(f"{key}={section.epochs:g} of {len(data.train)} rows: {steps} steps")
+    steps = steps_of(epochs, len(data.train), config.written.batch_size)
+    progress.note(f"{config.job}.epochs={epochs:g} of {len(data.train)} rows: {steps} steps")
     progress.total = steps
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
 

@@ -20,13 +20,19 @@ _MAX_LINES = 20
 def find(config: RunConfig, run_folder: Path) -> checkpoints.Checkpoint | None:
     """Where the run in ``run_folder`` continues; None where it has no checkpoint yet, and starts over.
 
-    Raises CheckpointError that names what is torn, missing, or configured otherwise than in what was trained.
+    Raises CheckpointError that names what is torn, missing, or configured otherwise than in what was trained, or
+    ``train.steps`` below the steps that are made.
     """
     latest = checkpoints.latest(run_folder / "checkpoints")
     if latest is None:
         return None
     found = checkpoints.read(latest)
     _check_same(fixed(config), defaults(config), found.config, latest)
+    made, steps = found.state.step, config.train.steps
+    if config.written_epochs is None and steps < made:
+        raise CheckpointError(
+            f"train.steps={steps}, but {latest} is of step {made}; give train.steps={made} or more, or another run.name"
+        )
     begun = found.state.warm_start_step is None
     if begun and config.needs_reference and config.reference is None and not config.reference_is_base:
         _check_reference(config, run_folder / START_FOLDER)

@@ -46,8 +46,7 @@ def _checkpoint_problems(c: RunConfig) -> Iterator[str]:
 
 def _profile_problems(c: RunConfig) -> Iterator[str]:
     asked, ranks = c.profile, c.learner.dims.world_size
-    steps_are_known = c.kind.samples or c.written.epochs is None
-    if asked.steps and max(asked.steps) > c.train.steps and steps_are_known:
+    if asked.steps and max(asked.steps) > c.train.steps and c.written_epochs is None:
         yield f"profile.steps has {max(asked.steps)}, but train.steps={c.train.steps}; leave out later ones"
     if max(asked.ranks) >= ranks:
         yield (

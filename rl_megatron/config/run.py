@@ -222,6 +222,11 @@ class RunConfig(Section):
         }
         return sections[self.job]
 
+    @property
+    def written_epochs(self) -> float | None:
+        """Epochs of written data, whose rows then say how many steps there are; None: ``train.steps`` does."""
+        return None if self.kind.samples else self.written.epochs
+
     def learner_of(self, role: str) -> LearnerSection:
         """``learner``, in the layout of the ranks of ``role``."""
         own = self.roles.layouts.get(role)

@@ -113,9 +113,9 @@ def _first_seed(overrides: Sequence[str]) -> int:
 
 def _cell(study: Study, arm: str, seed: int, overrides: Sequence[str]) -> Cell:
     config = load_config(study.base, [*overrides, f"seed={seed}"])
-    if not config.kind.samples and config.written.epochs is not None:  # its end is known only once its data is read
+    if config.written_epochs is not None:  # its end is known only once its data is read
         raise ConfigError(
-            f"{config.job}.epochs={config.written.epochs:g}: a study knows by train.steps whether a cell is done; set "
+            f"{config.job}.epochs={config.written_epochs:g}: a study knows by train.steps whether a cell is done; set "
             f"that instead, and {config.job}.epochs=null"
         )
     assert study.folder is not None

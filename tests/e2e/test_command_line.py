@@ -102,6 +102,10 @@ def test_a_finished_run_its_name_and_its_configuration(place: Place) -> None:
     assert [row["step"] for row in _rows(place, "tiny_cpu")] == [0, 1, 2]
     again = place.call_in_fork("train", "--config", "runs/tiny_cpu/config.yaml", "--resume")
     assert again.process.returncode == 0, again.text()
+    assert "step_000002: the run is at its last step; give a larger train.steps" in again.text()
+    fewer = place.call_in_fork("train", "--config", "runs/tiny_cpu/config.yaml", "--resume", "train.steps=1")
+    assert fewer.process.returncode == 1
+    assert "train.steps=1, but runs/tiny_cpu/checkpoints/step_000002 is of step 2; give train.steps=2" in fewer.text()
     assert [row["step"] for row in _rows(place, "tiny_cpu")] == [0, 1, 2]
 
 

@@ -104,8 +104,8 @@ def _of_train(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield key, f"algorithm.preference_beta={beta} keeps each group's pair together"
     elif config.rollout.group_size == 1:
         yield key, "with rollout.group_size=1 a group is one completion"
-    if not config.kind.samples and config.written.epochs is not None:
-        yield "train.steps", f"{config.job}.epochs={config.written.epochs:g} says how many steps there are"
+    if config.written_epochs is not None:
+        yield "train.steps", f"{config.job}.epochs={config.written_epochs:g} says how many steps there are"
 
 
 def _of_weights(config: RunConfig) -> Iterator[tuple[str, str]]:

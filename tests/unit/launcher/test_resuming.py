@@ -245,6 +245,18 @@ def test_other_data_is_told_by_few_lines(tmp_path: Path) -> None:
     assert len(str(caught.value)) < 2000
 
 
+def test_fewer_steps_than_are_made_are_refused(tmp_path: Path) -> None:
+    """But where epochs say how many there are."""
+    for keys in (["tiny_cpu"], ["sft_tiny"]):
+        longest, equal, fewer = (load_config(*keys, [f"train.steps={steps}"]) for steps in (9, 1, 0))
+        run = run_of(tmp_path / keys[0], longest)
+        find(equal, run)
+        with pytest.raises(CheckpointError, match=rf"train\.steps=0, but {run}/.*is of step 1; give train\.steps=1 or"):
+            find(fewer, run)
+    epochs = load_config("sft_tiny", ["sft.epochs=1"])
+    find(epochs.model_copy(update={"train": fewer.train}), run_of(tmp_path / "epochs", epochs))
+
+
 def test_a_check_of_a_resume_refuses_what_the_resume_would(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
