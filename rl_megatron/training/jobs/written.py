@@ -286,7 +286,7 @@ class WrittenJob:
             row |= {"tokens/train": len(samples.input_ids), "tokens/learnt": int(samples.mask.sum())}
             watch.count("train", len(samples.input_ids))
             row |= self._work(samples, watch)
-            row |= policy_row([] if made is None else [made])
+            row |= {"steps/skipped": int(made is None), **policy_row([] if made is None else [made])}
         return {**row, **self.roles.rank_metrics()}
 
     def _work(self, samples: Samples, watch: Stopwatch) -> Row:

@@ -162,7 +162,8 @@ def test_rows_of_written_text_are_named_by_their_own_tokens(caplog: pytest.LogCa
         name="",
     )
     with caplog.at_level(logging.WARNING):
-        asyncio.run(its.step(1, Stopwatch()))
+        row = asyncio.run(its.step(1, Stopwatch()))
+    assert (row["steps/skipped"], "loss" in row) == (1, False)
     guilty = [f"t:{int(part.input_ids[0])}" for part in learner.batch.micro_batches[0][:2]]
     assert re.findall(r"prompt ([^)]*)\)", caplog.text) == [repr(name) for name in guilty]
 

@@ -111,6 +111,7 @@ def test_rows_that_were_looked_at_are_made_once_and_trained_on_in_the_order_of_t
         for number in range(1, 5):
             row = await its.step(number, Stopwatch())
             learnt.append(int(str(row["data/dropped"])))
+            assert row["steps/skipped"] == 0
         await its.close()
         return learnt
 
