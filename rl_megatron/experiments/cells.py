@@ -15,6 +15,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import flat
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
+from rl_megatron.experiments.outcomes import never_recorded
 from rl_megatron.experiments.study import Study, levels_of
 from rl_megatron.placement.ranks import ranks_by_role
 
@@ -64,8 +65,8 @@ def arms_of(study: Study) -> dict[str, list[str]]:
 def cells_of(study: Study) -> list[Cell]:
     """All cells, the first seed of every arm first, so that a study that is stopped has something of each.
 
-    Raises one ConfigError that names the cells whose configuration is refused, and why; also for two cells of one
-    configuration, and for names of arms that are not there.
+    Raises one ConfigError that names the cells whose configuration is refused, or never records what the study
+    compares, and why; also for two cells of one configuration, and for names of arms that are not there.
     """
     arms = arms_of(study)
     if len(arms) * len(study.seeds) > _MOST_CELLS:
@@ -118,6 +119,8 @@ def _cell(study: Study, arm: str, seed: int, overrides: Sequence[str]) -> Cell:
             f"{config.job}.epochs={config.written_epochs:g}: a study knows by train.steps whether a cell is done; set "
             f"that instead, and {config.job}.epochs=null"
         )
+    if problems := never_recorded(study, config):
+        raise ConfigError("\n".join(problems))
     assert study.folder is not None
     found = sorted(study.folder.glob(f"*-{config_digest(config)}"))  # also of an arm that had another label then
     readable = re.sub(r"[^A-Za-z0-9._=]+", "-", f"{arm}-s{seed}").replace("=", "-").strip("._-")[:120]

@@ -22,6 +22,9 @@ from rl_megatron.observability.metrics.writer import MetricsWriter
 ALGORITHMS = ["algorithm=grpo", "algorithm=gspo"]
 RATES = ["train.learning_rate=1e-3", {"fast": ["train.learning_rate=3e-3", "train.lr_warmup_steps=5"]}]
 
+HELD_OUT_LOSS = {"evaluation": {"metric": "eval/loss"}}
+SUMS = {"overrides": [f"eval.sets.sums.{key}" for key in ("samples=4", "temperature=1", "pass_at=2")]}
+
 
 def study_of(folder: Path, **keys: object) -> Study:
     path = folder / "mine.yaml"
@@ -136,6 +139,25 @@ def test_a_base_is_beside_the_study(tmp_path: Path) -> None:
             },
             r"sft\.epochs=2: a study knows by train\.steps whether a cell is done; set that instead",
         ),
+        (
+            {"base": "sft_tiny", "axes": {"a": RATES}},
+            r"3 seed=0 and 5 more: evaluation\.metric=eval/accuracy: job=sft never .* eval/loss and eval/perplexity$",
+        ),
+        ({"base": "dpo_tiny", "evaluation": {"metric": "eval/perplexity"}}, r"job=dpo never .*/loss and eval/pref"),
+        ({"evaluation": {"metric": "eval/loss"}}, r"job=rl never records it; of held-out data .* eval/accuracy$"),
+        (
+            {"base": "dpo_tiny", **HELD_OUT_LOSS, "collapse": {"metric": "reward/mean"}},
+            r"base seed=0 and 2 more: collapse\.metric=reward/mean: job=dpo never records it",
+        ),
+        ({"base": "sft_tiny", "evaluation": {"metric": "staleness/share/v0"}}, r"share/v0: job=sft never records it"),
+        ({"evaluation": {"metric": "eval/typo/pass_at_8"}}, r"pass_at_8: eval\.sets has no typo; it has none$"),
+        ({**SUMS, "evaluation": {"metric": "eval/sum/mean_at_4"}}, r"eval\.sets has no sum; it has sums$"),
+        (
+            {**SUMS, "evaluation": {"metric": "eval/sums/mean_at_8"}},
+            r"eval\.sets\.sums gives mean_at_4, maj_at_4, pass_at_2, all_at_2; take one of these, or set its samples",
+        ),
+        ({**SUMS, "collapse": {"metric": "eval/sums/all_at_4/low"}}, r"collapse\.metric=.*low: eval\.sets\.sums gives"),
+        ({"evaluation": {"metric": "source/sums/reward"}}, r"reward: data\.sources has no sums; it has none$"),
         ({"axes": {"a": ALGORITHMS}, "reference": "ppo"}, r"reference: 'ppo' is no arm; arms: grpo, gspo"),
         ({"axes": {"a": ALGORITHMS}, "contrasts": {"c": {"x": 1}}}, r"contrasts\.c: 'x' is no arm"),
     ],
@@ -144,6 +166,26 @@ def test_what_is_wrong_is_named_before_anything_starts(tmp_path: Path, keys: dic
     with pytest.raises(ConfigError, match=message):
         cells_of(study_of(tmp_path, **keys))
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("figure", ["mean_at_4", "maj_at_4/high", "pass_at_2", "all_at_2/low", "length", "seconds"])
+def test_every_figure_that_a_set_records_can_be_compared(tmp_path: Path, figure: str) -> None:
+    assert cells_of(study_of(tmp_path, **SUMS, evaluation={"metric": f"eval/sums/{figure}"}))
+
+
+@pytest.mark.parametrize(
+    ("base", "metric"),
+    [
+        ("sft_tiny", "eval/perplexity"),
+        ("dpo_tiny", "eval/preference_margin"),
+        ("reward_tiny", "eval/loss"),
+        ("sft_tiny", "moe/load_imbalance"),
+        ("tiny_cpu", "reward/mean"),
+    ],
+)
+def test_what_a_job_records_can_be_compared(tmp_path: Path, base: str, metric: str) -> None:
+    """Without a word on collapse.metric, although jobs on written text have no eval/accuracy."""
+    assert cells_of(study_of(tmp_path, base=base, evaluation={"metric": metric}))
 
 
 def test_more_cells_than_allowed_are_refused_not_left_out(tmp_path: Path) -> None:
