@@ -21,14 +21,19 @@ _SAMPLED = {name for name, _, _ in (*SAMPLING, *ENVIRONMENTS)}
 
 
 def never_recorded(study: Study, config: RunConfig) -> list[str]:
-    """A line for each metric of which a run of ``config`` can have no value.
+    """A line for each metric, and the measure of compute, of which a run of ``config`` can have no value.
 
     ``collapse.metric`` counts where the file names it.
     """
     asked = {"evaluation.metric": study.evaluation.metric}
     if "metric" in study.collapse.model_fields_set:
         asked["collapse.metric"] = study.collapse.metric
-    return [f"{key}={metric}: {why}" for key, metric in asked.items() for why in _why_never(metric, config)]
+    found = [f"{key}={metric}: {why}" for key, metric in asked.items() for why in _why_never(metric, config)]
+    if study.evaluation.compute == "tokens" and not config.kind.samples:
+        found.append(
+            f"evaluation.compute=tokens: job={config.job} samples no tokens; take steps, device_seconds or flops"
+        )
+    return found
 
 
 def _why_never(metric: str, config: RunConfig) -> Iterator[str]:

@@ -150,6 +150,10 @@ def test_a_base_is_beside_the_study(tmp_path: Path) -> None:
             r"base seed=0 and 2 more: collapse\.metric=reward/mean: job=dpo never records it",
         ),
         ({"base": "sft_tiny", "evaluation": {"metric": "staleness/share/v0"}}, r"share/v0: job=sft never records it"),
+        (
+            {"base": "sft_tiny", "evaluation": {**HELD_OUT_LOSS["evaluation"], "compute": "tokens"}},
+            r"evaluation\.compute=tokens: job=sft samples no tokens; take steps, device_seconds or flops$",
+        ),
         ({"evaluation": {"metric": "eval/typo/pass_at_8"}}, r"pass_at_8: eval\.sets has no typo; it has none$"),
         ({**SUMS, "evaluation": {"metric": "eval/sum/mean_at_4"}}, r"eval\.sets has no sum; it has sums$"),
         (
