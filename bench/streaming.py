@@ -294,6 +294,7 @@ async def measured(
         source=sampler,
         section=config.rollout,
         max_staleness=k,
+        last_step=WARM + steps + k,
         teaches=teaches,
         ledger=Ledger(),
     )

@@ -59,6 +59,7 @@ def stream_over(
     *,
     size: int,
     staleness: int,
+    last_step: int = 10**6,
     served: bool = True,
     path: Path | None = None,
     prompts: Sequence[Prompt] = PROMPTS,
@@ -69,6 +70,7 @@ def stream_over(
         source=source,
         section=RolloutSection(prompts_per_step=size, engine="vllm" if served else "local", **section),
         max_staleness=staleness,
+        last_step=last_step,
         teaches=lambda groups: [not source.dropped(group.prompt.id) for group in groups],
         ledger=Ledger(path),
     )

@@ -10,8 +10,9 @@ or before it are at most as many as these steps have places.
 step than the steps until then have places. So no trained token is older than k pushes, nothing that was sampled is
 dropped for its age, and lengths are trained as they were drawn. With k = 0 the stream is the synchronous loop.
 
-Servers get each prompt by itself, as soon as it is admitted. An engine in the learner's processes samples one batch at
-a time, and nothing during a push, so that each k gives equal numbers again after a resume.
+Servers get each prompt by itself, as soon as it is admitted, and none that no step of the run would train on. An engine
+in the learner's processes samples one batch at a time, and nothing during a push, so that each k gives equal numbers
+again after a resume; for k steps behind the last too, so that a resume may make the run longer.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Stream:
         source: GroupSource,
         section: RolloutSection,
         max_staleness: int,
+        last_step: int,
         teaches: Callable[[Sequence[RolloutGroup]], Sequence[bool]],
         untaught: Reason = "equal_rewards",
         ledger: Ledger,
@@ -87,6 +89,7 @@ class Stream:
         self._size, self._most = section.prompts_per_step, max_staleness
         self._apart = section.served  # sampling goes on while the learner trains and weights are pushed
         self._drawn = self._opened = self._calm = self._met = 0  # met: groups that the last push met
+        self._until = last_step if self._apart else last_step + max_staleness  # the last step to sample groups for
         self._credit = (max_staleness + 1) * self._refills
         self._ahead = min(1, max_staleness) if self._apart else max_staleness
         self._batch, self._poison = list[str](), list[int]()
@@ -96,7 +99,7 @@ class Stream:
         self._left_out, self._unsent = list[Waiting](), list[Waiting]()  # unsent: of a checkpoint, to sample again
         self._tasks, self._changed = set[asyncio.Task[None]](), asyncio.Event()
         self._failure: Exception | None = None
-        self._closed = self._last = False
+        self._closed = False
         self._took: float | None = None  # the time of the last ``take``
         self._waited = 0.0  # seconds since
         self._times = StreamTimes(apart=self._apart)
@@ -104,7 +107,7 @@ class Stream:
 
     def admit(self) -> None:
         """Draw and send what the rule allows; in the learner's processes one batch, if none is being sampled."""
-        if self._closed or self._last or self._failure is not None:
+        if self._closed or self._failure is not None:
             return
         if self._apart:
             for place in self._sendable(self._free_groups):
@@ -117,7 +120,7 @@ class Stream:
 
         Raises what sampling or scoring any group raised.
         """
-        assert step == self.version + 1, (step, self.version)
+        assert step == self.version + 1 <= self._until, (step, self.version, self._until)
         chosen = sorted(self._given, key=lambda place: place.key) or await self._next(step)
         self._given = []
         while not (kept := [one for one in chosen if one.kept]) and self._may_open(self._size):
@@ -137,7 +140,7 @@ class Stream:
         """The groups of ``step``, each as soon as it is finished and older ones that are not leave it a place. ``take``
         then returns their batch. Raises as ``take`` does.
         """
-        assert step == self.version + 1, (step, self.version)
+        assert step == self.version + 1 <= self._until, (step, self.version, self._until)
         self.admit()
         while True:
             while len(self._given) < self._size:
@@ -165,12 +168,9 @@ class Stream:
             await self._change()
         self._check()
 
-    def pushed(self, version: int, *, last: bool = False) -> None:
-        """Admit as the new version allows, unless no step follows (``last``).
-
-        Without staleness, and in the learner's processes, the next ``take`` admits.
-        """
-        self.version, self._last = version, last
+    def pushed(self, version: int) -> None:
+        """Admit as the new version allows; without staleness and in the learner's processes the next ``take`` does."""
+        self.version = version
         self._met = self._ledger.row()["ledger/in_flight"]
         self._credit = min((self._most + 1) * self._refills, self._credit + self._refills)
         if self._apart and self._most:
@@ -241,7 +241,7 @@ class Stream:
     def _sendable(self, most: int | None) -> list[Waiting]:
         """Up to ``most`` places that nobody samples: those of a checkpoint, and newly drawn ones."""
         found, self._unsent = self._unsent[:most], self._unsent[len(self._unsent) if most is None else most :]
-        room = (self.version + self._ahead + 1) * self._size + self._opened - self._drawn
+        room = min(self.version + self._ahead + 1, self._until) * self._size + self._opened - self._drawn
         return found + [self._draw() for _ in range(room if most is None else min(room, most - len(found)))]
 
     @property

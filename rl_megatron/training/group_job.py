@@ -114,7 +114,7 @@ class GroupJob(ABC):
         with watch("weights"):
             pushed = await self.roles.weights.push(number)
         if self.stream is not None:
-            self.stream.pushed(number, last=number == self.config.train.steps)
+            self.stream.pushed(number)
             row |= self.stream.row()
         watch.count("rollout", int(row["tokens/rollout"] or 0), beside=self.config.train.max_staleness > 0)
         watch.count("train", int(row["tokens/train"] or 0))

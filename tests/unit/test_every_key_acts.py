@@ -253,7 +253,8 @@ class Rig:
         prompts = PromptStream(self.prompts, seed=0, track_decay=decay)
         if prompts.table is not None:
             prompts.table.track([(one.id, (1.0,)) for one in self.prompts[::2]])
-        stream = stream_of(config, prompts, sampler, Ledger())
+        train = config.train.model_copy(update={"steps": STARTED + 2})  # whatever the key is: two steps are made
+        stream = stream_of(config.model_copy(update={"train": train}), prompts, sampler, Ledger())
         started = LedgerState(trained=STARTED * size)
         stream.restore(replace(stream.state(), version=STARTED, drawn=STARTED * size, ledger=started))
         return Reinforcement(

@@ -30,6 +30,7 @@ def stream_of(config: RunConfig, prompts: PromptStream, source: GroupSource, led
         source=source,
         section=config.rollout,
         max_staleness=config.train.max_staleness,
+        last_step=config.train.steps,
         teaches=partial(groups_that_differ, section=config.algorithm, max_new_tokens=limit),
         untaught="zero_advantages" if config.algorithm.own_decides else "equal_rewards",
         ledger=ledger,

@@ -154,6 +154,7 @@ def run(kind: str, k: int, steps: int, mode: RunningRequests = "recompute", paus
             source=source,
             section=section,
             max_staleness=k,
+            last_step=steps + k,
             teaches=lambda groups: [True] * len(groups),
             ledger=Ledger(),
         )

@@ -74,6 +74,7 @@ async def trained(path: Path, *, evaluates: bool) -> tuple[list[object], list[in
         source=sampler,
         section=section,
         max_staleness=STALENESS,
+        last_step=STEPS + STALENESS,
         teaches=lambda groups: [True] * len(groups),
         ledger=Ledger(path),
     )

@@ -77,7 +77,7 @@ class World:
     def _new(self) -> tuple[Stream, PromptStream]:
         options = {"dynamic_sampling": self.mode, "max_refills": self.random.randint(1, 3), "group_size": 4}
         options["max_in_flight"] = None if self.limit is None else 4 * self.limit + self.random.randint(0, 3)
-        options |= {"size": self.size, "staleness": self.staleness, "served": self.served}
+        options |= {"size": self.size, "staleness": self.staleness, "served": self.served, "last_step": STEPS}
         stream = stream_over(self.source, prompts=OF_WORLDS, **options)
         return stream, stream._prompts
 
@@ -116,7 +116,8 @@ class World:
         assert counted["ledger/drawn"] == state.drawn, self.seed
         assert counted["ledger/trained"] == len(trained), self.seed
         assert counted["ledger/buffered"] == sum(one.kept for one in state.places), self.seed
-        assert state.drawn - state.opened <= (stream.version + self.staleness + 1) * self.size, self.seed
+        until = STEPS if self.served else STEPS + self.staleness
+        assert state.drawn - state.opened <= min(stream.version + self.staleness + 1, until) * self.size, self.seed
         assert all(one.answered.reason for one in state.left_out if one.answered is not None)
         assert all(place.birth <= stream.version < place.due for place in state.places), self.seed
         if not self.served:

@@ -56,19 +56,36 @@ def test_lengths_are_trained_as_they_are_drawn() -> None:
     assert np.mean(of_trained) > 1.02 * np.mean(soonest)  # a batch of 24 left behind each 2,000 would be seen
 
 
-def test_nothing_is_drawn_once_no_step_follows() -> None:
-    async def run() -> tuple[int, int]:
-        stream = stream_over(Source(lambda name: float(1 + hash_of(name) % 11)), size=4, staleness=2)
-        await stream.take(1)
-        stream.pushed(1, last=True)
-        drawn = stream.state().drawn
-        await asyncio.sleep(100)  # what is under way ends meanwhile
-        after = stream.state().drawn
-        await stream.close()
-        return drawn, after
+def test_servers_sample_what_steps_take_and_nothing_more_and_a_resume_makes_the_run_longer() -> None:
+    source = Source(lambda name: float(1 + hash_of(name) % 11))
+    stream = stream_over(source, size=4, staleness=2, last_step=6)
+    found = run_at_once(steps(stream, 6, 1.0))
+    assert sorted(ordinal for asked in source.asked for ordinal in asked) == list(range(4 * 6))
+    state, position = stream.state(), stream._prompts.state()
+    assert (state.drawn, state.places) == (4 * 6, ())
+    longer = stream_over(source, size=4, staleness=2, last_step=9)
+    longer._prompts.restore(position)
+    longer.restore(state)
+    found += run_at_once(steps(longer, 3, 1.0))
+    order = [prompt.id for prompt in PromptStream(PROMPTS, seed=0).take(4 * 9)]
+    assert sorted(name for _, name, _ in found) == sorted(order)
+    assert longer.state().places == ()
 
-    drawn, after = run_at_once(run())
-    assert drawn == after > 4
+
+def test_in_the_learners_processes_a_run_that_a_resume_makes_longer_is_that_of_as_many_steps() -> None:
+    def run(lengths: Sequence[int]) -> list[tuple[int, str, int]]:
+        source, found, before = Source(lambda _: 1.0), list[tuple[int, str, int]](), None
+        for last in lengths:
+            stream = stream_over(source, size=4, staleness=2, served=False, last_step=last)
+            if before is not None:
+                stream._prompts.restore(before._prompts.state())
+                stream.restore(before.state())
+            made = run_at_once(steps(stream, last - stream.version, 1.0))
+            found += [(step, name, source.versions[name]) for step, name, _ in made]
+            before = stream
+        return found
+
+    assert run([6, 9]) == run([9])
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (3, 0), (0, 3)])

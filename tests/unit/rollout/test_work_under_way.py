@@ -79,6 +79,7 @@ def stream_over(engine: Tokens, *, keep_tokens: bool, staleness: int = 1) -> Str
         source=source,
         section=section,
         max_staleness=staleness,
+        last_step=2,
         teaches=lambda groups: [True] * len(groups),
         ledger=Ledger(),
         keep_tokens=keep_tokens,
@@ -104,7 +105,7 @@ async def resumed(state: StreamState, staleness: int = 1) -> tuple[Tokens, list[
     stream._prompts.take(state.drawn)
     stream.restore(state)
     groups = [*(await stream.take(1)).groups]
-    stream.pushed(1, last=True)
+    stream.pushed(1)
     groups += (await stream.take(2)).groups
     rows = [[one.chains[0] for one in group.trajectories] for group in groups]
     for group in rows:
