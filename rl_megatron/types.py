@@ -24,10 +24,8 @@ StopReason = Literal["done", "length", "turns", "tokens", "seconds", "bad_call",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelDims:
-    """Degrees of each mesh axis; rank order is megatron-core's ``tp-cp-ep-dp-pp`` (tp fastest).
-
-    ``ep * etp`` divides ``tp * cp * dp``, because experts are spread inside one pipeline stage.
-    """
+    """Degrees of each mesh axis; rank order is megatron-core's ``tp-cp-ep-dp-pp`` (tp fastest). ``ep * etp`` divides
+    ``tp * cp * dp``, because experts are spread inside one pipeline stage."""
 
     tp: int = 1
     pp: int = 1
@@ -57,6 +55,7 @@ class Prompt:
     answer: str
     question: str = ""  # as the data has it, without templates
     rejected: tuple[str, ...] = ()  # worse answers, in data of pairs
+    margin: float = 0.0  # that is wanted between the scores of a pair
     meta: Mapping[str, Any] = field(default_factory=dict)  # all other fields of its row, as JSON has them
     source: str = ""  # of a mixture
 

@@ -12,10 +12,10 @@ from launcher.build.roles import Parts
 from launcher.runs.resume import START_FOLDER
 from rl_megatron.algorithms.auxiliary import PreferenceLoss, ScoreLoss
 from rl_megatron.algorithms.own import check_own_pair_loss
-from rl_megatron.config.sections.data import FileKeys, data_sources, name_of, weights_of
+from rl_megatron.config.sections.data import weights_of
 from rl_megatron.config.sections.jobs import JobName
 from rl_megatron.data.packing import Packer, packer_of
-from rl_megatron.data.pairs import Pair, answer_pairs, margin_of, scored_pairs
+from rl_megatron.data.pairs import answer_pairs, scored_pairs
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.samples import check_tokens, supervised_rows
 from rl_megatron.interfaces import Roles
@@ -37,7 +37,6 @@ class _Rows:
     """Makes the rows of prompts, which are problems, with tokens, or conversations, without."""
 
     data: Data
-    margin_fields: Mapping[str, str | None]  # by the source of a mixture
     vocab_size: int  # of the model that is trained
 
     @cached_property
@@ -75,19 +74,13 @@ class _Rows:
                 if is_problem
                 else paired_texts(some, self._conversations)
             )
-            made += self._pairs(some, texts, add_special_tokens=is_problem)
+            made += scored_pairs(some, texts, self.data.tokenizer, add_special_tokens=is_problem)
         return self._known(made)
 
     def _known(self, units: list[Unit]) -> list[Unit]:
         """Raises as `check_tokens`."""
         check_tokens((row for unit in units for row in unit), self.vocab_size)
         return units
-
-    def _pairs(
-        self, prompts: Sequence[Prompt], texts: Sequence[tuple[str, str]], *, add_special_tokens: bool
-    ) -> list[Pair]:
-        margins = [margin_of(one, self.margin_fields[one.source]) for one in prompts]
-        return scored_pairs(prompts, texts, margins, self.data.tokenizer, add_special_tokens=add_special_tokens)
 
 
 def _runs(prompts: Sequence[Prompt]) -> list[tuple[bool, list[Prompt]]]:
@@ -167,11 +160,7 @@ def written_job(
     """The job of ``parts.config.job``, which samples nothing and shows by ``note`` how far its look at the data is.
     ``attention_cost`` as in `causal_attention_cost`."""
     config = parts.config
-    fields = {
-        name_of(key): source.margin_field if isinstance(source, FileKeys) else None
-        for key, source in data_sources(config.data).items()
-    }
-    rows = _Rows(data=data, margin_fields=fields, vocab_size=shape.vocab_size)
+    rows = _Rows(data=data, vocab_size=shape.vocab_size)
     name, built = _OBJECTIVES[config.job]
     steps = OptimizerSteps(name="policy", most=config.train.most_skipped)
     units_of, objective = built(

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from rl_megatron.chat_templates import begun_once
-from rl_megatron.data.problems.records import value_at
 from rl_megatron.data.samples import WrittenRow, supervised_rows, written_samples
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt, Samples
@@ -35,18 +34,17 @@ def answer_pairs(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, 
 def scored_pairs(
     prompts: Sequence[Prompt],
     texts: Sequence[tuple[str, str]],
-    margins: Sequence[float],
     tokenizer: PreTrainedTokenizerBase,
     *,
     add_special_tokens: bool,
 ) -> list[Pair]:
-    """The whole ``texts`` of each prompt's pair, to be scored at their last tokens."""
+    """The whole ``texts`` of each prompt's pair, to be scored at their last tokens, with the prompt's margin."""
     flat = [text for pair in texts for text in pair]
     encoded = iter(tokenizer(flat, add_special_tokens=add_special_tokens)["input_ids"] if flat else [])
     made = []
-    for prompt, margin in zip(prompts, margins, strict=True):
+    for prompt in prompts:
         better, worse = (scored_row(prompt.id, begun_once(next(encoded), tokenizer.bos_token_id)) for _ in range(2))
-        made.append((replace(better, margin=margin), worse))
+        made.append((replace(better, margin=prompt.margin), worse))
     return made
 
 
@@ -66,8 +64,3 @@ def with_margins(rows: Sequence[WrittenRow]) -> Samples:
     returns = torch.zeros(len(samples.targets))
     returns[samples.mask] = torch.tensor([row.margin for row in rows])
     return replace(samples, returns=returns)
-
-
-def margin_of(prompt: Prompt, field: str | None) -> float:
-    """The number in a field of the prompt's row, which `check_pair` has seen; 0 without a ``field``."""
-    return 0.0 if field is None else float(value_at(prompt.meta, field))

@@ -111,12 +111,14 @@ class Epochs:
 
 
 def digest_of_prompts(prompts: Sequence[Prompt], *, of_texts: bool = False) -> str:
-    """Of their ids, questions and answers, of pairs both, in their order; ``of_texts``: of texts in place of questions,
-    as checkpoints of older versions have it, which differs by day where a chat template writes the date."""
+    """Of their ids, questions and answers, of pairs both and the margin, in their order; ``of_texts``: of texts in
+    place of questions and without margins, as checkpoints of older versions have it, which differs by day where a chat
+    template writes the date."""
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         question = prompt.text if of_texts or not prompt.question else prompt.question
-        for text in (prompt.id, question, prompt.answer, *prompt.rejected):
+        margin = [f"{prompt.margin!r}"] if prompt.margin and not of_texts else []
+        for text in (prompt.id, question, prompt.answer, *prompt.rejected, *margin):
             data = text.encode()
             digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()

@@ -47,6 +47,7 @@ class Problem:
     answer: str
     raw: str  # as the data has it, without templates
     rejected: Sequence[str] = ()  # a worse answer, in data of pairs
+    margin: float = 0.0  # of a pair
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -81,22 +82,14 @@ def rendered(record: Record, path: Path, line: int, data: FileKeys, tokenizer: P
         raw=question,
         answer=answer,
         rejected=rejected,
+        margin=_margin(record, f"{path}:{line}", data),
         meta=record.others,
     )
 
 
 def check_pair(record: Record, place: str, data: FileKeys) -> None:
     """Raises DataError for a pair of equals, for one whose answers are no texts, and for a bad margin."""
-    if (field := data.margin_field) is not None:
-        try:
-            value = record.at(field)
-        except KeyError:
-            raise DataError(f"{place}: {missing_field(field, record.others)}") from None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not -MOST_MARGIN <= value <= MOST_MARGIN:
-            raise DataError(
-                f"{place}: field {field!r} is {_start_of(value)}; it must be a finite number, from -{MOST_MARGIN} to "
-                f"{MOST_MARGIN}"
-            )
+    _margin(record, place, data)
     if data.rejected_field is None or data.messages_field is not None:
         return
     for name in (data.answer_field, data.rejected_field):
@@ -110,11 +103,30 @@ def check_pair(record: Record, place: str, data: FileKeys) -> None:
         raise DataError(f"{place}: {_EQUAL.format(data.answer_field, data.rejected_field)}")
 
 
+def _margin(record: Record, place: str, data: FileKeys) -> float:
+    """The number in the field of margins; 0 without a field. Raises DataError for anything else there."""
+    if data.margin_field is None:
+        return 0.0
+    try:
+        value = record.at(data.margin_field)
+    except KeyError:
+        raise DataError(f"{place}: {missing_field(data.margin_field, record.others)}") from None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -MOST_MARGIN <= value <= MOST_MARGIN:
+        raise DataError(
+            f"{place}: field {data.margin_field!r} is {_start_of(value)}; it must be a finite number, from "
+            f"-{MOST_MARGIN} to {MOST_MARGIN}"
+        )
+    return float(value)
+
+
 def conversation(record: Record, path: Path, line: int, data: FileKeys) -> Problem:
     """The conversation in a row of a file, or the pair of them. Raises as `conversation_text`, which it has."""
     place = f"{path}:{line}"
     text = conversation_text(record, place, data, in_structs=path.suffix == ".parquet")
-    return Problem(id=f"{path.stem}:{line}", place=place, text=text, answer="", raw=text, meta=record.others)
+    margin = _margin(record, place, data)
+    return Problem(
+        id=f"{path.stem}:{line}", place=place, text=text, answer="", raw=text, margin=margin, meta=record.others
+    )
 
 
 def conversation_text(record: Record, place: str, data: FileKeys, *, in_structs: bool) -> str:
@@ -171,7 +183,7 @@ def _start_of(value: object) -> str:
 def unrendered(conversations: Sequence[Problem]) -> list[Prompt]:
     """The conversations as prompts without tokens, which whoever trains on them makes of ``text``."""
     return [
-        Prompt(id=one.id, text=one.text, token_ids=(), answer="", question=one.raw, meta=one.meta)
+        Prompt(id=one.id, text=one.text, token_ids=(), answer="", question=one.raw, margin=one.margin, meta=one.meta)
         for one in conversations
     ]
 
@@ -226,6 +238,7 @@ def _prompt(problem: Problem, ids: Sequence[int] | None, max_prompt_tokens: int)
         answer=problem.answer,
         question=problem.raw,
         rejected=tuple(problem.rejected),
+        margin=problem.margin,
         meta=problem.meta,
     )
 

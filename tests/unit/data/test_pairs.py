@@ -12,7 +12,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from rl_megatron.config.sections.data import FileRunData
-from rl_megatron.data.pairs import answer_pairs, margin_of, scored_pairs, with_margins
+from rl_megatron.data.pairs import answer_pairs, scored_pairs, with_margins
 from rl_megatron.data.problems.mixture import digest_of_prompts
 from rl_megatron.data.problems.prompts import load_prompts, wrong
 from rl_megatron.data.problems.rendering import Problem
@@ -77,7 +77,7 @@ def test_a_text_whose_template_writes_the_first_token_is_scored_with_one_of_it(a
         tokenizer.backend_tokenizer.post_processor = form
     wanted = [*([bos] if adds or written else []), *TOKENIZER("abcd")["input_ids"]]
     one = Prompt(id="p", text=f"{written}ab", token_ids=(7,), answer="cd", rejected=("e",))
-    (pair,) = scored_pairs([one], [(one.text + "cd", one.text + "e")], [0], tokenizer, add_special_tokens=True)
+    (pair,) = scored_pairs([one], [(one.text + "cd", one.text + "e")], tokenizer, add_special_tokens=True)
     assert pair[0].token_ids.tolist() == [*wanted, wanted[-1]]
     assert pair[1].token_ids.tolist().count(bos) == wanted.count(bos)
     for most in (3, 9):
@@ -87,8 +87,8 @@ def test_a_text_whose_template_writes_the_first_token_is_scored_with_one_of_it(a
 
 
 def test_a_scored_text_is_learnt_at_its_last_token_and_the_better_one_has_the_margin() -> None:
-    one = Prompt(id="p", text="ab", token_ids=(7, 8), answer="", rejected=())
-    pairs = scored_pairs([one], [("abc", "ad")], [0.5], TOKENIZER, add_special_tokens=False)
+    one = Prompt(id="p", text="ab", token_ids=(7, 8), answer="", margin=0.5)
+    pairs = scored_pairs([one], [("abc", "ad")], TOKENIZER, add_special_tokens=False)
     samples = with_margins([row for pair in pairs for row in pair])
     ids = TOKENIZER("abcad", add_special_tokens=False)["input_ids"]
     assert samples.input_ids.tolist() == ids
@@ -206,8 +206,9 @@ def test_a_margin_that_is_no_number_of_a_score_is_refused_before_the_run(
 
 
 def test_a_margin_is_read_from_its_field(tmp_path: Path) -> None:
-    one, other = loaded(tmp_path, LETTERS, LETTERS | {"q": "2", "m": -10_000})
-    assert (margin_of(one, "m"), margin_of(other, "m"), margin_of(other, None)) == (0.5, -10_000, 0)
+    rows = LETTERS, LETTERS | {"q": "2", "m": -10_000}
+    assert [one.margin for one in loaded(tmp_path, *rows)] == [0.5, -10_000]
+    assert [one.margin for one in loaded(tmp_path, *rows, margin_field=None)] == [0, 0]
 
 
 def test_pairs_of_equals_are_refused_with_all_their_rows(tmp_path: Path) -> None:
@@ -245,7 +246,18 @@ def test_another_worse_answer_is_another_data_set(tmp_path: Path) -> None:
     assert len(digests) == 2
 
 
+@pytest.mark.parametrize("row", [LETTERS, TALK], ids=["problem", "conversation"])
+def test_another_margin_is_another_data_set_and_none_is_that_of_older_checkpoints(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    digests = [digest_of_prompts(loaded(tmp_path, row | {"m": margin})) for margin in (0.5, 9.0, 0, 0.5)]
+    assert (len(set(digests)), digests[0]) == (3, digests[3])
+    older = loaded(tmp_path, row, margin_field=None)
+    assert digests[2] == digest_of_prompts(older) != digests[0]
+    assert digest_of_prompts(loaded(tmp_path, row), of_texts=True) == digest_of_prompts(older, of_texts=True)
+
+
 def test_a_text_without_a_token_is_refused() -> None:
     one = Prompt(id="p:3", text="", token_ids=(), answer="")
     with pytest.raises(DataError, match="prompt 'p:3': a text of its pair has no token to score"):
-        scored_pairs([one], [("a", "")], [0], TOKENIZER, add_special_tokens=False)
+        scored_pairs([one], [("a", "")], TOKENIZER, add_special_tokens=False)

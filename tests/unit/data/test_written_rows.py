@@ -15,7 +15,7 @@ import pytest
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import FileRunData, MixtureData
-from rl_megatron.data.pairs import answer_pairs, margin_of
+from rl_megatron.data.pairs import answer_pairs
 from rl_megatron.data.problems import parquet, pool
 from rl_megatron.data.problems.file_rows import file_rows
 from rl_megatron.data.problems.leaks import digests_of, hashes_of, spaced
@@ -135,7 +135,7 @@ def test_fields_of_an_object_are_read_as_those_of_the_row(form: str, kind: str, 
     inside = [{"of": one} for one in rows]
     flat, deep = pool_of("flat", rows, FORMS[form]), pool_of("deep", inside, fields)
     assert [(one.text, one.answer, one.rejected) for one in deep] == [(o.text, o.answer, o.rejected) for o in flat]
-    assert [margin_of(one, "of.m") for one in deep] == [margin_of(one, "m") for one in flat]
+    assert [one.margin for one in deep] == [one.margin for one in flat] == [float(one["m"]) for one in rows]
     assert deep.numbers("of.level").tolist() == flat.numbers("level").tolist()
     assert np.isnan([*deep.numbers("of"), *deep.numbers("of.none")]).all()
     with pytest.raises(DataError, match=r"no field 'of.goood'; .* did you mean 'of.good'"):
