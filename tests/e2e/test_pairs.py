@@ -340,7 +340,7 @@ def test_a_pair_loss_of_ones_own_is_trained_on(place: Place, model: Path) -> Non
             "tokens with its answers, dpo.max_tokens=20; raise it, or set dpo.on_long=drop",
         ),
         ("dpo", ("data.rejected_field=good",), "train.parquet:1: fields 'good' and 'good' are equal"),
-        ("reward_model", ("data.margin_field=id2",), "field 'id2' is None; it must be a finite number"),
+        ("reward_model", ("data.margin_field=id2",), "train.jsonl:1: no field 'id2'; it has"),
         ("dpo", ("data.rejected_field=worse",), "no field 'worse'; it has"),
         ("dpo", ("dpo.loss=my_pairs:flat",), "dpo.loss=my_pairs:flat must return one finite loss for each"),
     ],
