@@ -109,7 +109,7 @@ class WrittenConversations:
         """The rows of each conversation.
 
         Raises DataError that names its prompt: the template refuses its messages, does not show a turn behind its own
-        prompt, or writes no token there that ends sampling.
+        prompt, or writes no token before it, or none there that ends sampling.
         """
         made = list[list[_Texts]]()
         for one in conversations:
@@ -178,6 +178,11 @@ class WrittenConversations:
                         f"prompt {name!r}: the chat template ends a turn with {text[-40:]!r}, in which no token ends "
                         f"sampling (ids {self._stops.tolist()}), so a model would learn to go on; add its id to "
                         "eos_token_id in generation_config.json"
+                    )
+                if not tokens:
+                    raise DataError(
+                        f"prompt {name!r}: the chat template writes nothing before its first turn, {text[:40]!r}, and "
+                        "tokens are learnt behind others; give the messages before it a text"
                     )
                 turns.append((len(tokens), len(tokens) + int(ends[-1]) + 1))
             tokens += ids

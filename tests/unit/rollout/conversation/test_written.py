@@ -14,6 +14,7 @@ from transformers.utils import chat_template_utils
 
 from rl_megatron.data.samples import WrittenRow, written_samples
 from rl_megatron.errors import DataError
+from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.conversation.messages import tidied
 from rl_megatron.rollout.conversation.written import WrittenConversations, check_turns
@@ -147,6 +148,24 @@ def test_a_turn_whose_end_no_token_marks_is_refused() -> None:
         WrittenConversations(tokenizer_of("chatml"), [5]).rows(
             [Prompt(id="chats:1", text=json.dumps({"messages": asked("chatml"), "tools": []}), token_ids=(), answer="")]
         )
+
+
+def test_a_first_turn_with_nothing_before_it_is_refused() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.split_special_tokens = False
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' }}{% endfor %}"
+    made = WrittenConversations(tokenizer, [tokenizer.eos_token_id])
+
+    def rows(question: str) -> list[WrittenRow]:
+        talk = [{"role": "user", "content": question}, {"role": "assistant", "content": "b"}]
+        text = json.dumps({"messages": talk, "tools": []})
+        return made.rows([Prompt(id="chats:1", text=text, token_ids=(), answer="")])
+
+    assert rows("a")[0].turns == ((1, 3),)
+    with pytest.raises(
+        DataError, match=r"^prompt 'chats:1': the chat template writes nothing before its first turn, 'b<"
+    ):
+        rows("")
 
 
 def test_a_prompt_that_the_template_opens_otherwise_than_it_shows_the_turn_is_refused() -> None:
