@@ -180,14 +180,22 @@ def _panels(
         columns = ["Difference", "Pairs" if study.paired else "Runs", "Value", "95 % interval", "Excludes 0"]
         panels.append(Panel(title="Differences", notes=notes, columns=columns, rows=rows))
     panels.append(_fits_panel(study, results, [chart for name, chart in drawn.items() if name.startswith("fit ")]))
+    panels.append(_survival_panel(study, results, len(runs), drawn))
+    return panels
+
+
+def _survival_panel(study: Study, results: StudyResults, num_runs: int, drawn: Mapping[str, Chart]) -> Panel:
     rule = study.collapse
     watched = f"{rule.metric} below {rule.below:g} of its greatest value so far, once that is {rule.least:g} or more"
-    if results.collapsed():
-        note = f"Kaplan-Meier; a collapse is {watched}. Runs that have not collapsed count up to their last step."
-        panels.append(Panel(title="Survival", notes=[note], charts=[drawn["survival"]]))
+    if not results.survival:
+        notes = [f"Not known: no run has recorded {rule.metric} (collapse.metric)."]
+    elif results.collapsed():
+        notes = [f"Kaplan-Meier; a collapse is {watched}. Runs that have not collapsed count up to their last step."]
     else:
-        panels.append(Panel(title="Survival", notes=[f"No run has collapsed: {watched}."]))
-    return panels
+        notes = [f"No run has collapsed: {watched}."]
+    if results.survival and results.unwatched:
+        notes.append(f"Without a value of {rule.metric}, so not among these: {results.unwatched} of {num_runs} runs.")
+    return Panel(title="Survival", notes=notes, charts=[drawn["survival"]] if "survival" in drawn else [])
 
 
 def _results_panel(

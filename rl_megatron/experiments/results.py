@@ -59,7 +59,8 @@ class StudyResults:
     means: Mapping[str, Interval]
     differences: Mapping[str, Interval | None]
     fits: Mapping[str, ArmFit]
-    survival: Mapping[str, Sequence[Survival]]
+    survival: Mapping[str, Sequence[Survival]]  # of arms with a run that recorded ``collapse.metric``
+    unwatched: int  # runs that did not, and are in no curve
 
     def collapsed(self) -> bool:
         """Whether any run has."""
@@ -139,6 +140,8 @@ def results_of(study: Study, arms: Sequence[str], runs: Sequence[CellRun]) -> St
     """Compare and fit what has ended; a run that has not is only in the survival curves, where it is censored."""
     of = {arm: [each for each in runs if each.standing.cell.arm == arm] for arm in arms}
     lasts = {arm: {e.standing.cell.seed: _last(study, e) for e in of[arm] if e.counted} for arm in arms}
+    lifetimes = {arm: [_lifetime(study, each.run.rl) for each in of[arm]] for arm in arms}
+    known = {arm: [each for each in lifetimes[arm] if each is not None] for arm in arms}
     results = {arm: {s: last for s, last in by_seed.items() if last is not None} for arm, by_seed in lasts.items()}
     return StudyResults(
         results=results,
@@ -147,7 +150,8 @@ def results_of(study: Study, arms: Sequence[str], runs: Sequence[CellRun]) -> St
             name: contrast(results, weights, paired=study.paired) for name, weights in _contrasts(study, arms)
         },
         fits={arm: _fit(study, [each for each in of[arm] if each.counted]) for arm in arms},
-        survival={arm: kaplan_meier([_lifetime(study, each.run.rl) for each in of[arm]]) for arm in arms if of[arm]},
+        survival={arm: kaplan_meier(found) for arm, found in known.items() if found},
+        unwatched=sum(len(lifetimes[arm]) - len(known[arm]) for arm in arms),
     )
 
 
@@ -194,7 +198,7 @@ def _fit(study: Study, runs: Sequence[CellRun]) -> ArmFit:
     )
 
 
-def _lifetime(study: Study, rows: Sequence[JsonRow]) -> Lifetime:
+def _lifetime(study: Study, rows: Sequence[JsonRow]) -> Lifetime | None:
     rule = study.collapse
     values = ((number(row, "step") or 0.0, number(row, rule.metric)) for row in rows if rule.metric in row)
     points = [(step, -math.inf if value is None else value) for step, value in values]

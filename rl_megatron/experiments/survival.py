@@ -56,11 +56,14 @@ def kaplan_meier(lifetimes: Sequence[Lifetime]) -> list[Survival]:
     return rows
 
 
-def lifetime(points: Sequence[tuple[float, float]], *, below: float, least: float) -> Lifetime:
-    """When the values of (step, value) first fall below ``below`` times the greatest so far, if that is ``least``."""
+def lifetime(points: Sequence[tuple[float, float]], *, below: float, least: float) -> Lifetime | None:
+    """When the values of (step, value) first fall below ``below`` times the greatest so far, if that is ``least``.
+
+    None without a value: nothing is known of such a run.
+    """
     best = -math.inf
     for step, value in points:
         if best >= least and value < below * best:
             return Lifetime(steps=step, collapsed=True)
         best = max(best, value)
-    return Lifetime(steps=points[-1][0] if points else 0.0, collapsed=False)
+    return Lifetime(steps=points[-1][0], collapsed=False) if points else None

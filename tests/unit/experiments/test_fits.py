@@ -253,7 +253,7 @@ def test_a_collapse_is_the_first_fall_below_its_share_of_the_best() -> None:
     assert lifetime(points, below=0.5, least=0.1) == Lifetime(steps=4.0, collapsed=True)
     assert lifetime(points, below=0.4, least=0.1) == Lifetime(steps=5.0, collapsed=False)
     assert lifetime(points, below=0.5, least=0.0) == Lifetime(steps=1.0, collapsed=True)
-    assert lifetime([], below=0.5, least=0.1) == Lifetime(steps=0.0, collapsed=False)
+    assert lifetime([], below=0.5, least=0.1) is None
     everyone = [Lifetime(steps=2.0, collapsed=True)] * 3
     assert [(row.step, row.share) for row in kaplan_meier(everyone)] == [(0, 1), (2, 0)]
     assert kaplan_meier(everyone)[-1].high is None, "three runs do not show that every run collapses"

@@ -244,8 +244,25 @@ def test_no_ended_cell_is_left_out_or_counted_silently(tmp_path: Path) -> None:
     )
     assert whole.name not in " ".join(notes)
     assert "mute: refused, as no run has values to fit." in notes
-    results = json.loads((tmp_path / "results.json").read_text())["cells"]
-    assert [(each["state"], each["result"]) for each in results] == [("spent", 0.2), ("done", None), ("done", 0.3)]
+    assert "Without a value of eval/accuracy, so not among these: 1 of 3 runs." in notes
+    results = json.loads((tmp_path / "results.json").read_text())
+    cells = [(each["state"], each["result"]) for each in results["cells"]]
+    assert cells == [("spent", 0.2), ("done", None), ("done", 0.3)]
+    assert list(results["survival"]) == ["spent", "whole"]
+
+
+def test_runs_that_never_recorded_what_is_watched_have_not_survived(tmp_path: Path) -> None:
+    keys = {"base": "sft_tiny", "overrides": ["train.steps=2"], "seeds": [0], "evaluation": {"metric": "eval/loss"}}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump({"folder": str(tmp_path / "runs"), **keys}))
+    read = read_study(tmp_path / "s.yaml")
+    (cell,) = cells_of(read)
+    for step in range(3):
+        MetricsWriter(cell.folder).write({"phase": "sft", "step": step, "eval/loss": 3.0 - step})
+    save_resolved(cell.config, cell.folder / "config.yaml")
+    page = write_study_report(read, [cell], tmp_path / "report.html").read_text()
+    assert "Not known: no run has recorded eval/accuracy (collapse.metric)." in page
+    assert "No run has collapsed" not in page
+    assert json.loads((tmp_path / "results.json").read_text())["survival"] == {}
 
 
 @pytest.mark.parametrize("last", [1, 3])
