@@ -1,5 +1,5 @@
 """Checks that this machine has the GPUs, the torch with CUDA (which is not loaded) or the memory that the learner's
-ranks need."""
+ranks need, and the open files that the controller needs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ _RANK_BYTES = 2**26  # the least that any rank needs: with tiny_cpu's model 117 
 
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Yields a problem if this machine has too few GPUs, or too little memory for the learner's processes."""
+    """Yields a problem if this machine has too few GPUs, too little memory for the learner's processes, or too low a
+    limit of open files."""
     config = subject.config
+    if not subject.for_job and config.kind.samples:
+        yield from _open_files(config)
     given = f"learner.device={config.learner.device}"
     if config.learner.device == "cpu":
         if not subject.for_job and config.run.launcher == "local":
@@ -69,6 +72,26 @@ def _processes(config: RunConfig) -> Iterator[Found]:
         )
     if said := limits.problem_of_files(ranks, here=True):
         yield problem(said)
+
+
+def _open_files(config: RunConfig) -> Iterator[Found]:
+    """Compares what the controller of sampling has open at once with its limit."""
+    requests, ranks = _requests(config), sum(ranks_by_role(config).values())
+    trajectories = max((one.concurrency for one in config.environments.values()), default=0)
+    if (requests or trajectories) and (said := limits.problem_of_controller(ranks, requests, trajectories)):
+        yield problem(said)
+
+
+def _requests(config: RunConfig) -> int:
+    """Most requests of training in flight at servers, each with a connection of its own."""
+    rollout, led = config.rollout, config.training_environments
+    if not rollout.served:
+        return 0
+    group, drawn = rollout.group_size, config.completions_per_step * (1 + config.train.max_staleness)
+    completions = min(rollout.server.concurrency * group, drawn, rollout.max_in_flight or drawn)
+    if set(led) == {"environment"}:  # a trajectory has one turn in flight
+        return min(completions, config.environment.concurrency)
+    return completions if config.one_by_one or led else completions // group
 
 
 def _counted(config: RunConfig) -> str:

@@ -13,7 +13,6 @@ from typing import TypeVar
 import numpy as np
 
 from launcher.preflight.subject import Found, Subject, fact, found_by, note, problem, unchecked
-from launcher.processes import limits
 from rl_megatron.config.sections.data import data_sources, name_of
 from rl_megatron.config.sections.environment import EnvironmentSection
 from rl_megatron.config.sections.eval import RunData
@@ -80,8 +79,6 @@ def _sandbox(subject: Subject) -> Iterator[Found]:
 def _environment(subject: Subject, key: str, section: EnvironmentSection) -> Iterator[Found]:
     """Finds the environment of the section ``key``, and calls none of its methods but a warm start's."""
     warm_start = section is subject.config.environment and subject.config.warm_start.steps > 0
-    if not subject.for_job and (said := limits.problem_of_trajectories(section.concurrency)):
-        yield problem(said)
     made = resolve_environment(section, subject.config.sandbox, key=key)
     if made.takes_sandbox:
         yield from _sandbox(subject)

@@ -12,7 +12,7 @@ _LOOP = "Symlink loop from "  # as pathlib says it, with RuntimeError, before Py
 _THREADS = "no thread could be started: raise the limit of processes (ulimit -u) or of memory (ulimit -v)"
 _SIGNS = {
     "Too many open files": "the limit of open files is reached; raise the hard one (ulimit -Hn), or have fewer ranks a "
-    "machine or a lower environment.concurrency",
+    "machine, or a lower environment.concurrency or rollout.server.concurrency",
     "can't start new thread": _THREADS,
     "unable to start watchdog thread": _THREADS,
     "File too large": "the limit of a file's size is reached; raise it (ulimit -f)",
@@ -49,14 +49,17 @@ def problem_of_files(ranks: int, *, here: bool) -> str:
     )
 
 
-def problem_of_trajectories(concurrency: int) -> str:
-    """Why a run cannot have so many environments at once under this machine's limit of open files; empty if it can."""
-    limit, needed = raise_open_files(), _FILES_OF_A_TRAJECTORY * concurrency + _FILES_OF_CONTROLLER
+def problem_of_controller(ranks: int, requests: int, trajectories: int) -> str:
+    """Why the controller cannot have so many ranks, requests at servers and trajectories at once under this machine's
+    limit of open files; empty if it can."""
+    limit = raise_open_files()
+    needed = ranks + requests + _FILES_OF_A_TRAJECTORY * trajectories + _FILES_OF_CONTROLLER
     if needed <= limit:
         return ""
     return (
-        f"environment.concurrency={concurrency}: so many trajectories open about {needed} files in the controller, but "
-        f"the limit here is {limit}; lower it, or raise the hard limit of open files (ulimit -Hn)"
+        f"{ranks} ranks, {requests} requests at servers (rollout.server.concurrency * rollout.group_size at most) and "
+        f"{trajectories} trajectories (environment.concurrency) at once: the controller opens about {needed} files, "
+        f"but the limit here is {limit}; raise the hard limit of open files (ulimit -Hn), or lower these keys"
     )
 
 

@@ -18,7 +18,7 @@ from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.rollout.servers.adapter import ForeignWeights, Sampling
 from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.rollout.servers.http import AttemptFailed, NoAnswer, Server, Unreachable
+from rl_megatron.rollout.servers.http import AttemptFailed, NoAnswer, OutOfFiles, Server, Unreachable
 from rl_megatron.rollout.servers.replicas import Event, Health, Replica
 
 logger = logging.getLogger(__name__)
@@ -204,6 +204,8 @@ class Supervisor:
         try:
             async with asyncio.timeout(self._period):
                 await self.engine.adapter.ping(replica.server)
+        except OutOfFiles:
+            raise
         except (TimeoutError, AttemptFailed, EngineError):
             return self.engine.weights.updating  # a push began meanwhile
         return True
@@ -246,7 +248,7 @@ class _Meter:
     async def moves(self, seconds: float) -> bool | None:
         """Whether it made tokens since the last call (True at the first count); None if it has no requests, or cannot.
 
-        A server that does not answer in ``seconds`` makes none.
+        A server that does not answer in ``seconds`` makes none. Raises OutOfFiles, of which it is not the cause.
         """
         if self._server.paused or self._server.writing or not self._server.in_flight:
             self._before = None
@@ -254,6 +256,8 @@ class _Meter:
         try:
             async with asyncio.timeout(seconds):
                 made = await self._adapter.tokens(self._server)
+        except OutOfFiles:
+            raise
         except (TimeoutError, AttemptFailed, EngineError):
             return False
         before, self._before = self._before, made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -45,6 +46,10 @@ class Busy(AttemptFailed):
 
 class Refused(EngineError):
     """The server refuses this request for good."""
+
+
+class OutOfFiles(EngineError):
+    """This process may open no more files, so it has no connection: nothing is known of the server."""
 
 
 class Server:
@@ -135,7 +140,7 @@ class Server:
         except TimeoutError as error:
             raise NoAnswer(f"{what}: no answer within rollout.server.timeout_seconds={limit:g}") from error
         except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
-            raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
+            raise _unreachable(what, error) from error
         except httpx2.TransportError as error:
             raise Broken(f"{what}: {type(error).__name__}: {error}") from error
         status, answer = response.status_code, response.content
@@ -154,11 +159,15 @@ class Server:
             raise EngineError(f"{self.url}{path}: the answer is not JSON: {text[:80]!r}") from error
 
     async def status(self, path: str, *, seconds: float) -> int | None:
-        """The status of an answer to GET; None if none arrived within ``seconds``."""
+        """The status of an answer to GET; None if none arrived within ``seconds``. Raises OutOfFiles."""
         try:
             async with asyncio.timeout(seconds):
                 return int((await self._client.get(path)).status_code)
-        except (TimeoutError, httpx2.TransportError):
+        except TimeoutError:
+            return None
+        except httpx2.TransportError as error:
+            if isinstance(told := _unreachable(f"{self.url}{path}", error), OutOfFiles):
+                raise told from error
             return None
 
     async def health(self, *, seconds: float) -> int | None:
@@ -176,7 +185,7 @@ class Server:
             try:
                 return (await stranger.get("/openapi.json")).status_code not in (401, 403)
             except httpx2.TransportError as error:
-                raise Unreachable(f"{self.url}: {type(error).__name__}: {error}") from error
+                raise _unreachable(self.url, error) from error
 
     async def close(self) -> None:
         """Close its connections."""
@@ -186,6 +195,20 @@ class Server:
 async def read_beside(read: Callable[[bytes], T], text: bytes) -> T:
     """The large answer ``text`` by ``read``, in a thread that decodes one at a time."""
     return await asyncio.get_running_loop().run_in_executor(_beside, read, text)
+
+
+def _unreachable(what: str, error: httpx2.TransportError) -> Unreachable | OutOfFiles:
+    """The error of a request without a connection, by what the system said: httpx keeps it as a cause alone."""
+    causes: list[BaseException] = [error]
+    for one in causes:
+        if isinstance(one, OSError) and one.errno in (errno.EMFILE, errno.ENFILE):
+            return OutOfFiles(
+                f"{what}: this process has no connection left: {one.strerror}; raise the hard limit of open files "
+                "(ulimit -Hn), or lower rollout.server.concurrency"
+            )
+        behind = one.__cause__ or one.__context__
+        causes += [*getattr(one, "exceptions", ()), *([behind] if behind else [])]  # a group: an error of each address
+    return Unreachable(f"{what}: {type(error).__name__}: {error}")
 
 
 def _shown(answer: bytes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from pathlib import Path
 
@@ -137,3 +138,31 @@ def test_an_engine_whose_module_is_in_a_package_is_found(tmp_path: Path, monkeyp
     assert problems(f"rollout.python={environment(tmp_path / 'a', 'my_servers')}") == []
     (said,) = problems()
     assert f"{sys.executable}: my_servers is not installed there; " in said
+
+
+@pytest.mark.parametrize(
+    ("base", "keys", "requests", "trajectories"),
+    [
+        ("tiny_cpu", ["train.max_staleness=1"], 64, 0),  # a request of each completion that is drawn
+        ("tiny_cpu", ["train.max_staleness=1", "rollout.server.concurrency=3"], 24, 0),
+        ("tiny_cpu", ["train.max_staleness=1", "rollout.max_in_flight=40"], 40, 0),
+        ("tiny_cpu", [], 4, 0),  # of each group
+        ("calculator", ["environment.concurrency=16"], 16, 16),  # of each trajectory's turn
+        ("calculator", ["environment.concurrency=1024"], 32, 1024),
+    ],
+)
+def test_requests_and_trajectories_beyond_the_limit_of_open_files_are_told_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, base: str, keys: list[str], requests: int, trajectories: int
+) -> None:
+    sizes = ["learner.ep=1", "rollout.group_size=8", "rollout.prompts_per_step=4"]
+    config = load_config(base, ["rollout=vllm", "rollout.server.addresses=http://a:1", *sizes, *keys])
+    needed = 1 + requests + 3 * trajectories + 256  # with the stream of one rank
+
+    def said(limit: int, *, for_job: bool = False) -> list[str]:
+        monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+        return [one.text for one in devices.check(Subject(config, for_job)) if one.kind == "problem"]
+
+    assert said(needed) == said(needed - 1, for_job=True) == []
+    (problem,) = said(needed - 1)
+    assert f"{requests} requests at servers" in problem
+    assert f"about {needed} files, but the limit here is {needed - 1}" in problem

@@ -176,8 +176,9 @@ def test_the_limit_of_open_files_is_raised_to_the_hard_one() -> None:
         assert limits.describe_open_files().endswith(f"so up to {(most - 85) // 11} ranks")
         assert limits.problem_of_files((most - 85) // 11, here=True) == ""
         assert "each of them opens about" in limits.problem_of_files((most - 85) // 11 + 1, here=True)
-        assert limits.problem_of_trajectories((most - 256) // 3) == ""
-        assert "environment.concurrency=" in limits.problem_of_trajectories((most - 256) // 3 + 1)
+        assert limits.problem_of_controller(0, (most - 256) % 3, (most - 256) // 3) == ""
+        assert limits.problem_of_controller(most - 257, 1, 0) == ""
+        assert "or lower these keys" in limits.problem_of_controller(most - 257, 2, 0)
         assert limits.raise_open_files() == most
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(before[1], 1 << 20), before[1])
     finally:

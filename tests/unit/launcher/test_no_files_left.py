@@ -1,0 +1,39 @@
+"""A controller at its limit of open files, with real HTTP."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from rl_megatron.errors import EngineError
+from rl_megatron.rollout.servers.http import AttemptFailed, OutOfFiles, Server
+from rl_megatron.rollout.servers.replicas import Health
+from tests.unit.launcher.test_supervisor import LIMIT, bed, run
+from tests.unit.rollout.test_engine_servers import REQUEST, running
+
+
+def test_it_ends_the_run_with_advice_and_no_server_counts_as_dead() -> None:
+    """It has no connection either for a request or for a health check."""
+
+    async def test() -> None:
+        with running(1) as fakes:
+            async with bed(fakes, []) as it:
+                await it.push(4)
+                (replica,) = it.engine.replicas.all
+                before, replica.server = replica.server, Server(fakes[0].url, token="t", timeout_seconds=LIMIT)
+                soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+                try:
+                    with pytest.raises(EngineError, match=r"request 'step 1.*ulimit -Hn.* rollout.server.concurrency"):
+                        await it.engine.generate(REQUEST)
+                    assert not replica.suspected.is_set()
+                    replica.suspect(AttemptFailed("of another cause"))  # its supervisor asks for its health
+                    with pytest.raises(OutOfFiles, match=r"/health: .*open files"):
+                        await it.engine.replicas.none_is_healthy()
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                assert replica.health is Health.HEALTHY
+                await before.close()
+
+    run(test)
