@@ -99,20 +99,18 @@ class Stream:
         self._left_out, self._unsent = list[Waiting](), list[Waiting]()  # unsent: of a checkpoint, to sample again
         self._tasks, self._changed = set[asyncio.Task[None]](), asyncio.Event()
         self._failure: Exception | None = None
-        self._closed = False
+        self._closed = self._begins = False  # begins: a task, which then admits the next group
         self._took: float | None = None  # the time of the last ``take``
         self._waited = 0.0  # seconds since
         self._times = StreamTimes(apart=self._apart)
         self._given: list[Waiting] = []  # by ``finished``, to the step that is being made
 
     def admit(self) -> None:
-        """Draw and send what the rule allows; in the learner's processes one batch, if none is being sampled."""
-        if self._closed or self._failure is not None:
-            return
-        if self._apart:
-            for place in self._sendable(self._free_groups):
-                self._send([place])
-        elif not self._tasks and (places := self._sendable(self._size)):
+        """Draw and send a group as the rule allows, whose task admits the next: a draw may tokenize, and the event loop
+        has a turn after each. In the learner's processes one batch, if none is being sampled."""
+        ended = self._closed or self._failure is not None
+        may = self._may_send and not (ended or self._begins)
+        if may and (places := self._sendable(1 if self._apart else self._size)):
             self._send(places)
 
     async def take(self, step: int) -> RolloutBatch:
@@ -245,10 +243,10 @@ class Stream:
         return found + [self._draw() for _ in range(room if most is None else min(room, most - len(found)))]
 
     @property
-    def _free_groups(self) -> int | None:
-        """The groups that ``rollout.max_in_flight`` still allows; a task samples one."""
+    def _may_send(self) -> bool:
+        """Whether ``rollout.max_in_flight`` allows one more group, which is a task; a batch has no other beside it."""
         most = self._section.max_in_flight
-        return None if most is None else max(0, most // self._section.group_size - len(self._tasks))
+        return (most is None or len(self._tasks) < most // self._section.group_size) if self._apart else not self._tasks
 
     def _draw(self) -> Waiting:
         (prompt,) = self._prompts.take(1)
@@ -268,11 +266,13 @@ class Stream:
     def _send(self, places: Sequence[Waiting]) -> None:
         self._ledger.move((place.drawn.ordinal for place in places), "in_flight")
         self._times.sent((place.drawn.ordinal for place in places), first=not self._tasks)
-        task = asyncio.get_running_loop().create_task(self._sample(places))
+        task, self._begins = asyncio.get_running_loop().create_task(self._sample(places)), True
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
     async def _sample(self, places: Sequence[Waiting]) -> None:
+        self._begins = False
+        self.admit()
         answers = await self._source.groups([place.drawn for place in places])
         for place, answered in zip(places, answers, strict=True):
             self._answer(place, answered)

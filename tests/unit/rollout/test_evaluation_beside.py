@@ -88,7 +88,8 @@ async def trained(path: Path, *, evaluates: bool) -> tuple[list[object], list[in
             answers = await sampler.held_out(PROMPTS[:7], sampler.params(temperature=1.0))
             assert all(one.rewards[0] >= 1.0 for one in answers)
         adapter.go.set()
-        await asyncio.gather(*stream._tasks)
+        while stream._tasks:  # each draws and sends the next group
+            await asyncio.gather(*stream._tasks)
         adapter.go.clear()
         batch = await stream.take(step)
         found.append([(g.prompt.id, one.chains[0].token_ids.tolist()) for g in batch.groups for one in g.trajectories])

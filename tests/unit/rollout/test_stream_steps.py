@@ -12,6 +12,7 @@ import pytest
 
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.errors import DataError, EngineError
+from rl_megatron.rollout.batch import Answered, Drawn
 from rl_megatron.rollout.stream import Stream, StreamState
 from rl_megatron.types import Prompt
 from tests.streams import PROMPTS, Source, stream_over
@@ -72,6 +73,30 @@ def test_servers_sample_what_steps_take_and_nothing_more_and_a_resume_makes_the_
     assert longer.state().places == ()
 
 
+@pytest.mark.parametrize("limit", [None, 24], ids=["all at once", "six groups at once"])
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_servers_are_asked_for_a_group_before_those_behind_it_are_drawn(staleness: int, limit: int | None) -> None:
+    """A draw renders and tokenizes: behind a group that is asked for one more is drawn, at a start and after pushes."""
+    drawn = dict[int, int]()  # how many were, when the group of this ordinal was asked for
+
+    class Counted(Source):
+        async def groups(self, asked: Sequence[Drawn]) -> list[Answered]:
+            (one,) = asked
+            drawn[one.ordinal] = self.stream.state().drawn
+            return await super().groups(asked)
+
+    async def run() -> int:
+        source = Counted(lambda name: float(1 + hash_of(name) % 11))
+        stream = stream_over(source, size=16, staleness=staleness, group_size=4, max_in_flight=limit)
+        assert len(await steps(stream, 3, 1.0)) == 3 * 16
+        return source.most
+
+    most = run_at_once(run())
+    assert sorted(drawn) == list(drawn)
+    assert max(count - ordinal for ordinal, count in drawn.items()) == 2
+    assert most == 6 if limit else most >= 16 * (1 + min(1, staleness))
+
+
 def test_in_the_learners_processes_a_run_that_a_resume_makes_longer_is_that_of_as_many_steps() -> None:
     def run(lengths: Sequence[int]) -> list[tuple[int, str, int]]:
         source, found, before = Source(lambda _: 1.0), list[tuple[int, str, int]](), None
@@ -99,6 +124,7 @@ def test_a_resume_with_another_staleness_drops_nothing_and_keeps_what_is_due(bef
         for step in range(1, 7):
             found += [(step, group.prompt.id, 0.0) for group in (await stream.take(step)).groups]
             stream.pushed(step)
+        await asyncio.sleep(0.5)  # groups are drawn one after the other, and none ends so soon
         state = stream.state()
         await stream.close()
         return state, found
