@@ -1,6 +1,7 @@
 """Columns: numpy arrays with one number for each token of a completion, or prompt, and their form in a checkpoint.
 
-They are read-only: rewards of the user's own see the arrays that are trained on.
+They are read-only: rewards of the user's own see the arrays that are trained on. Texts of completions have that form in
+checkpoints too: Python's lock is held while JSON is made of them, which are gigabytes.
 """
 
 from __future__ import annotations
@@ -19,14 +20,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from pydantic import SerializationInfo, ValidationInfo
 
-_DTYPES = {"tokens": "<i4", "logprobs": "<f4", "routes": "|u1", "visits": "<i4", "rates": "<f8", "retired": "<i4"}
+_DTYPES = {
+    "tokens": "<i4",
+    "logprobs": "<f4",
+    "routes": "|u1",
+    "texts": "|u1",
+    "visits": "<i4",
+    "rates": "<f8",
+    "retired": "<i4",
+}
 
 
 class ColumnWriter:
     """The columns of a document whose JSON has only [first number, how many] of each: pydantic's ``context`` of it.
 
     Each kind is a file of numpy's format, without pickles: ``tokens.npy`` has the tokens of all completions one after
-    the other (int32), ``logprobs.npy`` float32, and ``routes.npy`` the bytes of their routes.
+    the other (int32), ``logprobs.npy`` float32, ``routes.npy`` the bytes of their routes, and ``texts.npy`` UTF-8.
     """
 
     def __init__(self) -> None:
@@ -149,10 +158,27 @@ class _Bytes(_Column):
         return super().decoded(given, info).tobytes()
 
 
+class _Text(_Column):
+    """The same of a text's UTF-8, where half of a surrogate pair is let pass. Without a file, JSON has the text."""
+
+    @override
+    def encoded(self, column: Any, info: SerializationInfo) -> object:
+        if not isinstance(info.context, ColumnWriter):
+            return column
+        import numpy as np
+
+        return super().encoded(np.frombuffer(column.encode("utf-8", "surrogatepass"), np.uint8), info)
+
+    @override
+    def decoded(self, given: object, info: ValidationInfo) -> Any:
+        return given if isinstance(given, str) else str(super().decoded(given, info).data, "utf-8", "surrogatepass")
+
+
 if TYPE_CHECKING:
     TokenIds = NDArray[np.int32]
     LogProbs = NDArray[np.float32]
     RouteBytes = bytes
+    SampledText = str
     Visits = NDArray[np.int32]
     Rates = NDArray[np.float64]
     Retired = NDArray[np.int32]
@@ -160,6 +186,7 @@ else:  # a configuration imports this, and no numpy
     TokenIds = Annotated[Any, _Column("tokens")]
     LogProbs = Annotated[Any, _Column("logprobs")]
     RouteBytes = Annotated[Any, _Bytes("routes")]
+    SampledText = Annotated[str, _Text("texts")]
     Visits = Annotated[Any, _Column("visits")]
     Rates = Annotated[Any, _Column("rates")]
     Retired = Annotated[Any, _Column("retired")]

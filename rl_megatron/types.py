@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from rl_megatron.columns import LogProbs, RouteBytes, TokenIds, freeze
+from rl_megatron.columns import LogProbs, RouteBytes, SampledText, TokenIds, freeze
 from rl_megatron.json_text import ForeignText
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Turn:
     logprobs: LogProbs  # one for each of its tokens
     finish_reason: FinishReason
     spans: tuple[Span, ...]  # counted from its first token
-    text: str  # decoded without special tokens
+    text: SampledText  # decoded without special tokens
     reward: float | None = None  # its part of the trajectory's reward; None: it has none of its own
     number: int = 0  # its place in the order of sampling; turns of equal numbers are in that of their rows
 

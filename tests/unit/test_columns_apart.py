@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from rl_megatron.columns import ColumnReader, ColumnWriter
-from rl_megatron.types import Completion, Routes, Span
+from rl_megatron.types import Completion, Routes, Span, Turn
 from tests.completions import completion, plain
 
 SEVERAL = TypeAdapter(tuple[Completion, ...])
@@ -62,6 +62,27 @@ def test_they_are_read_back_read_only(tmp_path: Path) -> None:
     assert found[0].spans[1] == Span(2, 4)
     with pytest.raises(ValueError, match="read-only"):
         found[2].token_ids[0] = 0
+
+
+def test_texts_are_utf8_in_a_file_and_the_json_does_not_grow_with_them(tmp_path: Path) -> None:
+    """Half of an emoji, which no UTF-8 has, is read back as it was; so are texts in the JSON of an older checkpoint."""
+    texts = ("4 + 4 = 8", "", "€ 😀", "half \ud83d", "long " * 100_000)
+    several, columns = TypeAdapter(tuple[Turn, ...]), ColumnWriter()
+    logprobs = np.zeros(1, np.float32)
+    turns = tuple(Turn(start=1, logprobs=logprobs, finish_reason="stop", spans=(Span(0, 0),), text=t) for t in texts)
+    text = several.dump_json(turns, context=columns)
+    assert len(text) < 1000
+    assert [one["text"] for one in json.loads(text)] == [[0, 9], [9, 0], [9, 8], [17, 8], [25, 500_000]]
+    names = columns.write(tmp_path)
+    found = np.load(tmp_path / "texts.npy", allow_pickle=False)
+    assert found.dtype == np.uint8
+    assert found.tobytes() == "".join(texts).encode("utf-8", "surrogatepass")
+    reader = ColumnReader(tmp_path, names)
+    assert tuple(one.text for one in several.validate_json(text, context=reader)) == texts
+    reader.check()
+    older = several.dump_json(turns[:3])
+    assert [one["text"] for one in json.loads(older)] == list(texts[:3])
+    assert tuple(one.text for one in several.validate_json(older, context=ColumnReader(tmp_path, []))) == texts[:3]
 
 
 def test_nothing_is_written_of_a_document_without_columns(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from rl_megatron.rollout.batch import Answered
 from rl_megatron.rollout.stream import StreamState
 from rl_megatron.training import checkpoints
 from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
-from rl_megatron.types import Scored
+from rl_megatron.types import Chain, RolloutGroup, Scored, Span, Trajectory, Turn
 from tests.savings import Shards
 from tests.unit.rollout.test_work_under_way import killed
 
@@ -73,6 +74,26 @@ def test_a_checkpoint_with_base64_in_trainer_json_is_still_read(folder: Path, st
     assert AS_JSON.dump_json(found) == AS_JSON.dump_json(stream)
 
 
+def test_texts_of_groups_that_wait_are_in_a_file_and_not_in_trainer_json(tmp_path: Path, stream: StreamState) -> None:
+    """A checkpoint that has them there, as older ones do, is still read."""
+    logprobs, tokens = np.zeros(2, np.float32), np.arange(3, dtype=np.int32)
+    turn = Turn(start=1, logprobs=logprobs, finish_reason="stop", spans=(Span(0, 0),), text="it is 8 €")
+    one = Trajectory(chains=(Chain(token_ids=tokens, turns=(turn,)),), reward=1.0)
+    answered = Answered(group=RolloutGroup(prompt=stream.places[0].drawn.prompt, trajectories=(one, one)))
+    state = replace(stream, places=(replace(stream.places[0], answered=answered), *stream.places[1:]))
+    folder, whole = saved(tmp_path, state), AS_JSON.dump_json(state)
+    assert np.load(folder / "stream/texts.npy").tobytes().decode() == "it is 8 €it is 8 €"
+    assert "it is" not in (folder / "trainer.json").read_text()
+    older = json.dumps({"step": 3, "prompts": {"epoch": 0}, "stream": json.loads(whole)}, ensure_ascii=False)
+    assert older.count("it is 8 €") == 2
+    for written in (None, older.encode()):
+        if written is not None:
+            put(folder, "trainer.json", written, without=[f"stream/{k}.npy" for k in ("tokens", "logprobs", "texts")])
+        found = checkpoints.read(folder).state.stream
+        assert found is not None
+        assert AS_JSON.dump_json(found) == whole
+
+
 def test_groups_that_wait_without_a_finite_reward_are_read_as_they_were_saved(
     tmp_path: Path, stream: StreamState
 ) -> None:
@@ -110,7 +131,7 @@ def test_a_checkpoint_that_counts_no_left_out_tokens_is_still_read(stream: Strea
     assert read.answered == Answered(group=None, reason="equal_rewards")
 
 
-def put(folder: Path, name: str, data: bytes, without: tuple[str, ...] = ()) -> None:
+def put(folder: Path, name: str, data: bytes, without: Sequence[str] = ()) -> None:
     """Replace a file, and say so in the manifest, which then lists no file of ``without``."""
     (folder / name).write_bytes(data)
     manifest = json.loads((folder / "manifest.json").read_text())
