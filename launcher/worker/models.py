@@ -131,7 +131,8 @@ class RankModels:
         return {role: made}
 
     def start_from(self, role: str, folder: Path) -> None:
-        """Load this rank's part of a model from a Hugging Face folder, or from a megatron checkpoint.
+        """Load this rank's part of a model from a Hugging Face folder, or from a megatron checkpoint, which of a critic
+        has no config.json.
 
         Raises as ``read_boxes`` does, or CheckpointError. A reference is read from a Hugging Face folder, unless it is
         the policy without its adapters, which start again with the policy.
@@ -152,6 +153,9 @@ class RankModels:
         lora, given = self._config.learner.lora, self._config.model.path is not None and not random
         if role == "policy" and self._rank == 0 and lora.rank is not None and given:
             self._learner(role).base = base_digest(folder, self._config.learner.model)
+        if role == "critic" and not (folder / "config.json").is_file():
+            self._learner(role).load_weights(folder, scored=True)
+            return
         hf, layout = self._layouts_of(role, folder)
         if not random and role in self._learners and is_megatron(folder):
             self._learner(role).load_weights(folder, scored=hf.shape.scores)

@@ -24,7 +24,7 @@ from rl_megatron.rollout.batch import UNTAUGHT, RolloutBatch, Waiting
 from rl_megatron.rollout.environments.figures import environment_row
 from rl_megatron.rollout.stream import Stream
 from rl_megatron.training.beside import EvaluationBeside
-from rl_megatron.training.checkpoints import TrainerState, files_of
+from rl_megatron.training.checkpoints import TrainerState
 from rl_megatron.training.credit.shaping import groups_that_differ
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.update import Update
@@ -91,9 +91,7 @@ class GroupJob(ABC):
             remove_folder(self.start_folder)  # left by a run that was killed before its first checkpoint
             await roles.weights.export(self.start_folder)
         if fresh and "critic" in roles.learners:
-            path, model = critic.path or self.start_folder, roles.learners["critic"]
-            trained = not (path / "config.json").is_file()  # shards of a critic, not a model to start from
-            await (model.load(path, files_of(path)) if trained else model.start_from(path))
+            await roles.learners["critic"].start_from(critic.path or self.start_folder)
         frozen = {role: folder for role, (folder, _) in frozen_folders(self.config).items() if role in roles.frozen}
         for role, folder in frozen.items():
             await roles.frozen[role].start_from(folder or self.start_folder)

@@ -18,7 +18,7 @@ class CriticSection(Section):
     """backbone=policy: weight of the value loss in the policy's loss."""
     path: Path | None = None
     """Initial weights: a Hugging Face folder, of a policy or, with its scores for values, of a reward model; or the
-    critic/ folder of a checkpoint; null: those of the policy."""
+    critic/ folder of a checkpoint, without its optimizer's state; null: those of the policy."""
     learning_rate: PositiveFloat | None = None
     """Learning rate after the warm-up, on the policy's schedule from the first step on; null: train.learning_rate."""
     lam: Fraction | None = None
