@@ -213,7 +213,7 @@ def _critic(subject: Subject, key: str, folder: Path) -> Iterator[Found]:
 def _of_critic(shards: Path, given: str, own: ModelShape) -> Iterator[Found]:
     """Yields a problem if a checkpoint is of a critic whose tensors have other sizes than those of the policy's."""
     try:
-        raise_other_model(shards, replace(own, scores=True, tie_embeddings=False, drafts=False))
+        raise_other_model(shards, replace(own, scores=True, tie_embeddings=False, drafts=False), of_critic=True)
     except RLMegatronError as error:
         yield problem(f"{given} is no checkpoint of a critic of the policy's sizes:\n{error}")
 

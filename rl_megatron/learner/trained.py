@@ -129,11 +129,11 @@ class MegatronLearner(MegatronScorer):
 
     def load_weights(self, folder: Path, *, scored: bool = False) -> None:
         """Load the model of a ``torch_dist`` checkpoint; without its output layer where that is a vocabulary's and this
-        model's is not. ``scored``: the checkpoint is a reward model's. Raises CheckpointError, or on the first rank
-        WeightError as `raise_other_model`."""
+        model's is not. ``scored``: the checkpoint is a reward model's or a critic's. Raises CheckpointError, or on the
+        first rank WeightError as `raise_other_model`."""
         self.unpark()
         if dist.get_rank() == 0:
-            raise_other_model(folder, self._held_by(folder, scored=scored))
+            raise_other_model(folder, self._held_by(folder, scored=scored), of_critic=scored)
         fresh = {ValueHead: None if scored else "output_layer.", ValuedHead: VALUES}  # at 0
         without = fresh.get(type(self._head))
         loading.load_weights(folder, self._chunks_of_all, without=without)

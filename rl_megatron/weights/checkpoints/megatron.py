@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -17,7 +17,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.lora import LoraSection
 from rl_megatron.weights.boxes import Box, Shape, intersect, shift, volume, whole_box
 from rl_megatron.weights.bytes.dtypes import Bits, DType
-from rl_megatron.weights.checkpoints.megatron_names import Home, find_homes, place_of
+from rl_megatron.weights.checkpoints.megatron_names import VALUE_BIAS, Home, find_homes, place_of
 from rl_megatron.weights.checkpoints.streaming import Copy, Files, Fragment, OnBytes, Sink, Streamed, numbers
 from rl_megatron.weights.checkpoints.torch_dist import (
     Chunk,
@@ -52,10 +52,11 @@ def held_shape(source: Path, shape: ModelShape) -> ModelShape:
     return as_held(replace(shape, stacked_experts=False, stacked_drafts=False), read_index(source)[0])
 
 
-def raise_other_model(source: Path, shape: ModelShape) -> None:
+def raise_other_model(source: Path, shape: ModelShape, *, of_critic: bool = False) -> None:
     """Raises as `megatron_copies` for tensors that a model of ``shape`` lacks, needs or has in another size; megatron
-    itself loads too few rows of a vocabulary, and leaves the others at 0."""
-    _homes(source, megatron_layout(held_shape(source, shape)))
+    itself loads too few rows of a vocabulary, and leaves the others at 0. ``of_critic``: a model that scores has the
+    bias of a critic's values, too."""
+    _homes(source, megatron_layout(held_shape(source, shape)), {VALUE_BIAS} if of_critic else ())
 
 
 def megatron_copies(source: Path, shape: ModelShape) -> tuple[list[Copy], Files]:
@@ -105,8 +106,12 @@ def copies_between(source: Path, hf: Layout, megatron: Layout) -> tuple[list[Cop
     return tensors, files
 
 
-def _homes(source: Path, megatron: Layout) -> tuple[dict[str, tuple[Home, ...]], list[Chunk]]:
+def _homes(
+    source: Path, megatron: Layout, beside: Collection[str] = ()
+) -> tuple[dict[str, tuple[Home, ...]], list[Chunk]]:
+    """``beside``: tensors that are no part of the model."""
     sizes, chunks = read_index(source)
+    sizes = {name: size for name, size in sizes.items() if name not in beside}
     raise_uncounted(source, sum(prod(size) for size in sizes.values()), megatron)
     return find_homes(source, megatron, sizes, {chunk.key: chunk.dtype for chunk in chunks}), chunks
 

@@ -31,6 +31,8 @@ _HALVES = ("_w", "_v")  # of SwiGLU's first matrix: gate, up
 _DRAFT = "mtp."
 VALUES = "value_layer."
 """Begins the names of a policy's value layer, where it is its own critic."""
+VALUE_BIAS = "output_layer.bias"
+"""Of a critic; the output layer of a reward model has none."""
 _STATE = re.compile(r"(chained_\d+\.)?optimizer\.|.*\._extra_state\b")
 _FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)
 
