@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_SECONDS = 10.0
 _AGAIN_SECONDS = 0.5  # a server ignores an abort that overtakes its request
 _MOVE_SECONDS = 5.0  # after a request ended, until others may move: some seconds' tokens are the price of a move
+_PASSES = 8  # of the event loop, in which a request is sent, when no other is
 _CALM = 20  # waits before the first retry, until a prompt that may end servers is tried alone
 
 
@@ -98,6 +99,7 @@ class Attempts:
         self._lanes: dict[int, FreeLanes] = {}  # of the timeline, by replica
         self._running: dict[_Attempt, None] = {}  # in the order sent
         self._aborts: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Lock()
         self._levelling: asyncio.Task[None] | None = None
         self.slot_use = None if slots is None else SlotUse(slots)
         self.suspects = Suspects(replicas.wake, calm=_CALM * section.backoff_seconds)
@@ -141,6 +143,7 @@ class Attempts:
                     raise
                 failed = replica
                 logger.warning("request %r is sent again: %s", request.id, error)
+                await self.turn()
             except (AttemptFailed, ForeignWeights) as error:
                 failed = replica
                 failures.append(FailedAttempt(replica, server, flight))
@@ -153,6 +156,13 @@ class Attempts:
                 raise
             except EngineError as error:
                 raise EngineError(f"request {request.id!r}: {error}") from error
+
+    async def turn(self) -> None:
+        """Let requests and their aborts be sent one after another. A push, a checkpoint and a server's end have many:
+        their sending at once would take the event loop from all that the learner waits for."""
+        async with self._turn:
+            for _ in range(_PASSES):
+                await asyncio.sleep(0)
 
     async def after_abort(self, request: GenerationRequest, problem: str, failures: list[FailedAttempt]) -> Replica:
         """The replica that has ended a completion of ``request`` unasked, as servers do that get SIGTERM.
@@ -328,13 +338,18 @@ class Attempts:
     async def _end(self, running: Sequence[_Attempt]) -> None:
         """Abort requests until each is over."""
         while running := [attempt for attempt in running if not attempt.over.is_set()]:
-            await asyncio.gather(*map(self._abort, running))
+            await asyncio.gather(*map(self._abort_in_turn, running))
             waiting = [asyncio.ensure_future(attempt.over.wait()) for attempt in running]
             try:
                 await asyncio.wait(waiting, timeout=_AGAIN_SECONDS)
             finally:
                 for one in waiting:
                     one.cancel()
+
+    async def _abort_in_turn(self, attempt: _Attempt) -> None:
+        await self.turn()
+        if not attempt.over.is_set():
+            await self._abort(attempt)
 
     def _apart(self, work: Coroutine[None, None, None], server: Server) -> None:
         """Have ``work`` with ``server`` done beside; `close` waits for it."""

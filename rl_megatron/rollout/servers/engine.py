@@ -27,8 +27,6 @@ from rl_megatron.types import Completion, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
-_PASSES = 8  # of the event loop, in which a request is sent, when no other is
-
 
 class ServedEngine:
     """A RolloutEngine over servers; the weight sync uses its ``weights``.
@@ -61,7 +59,6 @@ class ServedEngine:
         self._max_length, self._vocab_size = max_length, vocab_size
         self._in_flight = _InFlight(section.concurrency * group_size)
         self._ahead = _InFlight(section.concurrency * max(group_size, samples))
-        self._turn = asyncio.Lock()
 
     @property
     def servers(self) -> list[Server]:
@@ -127,22 +124,22 @@ class ServedEngine:
         try:
             in_flight = self._ahead if request.ahead else self._in_flight
             async with in_flight.places(request.num_completions):
-                await self._begin()
                 with self._attempts.suspects.following(request):
                     return await self._generated(request)
         finally:
             self._attempts.so_far.pop(request.id, None)
             self._attempts.aborted.pop(request.id, None)
 
-    async def _begin(self) -> None:
-        """Let requests begin one after another. A push admits many: what their sending takes of the event loop would
-        come before all that the learner waits for, if they began at once."""
-        async with self._turn:
-            for _ in range(_PASSES):
-                await asyncio.sleep(0)
+    async def _begin(self, request: GenerationRequest) -> int:
+        """Wait until no update is under way and it is the request's turn; the served version. Raises EngineError."""
+        while True:
+            version = await self.weights.served_version(request)
+            await self._attempts.turn()
+            if version == self.weights.version:  # else an update has begun meanwhile
+                return version
 
     async def _generated(self, request: GenerationRequest) -> Sequence[Completion]:
-        before, begun = await self.weights.served_version(request), request.begun
+        before, begun = await self._begin(request), request.begun
         if request.birth is None:
             began = before if begun is None else begun.spans[0].version
             request = replace(request, birth=0 if request.ahead else began)
@@ -204,7 +201,7 @@ class ServedEngine:
             if clock.over and (made := len(completion.token_ids)):
                 logger.info("request %r: ended after %d tokens in %.1f s", request.id, made, clock.spent)
                 return replace(completion, finish_reason="length")
-            now = self._state(await self.weights.served_version(request))
+            now = self._state(await self._begin(request))
             failed = None
             if state == now and not clock.over:
                 problem = (

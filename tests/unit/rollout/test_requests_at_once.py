@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.layouts.families import read_shape
 from tests.completions import completion
 from tests.unit.launcher.test_supervisor import Described
-from tests.unit.rollout.test_engine_servers import REQUEST, Fake, engine_of, fakes, push
+from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, Fake, Words, engine_of, fakes, push
 
 __all__ = ["fakes"]
 
@@ -41,6 +42,59 @@ def test_requests_that_come_at_once_leave_the_loop_to_others(fakes: list[Fake]) 
     early, served = asyncio.run(ask())
     assert 1 <= early <= 4
     assert served == 64
+
+
+class Aborted(Words):
+    """Its server answers a request once it is aborted, and then to its end. ``sent``: in which passes of the loop each
+    was, by its id, and each abort."""
+
+    def __init__(self) -> None:
+        self.now, self.sent, self.aborts = 0, list[tuple[int, str]](), dict[str, asyncio.Event]()
+
+    async def generate(self, server: Server, request: GenerationRequest, request_id: str) -> list[Completion]:
+        self.sent.append((self.now, request.id))
+        again = request.id in self.aborts
+        if not again:
+            await self.aborts.setdefault(request.id, asyncio.Event()).wait()
+        return [completion([7], finish="stop" if again else "abort", spans=((0, 1),))]
+
+    async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
+        self.sent.append((self.now, f"abort {request.id}"))
+        self.aborts[request.id].set()
+
+    async def count(self) -> None:
+        while True:
+            self.now += 1
+            await asyncio.sleep(0)
+
+
+def test_what_a_push_held_and_a_checkpoint_aborts_is_sent_one_after_another(fakes: list[Fake]) -> None:
+    """Some passes of the loop apart: the requests, the aborts and then the rests, each once."""
+    adapter, names = Aborted(), [f"{n}" for n in range(64)]
+
+    async def ask() -> list[int]:
+        servers = [Server(fake.url, token="t", timeout_seconds=60.0) for fake in fakes]
+        engine = ServedEngine(
+            adapter, servers, SECTION.model_copy(update={"concurrency": 64}), max_length=8, vocab_size=10
+        )
+        await engine.weights.load(Path("weights"), 1)
+        asked = [asyncio.create_task(engine.generate(replace(REQUEST, id=name))) for name in names]
+        await every_chance()
+        assert not adapter.sent
+        counting = asyncio.create_task(adapter.count())
+        await engine.weights.commit(1)
+        while len(adapter.sent) < len(names):
+            await asyncio.sleep(0)
+        await engine.interrupt()
+        tokens = [len(completion.token_ids) for (completion,) in await asyncio.gather(*asked)]
+        counting.cancel()
+        await engine.close()
+        return tokens
+
+    assert asyncio.run(ask()) == [2] * 64
+    assert sorted(name for _, name in adapter.sent) == sorted([*names, *names, *(f"abort {name}" for name in names)])
+    passes = [passed for passed, _ in adapter.sent]
+    assert min(after - before for before, after in pairwise(passes)) >= 4
 
 
 class Held(Described):
