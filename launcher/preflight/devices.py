@@ -27,7 +27,8 @@ def check(subject: Subject) -> Iterator[Found]:
     limit of open files."""
     config = subject.config
     if not subject.for_job and config.kind.samples:
-        yield from _open_files(config)
+        ranks = sum(ranks_by_role(config).values())
+        yield from open_files(config, ranks=ranks, requests=_requests(config), drawn=_drawn(config))
     given = f"learner.device={config.learner.device}"
     if config.learner.device == "cpu":
         if not subject.for_job and config.run.launcher == "local":
@@ -74,12 +75,14 @@ def _processes(config: RunConfig) -> Iterator[Found]:
         yield problem(said)
 
 
-def _open_files(config: RunConfig) -> Iterator[Found]:
-    """Compares what the controller of sampling has open at once with its limit."""
-    requests, ranks = _requests(config), sum(ranks_by_role(config).values())
-    trajectories = max((one.concurrency for one in config.environments.values()), default=0)
-    if (requests or trajectories) and (said := limits.problem_of_controller(ranks, requests, trajectories)):
-        yield problem(said)
+def open_files(config: RunConfig, *, ranks: int = 0, requests: int = 0, drawn: int = 0) -> Iterator[Found]:
+    """Compares what the controller of sampling has open at once with its limit, beside ``ranks``: in training
+    ``requests`` and the trajectories of so many completions ``drawn``, in evaluations trajectories alone."""
+    most = max((one.concurrency for one in config.environments.values()), default=0)
+    for asked, led in ((requests, min(most, drawn)), (0, most)):
+        if (asked or led) and (said := limits.problem_of_controller(ranks, asked, led)):
+            yield problem(said)
+            return
 
 
 def _requests(config: RunConfig) -> int:
@@ -87,11 +90,16 @@ def _requests(config: RunConfig) -> int:
     rollout, led = config.rollout, config.training_environments
     if not rollout.served:
         return 0
-    group, drawn = rollout.group_size, config.completions_per_step * (1 + config.train.max_staleness)
+    group, drawn = rollout.group_size, _drawn(config)
     completions = min(rollout.server.concurrency * group, drawn, rollout.max_in_flight or drawn)
     if set(led) == {"environment"}:  # a trajectory has one turn in flight
         return min(completions, config.environment.concurrency)
     return completions if config.one_by_one or led else completions // group
+
+
+def _drawn(config: RunConfig) -> int:
+    """Most completions of training at once."""
+    return config.completions_per_step * (1 + config.train.max_staleness)
 
 
 def _counted(config: RunConfig) -> str:

@@ -71,8 +71,10 @@ def _on_nodes(subject: Subject) -> Iterator[Found]:
 def _in_files(subject: Subject) -> Iterator[Found]:
     """Yields a problem if the file of weights is in a node's memory, and can never fit there."""
     config = subject.config
-    needed, has = filled_bytes(config, subject.shape), shutil.disk_usage(NODE_MEMORY).total
-    if needed > has:
+    if not (needed := filled_bytes(config, subject.shape)):
+        return
+    has = shutil.disk_usage(NODE_MEMORY).total
+    if 0 < has < needed:  # 0: without a limit
         when = " at the run's end, and when a server is restarted" if sent_straight(config) else ""
         yield problem(
             f"weights.folder={weights_folder(config)} needs {needed / GB:.1f} GB{when} for the file of weights, but "

@@ -41,11 +41,17 @@ def check(subject: Subject) -> Iterator[Found]:
         elif folder is not None:
             yield from found_by("model files", _frozen(subject, role, folder, key))
     algorithm = subject.config.algorithm
-    if subject.config.kind.samples and algorithm.needs_critic and algorithm.critic.path is not None:
+    needed = subject.config.kind.samples and algorithm.needs_critic and not _goes_on(subject.config)
+    if needed and algorithm.critic.path is not None:
         yield from found_by("model files", _critic(subject, "algorithm.critic.path", algorithm.critic.path))
     for name, one in subject.config.algorithm.kl.teachers.items():
         if one.server is not None:
             yield from _served(subject, f"algorithm.kl.teachers.{name}.path", one.path)
+
+
+def _goes_on(config: RunConfig) -> bool:
+    """Whether the run has a checkpoint of reinforcement, and so its critic's."""
+    return any((config.run.dir / str(config.run.name) / "checkpoints").glob("step_*"))
 
 
 def _served(subject: Subject, key: str, folder: Path) -> Iterator[Found]:

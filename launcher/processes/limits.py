@@ -56,10 +56,15 @@ def problem_of_controller(ranks: int, requests: int, trajectories: int) -> str:
     needed = ranks + requests + _FILES_OF_A_TRAJECTORY * trajectories + _FILES_OF_CONTROLLER
     if needed <= limit:
         return ""
+    counted = {
+        "ranks": ranks,
+        "requests at servers (rollout.server.concurrency * rollout.group_size at most)": requests,
+        "trajectories (environment.concurrency)": trajectories,
+    }
     return (
-        f"{ranks} ranks, {requests} requests at servers (rollout.server.concurrency * rollout.group_size at most) and "
-        f"{trajectories} trajectories (environment.concurrency) at once: the controller opens about {needed} files, "
-        f"but the limit here is {limit}; raise the hard limit of open files (ulimit -Hn), or lower these keys"
+        f"{', '.join(f'{count} {what}' for what, count in counted.items() if count)} at once: the controller opens "
+        f"about {needed} files, but the limit here is {limit}; raise the hard limit of open files (ulimit -Hn), or "
+        "lower these keys"
     )
 
 

@@ -19,7 +19,7 @@ from launcher.build.environment import made_environment
 from launcher.build.sampler import sampler_of, samplers_of_sets
 from launcher.build.trained import TrainedModel, hugging_face, of_folder, shown_variables
 from launcher.hosts.sites import service_sites
-from launcher.preflight import engine, problems_of_data, reward
+from launcher.preflight import devices, engine, problems_of_data, reward
 from launcher.preflight.subject import Subject, found_by
 from launcher.processes.scratch import scratch
 from launcher.runs.lock import lock
@@ -149,12 +149,8 @@ def _check(config: RunConfig) -> None:
         for name, one in config.reward_models.items()
         if not (one.path / "config.json").is_file()
     ]
-    problems += [
-        found.text
-        for name, check in checks.items()
-        for found in found_by(name, check(subject))
-        if found.kind == "problem"
-    ]
+    found = [one for name, check in checks.items() for one in found_by(name, check(subject))]
+    problems += [one.text for one in (*found, *devices.open_files(config)) if one.kind == "problem"]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
 

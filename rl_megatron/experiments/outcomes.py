@@ -40,7 +40,7 @@ def _why_never(metric: str, config: RunConfig) -> Iterator[str]:
     kind, found = config.kind, documented(metric)
     held_out, name = _held_out(kind), found.name if found else metric
     sampled = name in _SAMPLED or name == "tokens/rollout" or name.startswith(("reward/", "source/", "eval/<name>/"))
-    if (sampled and not kind.samples) or (name in _HELD_OUT and name not in held_out):
+    if (sampled and name != "source/<name>/epoch" and not kind.samples) or (name in _HELD_OUT and name not in held_out):
         yield f"job={config.job} never records it; of held-out data it records {' and '.join(held_out)}"
     elif match := _OF_ENTRY.fullmatch(metric):
         room, name, figure = match.groups()

@@ -46,8 +46,8 @@ class EnvironmentSection(Section):
     """A longer message of an environment is cut in its middle, with a mark that says so."""
     seconds: PositiveFloat = 300.0
     """Time limit of a trajectory, sampling included: what was sampled by then is scored and trained on. Servers end a
-    turn there, with its tokens; of a first without a token it is twice as long. A call that has begun by then keeps its
-    own limit."""
+    turn there, with its tokens; a first one has twice as long, and again, until it has a token. A call that has begun
+    by then keeps its own limit."""
     step_seconds: PositiveFloat = 30.0
     """Time limit of each call of an environment's start, step and score; and how long after ``seconds`` a function that
     leads its trajectory may still return its reward."""

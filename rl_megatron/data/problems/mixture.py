@@ -7,11 +7,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rl_megatron.types import Prompt
+
+DigestOf = Literal["margins", "questions", "texts"]
+OLDER_DIGESTS: tuple[DigestOf, ...] = ("questions", "texts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,14 +114,14 @@ class Epochs:
         return order
 
 
-def digest_of_prompts(prompts: Sequence[Prompt], *, of_texts: bool = False) -> str:
-    """Of their ids, questions and answers, of pairs both and the margin, in their order; ``of_texts``: of texts in
-    place of questions and without margins, as checkpoints of older versions have it, which differs by day where a chat
-    template writes the date."""
+def digest_of_prompts(prompts: Sequence[Prompt], of: DigestOf = "margins") -> str:
+    """Of their ids, questions and answers, of pairs both and the margin, in their order. Checkpoints of older versions
+    have it without margins (questions), and with texts for questions, which differ by day where a chat template writes
+    the date (texts)."""
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
-        question = prompt.text if of_texts or not prompt.question else prompt.question
-        margin = [f"{prompt.margin!r}"] if prompt.margin and not of_texts else []
+        question = prompt.text if of == "texts" or not prompt.question else prompt.question
+        margin = [f"{prompt.margin!r}"] if prompt.margin and of == "margins" else []
         for text in (prompt.id, question, prompt.answer, *prompt.rejected, *margin):
             data = text.encode()
             digest.update(len(data).to_bytes(8, "little") + data)

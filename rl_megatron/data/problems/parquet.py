@@ -154,13 +154,7 @@ class ParquetRows:
 
         numbers = np.full(len(self), np.nan)
         for group in self._groups:
-            try:
-                kind = value_at(kinds_of(self._metadata[group.path].schema.to_arrow_schema()), name)
-            except KeyError:
-                continue
-            if isinstance(kind, dict) or not (
-                pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_decimal(kind)
-            ):
+            if not _is_number(self._metadata[group.path].schema.to_arrow_schema(), name):
                 continue
             for start, batch in self._batches(group, [name]):
                 values = pc.cast(widened(_column(batch, name)), pa.float64(), safe=False)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from rl_megatron.data.problems.file_rows import FileRows
-from rl_megatron.data.problems.mixture import digest_of_prompts
+from rl_megatron.data.problems.mixture import DigestOf, digest_of_prompts
 from rl_megatron.data.problems.records import number_at
 from rl_megatron.data.problems.rendering import (
     LimitKeys,
@@ -79,8 +79,8 @@ class Pool(Sequence[Prompt]):
         """The rows of each of these sources."""
 
     @abstractmethod
-    def digest(self, rows: NDArray[np.integer], *, of_texts: bool = False) -> str:
-        """A checksum of all prompts of one source; ``of_texts``: as older versions had it, of what templates made."""
+    def digest(self, rows: NDArray[np.integer], of: DigestOf = "margins") -> str:
+        """A checksum of all prompts of one source, as `digest_of_prompts`."""
 
     @abstractmethod
     def numbers(self, field: str) -> NDArray[np.float64]:
@@ -137,8 +137,8 @@ class Listed(Pool):
         return {name: np.array(own, np.uint32) for name, own in rows.items()}
 
     @override
-    def digest(self, rows: NDArray[np.integer], *, of_texts: bool = False) -> str:
-        return digest_of_prompts([self._prompts[row] for row in rows.tolist()], of_texts=of_texts)
+    def digest(self, rows: NDArray[np.integer], of: DigestOf = "margins") -> str:
+        return digest_of_prompts([self._prompts[row] for row in rows.tolist()], of)
 
     @override
     def numbers(self, field: str) -> NDArray[np.float64]:
@@ -217,7 +217,7 @@ class RowsOfPrompts(Pool):
         return {self._source: np.arange(len(self), dtype=np.uint32)}
 
     @override
-    def digest(self, rows: NDArray[np.integer], *, of_texts: bool = False) -> str:
+    def digest(self, rows: NDArray[np.integer], of: DigestOf = "margins") -> str:
         """Of the files' bytes, and of which rows are in the pool."""
         return self._digest
 
@@ -325,9 +325,9 @@ class Joined(Pool):
         return {name: found[name] for name in names}
 
     @override
-    def digest(self, rows: NDArray[np.integer], *, of_texts: bool = False) -> str:
+    def digest(self, rows: NDArray[np.integer], of: DigestOf = "margins") -> str:
         part, start = self._part(int(rows[0]))
-        return part.digest(rows - np.uint32(start), of_texts=of_texts)
+        return part.digest(rows - np.uint32(start), of)
 
     @override
     def numbers(self, field: str) -> NDArray[np.float64]:

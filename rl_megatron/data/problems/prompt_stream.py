@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from rl_megatron.config.sections.data import CurriculumSection
-from rl_megatron.data.problems.mixture import Epochs, MixtureState, Proportions, SourceState
+from rl_megatron.data.problems.mixture import OLDER_DIGESTS, Epochs, MixtureState, Proportions, SourceState
 from rl_megatron.data.problems.pool import Listed, Pool, Upcoming
 from rl_megatron.data.problems.prompt_table import PromptTable
 from rl_megatron.errors import CheckpointError, DataError
@@ -154,9 +154,10 @@ class PromptStream:
         return {name: self._pool.digest(one.rows) for name, one in self._epochs.items()}
 
     def _digests_of(self, name: str) -> Iterator[str]:
-        """Those that a checkpoint of the source's prompts may have: the second is of an older version."""
+        """Those that a checkpoint of the source's prompts may have: behind the first those of older versions."""
         yield self._digests[name]
-        yield self._pool.digest(self._epochs[name].rows, of_texts=True)
+        for of in OLDER_DIGESTS:
+            yield self._pool.digest(self._epochs[name].rows, of)
 
     def _restore_sources(self, state: MixtureState) -> None:
         if list(state.sources) != list(self._weights):

@@ -13,10 +13,11 @@ from tokenizers.processors import TemplateProcessing
 
 from rl_megatron.config.sections.data import FileRunData
 from rl_megatron.data.pairs import answer_pairs, scored_pairs, with_margins
-from rl_megatron.data.problems.mixture import digest_of_prompts
+from rl_megatron.data.problems.mixture import OLDER_DIGESTS, digest_of_prompts
+from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts, wrong
 from rl_megatron.data.problems.rendering import Problem
-from rl_megatron.errors import DataError
+from rl_megatron.errors import CheckpointError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rewards.classifiers.texts import ClassifierTexts
 from rl_megatron.rollout.conversation.pairs import check_answers, check_texts, paired_answers, paired_texts
@@ -175,7 +176,9 @@ LETTERS = {"q": "1+1", "good": "2", "bad": "3", "m": 0.5}
 TALK = {"good": said("u:1|a:2"), "bad": said("u:1|a:3"), "m": 0.5}
 
 
-def loaded(place: Path, *rows: dict[str, Any] | str, margin_field: str | None = "m") -> list[Prompt]:
+def loaded(
+    place: Path, *rows: dict[str, Any] | str, margin_field: str | None = "m", prompt_template: str = "{prompt}"
+) -> list[Prompt]:
     """By one source of files, whose first row says whether they are problems or conversations."""
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (place / "train.jsonl").write_text("".join(f"{line}\n" for line in lines))
@@ -189,6 +192,7 @@ def loaded(place: Path, *rows: dict[str, Any] | str, margin_field: str | None = 
         eval=place / "eval.jsonl",
         rejected_field="bad",
         margin_field=margin_field,
+        prompt_template=prompt_template,
         **fields,  # type: ignore[arg-type]
     )
     keys: dict[str, Any] = {"max_prompt_tokens": 99, "on_long_prompt": "fail", "on_leak": "fail"}
@@ -254,7 +258,18 @@ def test_another_margin_is_another_data_set_and_none_is_that_of_older_checkpoint
     assert (len(set(digests)), digests[0]) == (3, digests[3])
     older = loaded(tmp_path, row, margin_field=None)
     assert digests[2] == digest_of_prompts(older) != digests[0]
-    assert digest_of_prompts(loaded(tmp_path, row), of_texts=True) == digest_of_prompts(older, of_texts=True)
+    for of in OLDER_DIGESTS:
+        assert digest_of_prompts(loaded(tmp_path, row | {"m": 9.0}), of) == digest_of_prompts(older, of)
+
+
+def test_a_checkpoint_of_before_margins_were_compared_is_resumed_where_a_template_writes_texts(tmp_path: Path) -> None:
+    row = LETTERS | {"m": 9.0}
+    before, now = (loaded(tmp_path, row, margin_field=m, prompt_template="Q: {prompt}") for m in (None, "m"))
+    state = PromptStream(before, seed=0).state()
+    PromptStream(now, seed=0).restore(state)
+    other = loaded(tmp_path, row | {"q": "other"}, prompt_template="Q: {prompt}")
+    with pytest.raises(CheckpointError, match="but with others, by their digest"):
+        PromptStream(other, seed=0).restore(state)
 
 
 def test_a_text_without_a_token_is_refused() -> None:

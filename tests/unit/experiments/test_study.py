@@ -162,6 +162,7 @@ def test_a_base_is_beside_the_study(tmp_path: Path) -> None:
         ),
         ({**SUMS, "collapse": {"metric": "eval/sums/all_at_4/low"}}, r"collapse\.metric=.*low: eval\.sets\.sums gives"),
         ({"evaluation": {"metric": "source/sums/reward"}}, r"reward: data\.sources has no sums; it has none$"),
+        ({"base": "sft_tiny", "evaluation": {"metric": "source/a/epoch"}}, r"epoch: data\.sources has no a; it has"),
         ({"axes": {"a": ALGORITHMS}, "reference": "ppo"}, r"reference: 'ppo' is no arm; arms: grpo, gspo"),
         ({"axes": {"a": ALGORITHMS}, "contrasts": {"c": {"x": 1}}}, r"contrasts\.c: 'x' is no arm"),
     ],

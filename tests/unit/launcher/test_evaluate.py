@@ -173,6 +173,12 @@ def test_what_cannot_be_compared_or_evaluated_is_refused(
             f"reward_models.judge.path=away/judge: it has no config.json, as seen from {here}; give the whole path"
         ),
         (str(folder), "eval.sets.a.data.type=files", "eval.sets.a.data.eval=none.jsonl"): "none.jsonl",
+        (
+            str(folder),
+            "--config",
+            "calculator",
+            "environment.concurrency=10000000",
+        ): "10000000 trajectories (environment.concurrency) at once: the",
     }
     for arguments, why in refused.items():
         status, text = said(capsys, *arguments)

@@ -161,6 +161,7 @@ def test_the_file_of_weights_in_a_nodes_memory_counts(
             "needs 92.2 GB for the file of weights, but",
         ),  # with 61.1 before they are
         (62, ("weights.transport=file",), None),
+        (0, ("weights.transport=file",), None),  # a tmpfs of size=0 has no limit
         (0.067, ("weights.folder=/shared/weights",), None),
         (0.067, (*APART, "slurm.engines.nodes=1", "weights.transport=auto"), None),  # it is in the run's folder
         (0.067, ("run.launcher=ray",), None),  # on other machines

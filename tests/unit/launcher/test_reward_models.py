@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -153,12 +154,11 @@ def test_a_folder_that_ranks_can_score_with_is_taken(judge: Path) -> None:
 def test_a_folder_that_ranks_cannot_score_with_is_refused_before_the_run(judge: Path, tmp_path: Path) -> None:
     key = "reward_models.judge.path="
     policy = make_tiny_model(TinyModelSection(), tmp_path, 0)
-    with pytest.raises(ConfigError, match=f"{key}.* is no sequence classifier, so it has no score"):
-        problems(policy)
-    for number, (model_type, said) in enumerate([("gpt2", "model_type='gpt2' is not supported"), (None, "supported")]):
-        folder = copied(judge, tmp_path / str(number), model_type=model_type)
-        with pytest.raises(ConfigError, match=said):
-            problems(folder)
+    (said,) = problems(policy)
+    assert re.match(f"{key}.* is no sequence classifier, so it has no score", said)
+    for number, (model_type, why) in enumerate([("gpt2", "model_type='gpt2' is not supported"), (None, "supported")]):
+        (said,) = problems(copied(judge, tmp_path / str(number), model_type=model_type))
+        assert why in said
     (said,) = problems(judge, "roles.layouts.reward_judge.ep=16")
     assert f"{key}{judge}: roles.layouts.reward_judge: ep = 16 does not divide" in said
     (said,) = problems(copied(judge, tmp_path / "small", vocab_size=128))

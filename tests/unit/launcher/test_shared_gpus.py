@@ -104,12 +104,8 @@ def test_on_one_machine_servers_share_gpus_where_ranks_leave_too_few(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     given = ["run.launcher=local", f"model.path={folder_of(tmp_path)}", "slurm.engines.nodes=0", *ONE_MACHINE, *keys]
     config = load_config("qwen3_30b_a3b_disaggregated", given)
-    refused = False
-    try:
-        list(job_memory.check(Subject(config, for_job=False)))
-    except ConfigError as error:
-        refused = "Largest: engine" in str(error)
-    assert refused == shared
+    found = [one.text for one in job_memory.check(Subject(config, for_job=False)) if one.kind == "problem"]
+    assert any("Largest: engine" in text for text in found) == shared
 
 
 def test_the_advice_for_the_engine_in_the_learners_processes_lowers_it() -> None:

@@ -114,7 +114,7 @@ class Hanging(Scripted):
 
 
 def test_a_later_turn_that_no_engine_ends_is_left_out() -> None:
-    keys = {"seconds": 0.5, "step_seconds": 0.2, "group_size": 1}
+    keys = {"seconds": 3.0, "step_seconds": 0.2, "group_size": 1}
     (one,) = trajectories(played(sampler(Hanging(1), EnvironmentMaker(Talks), **keys)))
     assert (one.stop, one.reward, len(one.turns)) == ("seconds", 1.0, 1)
 
@@ -125,10 +125,10 @@ async def asks(task: Prompt, model: Model) -> float:
 
 
 def test_an_agent_whose_first_turn_does_not_come_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
-    keys = {"seconds": 0.5, "step_seconds": 0.2, "group_size": 1}
+    keys = {"seconds": 3.0, "step_seconds": 0.2, "group_size": 1}
     (one,) = played(sampler(Hanging(0), function=f"{__name__}:asks", **keys))
     assert one.reason == "nothing_sampled"
-    said = "prompt '3*4', trajectory 0 of step 1 has no turn: environment.seconds=0.5 passed before its first"
+    said = "prompt '3*4', trajectory 0 of step 1 has no turn: environment.seconds=3 passed before its first"
     assert said in one.problem
     assert said in caplog.text
 
