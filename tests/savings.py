@@ -44,6 +44,7 @@ class Shards:
 
 def read_back(shards: Path) -> dict[str, Any]:
     """Whole tensors by name, as torch reads them, and what belongs to no shard, by its place."""
+    import rl_megatron.learner.megatron  # noqa: F401, I001  before megatron is imported
     from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
     from torch.utils._pytree import keystr, tree_leaves_with_path

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import rl_megatron.learner.megatron  # noqa: F401  before megatron is imported
 from rl_megatron.algorithms.losses import CrossEntropy
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
