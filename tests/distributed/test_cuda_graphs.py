@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer import cuda_graphs
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.learner import LearnerSection
@@ -84,6 +83,9 @@ def wide(samples: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a rank says of steps with graphs and without."""
+    import rl_megatron.learner.megatron  # noqa: F401, I001  before megatron is imported
+    from megatron.core.transformer import cuda_graphs
+
     if not hasattr(cuda_graphs, "TensorReusePool"):
         pytest.skip("this megatron-core captures otherwise, and learner.cuda_graphs is refused")
     root = tmp_path_factory.mktemp("graphs")
