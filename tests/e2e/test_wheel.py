@@ -20,7 +20,7 @@ SMALL = (
     *("learner.ep=1", "learner.dp=1", "learner.threads=1", "log.tensorboard=false", "train.steps=1", "eval.every=1"),
     *("rollout.prompts_per_step=2", "rollout.group_size=2", "warm_start.steps=1", "warm_start.batch_size=4"),
 )
-LARGEST_BYTES = 3_000_000  # of either archive
+LARGEST_WHEEL, LARGEST_SOURCE = 2_000_000, 4_000_000  # bytes; the source archive has tests and docs
 SECONDS = 600  # that a command may take
 
 
@@ -105,7 +105,8 @@ def test_the_source_archive_makes_the_same_wheel_and_holds_no_caches(wheel: Path
     assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", "runs", "build", ".git/"))]
     assert {"Makefile", "constraints.txt", "tests/e2e/test_wheel.py", "slurm/train.sbatch"} < {*names}
     again = built(tmp_path / archive.name.removesuffix(".tar.gz"), "wheel", tmp_path / "again")
-    assert max(archive.stat().st_size, wheel.stat().st_size) < LARGEST_BYTES
+    assert wheel.stat().st_size < LARGEST_WHEEL
+    assert archive.stat().st_size < LARGEST_SOURCE
     with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
         assert {file.filename: file.CRC for file in one.infolist()} == {f.filename: f.CRC for f in other.infolist()}
         shipped = {name.removeprefix("rl_megatron/") for name in one.namelist() if not name.endswith(".py")}
