@@ -71,7 +71,7 @@ class PolicySampler(GroupSource):
         """
 
     async def closed(self) -> None:
-        """Wait for what it still releases of samples that nobody waits for. Called at the end of all sampling."""
+        """Wait for what it still releases of samples that failed. Runs and evaluations call it at their end."""
 
     def askable(self, prompts: Sequence[Prompt], purpose: str) -> list[int]:
         """The places of those that are not known as poison."""

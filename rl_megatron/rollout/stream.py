@@ -236,11 +236,11 @@ class Stream:
         begun = self._source.so_far(place.drawn) if self._keep_tokens else ()
         return replace(place, drawn=replace(place.drawn, begun=begun))
 
-    def _sendable(self, most: int | None) -> list[Waiting]:
+    def _sendable(self, most: int) -> list[Waiting]:
         """Up to ``most`` places that nobody samples: those of a checkpoint, and newly drawn ones."""
-        found, self._unsent = self._unsent[:most], self._unsent[len(self._unsent) if most is None else most :]
+        found, self._unsent = self._unsent[:most], self._unsent[most:]
         room = min(self.version + self._ahead + 1, self._until) * self._size + self._opened - self._drawn
-        return found + [self._draw() for _ in range(room if most is None else min(room, most - len(found)))]
+        return found + [self._draw() for _ in range(min(room, most - len(found)))]
 
     @property
     def _may_send(self) -> bool:

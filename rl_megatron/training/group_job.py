@@ -140,7 +140,7 @@ class GroupJob(ABC):
     async def _describe(self, rollouts: RolloutBatch) -> Row:
         """Record samples of a rollout batch. Returns its metrics, before training on it."""
         self.places, epochs = rollouts.places, self.prompts.epochs()  # now: groups that end meanwhile have more drawn
-        return await asyncio.to_thread(self._described, rollouts, epochs)  # it visits every turn and token, and a disk
+        return await asyncio.to_thread(self._described, rollouts, epochs)  # it visits every token, and writes to a disk
 
     def _described(self, rollouts: RolloutBatch, epochs: Mapping[str, float]) -> Row:
         self.recorder.write_samples(self.number, rollouts.groups)

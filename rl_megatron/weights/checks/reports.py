@@ -61,7 +61,7 @@ class Report:
 
 
 def of_one_rank(reports: Sequence[Report]) -> Report:
-    """A rank's reports on several models, or parts of one, as one. ``changes`` are a learner's, and left out."""
+    """A rank's reports on several models, or parts of one, as one. None has ``changes``, which are a learner's."""
     if len(reports) == 1:
         return reports[0]
     return Report(

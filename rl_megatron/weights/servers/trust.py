@@ -164,7 +164,7 @@ class Trust:
         async def compared(private: frozenset[str]) -> Comparison:
             which = private, *((id(report.rows), id(report.read)) for report in reports)
             if which not in known:
-                known[which] = await asyncio.to_thread(self._found, checksums, reports, private)
+                known[which] = await asyncio.to_thread(self._found, reports, checksums, private)
             return known[which]
 
         private = self._private.get(name, frozenset())
@@ -184,7 +184,7 @@ class Trust:
             logger.info("%s: checksums verify all but %d tensors%s", name, len(found.unseen), kinds)
         return found.unseen
 
-    def _found(self, checksums: Mapping[str, int], reports: Sequence[Report], private: frozenset[str]) -> Comparison:
+    def _found(self, reports: Sequence[Report], checksums: Mapping[str, int], private: frozenset[str]) -> Comparison:
         return compare(checksums, self._shapes, reports, private)
 
     async def _ask(self, version: int, unseen: Mapping[str, frozenset[str]], *, everything: bool) -> Verified:
