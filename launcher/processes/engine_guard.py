@@ -32,6 +32,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STOP_SECONDS = 10.0
 _TRACKER_SECONDS = 5.0  # of these
 _SHARED = Path("/dev/shm")
+_LOOK_SECONDS = 0.5  # from one look at it to the next
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -56,11 +57,15 @@ def main(host: str, command: list[str]) -> int:
             preexec_fn=_die_with_parent,
             env=dict(os.environ),
         )
-        own = set[str]()
+        own, ended = set[str](), threading.Event()
         threading.Thread(target=_end_with_trainer, args=(server, own), daemon=True).start()
+        looks = threading.Thread(target=_note_shared, args=(own, ended), daemon=True)
+        looks.start()
         status = server.wait()
         own |= _mapped()
         _end_the_rest()
+        ended.set()
+        looks.join()
     for path in _shared_files():
         if path.name in own - others:
             path.unlink(missing_ok=True)
@@ -75,6 +80,19 @@ def _shared_files() -> list[Path]:
             if stat.S_ISREG(path.lstat().st_mode) and path.lstat().st_uid == user:
                 found.append(path)
     return found
+
+
+def _note_shared(own: set[str], ended: threading.Event) -> None:
+    """``own`` gets the names of the server's shared memory while its processes live: none tells, once it is killed.
+
+    A new file is looked up twice, for it may be there before it is mapped.
+    """
+    before, last = set[str](), set[str]()
+    while not ended.wait(_LOOK_SECONDS):
+        there = {path.name for path in _shared_files()}
+        if there - before:
+            own |= _mapped()
+        before, last = last, there
 
 
 def _mapped() -> set[str]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from socket import AF_INET
 
@@ -56,6 +57,19 @@ ours, theirs = get_context('fork').Pipe()
 get_context('fork').Process(target=child, args=(theirs,)).start()
 print(mine.name, ours.recv(), flush=True)
 time.sleep(1000)
+"""
+
+# A guard that says what its server's processes map, once they map something.
+SAYS = """
+import sys
+from launcher.processes import engine_guard
+mapped = engine_guard._mapped
+def said():
+    if found := mapped():
+        print('mapped', *found, flush=True)
+    return found
+engine_guard._mapped = said
+sys.exit(engine_guard.main(sys.argv[1], sys.argv[2:]))
 """
 
 
@@ -173,6 +187,30 @@ def test_no_shared_memory_is_left_of_a_server_and_its_children(deaf: bool) -> No
     process.wait(30)
     assert not any(Path("/dev/shm", name).exists() for name in names)
     others.unlink()
+
+
+def test_no_shared_memory_is_left_where_all_processes_of_a_server_are_killed_at_once() -> None:
+    """As by a node that is out of memory. None of them is there any more to say what it had mapped."""
+    one, two = (Path(f"/dev/shm/test-{os.getpid()}-{name}") for name in ("one", "two"))
+    process = started("-c", SAYS, "127.0.0.1", sys.executable, "-c", SHARES, str(one), str(two))
+    assert process.stdout is not None
+    limit = threading.Timer(30, process.kill)
+    limit.start()
+    names, mapped = set[str](), set[str]()
+    while not names or not names <= mapped:
+        first, *others = process.stdout.readline().split()
+        if first == "mapped":
+            mapped |= set(others)
+        else:
+            names = {first, *others, one.name, two.name}
+    limit.cancel()
+    family = psutil.Process(process.pid).children(recursive=True)
+    for member in family:
+        member.suspend()  # so that no resource tracker tidies up behind the first that ends
+    for member in family:
+        member.kill()
+    process.wait(30)
+    assert not any(Path("/dev/shm", name).exists() for name in names)
 
 
 def test_a_server_hears_signals_that_its_guard_was_born_deaf_to() -> None:
