@@ -124,11 +124,10 @@ def report(
     from launcher.programs.arrays import queue_of
     from rl_megatron.experiments.report import write_study_report
 
-    loaded = read_study(study, override or [])
+    loaded = read_study(study, override or []).with_outcome(metric, last)
     cells = cells_of(loaded)
     assert loaded.folder is not None
     folder = loaded.folder / outcome_folder(metric, last, override or [])
-    loaded = loaded.with_outcome(metric, last)
     try:
         queue = queue_of(cells)
     except ConfigError as error:  # the folders may have been copied from the cluster

@@ -119,8 +119,11 @@ def points_of(study: Study, cell: Cell, run: Run) -> list[tuple[float, float, fl
 
 
 def spent_of(cell: Cell, run: Run) -> Iterator[dict[str, float | None]]:
-    """Compute up to each row of RL, by every measure; FLOPs are None from the first row on that lacks them."""
+    """Compute up to each row, by every measure; FLOPs are None from the first row on that lacks them, and tokens where
+    the job samples none."""
     total: dict[str, float | None] = dict.fromkeys(SPENT, 0.0)
+    if not cell.config.kind.samples:
+        total["tokens"] = None
     for row in run.rl:
         for name, metric in SPENT.items():
             factor, so_far = cell.processes if name == "device_seconds" else 1, total[name]

@@ -70,10 +70,11 @@ class Recorder:
         if self._idle_steps == IDLE_STEPS and not self._warned:
             self._warned = True
             logger.warning(
-                "no group had different rewards for %d steps, so nothing is learned: %s shows completions and their "
-                "rewards. Check the reward, the prompt's template (data.prompt_template, data.chat_template) and "
-                "whether answers are truncated (rollout.max_new_tokens). A model that solves no problem needs a warm "
-                "start first (warm_start.steps); one that solves all needs harder problems",
+                "no advantage differed from 0 for %d steps, as where each group has equal rewards, so nothing is "
+                "learned: %s shows completions and their rewards. Check the reward, the prompt's template "
+                "(data.prompt_template, data.chat_template) and whether answers are truncated "
+                "(rollout.max_new_tokens). A model that solves no problem needs a warm start first "
+                "(warm_start.steps); one that solves all needs harder problems",
                 IDLE_STEPS,
                 self._file,
             )

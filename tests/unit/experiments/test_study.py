@@ -322,6 +322,9 @@ def test_a_report_of_another_outcome_lies_in_a_folder_of_its_own(
     with pytest.raises(SystemExit, match="1"):
         main(["experiment", "report", path, "--metric", "moe/flip"])
     assert "--metric moe/flip: no such metric" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="1"):
+        main(["experiment", "report", path, "--metric", "eval/perplexity"])
+    assert "evaluation.metric=eval/perplexity: job=rl never records it" in capsys.readouterr().err
 
 
 def test_every_option_of_a_report_is_in_its_folders_name() -> None:

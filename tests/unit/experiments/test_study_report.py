@@ -263,6 +263,8 @@ def test_runs_that_never_recorded_what_is_watched_have_not_survived(tmp_path: Pa
     assert "Not known: no run has recorded eval/accuracy (collapse.metric)." in page
     assert "No run has collapsed" not in page
     assert json.loads((tmp_path / "results.json").read_text())["survival"] == {}
+    with (tmp_path / "results.csv").open() as table:
+        assert [row["tokens"] for row in csv.DictReader(table)] == [""], "the job samples none"
 
 
 @pytest.mark.parametrize("last", [1, 3])

@@ -125,10 +125,10 @@ def test_steps_that_teach_nothing_are_warned_of_once(
     with closing(Recorder(tmp_path, LogSection(tensorboard=False), Progress(10, console=console))) as recorder:
         for step, share in enumerate(equal, 1):
             recorder.write({"phase": "rl", "step": step, **({} if share is None else {EQUAL: share})})
-            warned.append(caplog.text.count("no group had different rewards for 5 steps"))
+            warned.append(caplog.text.count("no advantage differed from 0 for 5 steps"))
     assert warned == [int(warned_after is not None and step >= warned_after) for step in range(1, len(equal) + 1)]
     assert ("warm_start.steps" in caplog.text) == (warned_after is not None)
-    assert "no group had" not in file.getvalue(), "stderr has it from the logger"
+    assert "no advantage" not in file.getvalue(), "stderr has it from the logger"
 
 
 def test_a_critic_that_teaches_equal_groups_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
