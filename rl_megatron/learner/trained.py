@@ -77,7 +77,7 @@ class MegatronLearner(MegatronScorer):
         self.base: str | None = None
         """Of the model that adapters stand beside, where it is known: `base_digest`, on the first rank."""
         if learner.router.frozen:
-            freeze_routers(models)
+            freeze_routers(layer for model in models for layer in model.decoder.layers)
         ddp = DistributedDataParallelConfig(**with_dtypes(given.ddp))
         self._trained = [
             DistributedDataParallel(config, ddp, m.to(device), disable_bucketing=i > 0)

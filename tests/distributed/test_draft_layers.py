@@ -49,6 +49,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "recompute": ({"recompute": {"uniform": 1}}, ["deepseek_v3"]),
     "overlap": ({"ep": 2, "overlap": {"gradients": True, "parameters": True}}, ["glm4_moe"]),
     "bfloat16": ({"dtype": "bfloat16"}, ["glm4_moe"]),
+    "frozen": ({"router": {"frozen": True}}, ["glm4_moe"]),
 }
 LAYERS: dict[str, Any] = {"num_hidden_layers": 2}  # of all but DEEP: a draft layer sees the last one alone
 OF_NAME: dict[str, dict[str, Any]] = {
@@ -124,6 +125,7 @@ def check(folder: Path, layout: str, options: Mapping[str, Any], rank: int, devi
     drafts = LearnerSection.model_validate({**options, "draft": {"train": True}})
     seen: dict[str, Any] = {}
     policies = made(folder, plain, rank, device), made(folder, drafts, rank, device)
+    routers = {name: t.clone() for name, t in policies[1].tensors.items() if name.endswith("router.weight")}
     apart = []
     for _ in range(STEPS):
         results = [step(policy, learner, 3e-3) for policy, learner in zip(policies, (plain, drafts), strict=True)]
@@ -135,7 +137,8 @@ def check(folder: Path, layout: str, options: Mapping[str, Any], rank: int, devi
             seen.setdefault("losses", []).append(results[1].of_loss["draft/loss"].value)
     weights = [policy.tensors for policy in policies]
     apart += [name for name, tensor in weights[0].items() if not torch.equal(tensor, weights[1][name])]
-    seen |= {"apart": apart, "compared": len(weights[0]) + STEPS * len(without)}
+    seen["moved"] = [name for name, was in routers.items() if not torch.equal(was, policies[1].tensors[name])]
+    seen |= {"apart": apart, "routers": [*routers], "compared": len(weights[0]) + STEPS * len(without)}
     if layout in SAVED_IN:
         resumed(folder, layout, policies[1], drafts, rank, device)
     exact = {**options, "draft": {"train": True}, "optimizer": {"clip_grad": 0.0, "distributed": False}}
@@ -243,11 +246,12 @@ def test_the_policy_learns_to_the_bit_as_without_a_draft_layer(layout: str, mode
         for name, seen in json.loads(path.read_text()).items():
             assert seen["apart"] == [], (path.name, name)
             assert seen["compared"] > 30
+            assert seen["moved"] == ([] if layout == "frozen" else seen["routers"]), "the draft layer's, too"
             if "losses" in seen:
                 assert seen["losses"] == sorted(seen["losses"], reverse=True), "the draft layer does not learn"
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "bfloat16"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("bfloat16", "frozen")])
 def test_loss_and_gradients_are_those_of_the_formula(layout: str, models: Path) -> None:
     options = LAYOUTS[layout][0]
     learner = LearnerSection.model_validate({**options, "draft": {"train": True}})

@@ -32,6 +32,7 @@ from rl_megatron.learner.logprobs import head_logprobs
 from rl_megatron.learner.model.build import keep_buffers_float32, with_dtypes
 from rl_megatron.learner.optimizer import inner_optimizers, make_optimizer
 from rl_megatron.learner.packed import PackedMicroBatch
+from rl_megatron.learner.routers.balance import freeze_routers
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.table import keywords
 from rl_megatron.types import Metric
@@ -53,6 +54,8 @@ class Drafting:
         given = keywords(learner, shape)
         self.model = DraftModel(shape, learner)
         config = self.model.config
+        if learner.router.frozen and self.model.layer is not None:
+            freeze_routers([self.model.layer.transformer_layer])
         if config.bf16:
             self.model.bfloat16()
         keep_buffers_float32([self.model])

@@ -30,7 +30,12 @@ def _router_problems(shape: ModelShape) -> Iterator[str]:
             "weight is always 1, so its router would never learn, and megatron refuses it; choose 2 experts, or set "
             "norm_topk_prob=False in a model that was trained so"
         )
-    summed = {"top2": 2, "max": 1}[router.group_score]
+    summed, of_group = {"top2": 2, "max": 1}[router.group_score], shape.num_experts // router.groups
+    if 1 <= router.top_groups < router.groups and of_group < summed:
+        yield (
+            f"{router.groups} groups of {of_group} of {shape.num_experts} experts, of each of which the best {summed} "
+            "count: set n_group in config.json (where it is left out, the family's default holds, as 8 of deepseek_v3)"
+        )
     if 1 <= router.top_groups < router.groups and top_k // router.top_groups != summed:
         yield (
             f"the model scores a group of experts by its best {summed}; megatron scores it by its best "

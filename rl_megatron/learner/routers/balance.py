@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from megatron.core.transformer.moe.moe_utils import (
     get_updated_expert_bias,
 )
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from rl_megatron.errors import RLMegatronError
@@ -191,12 +192,11 @@ class Balance:
             router.router.expert_bias.copy_(bias)
 
 
-def freeze_routers(models: Sequence[GPTModel]) -> None:
-    """Keep all parameters of routers out of gradients and optimizer. Call it before DistributedDataParallel."""
-    for model in models:
-        for layer in model.decoder.layers:
-            if layer.is_moe_layer:
-                layer.mlp.router.requires_grad_(False)
+def freeze_routers(layers: Iterable[TransformerLayer]) -> None:
+    """Keep all parameters of their routers out of gradients and optimizer. Call it before DistributedDataParallel."""
+    for layer in layers:
+        if layer.is_moe_layer:
+            layer.mlp.router.requires_grad_(False)
 
 
 def _summed(counts: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -82,3 +82,10 @@ def test_groups_that_megatron_rates_otherwise_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"a group of experts by its best 1; megatron scores it by its best .* = 2"):
         make_config(v2, LearnerSection())
     make_config(replace(v2, experts_per_token=3), LearnerSection())
+
+
+def test_groups_with_fewer_experts_than_are_summed_are_refused() -> None:
+    """torch says so only in the first pass: "selected index k out of range"."""
+    single = replace(V3, router=replace(V3.router, groups=V3.num_experts, top_groups=V3.experts_per_token // 2))
+    with pytest.raises(ConfigError, match=rf"{V3.num_experts} groups of 1 of .* best 2 count: set n_group in config"):
+        make_config(single, LearnerSection())
