@@ -82,7 +82,7 @@ OTHER_TEXTS = {
     "reward.model.label": ["a"],
 }
 BATCHES = ("no step", f"step {STARTED + 1}:")  # in the second all groups of the first step have equal rewards
-NUMBERS = [0.01, 0.3, 0.5, 0.9, 1, 1.01, 2, 3, 7, 100]
+NUMBERS = [0.01, 2, 0.3, 0.5, 0.9, 1, 1.01, 3, 7, 100]  # the first two act in most places
 
 
 def leaves(name: str, section: type[BaseModel]) -> Iterator[tuple[str, Any]]:
