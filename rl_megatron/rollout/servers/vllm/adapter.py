@@ -36,6 +36,7 @@ from rl_megatron.rollout.servers.decoding import Judged, SampledColumns, as_form
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.vllm import answer as form
 from rl_megatron.rollout.servers.vllm import drafts, loras
+from rl_megatron.rollout.servers.vllm import request as ask
 from rl_megatron.rollout.servers.vllm.options import KEYS, options_of_ranks, profiler
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, Routes
 from rl_megatron.weights.boxes import Box
@@ -185,7 +186,7 @@ class VLLMAdapter(Adapter):
             "request_id": request_id,
             "token_ids": request.token_ids,
             "sampling_params": sampling,
-            **_salted(server),
+            **ask.salted(server),
             **loras.named(request.adapters),
         }
         if server.priorities:
@@ -203,7 +204,7 @@ class VLLMAdapter(Adapter):
         return await self._scored(server, text, adapters)
 
     async def _scored(self, server: Server, text: Sequence[int], adapters: LoadedAdapters | None) -> list[float]:
-        body = _scoring(server, text, 0) | loras.named(adapters)
+        body = ask.scoring(server, text, 0) | loras.named(adapters)
         said = await server.sampled("/inference/v1/generate", body, form.read_scored)
         if len(said) != len(text) - 1 or any(str(t) not in found for t, found in zip(text[1:], said, strict=True)):
             raise AttemptFailed(f"{server.url}: its prompt_logprobs do not belong to the given tokens")
@@ -212,7 +213,7 @@ class VLLMAdapter(Adapter):
     @override
     async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
         read = partial(form.read_judged, text=text, top=top)
-        return await server.sampled("/inference/v1/generate", _scoring(server, text, top), read, beside=True)
+        return await server.sampled("/inference/v1/generate", ask.scoring(server, text, top), read, beside=True)
 
     @override
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
@@ -364,17 +365,6 @@ def _slots_of_replica(options: StartOptions) -> int:
             f"divide; set rollout.slots={options.completions * options.dp} or more"
         )
     return each
-
-
-def _scoring(server: Server, text: Sequence[int], top: int) -> dict[str, object]:
-    """A request for the log-probs of a text and of the ``top`` most probable tokens, with one token behind it."""
-    sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": top, "ignore_eos": True, "detokenize": False}
-    return {"token_ids": list(text), "sampling_params": sampling, **_salted(server)}
-
-
-def _salted(server: Server) -> dict[str, str]:
-    """The key by which prefixes that other weights cached are not found."""
-    return {} if server.salt is None else {"cache_salt": server.salt}
 
 
 def _completion(answer: SampledColumns, request: GenerationRequest, shape: ModelShape) -> Completion:

@@ -1,0 +1,18 @@
+"""The form of requests to vLLM 0.32.0 (entrypoints/scale_out/token_in_token_out/protocol.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rl_megatron.rollout.servers.http import Server
+
+
+def scoring(server: Server, text: Sequence[int], top: int) -> dict[str, object]:
+    """A request for the log-probs of a text and of the ``top`` most probable tokens, with one token behind it."""
+    sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": top, "ignore_eos": True, "detokenize": False}
+    return {"token_ids": list(text), "sampling_params": sampling, **salted(server)}
+
+
+def salted(server: Server) -> dict[str, str]:
+    """The key by which prefixes that other weights cached are not found."""
+    return {} if server.salt is None else {"cache_salt": server.salt}
