@@ -40,7 +40,7 @@ class WorkerExtension(vllm_worker.WorkerExtension):
         global _fault
         _fault = fault
 
-    def rl_megatron_held(self, path: str, private: list[str]) -> list[dict[str, object]]:
+    def rl_megatron_held(self, path: str, private: list[str], known: list[str]) -> list[dict[str, object]]:
         if _fault == "flipped":
             self.model_runner.model.get_parameter(FLIPPED).data.view(torch.uint8)[17, 5] ^= 1
-        return super().rl_megatron_held(path, private)
+        return super().rl_megatron_held(path, private, known)

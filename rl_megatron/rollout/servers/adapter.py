@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Protocol
 
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import ConfigError, EngineError
-from rl_megatron.rollout.servers.decoding import Judged, as_form, shared_lists
+from rl_megatron.rollout.servers.decoding import Judged
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
-from rl_megatron.weights.checks.reports import BoxSum, Read, Report
+from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes
 
 _NAME = re.compile(r"--[^.=]+")  # of an option, up to its value or a key of it
@@ -295,12 +295,6 @@ def value_given(extra: Sequence[str], option: str) -> str | None:
 
 class ForeignWeights(EngineError):
     """A server sampled with weights that this run did not push."""
-
-
-def read_report(text: bytes) -> Report:
-    """A rank's report, of JSON. Ranks of servers of equal layouts report equal lists, and these are one object."""
-    rest, lists = shared_lists(text, {"rows": list[BoxSum], "read": list[Read]})
-    return replace(as_form(rest, Report), rows=lists["rows"], read=lists.get("read", ()))
 
 
 def candidate(version: int) -> str:

@@ -5,12 +5,10 @@ It imports neither torch nor pydantic.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
-from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
@@ -65,34 +63,6 @@ def as_form(text: bytes, form: type[T]) -> T:
         return msgspec.convert(json.loads(text), form)  # NaN and infinity, which JSON lacks, and what is broken
     except RecursionError as error:
         raise ValueError(f"the answer is nested too deeply: {error}") from error
-
-
-class _Shared(list[Any]):
-    """A list that may be referred to weakly."""
-
-
-_shared: WeakValueDictionary[tuple[Any, bytes], _Shared] = WeakValueDictionary()  # by form and digest of the text
-
-
-def shared_lists(text: bytes, forms: Mapping[str, Any]) -> tuple[bytes, dict[str, Sequence[Any]]]:
-    """Splits an answer: the rest of it, in which the lists that ``forms`` name are empty; and these, each of its form.
-
-    Lists that have the same text in several answers are decoded once, and are one object, for as long as it is in use.
-    Raises ValueError as `as_form` does.
-    """
-    parts = as_form(text, dict[str, msgspec.Raw])
-    lists = {name: _once(name, bytes(part), forms[name]) for name, part in parts.items() if name in forms}
-    return msgspec.json.encode({**parts, **dict.fromkeys(lists, ())}), lists
-
-
-def _once(name: str, text: bytes, form: Any) -> Sequence[Any]:
-    key = form, hashlib.blake2b(text, digest_size=32).digest()
-    if (found := _shared.get(key)) is None:
-        try:
-            found = _shared[key] = _Shared(as_form(text, form))
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-    return found
 
 
 def as_form_at_once(text: bytes, form: type[T]) -> T | None:

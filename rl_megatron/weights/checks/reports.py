@@ -50,15 +50,6 @@ class Report:
     changes: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     window: int = 0
 
-    def to_json(self) -> dict[str, object]:
-        """The report as JSON, for an answer over HTTP."""
-        return {
-            "rows": [list(row) for row in self.rows],
-            "seconds": self.seconds,
-            "read": list(self.read),
-            "window": self.window,
-        }
-
 
 def of_one_rank(reports: Sequence[Report]) -> Report:
     """A rank's reports on several models, or parts of one, as one. None has ``changes``, which are a learner's."""

@@ -8,6 +8,7 @@ import json
 import pickle
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from launcher.servers.engines import SERVERS
 from rl_megatron.errors import CorruptionError, EngineError
 from rl_megatron.models.named import NAMED
 from rl_megatron.rollout.servers import decoding
-from rl_megatron.rollout.servers.decoding import Judged, SampledColumns, shared_lists
+from rl_megatron.rollout.servers.decoding import Judged, SampledColumns
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.rollout.servers.sglang import answer as sglang
 from rl_megatron.rollout.servers.vllm import answer as vllm
+from rl_megatron.rollout.servers.vllm.adapter import _NEEDED
+from rl_megatron.weights.checks.packed import REPORT_FORM, packed_report
 from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.unpacked import ReportReader
 
 Columns = Callable[[bytes], tuple[Any, Any]]
 READ: dict[str, Callable[[bytes], list[SampledColumns]]] = {"vllm": vllm.read_sampled, "sglang": sglang.read_sampled}
@@ -223,16 +227,25 @@ class Reporting(Server):
 
     def __init__(self, reports: Sequence[Report]) -> None:
         super().__init__("http://localhost:1", token=None, timeout_seconds=1.0)
-        self.said, self.paused = [one.to_json() for one in reports], True
+        self.reports, self.paused, self.sent = reports, True, list[str]()
+        self.spoilt: Callable[[dict[str, Any]], object] = len  # by what is wrong with the first rank's answer
 
     async def _ask(self, method: str, path: str, body: Any, *_: object) -> bytes:
         if path == "/server_info":
-            return json.dumps({"tp_size": len(self.said)}).encode()
+            return json.dumps({"tp_size": len(self.reports)}).encode()
         if path == "/update_weights_from_tensor":
             order = json.loads(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))[0][0])
-            for rank, one in enumerate(self.said):
-                Path(f"{order['answer']}.{rank}").write_text(json.dumps(one))
-        return json.dumps({"results": [self.said] * 2}).encode()
+            for rank, text in enumerate(self._said(order["known"])):
+                Path(f"{order['answer']}.{rank}").write_text(text)
+        if path == "/collective_rpc":
+            return f'{{"results": [[{",".join(self._said(body["args"][2]))}], []]}}'.encode()
+        return b"{}"
+
+    def _said(self, known: Sequence[str]) -> list[str]:
+        said = [packed_report(one, known) for one in self.reports]
+        self.spoilt(said[0])
+        self.sent = [json.dumps(one) for one in said]
+        return self.sent
 
 
 @ENGINES
@@ -245,69 +258,139 @@ def test_what_ranks_report_is_decoded_beside_the_event_loop(
         Report(rows=[("w13", "gate", whole, 2**64 - 1)], seconds=0.5, read=[("up", whole, 0)], window=7),
         Report(rows=[("norm", "norm", ((0, 3),), 5)], seconds=2.0, read=[]),
     ]
-    forms, decoder = list[object](), decoding._decoder
+    threads, decoded = list[threading.Thread](), ReportReader.read
 
-    def watched(form: type) -> Any:
-        assert form is not Report or threading.current_thread() is not threading.main_thread()
-        forms.append(form)
-        return decoder(form)
+    def watched(reader: ReportReader, text: bytes) -> Report:
+        threads.append(threading.current_thread())
+        return decoded(reader, text)
 
-    monkeypatch.setattr(decoding, "_decoder", watched)
+    monkeypatch.setattr(ReportReader, "read", watched)
     held = SERVERS[engine](NAMED["qwen3-30b-a3b"]).held
     assert asyncio.run(held(Reporting(reports), tmp_path / "model.safetensors")) == reports
-    assert forms.count(Report) == len(reports)
+    assert len(threads) == len(reports)
+    assert threading.main_thread() not in threads
+
+
+WHOLE = ((0, 2), (0, 3))
+ONE = Report(rows=[("w13", "gate", WHOLE, 2**64 - 1), ("w2", "down", WHOLE, 3)], seconds=0.5, read=[("up", WHOLE, 7)])
+
+
+def to(column: str, **values: object) -> Callable[[dict[str, Any]], object]:
+    return lambda said: said[column].update(values)
 
 
 @ENGINES
-def test_reports_of_another_form_are_an_error_that_names_the_part(engine: str, tmp_path: Path) -> None:
-    server = Reporting([Report(rows=(), seconds=0.0)])
-    server.said[0]["seconds"] = "long"
-    with pytest.raises(EngineError, match=r"another form: Expected `float`, got `str` - at `\$\.seconds`"):
+@pytest.mark.parametrize(
+    ("spoilt", "problem"),
+    [
+        (
+            lambda said: said.update(seconds="long"),
+            r"Expected `float`, got `str` - at `\$\.seconds`; the server needs the trainer's version of rl_megatron",
+        ),
+        (
+            lambda said: said.update(rows=[["w13", "gate", WHOLE, 9]]),
+            r"Expected `object`, got `array` - at `\$\.rows`; the server needs the trainer's version of rl_megatron",
+        ),
+        (
+            to("rows", places=[["w13", "gate", [[0, 2], "all"]]]),
+            r"rows: Expected `array`, got `str` - at `\$\[0\]\[2\]",
+        ),
+        (
+            to("rows", places=[["w13", "gate", WHOLE], ["w2", "up", WHOLE]]),
+            "rows: its boxes have digest [0-9a-f]{64}, ",
+        ),
+        (to("read", places=[["up", [[0, 2], [0, 4]]]]), "read: its boxes have digest [0-9a-f]{64}, but it says"),
+        (to("rows", sums="AAAAAAAAAAA="), "rows: 8 bytes of checksums for 2 boxes, not 8 for each"),
+        (lambda said: said["rows"].pop("places"), "rows: it names no boxes, and those of digest [0-9a-f]{64} are not "),
+    ],
+)
+def test_reports_of_another_form_are_an_error_that_names_the_part(
+    engine: str, tmp_path: Path, spoilt: Callable[[dict[str, Any]], object], problem: str
+) -> None:
+    server = Reporting([ONE])
+    server.spoilt = spoilt
+    with pytest.raises(EngineError, match=f"another form: {problem}"):
         asyncio.run(SERVERS[engine](NAMED["qwen3-30b-a3b"]).held(server, tmp_path / "model.safetensors"))
 
 
 @ENGINES
-def test_equal_lists_of_reports_are_decoded_once_for_all_servers(engine: str, tmp_path: Path) -> None:
-    """A report on a model of 235B parameters takes a server's rank 4 MB, and a replica's most of two seconds."""
-    whole = ((0, 2), (0, 3))
+def test_boxes_are_named_once_and_then_by_their_digest(engine: str, tmp_path: Path) -> None:
+    """Names and boxes are nine tenths of a report on a model of 235B parameters, and the same at every push."""
+    names = [f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight" for layer in range(9) for expert in range(9)]
+    rows = [
+        (f"model.layers.{i % 9}.mlp.experts.w13_weight", name, ((0, 1536), (0, 4096)), i)
+        for i, name in enumerate(names)
+    ]
+    reports = [Report(rows=rows, seconds=0.0), Report(rows=rows[1:], seconds=0.0, read=[row[1:] for row in rows])]
+    other = [*rows[:-1], (*rows[-1][:2], ((0, 1536), (0, 4097)), 5)]
 
-    async def held(*numbers: int) -> list[Report]:
-        reports = [
-            Report(rows=[("w13", "gate", whole, n)], seconds=float(i), read=[("up", whole, 7)])
-            for i, n in enumerate(numbers)
-        ]
-        found = await SERVERS[engine](NAMED["qwen3-30b-a3b"]).held(Reporting(reports), tmp_path / "model.safetensors")
-        assert found == reports
-        return found
+    async def held() -> None:
+        adapter, path = SERVERS[engine](NAMED["qwen3-30b-a3b"]), tmp_path / "model.safetensors"
+        assert [set(one.rows) for one in await adapter.held(Reporting(reports), path)] == [set(rows), set(rows[1:])]
+        restarted = Reporting([replace(one, rows=list(reversed(one.rows))) for one in reports])
+        found = await adapter.held(restarted, path)
+        assert [set(one.rows) for one in found] == [set(rows), set(rows[1:])]
+        assert [set(one.read) for one in found] == [set(), set(reports[1].read)]
+        assert not any(name in text for text in restarted.sent for name in names)
+        changed = Reporting([replace(reports[0], rows=other)])
+        (found_other,) = await adapter.held(changed, path)
+        assert set(found_other.rows) == set(other)
+        assert all(name in changed.sent[0] for name in names)
 
-    async def all_held() -> tuple[list[Report], list[Report]]:
-        return await held(2**64 - 1, 5), await held(2**64 - 1, 6)
+    asyncio.run(held())
+
+
+@ENGINES
+def test_equal_columns_of_reports_are_one_object_for_all_servers(engine: str, tmp_path: Path) -> None:
+    """So they are compared once."""
+
+    async def all_held() -> list[list[Report]]:
+        adapter, out = SERVERS[engine](NAMED["qwen3-30b-a3b"]), list[list[Report]]()
+        for numbers in ((2**64 - 1, 5), (2**64 - 1, 6)):
+            reports = [replace(ONE, rows=[("w13", "gate", WHOLE, n)], seconds=float(n)) for n in numbers]
+            out.append(await adapter.held(Reporting(reports), tmp_path / "model.safetensors"))
+            assert out[-1] == reports
+        return out
 
     first, second = asyncio.run(all_held())
     assert first[0].rows is second[0].rows
     assert first[1].rows is not second[1].rows
     assert first[0].read is first[1].read is second[1].read
-    server = Reporting([Report(rows=(), seconds=0.0)])
-    server.said[0]["rows"] = [["w13", "gate", [[0, 2], [0, 3]], "one"]]
-    with pytest.raises(EngineError, match=r"another form: rows: Expected `int`, got `str` - at `\$\[0\]\[3\]`"):
-        asyncio.run(SERVERS[engine](NAMED["qwen3-30b-a3b"]).held(server, tmp_path / "model.safetensors"))
 
 
-def test_a_shared_list_is_gone_with_the_last_answer_that_has_it() -> None:
-    _, first = shared_lists(b'{"rows": [8, 9]}', {"rows": list[int]})
-    rest, second = shared_lists(b'{"rows": [8, 9], "seconds": 1}', {"rows": list[int]})
-    assert json.loads(rest) == {"rows": [], "seconds": 1}
-    there = list(decoding._shared.values())
-    assert there.count([8, 9]) == 1
-    there.clear()
+def test_a_shared_column_is_gone_with_the_last_report_that_has_it() -> None:
+    reader, text = ReportReader(), json.dumps(packed_report(ONE, ())).encode()
+    first, second = reader.read(text), reader.read(text)
+    there = len(reader._columns)
     del first
-    assert [8, 9] in decoding._shared.values()
+    assert len(reader._columns) == there
     del second
-    assert [8, 9] not in decoding._shared.values()
+    assert not reader._columns
 
 
 def test_a_loaders_error_names_its_rank(tmp_path: Path) -> None:
-    server = Reporting([Report(rows=(), seconds=0.0)] * 2)
-    server.said[1] = {"error": "w13 is not there"}
-    with pytest.raises(CorruptionError, match=r"^rank 1: w13 is not there$"):
+    server = Reporting([ONE])
+    server.spoilt = lambda said: said.update(error="w13 is not there")
+    with pytest.raises(CorruptionError, match=r"^rank 0: w13 is not there$"):
         asyncio.run(SERVERS["sglang"](NAMED["qwen3-30b-a3b"]).held(server, tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize(("reports", "told"), [({"reports": REPORT_FORM}, 0), ({"reports": "0"}, 1), ({}, 1)])
+def test_a_server_of_vllm_that_reports_weights_in_another_form_is_refused(reports: dict[str, str], told: int) -> None:
+    """As one with another version of this package: it would be found at the first push."""
+
+    class Told(Server):
+        async def get(self, path: str) -> Any:
+            return {"paths": dict.fromkeys(_NEEDED), "data": [{"max_model_len": 9}], "version": "0.32.0"}
+
+        async def text(self, path: str) -> str:
+            return "vllm:prompt_tokens_total 1.0"
+
+        async def post(self, path: str, body: object = None, *, params: Any = None) -> Any:
+            return {"results": [{"logprobs_mode": "processed_logprobs", **reports}]}
+
+    described = asyncio.run(
+        SERVERS["vllm"](NAMED["qwen3-30b-a3b"]).describe(Told("http://a:1", token=None, timeout_seconds=1.0))
+    )
+    said = "its rl_megatron reports weights in another form; start it with the trainer's version"
+    assert described.problems == (said,) * told

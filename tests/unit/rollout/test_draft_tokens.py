@@ -24,6 +24,8 @@ from rl_megatron.rollout.servers.adapter import Description
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.rollout.servers.sglang import drafts as sglang_drafts
 from rl_megatron.rollout.servers.vllm import drafts
+from rl_megatron.weights.checks.packed import packed_report
+from rl_megatron.weights.checks.reports import Report
 from tests.unit.rollout.test_engine_routes import ASKED, OPTIONS
 from tests.unit.rollout.test_engine_servers import Fake, Words, engine_of, push, running
 from tests.unit.rollout.test_running_requests import Asked
@@ -99,7 +101,7 @@ class Holding(Asked):
 
     async def post(self, path: str, body: object = None, *, params: Any = None) -> Any:
         await super().post(path, body, params=params)
-        empty = {"rows": [], "seconds": 0.0, "read": [], "window": 0}
+        empty = packed_report(Report(rows=(), seconds=0.0), ())
         return {"results": [[empty]]} if path == "/collective_rpc" else None
 
 

@@ -20,6 +20,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest, Span
+from rl_megatron.weights.checks.packed import packed_report
 from rl_megatron.weights.checks.reports import Report
 from tests.unit.rollout.endpoint.serving import ASK, Saying, episode
 from tests.unit.rollout.test_engine_routes import ASKED
@@ -46,7 +47,7 @@ class Asked(Server):
         if path == "/update_weights_from_tensor":
             given = cast(dict[str, Any], body)["serialized_named_tensors"][0]
             order = json.loads(pickle.loads(base64.b64decode(given))[0][0])
-            report = {} if order["do"] == "boxes" else Report(rows=(), seconds=0.0).to_json()
+            report = {} if order["do"] == "boxes" else packed_report(Report(rows=(), seconds=0.0), ())
             Path(f"{order['answer']}.0").write_text(json.dumps(report))
         return None
 

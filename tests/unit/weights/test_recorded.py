@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from rl_megatron.errors import WeightError
-from rl_megatron.rollout.servers.decoding import as_form
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.checks.compare import compare
+from rl_megatron.weights.checks.packed import packed_report
 from rl_megatron.weights.checks.places import record
 from rl_megatron.weights.checks.reports import Report, checksums_of, kind_of
+from rl_megatron.weights.checks.unpacked import ReportReader
 
 HIDDEN, WIDTH, EXPERTS, TP = 8, 12, 3, 2
 SHAPES = {
@@ -67,7 +68,7 @@ def reports(ranks: list[Rank]) -> list[Report]:
     for rank, right in zip(ranks, (Rank(0), Rank(1)), strict=True):
         held = record(right.load, SHAPES, right.params, DTYPES)
         assert not any(param.any() for param in right.params.values())
-        out.append(as_form(json.dumps(checksums_of(held, rank.params).to_json()).encode(), Report))
+        out.append(ReportReader().read(json.dumps(packed_report(checksums_of(held, rank.params), ())).encode()))
     return out
 
 

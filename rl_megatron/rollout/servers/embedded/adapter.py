@@ -12,13 +12,14 @@ from typing_extensions import override
 from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, EngineGauges, StartOptions, read_report
+from rl_megatron.rollout.servers.adapter import Adapter, Command, Description, EngineGauges, StartOptions
 from rl_megatron.rollout.servers.decoding import as_form
 from rl_megatron.rollout.servers.embedded import wire
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.unpacked import ReportReader
 from rl_megatron.weights.layouts.recorded import Boxes
 
 
@@ -31,7 +32,7 @@ class EmbeddedAdapter(Adapter):
     renormalises_top_p = True
 
     def __init__(self, shape: ModelShape) -> None:
-        self._shape = shape
+        self._shape, self._reader = shape, ReportReader()
 
     @override
     def command(self, options: StartOptions) -> Command:
@@ -114,7 +115,8 @@ class EmbeddedAdapter(Adapter):
     ) -> list[Report]:
         if straight:
             raise SyncError(f"{server.url}: servers of rollout.engine=local load files; set weights.transport=auto")
-        return [await server.reported("/load", {"path": str(path), "version": version}, read_report)]
+        body = {"path": str(path), "version": version, "known": self._reader.known}
+        return [await server.reported("/load", body, self._reader.read)]
 
     @override
     async def boxes(self, server: Server, path: Path) -> list[Boxes]:
@@ -138,4 +140,4 @@ class EmbeddedAdapter(Adapter):
 
     @override
     async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
-        return [await server.reported("/held", None, read_report)]
+        return [await server.reported("/held", {"known": self._reader.known}, self._reader.read)]

@@ -36,6 +36,7 @@ from rl_megatron.rollout.servers.engine_token import EngineToken
 from rl_megatron.types import Completion, GenerationRequest
 from rl_megatron.weights.boxes import whole_box
 from rl_megatron.weights.checks.checksums import checksum
+from rl_megatron.weights.checks.packed import packed_report
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.servers import mirror
@@ -226,10 +227,11 @@ class Service:
             self._engine.serve(version)
             return self._checked()
 
-        return JSONResponse((await self._sampler.order(load)).to_json())
+        return JSONResponse(packed_report(await self._sampler.order(load), body["known"]))
 
-    async def _held(self, _: Request) -> Response:
-        return JSONResponse((await self._sampler.order(self._checked)).to_json())
+    async def _held(self, asked: Request) -> Response:
+        body = await asked.json()
+        return JSONResponse(packed_report(await self._sampler.order(self._checked), body["known"]))
 
     async def _boxes(self, _: Request) -> Response:
         return JSONResponse({name: whole_box(tensor.shape) for name, tensor in self._engine.tensors.items()})

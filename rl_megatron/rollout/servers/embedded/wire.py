@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from rl_megatron.types import Completion, FinishReason, GenerationRequest, Routes, SamplingParams, Span
 
-PROTOCOL = "2"
+PROTOCOL = "3"
 """Both ends have the same."""
 
 

@@ -25,7 +25,6 @@ from rl_megatron.rollout.servers.adapter import (
     EngineGauges,
     StartOptions,
     candidate,
-    read_report,
     value_given,
     version_of,
 )
@@ -39,6 +38,7 @@ from rl_megatron.rollout.servers.sglang.options import KEYS, ON_CPU, cores, degr
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, Routes
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.reports import Report, of_one_rank
+from rl_megatron.weights.checks.unpacked import ReportReader
 from rl_megatron.weights.layouts.recorded import Boxes
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class SGLangAdapter(Adapter):
     renormalises_top_p = False
 
     def __init__(self, shape: ModelShape) -> None:
-        self._shape, self._counted = shape, drafts.Counted()
+        self._shape, self._counted, self._reader = shape, drafts.Counted(), ReportReader()
 
     @override
     def command(self, options: StartOptions) -> Command:
@@ -364,8 +364,9 @@ class SGLangAdapter(Adapter):
         self, server: Server, path: Path, order: Mapping[str, object], label: str | None = None
     ) -> list[Report]:
         """Each rank's, on its model and its draft layer, which goes first: a label says that a server has both."""
-        said = [await self._order(server, path, order, read_report, runner="draft")] if server.draft_tokens else []
-        said.append(await self._order(server, path, order, read_report, label=label))
+        order, read = {**order, "known": self._reader.known}, self._reader.read
+        said = [await self._order(server, path, order, read, runner="draft")] if server.draft_tokens else []
+        said.append(await self._order(server, path, order, read, label=label))
         return [of_one_rank(of_rank) for of_rank in zip(*said, strict=True)]
 
     @override

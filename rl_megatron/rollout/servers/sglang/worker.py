@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import RLMegatronError, WeightError
+from rl_megatron.weights.checks.packed import packed_report
 from rl_megatron.weights.checks.places import Held, record
 from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, not_private
 from rl_megatron.weights.servers import mirror
@@ -32,7 +33,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """
     order = json.loads(named_tensors[0][0])
     path, rank = Path(order["path"]), get_parallel().tp_rank
-    answer: dict[str, object] = {}
+    answer, report = dict[str, object](), None
     _, param = next(iter(model.named_parameters()))
     torch.get_device_module(param.device).synchronize()  # a pause in place leaves a step at work with the weights
     try:
@@ -47,13 +48,15 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
                 RECEIVERS.pop(model).close()
             RECEIVERS[model] = Receiver(Rendezvous(**order["place"]), order["first"] + rank, boxes)
         elif order["do"] == "receive":
-            answer = _receive(model, order["version"], order["private"]).to_json()
+            report = _receive(model, order["version"], order["private"])
         elif order["do"] == "held":
             places = [one for ones in layout_of(model, path, partial=True).values() for one in ones]
-            answer = checksums_of(not_private(places, order["private"]), dict(model.named_parameters())).to_json()
+            report = checksums_of(not_private(places, order["private"]), dict(model.named_parameters()))
         else:
             drafts = order["runner"] == "draft"
-            answer = _load(model, path, order["version"], order["private"], reads=not drafts).to_json()
+            report = _load(model, path, order["version"], order["private"], reads=not drafts)
+        if report is not None:
+            answer = packed_report(report, order.get("known", ()))  # an older trainer says nothing, and refuses this
     except RLMegatronError as error:
         answer = {"error": str(error)}
     write_atomically(Path(f"{order['answer']}.{rank}"), json.dumps(answer).encode())

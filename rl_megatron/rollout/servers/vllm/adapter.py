@@ -27,7 +27,6 @@ from rl_megatron.rollout.servers.adapter import (
     EngineGauges,
     StartOptions,
     candidate,
-    read_report,
     value_given,
     version_of,
 )
@@ -40,7 +39,9 @@ from rl_megatron.rollout.servers.vllm import request as ask
 from rl_megatron.rollout.servers.vllm.options import KEYS, options_of_ranks, profiler
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, Routes
 from rl_megatron.weights.boxes import Box
+from rl_megatron.weights.checks.packed import REPORT_FORM
 from rl_megatron.weights.checks.reports import Report
+from rl_megatron.weights.checks.unpacked import ReportReader
 from rl_megatron.weights.layouts.recorded import Boxes
 
 T = TypeVar("T")
@@ -67,7 +68,7 @@ class VLLMAdapter(Adapter):
     renormalises_top_p = True
 
     def __init__(self, shape: ModelShape) -> None:
-        self._shape = shape
+        self._shape, self._reader = shape, ReportReader()
 
     @override
     def command(self, options: StartOptions) -> Command:
@@ -157,6 +158,8 @@ class VLLMAdapter(Adapter):
                     f"its log-probs are {found['logprobs_mode']}; start it with --logprobs-mode processed_logprobs, "
                     "so that they belong to the distribution that it samples from"
                 )
+            if found.get("reports") != REPORT_FORM:
+                problems.append("its rl_megatron reports weights in another form; start it with the trainer's version")
         return Description(
             version=(await server.get("/version"))["version"],
             dtype=found.get("dtype", "unknown"),
@@ -307,7 +310,8 @@ class VLLMAdapter(Adapter):
 
     @override
     async def held(self, server: Server, path: Path, private: Collection[str] = ()) -> list[Report]:
-        return await self._asked(server, read_report, "rl_megatron_held", str(path), sorted(private))
+        given = str(path), sorted(private), self._reader.known
+        return await self._asked(server, self._reader.read, "rl_megatron_held", *given)
 
     @override
     async def load_adapters(self, server: Server, adapters: LoadedAdapters, folder: Path) -> None:
@@ -326,7 +330,7 @@ class VLLMAdapter(Adapter):
     async def _asked(self, server: Server, read: Callable[[bytes], T], method: str, *given: object) -> list[T]:
         """The answer of each rank of the server, by ``read``.
 
-        vLLM returns those of the first dp replica's ranks alone. So each rank gathers the answers of all.
+        vLLM returns what one dp replica's ranks answer. So ranks gather the answers of all, and its first has them.
         """
         body, each = {"method": method, "args": list(given)}, partial(form.read_gathered, read=read)
         return await self._together(server, lambda: server.reported("/collective_rpc", body, each))

@@ -34,6 +34,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 from rl_megatron.errors import WeightError
 from rl_megatron.rollout.servers.vllm.rejection import repair
 from rl_megatron.rollout.servers.vllm.window import Window
+from rl_megatron.weights.checks.packed import REPORT_FORM, packed_report
 from rl_megatron.weights.checks.places import Held, record
 from rl_megatron.weights.checks.reports import Beside, Report, checksums_of, not_private, of_one_rank
 from rl_megatron.weights.servers import mirror
@@ -151,6 +152,7 @@ def repack_tied_heads(model: nn.Module) -> None:
 class WorkerExtension:
     """Mixed into vLLM's worker; the trainer calls these over /collective_rpc."""
 
+    rank: int  # in its dp replica
     model_runner: Any
     model_config: Any
     vllm_config: Any
@@ -168,6 +170,7 @@ class WorkerExtension:
             "architecture": ",".join(self.model_config.hf_config.architectures),
             "policy": str(self.vllm_config.scheduler_config.policy),
             "draft_tokens": str(drafts.num_speculative_tokens if drafts else 0),
+            "reports": REPORT_FORM,
             "routes": str(self.vllm_config.aux_output_config.enable_return_routed_experts),
         }
 
@@ -177,8 +180,8 @@ class WorkerExtension:
             abandon(model)
         self._weight_update_active = False
 
-    def rl_megatron_held(self, path: str, private: list[str]) -> list[dict[str, object]]:
-        """A `Report` on each rank's parameters. Only the probe checks those in a private layout of the kernels.
+    def rl_megatron_held(self, path: str, private: list[str], known: list[str]) -> list[dict[str, object]]:
+        """A `packed_report` on each rank's parameters. Only the probe checks those in a private layout of kernels.
 
         Collective, like all below: no replica may sample.
         """
@@ -187,17 +190,14 @@ class WorkerExtension:
             places = not_private(layout_of(model, path, partial=True), private)
             own.append(checksums_of(places, dict(model.named_parameters())))
             own.append(READ.pop(model, Report(rows=(), seconds=0.0)))
-        return self._gathered(of_one_rank(own).to_json())
+        return self._gathered(packed_report(of_one_rank(own), known))
 
     def rl_megatron_boxes(self, path: str) -> list[dict[str, object]]:
         """The box of each Hugging Face tensor that each rank holds."""
         return self._gathered({one.hf: one.box for one in layout_of(self.model_runner.model, path)})
 
     def rl_megatron_join(self, path: str, rendezvous: str, first: int) -> None:
-        """Join the group of learner and engine ranks, as ``first`` plus the rank in its server. Collective.
-
-        ``self.rank`` is a rank's number in its dp replica.
-        """
+        """Join the group of learner and engine ranks, as ``first`` plus the rank in its server. Collective."""
         model = self.model_runner.model
         abandon(model)
         if model in STRAIGHT:
@@ -205,11 +205,13 @@ class WorkerExtension:
         STRAIGHT[model] = Straight(model, path, Rendezvous(**json.loads(rendezvous)), first + get_world_group().rank)
 
     def _gathered(self, own: T) -> list[T]:
-        """The answers of all ranks of the server, in the order of their numbers. Collective.
+        """The answers of all ranks of the server, in the order of their numbers; on the first of a dp replica alone.
+        Collective.
 
-        vLLM calls every rank, and returns what the first dp replica's ranks answer.
+        vLLM calls every rank, and returns what the ranks of one dp replica answer.
         """
-        return gather(own, get_world_group().cpu_group)
+        said = gather(own, get_world_group().cpu_group)
+        return [] if self.rank else said
 
     def _check_world(self) -> None:
         world, ranks = get_world_group().world_size, self.vllm_config.parallel_config.world_size_across_dp
