@@ -47,14 +47,14 @@ class Kernels:
             return time.perf_counter()
         return time.process_time() if self._processor else time.perf_counter()
 
-    def best(self, operation: Callable[[], object], *, budget: float = _BUDGET, times: int | None = None) -> float:
-        """The least seconds of ``times`` repetitions, or of as many as ``budget`` seconds have, after one that does not
+    def best(self, operation: Callable[[], object], *, times: int | None = None) -> float:
+        """The least seconds of ``times`` repetitions, or of as many as `_BUDGET` seconds have, after one that does not
         count. Ranks that wait for each other in it give ``times``."""
         operation()
         found: list[float] = []
         began = time.perf_counter()
         while len(found) < (times or _LEAST) or (
-            times is None and len(found) < _MOST and time.perf_counter() - began < budget
+            times is None and len(found) < _MOST and time.perf_counter() - began < _BUDGET
         ):
             start = self.now()
             operation()

@@ -66,7 +66,7 @@ def submit(
 
     loaded = read_study(study, override or [])
     cells = cells_of(loaded)
-    notes = arrays.checked_for_slurm(loaded, cells)
+    notes = arrays.checked_for_slurm(cells)
     with alone(loaded):
         found = find_states(loaded, cells, arrays.queue_of(cells))
         takes = {*STARTABLE, *([CellState.FAILED] if retry else [])}

@@ -151,7 +151,7 @@ def show_plan(
     direct = plan_cost(moves, element_bytes, links)
     usual = broadcast_cost(src, placement.values(), element_bytes, links)
     console = Console(markup=False)
-    console.print(_table(f"{model}: {texts['src']} to {texts['dst']}", direct, usual, src, dst, placement))
+    console.print(_table(f"{model}: {texts['src']} to {texts['dst']}", direct, usual, src, placement))
     console.print(
         f"{moves.num_transfers():,} transfers between {len(moves.traffic()):,} pairs, planned in {seconds:.2f} s. "
         f"{element_bytes} bytes an element; a GPU's NIC {links.nic / 1e9:g} GB/s, NVLink {links.nvlink / 1e9:g} GB/s "
@@ -288,7 +288,7 @@ def _texts(layouts: Sequence[str]) -> dict[str, str]:
     return out
 
 
-def _table(title: str, direct: Cost, usual: Cost, src: Layout, dst: Layout, placement: Mapping[int, int]) -> Table:
+def _table(title: str, direct: Cost, usual: Cost, src: Layout, placement: Mapping[int, int]) -> Table:
     table = Table("", "shard to shard", "gather, then broadcast", title=title)
     for column in table.columns[1:]:
         column.justify = "right"

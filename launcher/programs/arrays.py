@@ -52,7 +52,7 @@ def queue_of(cells: Sequence[Cell]) -> dict[str, Queued]:
     return {task: Queued(word=found.name, text=found.text.strip()) for task, found in told.items()}
 
 
-def checked_for_slurm(study: Study, cells: Sequence[Cell]) -> list[str]:
+def checked_for_slurm(cells: Sequence[Cell]) -> list[str]:
     """Check every arm as `submit` does. Returns each one's notes. Raises one ConfigError for all problems."""
     arms = dict[str, Cell]()
     for cell in cells:

@@ -81,9 +81,9 @@ def contrast(
 
 
 @functools.lru_cache(maxsize=256)  # it takes a millisecond, and a page asks for one at each point of each chart
-def t_quantile(degrees: float, level: float = LEVEL) -> float:
-    """The t above which (1 - level) / 2 of Student's distribution lies, by bisection; ``degrees`` at least 1."""
-    tail, low, high = (1 - level) / 2, 0.0, 1.0
+def t_quantile(degrees: float) -> float:
+    """The t above which (1 - `LEVEL`) / 2 of Student's distribution lies, by bisection; ``degrees`` at least 1."""
+    tail, low, high = (1 - LEVEL) / 2, 0.0, 1.0
     while _t_tail(high, degrees) > tail:
         high *= 2
     for _ in range(100):

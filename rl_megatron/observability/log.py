@@ -48,12 +48,12 @@ def run_log(folder: Path, *, role: str, rank: int | None = None) -> Iterator[Non
         file.close()
 
 
-def last_warnings(folder: Path, count: int = 3) -> list[str]:
-    """The last ``count`` warnings and errors of this package in the last 256 KiB of ``folder``/log.txt, a line each.
+def last_warnings(folder: Path) -> list[str]:
+    """The last three warnings and errors of this package in the last 256 KiB of ``folder``/log.txt, a line each.
 
     Other libraries' are left out. Empty if there is no such file.
     """
-    return [text for level, text in _ours(folder) if level in _WARNINGS][-count:]
+    return [text for level, text in _ours(folder) if level in _WARNINGS][-3:]
 
 
 def last_line(folder: Path) -> str | None:

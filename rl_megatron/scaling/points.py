@@ -158,8 +158,8 @@ def predictions(
             yield Prediction(kind="memory", predicted=predicted, measured=point["peak_memory_gb"], **about)
 
 
-def ordered_pairs(found: Sequence[Prediction], apart: float = 0.15) -> tuple[int, int]:
-    """Pairs of one model, GPU and release whose rates are ``apart``, and how many of them are predicted in order."""
+def ordered_pairs(found: Sequence[Prediction]) -> tuple[int, int]:
+    """Pairs of one model, GPU and release whose rates are 15 % apart, and how many of them are predicted in order."""
     rates = [point for point in found if point.kind == "throughput"]
     right = total = 0
     for i, one in enumerate(rates):
@@ -167,7 +167,7 @@ def ordered_pairs(found: Sequence[Prediction], apart: float = 0.15) -> tuple[int
             if (one.group, one.release) != (other.group, other.release):
                 continue
             ratio = one.measured / other.measured
-            if max(ratio, 1 / ratio) < 1 + apart:
+            if max(ratio, 1 / ratio) < 1.15:
                 continue
             total += 1
             right += (one.predicted > other.predicted) == (ratio > 1)
@@ -311,13 +311,12 @@ def _tokens_a_second(point: Mapping[str, Any]) -> float | None:
 
 def _gigabytes(point: Mapping[str, Any]) -> float:
     """The plan's bytes on the fullest GPU, or on the last stage's where the point is logged there."""
-    shape, config = shape_of_point(point), _config(point)
-    found = footprints(config, shape)
-    totals = [_total(point, shape, f.terms, f.stage == config.learner.pp - 1) for f in found]
+    found = footprints(_config(point), shape_of_point(point))
+    totals = [_total(point, f.terms) for f in found]
     return (totals[-1] if "last rank" in (point.get("notes") or "") else max(totals)) / GB
 
 
-def _total(point: Mapping[str, Any], shape: ModelShape, terms: Mapping[str, float], last: bool) -> float:
+def _total(point: Mapping[str, Any], terms: Mapping[str, float]) -> float:
     """Bytes of a rank, with what the learner does not have."""
     held = dict(terms)
     if "8" in point["precision"]:

@@ -22,7 +22,6 @@ from rl_megatron.options.kept import offloaded
 from rl_megatron.options.option import BYTES, Elements
 from rl_megatron.options.padding import padded_tokens
 from rl_megatron.placement.seats import beside_ranks
-from rl_megatron.scaling.constants import Constants
 from rl_megatron.scaling.hardware import Gpu
 from rl_megatron.scaling.memory import server_weights, weights_on_gpu, weights_served
 from rl_megatron.scaling.rollouts import Sampled, ServerShape, sampled
@@ -111,12 +110,12 @@ def filled(config: RunConfig, most: float, dp: int, mean: float) -> tuple[float,
     return min(full, share), float(max(1, ceil(share / full)))
 
 
-def forward_seconds(work: LearnerWork, batches: int, constants: Constants | None = None) -> float:
+def forward_seconds(work: LearnerWork, batches: int) -> float:
     """A pass without gradients over what ``batches`` optimizer steps train on."""
     scored = replace(
         work, again=work.again & {"head"}, micro_batches=work.micro_batches * batches, drafts=0, scored=True
     )
-    return sum(step_terms(scored, constants).values())
+    return sum(step_terms(scored).values())
 
 
 def push_bytes(config: RunConfig, shape: ModelShape) -> tuple[float, float, float]:
@@ -190,7 +189,6 @@ def rl_step(
     prompt: float,
     staleness: int | None = None,
     push: float | None = None,
-    constants: Constants | None = None,
 ) -> RlStep:
     """A run's step, with completions of ``lengths``; ``staleness`` None takes the least that costs no time.
 
@@ -199,20 +197,18 @@ def rl_step(
     """
     mean = sum(lengths) / len(lengths) + prompt
     work, batches = learner_work(config, shape, gpu, mean), config.train.minibatches
-    training = {name: s * batches * config.train.epochs for name, s in step_terms(work, constants).items()}
+    training = {name: s * batches * config.train.epochs for name, s in step_terms(work).items()}
     parts = {"training": sum(training.values())}
     if config.algorithm.old_logprobs == "learner":
-        parts["log-probs"] = forward_seconds(work, batches, constants)
+        parts["log-probs"] = forward_seconds(work, batches)
     roles = ("critic", *frozen_folders(config))
     others = {role: learner_work(config.of_role(role), role_shape(config, shape, role), gpu, mean) for role in roles}
-    judged = max(
-        (forward_seconds(others.pop(role), batches, constants) for role in ranked_rewards(config)), default=0.0
-    )
-    parts |= _others(config, others, parts, constants)
+    judged = max((forward_seconds(others.pop(role), batches) for role in ranked_rewards(config)), default=0.0)
+    parts |= _others(config, others, parts)
     section = config.rollout.server
     server = server_shape(config, section, weights_served(config, shape), shape, gpu)
     apart = config.slurm.engines.nodes > 0
-    parts["push"] = (_push_seconds(config, shape, gpu, constants) if push is None else push) + _PAUSE
+    parts["push"] = (_push_seconds(config, shape, gpu) if push is None else push) + _PAUSE
     if section.colocated and config.learner.offload.while_sampling == "optimizer":
         parts["turns"] = 2 * _moved_to_host(config, shape) / (PCIE * GB)
     sample = partial(rollout_seconds, config, shape, server, gpu, lengths, replicas=section.count, prompt=prompt)
@@ -250,24 +246,22 @@ def _servers_on_a_gpu(config: RunConfig) -> float:
     return sum(map(len, servers)) / len(gpus) if gpus else 1.0
 
 
-def _push_seconds(config: RunConfig, shape: ModelShape, gpu: Gpu, constants: Constants | None) -> float:
+def _push_seconds(config: RunConfig, shape: ModelShape, gpu: Gpu) -> float:
     _, sent, received = push_bytes(config, shape)
     near = config.slurm.engines.nodes == 0 and config.slurm.nodes == 1
-    return max(sent, received) / ((gpu.nvlink if near else gpu.network) * (constants or gpu.constants).links * GB)
+    return max(sent, received) / ((gpu.nvlink if near else gpu.network) * gpu.constants.links * GB)
 
 
-def _others(
-    config: RunConfig, works: Mapping[str, LearnerWork], parts: Mapping[str, float], constants: Constants | None
-) -> dict[str, float]:
+def _others(config: RunConfig, works: Mapping[str, LearnerWork], parts: Mapping[str, float]) -> dict[str, float]:
     """Seconds of frozen models and a critic, by their ``works``: on ranks of their own they compute beside the policy,
     and the step waits for what is longer; each teacher is counted as if it judged all that is sampled."""
     out, beside, batches = dict[str, float](), parts.get("log-probs", 0.0), config.train.minibatches
-    forward = {role: forward_seconds(one, batches, constants) for role, one in works.items()}
+    forward = {role: forward_seconds(one, batches) for role, one in works.items()}
     for role in (role for role in works if role != "critic"):
         out[role] = max(0.0, forward[role] - beside) if role in separate(config) else forward[role]
         beside += out[role]
     if config.algorithm.needs_critic:
-        trained = sum(step_terms(works["critic"], constants).values()) * batches * config.train.epochs
+        trained = sum(step_terms(works["critic"]).values()) * batches * config.train.epochs
         apart, own = "critic" in separate(config), (forward["critic"], trained)
         waits = max(0.0, own[0] - beside) + max(0.0, own[1] - parts["training"])
         out["critic"] = waits if apart else sum(own)

@@ -33,11 +33,10 @@ class DeltaTransport(ProcessGroupTransport):
         *,
         src: Mapping[str, Tensor],
         dst: Mapping[str, Tensor],
-        group: dist.ProcessGroup | None = None,
         bucket_bytes: int = 64 * 2**20,
         verify: bool = True,
     ) -> None:
-        super().__init__(moves, src=src, dst=dst, group=group, bucket_bytes=bucket_bytes, verify=verify)
+        super().__init__(moves, src=src, dst=dst, bucket_bytes=bucket_bytes, verify=verify)
         self._base = {id(s.send): torch.empty_like(s.send.payload) for s in self.steps if s.send is not None}
         self._frames: dict[int, Tensor] = {}  # of parcels that are arriving as changes
         self._finished = -1

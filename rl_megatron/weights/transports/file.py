@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
@@ -25,7 +24,6 @@ from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.bytes.hashing import bytes_of, digest
 from rl_megatron.weights.bytes.mapped import MappedFile, header_bytes, read_header
 from rl_megatron.weights.plans.plan import Plan
-from rl_megatron.weights.transports import words
 from rl_megatron.weights.transports.buckets import BucketPart
 from rl_megatron.weights.transports.commit import Transport
 from rl_megatron.weights.transports.ends import PlanEnds, handshakes_of, view
@@ -45,12 +43,10 @@ class FileTransport(Transport):
         src: Mapping[str, Tensor],
         dst: Mapping[str, Tensor],
         folder: Path,
-        group: dist.ProcessGroup | None = None,
         verify: bool = True,
     ) -> None:
-        self._folder, self._group = folder, group
-        self._rank = dist.get_rank(group)
-        exchange = handshakes_of(GroupPeers(group))
+        self._folder, self._peers = folder, GroupPeers(None)
+        self._rank, exchange = self._peers.rank, handshakes_of(self._peers)
         self._ends = PlanEnds(moves, rank=self._rank, src=src, dst=dst, exchange=exchange, verify=verify)
         self._num_bytes = 0
         self._leaving: dict[str, tuple[Tensor, torch.dtype]] = {}  # by name in the file
@@ -92,7 +88,7 @@ class FileTransport(Transport):
         except (OSError, CheckpointError) as error:
             problem = f"rank {self._rank}: {error}"
         try:
-            problems = words.gather(problem, self._group)
+            problems = self._peers.gather(problem)
         except RuntimeError as error:
             raise SyncError(
                 f"version {version} is not served: rank {self._rank} waited for the others at {self._folder}; a "

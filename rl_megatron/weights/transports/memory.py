@@ -16,7 +16,7 @@ from rl_megatron.weights.transports.ends import PlanEnds
 
 
 class MemoryTransport(Transport):
-    """Copies weights when learner and engine share process ``rank``. Raises WeightError if the plan needs another."""
+    """Copies weights when learner and engine share the only process. Raises WeightError if the plan needs another."""
 
     def __init__(
         self,
@@ -24,18 +24,15 @@ class MemoryTransport(Transport):
         *,
         src: Mapping[str, Tensor],
         dst: Mapping[str, Tensor],
-        rank: int = 0,
         verify: bool = True,
     ) -> None:
-        others = sorted({process for pair in moves.traffic() for process in pair} - {rank})
+        others = sorted({process for pair in moves.traffic() for process in pair} - {0})
         if others:
             raise WeightError(
-                f"memory copies within one process, but the plan moves weights between this one ({rank}) and "
+                "memory copies within one process, but the plan moves weights between this one (0) and "
                 f"{', '.join(map(str, others))}; use weights.transport=shared_memory or process_group"
             )
-        self.ends = PlanEnds(
-            moves, rank=rank, src=src, dst=dst, exchange=lambda mine: [mine] * (rank + 1), verify=verify
-        )
+        self.ends = PlanEnds(moves, rank=0, src=src, dst=dst, exchange=lambda mine: [mine], verify=verify)
 
     @override
     def move(self, version: int) -> WeightUpdate:

@@ -103,7 +103,7 @@ def test_a_time_limit_is_read_as_slurm_does(time: str, minutes: float) -> None:
 def test_what_cannot_be_a_cells_job_is_refused_with_the_arm(tmp_path: Path, override: str, message: str) -> None:
     study = study_of(tmp_path, overrides=[override])
     with pytest.raises(ConfigError) as error:
-        checked_for_slurm(study, cells_of(study))
+        checked_for_slurm(cells_of(study))
     assert message in str(error.value)
     assert str(error.value).startswith("grpo: ")
 
@@ -112,7 +112,7 @@ def test_heterogeneous_cells_are_refused(tmp_path: Path) -> None:
     keys = ["algorithm.kl.coefficient=0.1", "roles.reference=separate", "slurm.heterogeneous=true"]
     study = study_of(tmp_path, overrides=[*keys, "slurm.reference.nodes=1"])
     with pytest.raises(ConfigError, match="Slurm has no arrays of heterogeneous jobs"):
-        checked_for_slurm(study, cells_of(study))
+        checked_for_slurm(cells_of(study))
 
 
 def at(restart: int, text: str) -> str:
