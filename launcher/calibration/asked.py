@@ -19,9 +19,9 @@ from launcher.processes.environment import variables
 from launcher.processes.last_words import end_of
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.options.device import GPU
+from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.machines.calibration import Calibration, Curves, today
 
-GB = 1e9
 SILENT_SECONDS = 900.0
 """A process that measures says each curve that it has done; one that says nothing for so long hangs."""
 

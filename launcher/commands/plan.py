@@ -29,8 +29,9 @@ from rl_megatron.placement.files import weights_folder
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.scaling.estimates import estimate
+from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.host_memory import copies_bytes, file_bytes, host_bytes, why_off_gpus
-from rl_megatron.scaling.memory import GB, Footprint, check_memory, footprints, fullest
+from rl_megatron.scaling.memory import Footprint, check_memory, footprints, fullest
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.learner import job_shape
@@ -154,7 +155,7 @@ def show_plan(
     console.print(_table(f"{model}: {texts['src']} to {texts['dst']}", direct, usual, src, placement))
     console.print(
         f"{moves.num_transfers():,} transfers between {len(moves.traffic()):,} pairs, planned in {seconds:.2f} s. "
-        f"{element_bytes} bytes an element; a GPU's NIC {links.nic / 1e9:g} GB/s, NVLink {links.nvlink / 1e9:g} GB/s "
+        f"{element_bytes} bytes an element; a GPU's NIC {links.nic / GB:g} GB/s, NVLink {links.nvlink / GB:g} GB/s "
         f"each way; {links.per_node} GPUs a node.",
         soft_wrap=True,
     )
@@ -311,7 +312,7 @@ def _cells(cost: Cost, senders: Sequence[int], receivers: Sequence[int]) -> dict
 
 
 def _gigabytes(count: float) -> str:
-    return f"{count / 1e9:,.1f} GB"
+    return f"{count / GB:,.1f} GB"
 
 
 def _spread(moved: Mapping[int, int], ranks: Sequence[int]) -> str:

@@ -20,8 +20,7 @@ from launcher.programs.exact import show_dry_runs
 from launcher.programs.scale import Asked, asked_of, configuration_file
 from rl_megatron.errors import ConfigError
 from rl_megatron.scaling.constants import RANGE
-from rl_megatron.scaling.hardware import GPUS
-from rl_megatron.scaling.memory import GB
+from rl_megatron.scaling.hardware import GB, GPUS
 from rl_megatron.scaling.planner.explained import explain_term
 from rl_megatron.scaling.planner.layouts import described
 from rl_megatron.scaling.planner.search import PlannedRun, SearchResult, search

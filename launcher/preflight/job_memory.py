@@ -19,6 +19,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.placement.files import weights_folder
 from rl_megatron.placement.ranks import ranks_by_role
+from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.host_memory import (
     copies_bytes,
     file_bytes,
@@ -27,7 +28,7 @@ from rl_megatron.scaling.host_memory import (
     sent_straight,
     why_off_gpus,
 )
-from rl_megatron.scaling.memory import GB, check_memory
+from rl_megatron.scaling.memory import check_memory
 
 _UNITS: Mapping[str, int] = {"K": 2**10, "": 2**20, "M": 2**20, "G": 2**30, "T": 2**40}  # of Slurm's --mem
 

@@ -14,11 +14,9 @@ from launcher.build.model import starting_shape
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.observability.files import read_jsonl
-from rl_megatron.scaling.hardware import GPUS, gpu_named
+from rl_megatron.scaling.hardware import GB, GPUS, gpu_named
 from rl_megatron.scaling.machines.calibration import read_calibration
 from rl_megatron.scaling.machines.check import CheckedRun, check_run
-
-GB = 1e9
 
 
 def checked_run(folder: Path, machine: str | None) -> CheckedRun:

@@ -14,7 +14,8 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.offload import ActivationsSection
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.scaling.exact.collectives import collectives, layers_of, uncounted
-from rl_megatron.scaling.memory import GB, footprints
+from rl_megatron.scaling.hardware import GB
+from rl_megatron.scaling.memory import footprints
 from rl_megatron.types import DryRun
 
 _SHOWN: dict[str, object] = {"recompute.layernorm": False, "recompute.mla_up_proj": False, "offload.optimizer": 0.0}

@@ -19,7 +19,8 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.options.device import GPU
 from rl_megatron.scaling.flops import peak_of
-from rl_megatron.scaling.memory import GB, footprints
+from rl_megatron.scaling.hardware import GB
+from rl_megatron.scaling.memory import footprints
 
 LOSS, NORM = 1e-5, 1e-4
 """How far losses and gradient norms in float32 may be from the CPU's, relative."""

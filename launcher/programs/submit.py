@@ -29,7 +29,8 @@ from rl_megatron.placement.names import LEARNER, called
 from rl_megatron.placement.nodes import made_up_nodes, service_nodes
 from rl_megatron.placement.ranks import Placement, placement_of
 from rl_megatron.placement.seats import Seat, describe_seats, seats_of
-from rl_megatron.scaling.memory import GB, Footprint, check_memory
+from rl_megatron.scaling.hardware import GB
+from rl_megatron.scaling.memory import Footprint, check_memory
 
 _LOCK = "submit.lock"
 _PREPARED = {"config.yaml", "job.sbatch", "placement.txt", "jobs", "code", _LOCK}

@@ -12,11 +12,11 @@ from launcher.rehearsal.survey import Surveyed
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.scaling.estimates import TOO_MUCH, Estimate, estimate
+from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.memory import footprints
 
 _FAR = 2.0  # times the prediction
 _SHORT = 0.1  # seconds: latency, which no prediction has
-_GB = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +57,11 @@ def lines_of_survey(config: RunConfig, found: Surveyed) -> Iterator[TableLine]:
     peak = speeds.tflops if on_gpus else None
     yield TableLine(what="matrix products", unit="TFLOP/s", measured=_least(flops), predicted=peak, least=True)
     for how in ("write", "read"):
-        rates = [each[how] / _GB for answer in found.answers.values() for each in answer["disks"].values()]
+        rates = [each[how] / GB for answer in found.answers.values() for each in answer["disks"].values()]
         yield TableLine(
             what=f"disk, {how}", unit="GB/s", measured=_least(rates), predicted=speeds.storage_node, least=True
         )
-    pairs = [rate / _GB for rate in found.pairs().values()]
+    pairs = [rate / GB for rate in found.pairs().values()]
     if pairs:
         yield TableLine(what="between nodes", unit="GB/s", measured=_least(pairs), predicted=speeds.nic, least=True)
     for kind, groups in found.groups().items():
@@ -70,7 +70,7 @@ def lines_of_survey(config: RunConfig, found: Surveyed) -> Iterator[TableLine]:
         yield TableLine(
             what=f"{kind} group of {len(next(iter(groups)))}, {'in a node' if near else 'over nodes'}",
             unit="GB/s",
-            measured=_least([rate / _GB for rate in groups.values()]),
+            measured=_least([rate / GB for rate in groups.values()]),
             predicted=near_speed if near else speeds.nic,
             least=True,
         )
@@ -133,11 +133,11 @@ def _step(guess: Estimate) -> float | None:
 
 def _memory(config: RunConfig, shape: ModelShape, peaks: Sequence[float]) -> TableLine:
     on_gpus = config.learner.device != "cpu"
-    most = max((each.total for each in footprints(config, shape)), default=0.0) / _GB if on_gpus else None
+    most = max((each.total for each in footprints(config, shape)), default=0.0) / GB if on_gpus else None
     return TableLine(
         what="memory of the fullest rank",
         unit="GB",
-        measured=max(peaks) / _GB if peaks else None,
+        measured=max(peaks) / GB if peaks else None,
         predicted=most,
         bound=config.slurm.gpu_memory_gb if on_gpus else None,
     )
@@ -152,12 +152,12 @@ def _push(guess: Estimate, row: Mapping[str, Any], step: float | None) -> Iterat
         predicted=guess.push.seconds or None,
         bound=step and TOO_MUCH * step,
     )
-    total = sum(hop.total for hop in guess.push.hops) / _GB
+    total = sum(hop.total for hop in guess.push.hops) / GB
     moved = _number(row, "weights/bytes")
     yield TableLine(
         what=f"bytes of a push ({row.get('weights/route', guess.push.route.transport)})",
         unit="GB",
-        measured=None if moved is None else moved / _GB,
+        measured=None if moved is None else moved / GB,
         predicted=total if guess.push.hops else None,
     )
 
@@ -178,8 +178,8 @@ def _save(config: RunConfig, guess: Estimate, row: Mapping[str, Any], step: floa
     yield TableLine(
         what="bytes of a checkpoint",
         unit="GB",
-        measured=None if written is None else written / _GB,
-        predicted=guess.save.total / _GB,
+        measured=None if written is None else written / GB,
+        predicted=guess.save.total / GB,
     )
 
 

@@ -14,11 +14,11 @@ from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.observability.timeline.kernels import FOLDER
 from rl_megatron.placement.names import file_stem
+from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.memory import Footprint, advice, footprints
 from rl_megatron.weights.layouts.families import read_shape
 from rl_megatron.weights.layouts.learner import job_shape
 
-_GB = 1e9
 _SAID = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _ENTRIES = 200_000  # allocations and frees that are remembered, the latest
 
@@ -57,8 +57,8 @@ def lines_of_memory(setup: Setup, rank: int) -> Iterator[str]:
     config, role = setup.config, setup.role
     try:
         planned = _planned(config, job_shape(config, read_shape(setup.model_folder, config.learner.model)), role, rank)
-        terms = ", ".join(f"{name} {size / _GB:.3g}" for name, size in planned.terms.items() if size)
-        yield f"the plan of its GPU, {planned.total / _GB:.3g} GB: {terms}"
+        terms = ", ".join(f"{name} {size / GB:.3g}" for name, size in planned.terms.items() if size)
+        yield f"the plan of its GPU, {planned.total / GB:.3g} GB: {terms}"
         yield f"the largest, {planned.largest}: {advice(config, planned.largest)}"
     except RLMegatronError as error:
         yield f"there is no plan of its GPU beside: {error}"
@@ -66,9 +66,9 @@ def lines_of_memory(setup: Setup, rank: int) -> Iterator[str]:
         free, whole = torch.cuda.mem_get_info()
         held = torch.cuda.memory_reserved()
         yield (
-            f"now: {torch.cuda.memory_allocated() / _GB:.1f} GB allocated of {held / _GB:.1f} that torch holds, "
-            f"{torch.cuda.max_memory_allocated() / _GB:.1f} at most; {(whole - free - held) / _GB:.1f} by others and "
-            f"outside of torch, of {whole / _GB:.1f}"
+            f"now: {torch.cuda.memory_allocated() / GB:.1f} GB allocated of {held / GB:.1f} that torch holds, "
+            f"{torch.cuda.max_memory_allocated() / GB:.1f} at most; {(whole - free - held) / GB:.1f} by others and "
+            f"outside of torch, of {whole / GB:.1f}"
         )
     if config.profile.memory:
         yield _snapshot(setup.run_folder / FOLDER / f"out_of_memory_{file_stem(role, rank)}.pickle")

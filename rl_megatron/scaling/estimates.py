@@ -13,8 +13,8 @@ from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.scaling.constants import RANGE
 from rl_megatron.scaling.flops import training_flops
+from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.machines.calibration import machine_named
-from rl_megatron.scaling.memory import GB
 from rl_megatron.scaling.pushes import Push, push_cost
 from rl_megatron.scaling.rl_step import RlStep, rl_step, unlike_run
 from rl_megatron.scaling.rollouts import lengths_of

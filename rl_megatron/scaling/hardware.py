@@ -17,6 +17,8 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.scaling.constants import FITTED, Constants
 from rl_megatron.scaling.flops import Peak, peak_of
 
+GB = 1e9
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:

@@ -28,6 +28,7 @@ from rl_megatron.options.option import BYTES, Elements, Rank, Terms
 from rl_megatron.placement.names import LEARNER, called
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.placement.seats import beside_ranks
+from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.layers.peaks import beside_kept, in_forward
 from rl_megatron.scaling.parameters import elements, ranks_of
 from rl_megatron.weights.formats.scaled import BLOCKS, ScaledLayout, with_scales
@@ -35,7 +36,6 @@ from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Layout
 from rl_megatron.weights.layouts.learner import role_layout
 
-GB = 1e9
 Phase = Literal["", "training", "sampling"]
 RESERVED = 0.06  # of a GPU: CUDA and NCCL contexts, what the allocator cannot join
 _SERVER_SHARE = 0.9  # of a GPU that an engine takes where memory_fraction is not set

@@ -24,8 +24,8 @@ from rl_megatron.models.shape import LatentAttention, ModelShape
 from rl_megatron.options.device import GPU
 from rl_megatron.scaling.constants import FITTED, LEFT_OUT, Constants
 from rl_megatron.scaling.flops import training_flops
-from rl_megatron.scaling.hardware import GPUS
-from rl_megatron.scaling.memory import GB, footprints
+from rl_megatron.scaling.hardware import GB, GPUS
+from rl_megatron.scaling.memory import footprints
 from rl_megatron.scaling.time import LearnerWork, step_seconds
 from rl_megatron.types import ParallelDims
 

@@ -16,7 +16,8 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.option import BYTES
 from rl_megatron.placement.files import writers_of_files
-from rl_megatron.scaling.memory import GB, NUMBER, SCALE, bytes_served
+from rl_megatron.scaling.hardware import GB
+from rl_megatron.scaling.memory import NUMBER, SCALE, bytes_served
 from rl_megatron.scaling.parameters import elements
 from rl_megatron.scaling.routes import Route, engine_nodes, route_of
 from rl_megatron.types import ParallelDims

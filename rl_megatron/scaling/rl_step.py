@@ -22,13 +22,12 @@ from rl_megatron.options.kept import offloaded
 from rl_megatron.options.option import BYTES, Elements
 from rl_megatron.options.padding import padded_tokens
 from rl_megatron.placement.seats import beside_ranks
-from rl_megatron.scaling.hardware import Gpu
+from rl_megatron.scaling.hardware import GB, Gpu
 from rl_megatron.scaling.memory import server_weights, weights_on_gpu, weights_served
 from rl_megatron.scaling.rollouts import Sampled, ServerShape, sampled
 from rl_megatron.scaling.time import PCIE, LearnerWork, step_terms
 from rl_megatron.weights.layouts.learner import role_shape
 
-GB = 1e9
 Lengths = Sequence[float]
 """Tokens of equally many completions, ascending."""
 MOST_STALENESS = 8

@@ -14,9 +14,8 @@ from functools import lru_cache
 from statistics import NormalDist
 
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.scaling.hardware import Gpu
+from rl_megatron.scaling.hardware import GB, Gpu
 
-GB = 1e9
 READ = 0.6  # share of a GPU's memory rate at which engines read weights and caches; assumed
 COMPUTED = 0.5  # share of the peak in prompts' passes and large batches; assumed
 TOKEN_SECONDS = 2e-3  # sampling and scheduling of a token; assumed

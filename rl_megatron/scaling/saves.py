@@ -11,7 +11,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.option import BYTES, Elements
 from rl_megatron.placement.names import LEARNER
-from rl_megatron.scaling.memory import GB
+from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.parameters import elements, trained_elements, trained_matrices
 from rl_megatron.weights.layouts.learner import learner_layout
 

@@ -12,9 +12,9 @@ from typing import Literal
 
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.scaling.constants import MEMORY, Constants
-from rl_megatron.scaling.hardware import Gpu
+from rl_megatron.scaling.hardware import GB, Gpu
 from rl_megatron.scaling.layers.messages import replicated
-from rl_megatron.scaling.layers.products import GB, LayerKind
+from rl_megatron.scaling.layers.products import LayerKind
 from rl_megatron.scaling.layers.seconds import Seconds, embedding_seconds, head_seconds, layer_seconds
 from rl_megatron.scaling.parameters import rank_parameters
 from rl_megatron.types import ParallelDims

@@ -13,7 +13,7 @@ import pytest
 
 from launcher.programs import gpu, gpu_step
 from rl_megatron.errors import ConfigError
-from rl_megatron.scaling.memory import GB
+from rl_megatron.scaling.hardware import GB
 from tests.distributed.pretended.ranks import World, run_worlds
 
 

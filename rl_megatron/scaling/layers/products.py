@@ -12,9 +12,8 @@ from math import pow
 
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.scaling.constants import MEMORY, Constants
-from rl_megatron.scaling.hardware import Gpu
+from rl_megatron.scaling.hardware import GB, Gpu
 
-GB = 1e9
 BYTES_READ = {"float32": 4.0, "bfloat16": 2.0, "float8": 1.0}
 """Bytes of an element that a product reads."""
 

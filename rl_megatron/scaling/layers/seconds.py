@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from rl_megatron.scaling.constants import MEMORY
+from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.layers.messages import (
     COUNT,
     LOGPROBS,
@@ -20,7 +21,6 @@ from rl_megatron.scaling.layers.messages import (
 )
 from rl_megatron.scaling.layers.products import (
     BYTES_READ,
-    GB,
     LayerKind,
     attention_flops,
     gated,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.scaling.constants import MEMORY
-from rl_megatron.scaling.hardware import Gpu
+from rl_megatron.scaling.hardware import GB, Gpu
 from rl_megatron.scaling.layers.products import product_seconds, rate_of
 from rl_megatron.scaling.machines.calibration import MachineEntry
 
@@ -25,7 +25,7 @@ def decode_parts(shape: ModelShape, gpu: Gpu, rows: float, context: float) -> fl
 
     h, wide = s.hidden_size, s.num_heads * s.head_dim
     layer = product(rows, h, wide + 2 * s.num_kv_heads * s.head_dim) + product(rows, wide, h)
-    layer += 4.0 * 2 * s.num_kv_heads * s.head_dim * context * rows / (gpu.hbm * 1e9 * MEMORY)
+    layer += 4.0 * 2 * s.num_kv_heads * s.head_dim * context * rows / (gpu.hbm * GB * MEMORY)
     sparse, k = len(s.moe_layers), s.experts_per_token
     experts = 0.0
     if sparse:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from rl_megatron.config.sections.teachers import TEACHER
 from rl_megatron.errors import ConfigError
 from rl_megatron.options import table as options
-from rl_megatron.scaling.memory import GB
+from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.planner.layouts import CHANGES_TOGETHER
 from rl_megatron.scaling.planner.search import PlannedRun
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from itertools import product
 
-from rl_megatron.scaling.memory import GB, weights_on_gpu, weights_served
+from rl_megatron.scaling.hardware import GB
+from rl_megatron.scaling.memory import weights_on_gpu, weights_served
 from rl_megatron.scaling.planner.layouts import CUTS, Wanted
 from rl_megatron.scaling.rl_step import MOST_STALENESS, rollout_seconds, server_shape
 from rl_megatron.scaling.rollouts import Sampled

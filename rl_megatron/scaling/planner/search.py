@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.options import table as options
+from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.host_memory import copies_bytes, file_bytes, host_bytes
-from rl_megatron.scaling.memory import GB, Footprint, advice, fullest
+from rl_megatron.scaling.memory import Footprint, advice, fullest
 from rl_megatron.scaling.planner.layouts import (
     CHANGES_TOGETHER,
     CUTS,

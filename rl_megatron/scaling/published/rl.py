@@ -24,8 +24,8 @@ from pydantic import ValidationError
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.scaling.hardware import GPUS
-from rl_megatron.scaling.memory import GB, weights_served
+from rl_megatron.scaling.hardware import GB, GPUS
+from rl_megatron.scaling.memory import weights_served
 from rl_megatron.scaling.points import Prediction, section_of_point, shape_of_point
 from rl_megatron.scaling.rl_step import rl_step
 from rl_megatron.scaling.rollouts import lengths_of

@@ -11,7 +11,8 @@ import pytest
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.scaling.flops import peak_of, training_flops
-from rl_megatron.scaling.memory import GB, footprints
+from rl_megatron.scaling.hardware import GB
+from rl_megatron.scaling.memory import footprints
 from tests.gpu import branch, sizes
 from tests.gpu.machine import Machine, note, versions
 

@@ -21,10 +21,10 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.seats import seats_here
+from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.host_memory import host_bytes, pinned
 from rl_megatron.scaling.memory import (
     CHANGES,
-    GB,
     Footprint,
     check_memory,
     footprints,

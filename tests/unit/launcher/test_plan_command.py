@@ -9,7 +9,8 @@ import pytest
 from launcher.commands.plan import show_memory
 from rl_megatron.config.io import load_config
 from rl_megatron.models.named import NAMED
-from rl_megatron.scaling.memory import GB, footprints, fullest
+from rl_megatron.scaling.hardware import GB
+from rl_megatron.scaling.memory import footprints, fullest
 from rl_megatron.weights.layouts.learner import job_shape
 from tests.unit.launcher.commands import Said
 from tests.unit.launcher.test_memory import QWEN3

@@ -15,7 +15,8 @@ from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.placement.ranks import placement_of
 from rl_megatron.placement.seats import beside_ranks, seats_of
-from rl_megatron.scaling.memory import GB, check_memory, footprints, fullest
+from rl_megatron.scaling.hardware import GB
+from rl_megatron.scaling.memory import check_memory, footprints, fullest
 from tests.unit.launcher.test_memory import folder_of, recipe
 
 

@@ -14,8 +14,9 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.options.lora import LoraSection
 from rl_megatron.options.table import problems
+from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.host_memory import copies_bytes, host_bytes
-from rl_megatron.scaling.memory import GB, check_memory, footprints
+from rl_megatron.scaling.memory import check_memory, footprints
 from rl_megatron.scaling.saves import save_cost
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout
 from rl_megatron.weights.layouts.lora import hf_adapters, learner_adapters, ranks_of_parts

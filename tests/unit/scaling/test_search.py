@@ -16,9 +16,9 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.placement.seats import seat
-from rl_megatron.scaling.hardware import GPUS
+from rl_megatron.scaling.hardware import GB, GPUS
 from rl_megatron.scaling.host_memory import host_bytes
-from rl_megatron.scaling.memory import GB, check_memory, fullest
+from rl_megatron.scaling.memory import check_memory, fullest
 from rl_megatron.scaling.planner.explained import explain_term
 from rl_megatron.scaling.planner.layouts import described, layouts, stage_layers, with_keys
 from rl_megatron.scaling.planner.places import placements
