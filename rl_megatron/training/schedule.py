@@ -1,11 +1,9 @@
-"""Learning rates and seeds, as functions of the step."""
+"""Learning rates as functions of the step, and the steps of a number of epochs."""
 
 from __future__ import annotations
 
 import math
 from fractions import Fraction
-
-import numpy as np
 
 from rl_megatron.config.run import RunConfig
 
@@ -38,8 +36,3 @@ def critic_learning_rate(config: RunConfig, step: int) -> float:
 def steps_of(epochs: float, rows: int, batch_size: int) -> int:
     """The steps of so many passes over ``rows``, of ``epochs`` as it is written: as a float 1.1 is more."""
     return math.ceil(Fraction(str(epochs)) * rows / batch_size)
-
-
-def seed_of(*parts: int) -> int:
-    """Hash several numbers to one 63-bit seed."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)

@@ -28,6 +28,7 @@ from rl_megatron.data.samples import to_samples
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
+from rl_megatron.seeds import seed_of
 from rl_megatron.training.credit.assign import assign_credit
 from rl_megatron.training.credit.shaping import Rewards, shape_rewards
 from rl_megatron.training.credit.state import AlgorithmState, controlled
@@ -44,7 +45,7 @@ from rl_megatron.training.measures import (
     token_versions,
 )
 from rl_megatron.training.optimizer_steps import OptimizerSteps, TooFar
-from rl_megatron.training.schedule import critic_learning_rate, learning_rate, seed_of
+from rl_megatron.training.schedule import critic_learning_rate, learning_rate
 from rl_megatron.training.scores.flips import engine_flips, update_flips
 from rl_megatron.training.scores.requests import Packers, measured
 from rl_megatron.training.selection import Selection, TokenChoice, selection_of, token_choice

@@ -23,8 +23,8 @@ from rl_megatron.data.packing import Packer, packer_of, unpack
 from rl_megatron.data.samples import with_last_tokens
 from rl_megatron.interfaces import Pass, PassScores, Roles, Together
 from rl_megatron.observability.recorder import Stopwatch
+from rl_megatron.seeds import seed_of
 from rl_megatron.training.measures import LOGPROBS, Measured, wanted_of_policy
-from rl_megatron.training.schedule import seed_of
 from rl_megatron.training.scores.teachers import judged_by, one_reference
 from rl_megatron.training.tasks import AtOnce
 from rl_megatron.types import Batch, Samples, Want

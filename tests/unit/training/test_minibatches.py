@@ -11,7 +11,7 @@ import torch
 from rl_megatron.config.io import load_config
 from rl_megatron.data.packing import Packer, with_own_columns
 from rl_megatron.errors import ConfigError
-from rl_megatron.training.schedule import seed_of
+from rl_megatron.seeds import seed_of
 from rl_megatron.types import ParallelDims, Samples
 
 

@@ -11,7 +11,7 @@ from rl_megatron.algorithms.losses import MEANS_OF_RATIOS
 from rl_megatron.algorithms.quantiles import histogram
 from rl_megatron.config.run import RunConfig
 from rl_megatron.training.measures import Made, critic_row, policy_row
-from rl_megatron.training.schedule import critic_learning_rate, learning_rate, seed_of, steps_of
+from rl_megatron.training.schedule import critic_learning_rate, learning_rate, steps_of
 from rl_megatron.types import Counts, Metric, StepResult
 
 
@@ -113,13 +113,6 @@ def test_quantiles_and_effective_samples_are_those_of_all_optimizer_steps_togeth
     mean, square = (1 + math.exp(0.1)) / 2, (1 + math.exp(0.2)) / 2
     assert row["ratio/effective_fraction"] == pytest.approx(mean**2 / square)
     assert "ratio/second_moment" not in row
-
-
-def test_seeds_differ_with_each_part_and_repeat() -> None:
-    seeds = [seed_of(a, b) for a in range(20) for b in range(20)]
-    assert len(set(seeds)) == 400
-    assert seed_of(3, 4) == seed_of(3, 4)
-    assert all(0 <= s < 2**63 for s in seeds)
 
 
 def test_each_metric_of_several_optimizer_steps_is_reduced_as_it_says_whatever_its_name() -> None:
