@@ -19,8 +19,8 @@ from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rollout.conversation.conversation import Conversation
 from rl_megatron.rollout.conversation.messages import MessagesRefused
 from rl_megatron.rollout.conversation.templates import Template
+from rl_megatron.rollout.conversation.token_rows import TokenRows
 from rl_megatron.rollout.endpoint.served import RequestRefused, Served, ServedTokens, ServedTurn
-from rl_megatron.rollout.endpoint.tokens import TokenRows
 from rl_megatron.rollout.parsers.parsed import Parsed, Parser, opens_thought
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Chain, Completion, GenerationRequest, Prompt, SamplingParams, StopReason, Turn
