@@ -35,11 +35,11 @@ from rl_megatron.experiments.survival import Survival
 from rl_megatron.observability.arms import Arm, group_runs
 from rl_megatron.observability.charts import DOTTED, Chart, Point, Series, line_chart, number_text
 from rl_megatron.observability.curves import Curve
-from rl_megatron.observability.figures import standalone_svg
 from rl_megatron.observability.history import load_runs
 from rl_megatron.observability.intervals import Interval
 from rl_megatron.observability.metrics.table import documented
 from rl_megatron.observability.report import Panel, arms_chart, write_page
+from rl_megatron.observability.svg import standalone_svg
 
 _UNITS = {
     "steps": "RL steps",
