@@ -15,8 +15,8 @@ from rl_megatron.weights.bytes.bits import as_dtype, to_bits, to_tensor
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.checkpoints.streaming import Copy, OnBytes, Sliceable, Streamed
 from rl_megatron.weights.formats.block_scales import BLOCK, SCALES, is_quantised
-from rl_megatron.weights.formats.quantised import Quantised
-from rl_megatron.weights.formats.quantize import block_scales, quantise, read_quantised
+from rl_megatron.weights.formats.quantise import block_scales, quantise, read_quantised
+from rl_megatron.weights.formats.schemes import Quantised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

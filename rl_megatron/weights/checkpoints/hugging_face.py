@@ -26,7 +26,7 @@ from rl_megatron.weights.formats.hf_folder import (
     raise_uncounted,
     read_headers,
 )
-from rl_megatron.weights.formats.quantised import Quantised
+from rl_megatron.weights.formats.schemes import Quantised
 from rl_megatron.weights.layouts.families import hf_layout
 
 

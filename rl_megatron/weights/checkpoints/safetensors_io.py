@@ -33,7 +33,7 @@ from rl_megatron.weights.formats.hf_folder import (
     raise_uncounted,
     read_headers,
 )
-from rl_megatron.weights.formats.quantize import read_quantised
+from rl_megatron.weights.formats.quantise import read_quantised
 from rl_megatron.weights.layouts.families import hf_layout
 from rl_megatron.weights.layouts.layout import Layout, keeping_dtype
 from rl_megatron.weights.layouts.tables.drafts import holds_draft

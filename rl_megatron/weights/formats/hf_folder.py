@@ -18,7 +18,7 @@ from rl_megatron.models.json_files import JsonFields, read_json
 from rl_megatron.models.shape import STACKED, ModelShape
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.mapped import Entry, MappedFile, read_header
-from rl_megatron.weights.formats.quantised import Quantised, find_quantised, scheme_of
+from rl_megatron.weights.formats.schemes import Quantised, find_quantised, scheme_of
 from rl_megatron.weights.layouts.families import family_of
 from rl_megatron.weights.layouts.layout import Layout
 

@@ -21,7 +21,7 @@ from rl_megatron.errors import SyncError
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.formats.block_scales import SCALES, is_quantised, quantization_config
-from rl_megatron.weights.formats.quantize import (
+from rl_megatron.weights.formats.quantise import (
     LARGEST_FP8,
     LARGEST_INT8,
     block_maxima,

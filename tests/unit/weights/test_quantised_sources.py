@@ -25,7 +25,7 @@ from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.checkpoints.verify import verify
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout, read_shape
 from tests.family_models import save_model
-from tests.unit.weights.test_quantize import set_config
+from tests.unit.weights.test_quantise import set_config
 
 FP8 = torch.float8_e4m3fn
 # Groups and words end inside the halves of tp=2, and a group is not whole at the end of a row of 200.

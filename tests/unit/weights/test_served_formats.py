@@ -23,7 +23,7 @@ from rl_megatron.weights.checks.whole import sealed_by
 from rl_megatron.weights.formats import served as served_formats
 from rl_megatron.weights.formats.at_sender import at_sender
 from rl_megatron.weights.formats.block_scales import is_quantised
-from rl_megatron.weights.formats.quantize import dequantise, divide
+from rl_megatron.weights.formats.quantise import dequantise, divide
 from rl_megatron.weights.formats.scaled import BLOCKS, with_scales
 from rl_megatron.weights.formats.served import FORMATS, stored
 from rl_megatron.weights.layouts.families import hf_layout, megatron_layout

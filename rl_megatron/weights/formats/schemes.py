@@ -10,7 +10,7 @@
 - ``mxfp4`` (gpt-oss): ``x_blocks`` [expert, row, group, 16], bytes of two e2m1, the low half first, and ``x_scales``
   [expert, row, group], exponents above theirs by 127; the weight is [expert, column, row].
 
-A weight is its numbers times their scales (`quantize.read_quantised`). Every other method is refused by name. Scales of
+A weight is its numbers times their scales (`quantise.read_quantised`). Every other method is refused by name. Scales of
 activations beside a weight are for engines, and are left out. Sources: transformers
 ``integrations/{finegrained_fp8,mxfp4}.py``; compressed-tensors 0.13 ``compressors/quantized_compressors``.
 """
