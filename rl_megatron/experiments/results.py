@@ -16,8 +16,8 @@ from rl_megatron.experiments.sigmoid import SeedCurve, SigmoidFit, fit_sigmoid, 
 from rl_megatron.experiments.states import CellStanding, CellState
 from rl_megatron.experiments.study import Study
 from rl_megatron.experiments.survival import Lifetime, Survival, kaplan_meier, lifetime
-from rl_megatron.observability.files import JsonRow
-from rl_megatron.observability.history import Run, number
+from rl_megatron.observability.files import JsonRow, number
+from rl_megatron.observability.history import Run
 from rl_megatron.observability.intervals import Interval, contrast, mean_interval
 
 COUNTED = (CellState.DONE, CellState.SPENT)

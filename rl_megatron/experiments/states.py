@@ -19,8 +19,7 @@ from rl_megatron.experiments.cells import Cell, numbers_of
 from rl_megatron.experiments.queued import Queued, Task, read_task
 from rl_megatron.experiments.study import Study
 from rl_megatron.json_text import parse
-from rl_megatron.observability.files import JsonRow, from_the_end
-from rl_megatron.observability.history import number
+from rl_megatron.observability.files import JsonRow, from_the_end, number
 from rl_megatron.observability.metrics.table import STEPS
 
 

@@ -21,6 +21,12 @@ JsonRow = Mapping[str, JsonValue]
 _BLOCK = 1 << 16  # bytes, of a read from the end
 
 
+def number(row: JsonRow, name: str) -> float | None:
+    """The value, or None if it is missing or was not finite."""
+    value = row.get(name)
+    return value if isinstance(value, int | float) else None
+
+
 class JsonlFile:
     """Appends rows to ``path``; a row has an integer ``step``. One writer process per file."""
 

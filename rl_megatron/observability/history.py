@@ -14,7 +14,7 @@ import yaml
 from rl_megatron.errors import DataError
 from rl_megatron.json_text import parse
 from rl_megatron.observability.charts import number_text
-from rl_megatron.observability.files import JsonRow, read_jsonl
+from rl_megatron.observability.files import JsonRow, number, read_jsonl
 from rl_megatron.observability.log import last_warnings
 from rl_megatron.observability.metrics.table import STEPS
 from rl_megatron.observability.samples import SampleRow, samples_between
@@ -45,12 +45,6 @@ class Run:
     def success_reward(self) -> float:
         """The reward from which a completion counts as right."""
         return float(self.config.get("eval.success_reward", "1"))
-
-
-def number(row: JsonRow, name: str) -> float | None:
-    """The value, or None if it is missing or was not finite."""
-    value = row.get(name)
-    return value if isinstance(value, int | float) else None
 
 
 def load_runs(folders: Sequence[Path], left_out: Callable[[str], None] | None = None) -> list[Run]:

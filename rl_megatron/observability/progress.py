@@ -20,7 +20,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from rl_megatron.observability.files import JsonValue
+from rl_megatron.observability.files import JsonValue, number
 from rl_megatron.observability.metrics.table import STEPS
 
 SECONDS_BETWEEN_NOTES = 10.0
@@ -111,20 +111,20 @@ class Progress:
             self._evaluated(row)
             return
         self._row = row
-        if (seconds := _number(row, "seconds/step")) is not None and row.get("phase") in STEPS:
+        if (seconds := number(row, "seconds/step")) is not None and row.get("phase") in STEPS:
             self._seconds.append(seconds)
-        if (reward := _number(row, "reward/mean")) is not None:
+        if (reward := number(row, "reward/mean")) is not None:
             self._rewards.append(reward)
-        if (accuracy := _number(row, "eval/accuracy")) is not None:
+        if (accuracy := number(row, "eval/accuracy")) is not None:
             self._accuracy = accuracy, self._position()
-        if (saved := _number(row, "checkpoint/step")) is not None:
+        if (saved := number(row, "checkpoint/step")) is not None:
             self._checkpoint = int(saved)
         if self._live is None:
             self._print(self._line())
 
     def _evaluated(self, row: Mapping[str, JsonValue]) -> None:
         at = f"step {row['step']}"
-        if (accuracy := _number(row, "eval/accuracy")) is not None:
+        if (accuracy := number(row, "eval/accuracy")) is not None:
             self._accuracy = accuracy, at
         if self._live is None:
             fields = [
@@ -163,16 +163,16 @@ class Progress:
 
     def _tokens_per_second(self) -> float | None:
         """Sampled tokens over the time of the whole step: the end-to-end speed."""
-        tokens, seconds = _number(self._row, "tokens/rollout"), _number(self._row, "seconds/step")
+        tokens, seconds = number(self._row, "tokens/rollout"), number(self._row, "seconds/step")
         return None if tokens is None or not seconds else tokens / seconds
 
     def _eta(self) -> str:
-        left = self.total - int(_number(self._row, "step") or 0)
+        left = self.total - int(number(self._row, "step") or 0)
         return _duration(left * sum(self._seconds) / len(self._seconds)) if self._seconds and left > 0 else ""
 
     def __rich__(self) -> Panel:
         warm = self._row.get("phase") == "warm_start"
-        done = _number(self._row, "warm_start/step" if warm else "step") or 0
+        done = number(self._row, "warm_start/step" if warm else "step") or 0
         total = self._warm_total if warm else self.total
         head = Table.grid(padding=(0, 2))
         eta = self._eta()
@@ -218,13 +218,8 @@ class Progress:
 
 def _teaching(row: Mapping[str, JsonValue]) -> float | None:
     """Share of a step's groups whose rewards differ, so that they give a gradient."""
-    equal = _number(row, _EQUAL)
+    equal = number(row, _EQUAL)
     return None if equal is None else 1 - equal
-
-
-def _number(row: Mapping[str, JsonValue], name: str) -> float | None:
-    value = row.get(name)
-    return value if isinstance(value, int | float) else None
 
 
 def _show(value: JsonValue) -> str:

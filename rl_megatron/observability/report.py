@@ -28,8 +28,8 @@ from rl_megatron.observability.charts import (
     thinned,
 )
 from rl_megatron.observability.curves import FIRST, HEADLINES, SECTIONS, Curve
-from rl_megatron.observability.files import JsonRow
-from rl_megatron.observability.history import Run, headline_figures, load_runs, number, unless_damaged
+from rl_megatron.observability.files import JsonRow, number
+from rl_megatron.observability.history import Run, headline_figures, load_runs, unless_damaged
 from rl_megatron.observability.intervals import mean_interval
 from rl_megatron.observability.metrics.table import PHASE_SECONDS, documented
 from rl_megatron.observability.samples import SampleRow
