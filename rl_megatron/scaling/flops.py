@@ -92,12 +92,6 @@ def training_flops(shape: ModelShape, lengths: Iterable[int], learner: LearnerSe
     return PASSES * (weights + pairs) - still + len(shape.drafted) * _draft(shape, batch)
 
 
-def forward_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
-    """Of one forward pass, the output layer at every position included."""
-    batch = _Batch.of(shape, lengths)
-    return batch.tokens * _weights(shape) + _between_positions(shape, batch)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
     """Positions, and by window the (query, key) pairs of causal attention."""

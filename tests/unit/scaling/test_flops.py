@@ -16,7 +16,7 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import DeltaNet, ModelShape
 from rl_megatron.options.lora import LoraSection
 from rl_megatron.options.routers import RouterSection
-from rl_megatron.scaling.flops import PEAKS, forward_flops, peak_of, seconds_at_peak, training_flops
+from rl_megatron.scaling.flops import PASSES, PEAKS, peak_of, seconds_at_peak, training_flops
 from rl_megatron.weights.layouts.families import read_shape
 from tests.draft_models import WrittenDraft, save_with_drafts
 from tests.family_models import save_model
@@ -187,7 +187,7 @@ def test_it_is_megatrons_published_form_of_a_gpt() -> None:
     shape, lengths = gpt(h, layers, vocab), [s] * batch
     visible = (s + 1) / 2
     published = 96 * batch * s * layers * h**2 * (1 + visible / (6 * h) + vocab / (16 * layers * h))
-    again = forward_flops(shape, lengths) - 2 * batch * s * h * vocab
+    again = training_flops(shape, lengths) / PASSES - 2 * batch * s * h * vocab
     assert training_flops(shape, lengths) + again == pytest.approx(published, rel=1e-12)
 
 

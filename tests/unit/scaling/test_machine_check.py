@@ -14,7 +14,7 @@ from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.ranks import layout_said
 from rl_megatron.scaling.constants import PRIOR
-from rl_megatron.scaling.flops import Peak, forward_flops
+from rl_megatron.scaling.flops import PASSES, Peak, training_flops
 from rl_megatron.scaling.hardware import GPUS
 from rl_megatron.scaling.machines.check import CheckedRun, check_run
 from tests.unit.scaling.test_machines import ENTRY, SIZES, calibrated
@@ -72,8 +72,8 @@ def test_training_is_the_counted_flops_over_the_rate_beside_the_median_of_the_st
     checked = found()
     assert (checked.first, checked.last, checked.steps) == (3, 7, 5)
     phases = {each.part: each for each in checked.phases}
-    flops = forward_flops(SHAPE, [64] * 32)
-    scores = forward_flops(replace(SHAPE, hidden_size=0, num_experts=0, vocab_size=0), [64] * 32)
+    flops = training_flops(SHAPE, [64] * 32) / PASSES
+    scores = training_flops(replace(SHAPE, hidden_size=0, num_experts=0, vocab_size=0), [64] * 32) / PASSES
     assert phases["train"].predicted == pytest.approx((3 * flops + scores / 2) / RATE, rel=2e-2)
     assert phases["train"].measured == median((3, 5, 4, 9, 4))
     assert phases["train"].error == pytest.approx(phases["train"].predicted / 4 - 1)
