@@ -35,14 +35,13 @@ rl-megatron train algorithm=cispo learner.tp=2 train.steps=50
 - `section.key=value` sets one key.
 - `group=name` replaces a whole section by `conf/<group>/<name>.yaml`; the files of `conf/rollout/` start with
   `defaults: [_section_]` and change only the keys that they name. A group's file may set keys of other sections too, in
-  `beside:`, as `algorithm=dapo` sets `rollout.dynamic_sampling`: over what configuration files say, under
-  `section.key=value`. Another row that is chosen later leaves those as they are, and so does a later `group=name` for
-  their section whose file lacks them: over a file with `{algorithm: scalerl}`, `data=gsm8k` keeps the row's
-  `data.curriculum.retire_above`.
+  `beside:`, as `algorithm=dapo` sets `rollout.dynamic_sampling`. Such a key wins over configuration files, and
+  `section.key=value` wins over it. It stays when a later override chooses another row, or replaces its section by a
+  file that lacks the key: over a file with `{algorithm: scalerl}`, `data=gsm8k` keeps `data.curriculum.retire_above`.
 - `defaults: [base, {algorithm: gspo}]` in a YAML file starts from other files.
-- A key that is set and that nothing would read is refused with the reason. Three take away what files below or
-  earlier overrides set for their contrary: `model.path` the keys of `model.tiny` and `model.cache_dir`,
-  `warm_start.steps=0` those of `warm_start`, a number of epochs `train.steps`.
+- A key that is set and that nothing would read is refused with the reason. Three settings instead unset keys of
+  files below or of earlier overrides that they make useless: `model.path` unsets `model.tiny` and `model.cache_dir`,
+  `warm_start.steps=0` the rest of `warm_start`, a number of epochs `train.steps`.
 - Files are YAML 1.2: `3e-4` is a number, `off` and `no` are text, a key that is given twice is an error. Aliases
   (`*name`) are refused: write the value out. Keys of `slurm` that are text take a number as it is written, as
   `slurm.account=00123`.

@@ -4,7 +4,7 @@
 values, in any order of arguments. A YAML file may start from others with ``defaults: [base, {group: name}]``; a group's
 file that starts from ``_section_`` changes only the keys that it names, and its ``beside`` sets keys of other sections,
 which stay where such a section is replaced later.
-A model's path, a warm start of no steps and a number of epochs also take away what was set before for their contrary.
+A model's path, a warm start of no steps and a number of epochs unset earlier keys that they make useless.
 Only the sections define defaults of keys; errors.py words the schema's errors; yaml_text.py reads YAML.
 """
 

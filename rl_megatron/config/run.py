@@ -290,7 +290,7 @@ class RunConfig(Section):
 
     @property
     def longest_completion(self) -> int:
-        """Most tokens behind a prompt: of what is trained on, or of a set of ``eval.sets``."""
+        """Most tokens after a prompt: of what is trained on, or of a set of ``eval.sets``."""
         of_sets = (one.max_new_tokens or 0 for one in self.eval.sets.values())
         return max((self.most_sampled, *of_sets, *(one.max_tokens for one in self.environments.values())))
 

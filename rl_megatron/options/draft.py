@@ -17,7 +17,7 @@ _STATES = 7
 
 
 class DraftSection(Section):
-    """The draft layer behind the decoder, which proposes tokens to an engine that decodes speculatively."""
+    """The draft layer after the decoder, which proposes tokens to an engine that decodes speculatively."""
 
     train: bool = False
     """Train the draft layer beside the policy, on detached hidden states, embedding and output matrix, so that no

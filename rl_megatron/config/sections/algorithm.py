@@ -103,7 +103,7 @@ class AlgorithmSection(Section):
     """objective=vespo: the same for other advantages."""
     old_kl_limit: PositiveFloat | None = None
     """Greatest KL of the old policy to the current one (``kl/old_policy`` of a minibatch, in nats) at which a step goes
-    on: the minibatch that is found above it and those behind it, of all epochs, are not trained on. null: all are."""
+    on: the minibatch that is found above it and those after it, of all epochs, are not trained on. null: all are."""
     aggregation: Literal[
         "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"
     ] = "token_mean"

@@ -225,7 +225,7 @@ class ServerSection(Section):
 
 class InterruptSection(Section):
     """Ends thinking that is too long: a text follows that the model did not sample and is not trained on, and the model
-    goes on behind it (ScaleRL). Completions to train on alone."""
+    goes on after it (ScaleRL). Completions to train on alone."""
 
     earliest: NonNegativeFloat = 0.0
     """Sampled tokens after which a completion that goes on thinking is interrupted, or below 1, this share of

@@ -27,7 +27,7 @@ ENVIRONMENTS = (
     (
         "environment/observation_tokens",
         "tokens",
-        "tokens of a trajectory that it read after its first prompt, mean; of a later row, those behind what it begins "
+        "tokens of a trajectory that it read after its first prompt, mean; of a later row, those after what it begins "
         "with in common with an earlier one",
     ),
     ("environment/untrained_fraction", "", "these over all tokens after first prompts; they are never trained on"),

@@ -29,7 +29,7 @@ LEARNING = (
         "(on_refused), and rows without a turn to learn; at the first step also those that were left out as .jsonl "
         "files were read",
     ),
-    ("data/cut", "sequences", "of the step, trained on without what is behind sft.max_tokens"),
+    ("data/cut", "sequences", "of the step, trained on without their tokens beyond sft.max_tokens"),
     ("reward/mean", "", "mean reward of the step's completions"),
     ("reward/std", "", "standard deviation of the step's rewards, over all completions"),
     ("reward/sampled_mean", "", "mean reward of all sampled completions, including groups that are left out later"),

@@ -90,14 +90,14 @@ def render_docs() -> str:
 then one for each step of the job. Names are stable. A value that was NaN or infinite is `null`. TensorBoard tags and
 W&B keys are the same names, prefixed by `warm_start/` in rows of the warm start. Log-probs, entropies and KLs are in
 nats. Metrics in {", ".join(_TIMED_UNITS)}, and those of {", ".join(f"`{name}`" for name in _TIMED)}
-depend on the clock, on when the run saved, on devices and what ranks hold or on connections; all others are equal to
-the bit in equal runs, but where servers sample ahead, whose answers arrive by the clock.
+depend on the clock, on when the run saved, on devices and what ranks hold, or on connections. Equal runs have equal
+values of all others, to the bit, unless servers sample ahead: then the order in which they answer changes them.
 
-Means and shares of tokens, sequences and pairs are over those of all minibatches of the step together, but where
-minibatches are named.
+Means and shares of tokens, sequences and pairs are over all minibatches of the step together, unless the meaning names
+minibatches.
 
-A metric that a run cannot have is absent, not 0: what says "with max_staleness" where train.max_staleness is 0, what
-needs servers where the learner's processes sample.
+A metric that a run cannot have is absent, not 0: those "with max_staleness" if train.max_staleness is 0, those of
+servers if the learner's processes sample.
 
 | name | unit | meaning |
 |---|---|---|
