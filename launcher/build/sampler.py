@@ -86,7 +86,7 @@ def _interruption(config: RunConfig, data: Data, decode: Callable[[Sequence[int]
 
 
 def samplers_of_sets(
-    config: RunConfig, engine: RolloutEngine, data: Data, *, vocab_size: int, services: Services | None = None
+    config: RunConfig, engine: RolloutEngine, data: Data, *, vocab_size: int, services: Services | None
 ) -> dict[str, PolicySampler]:
     """The samplers of the sets that have an environment of their own, by the set's name."""
     keys = {name: f"eval.sets.{name}.environment" for name in config.eval.sets}

@@ -182,7 +182,7 @@ def _unlike(dims: ParallelDims) -> range:
     return range(0, dims.world_size, dims.world_size // dims.pp)
 
 
-def show_config(config_name: str, overrides: Sequence[str], *, exact: bool = False) -> None:
+def show_config(config_name: str, overrides: Sequence[str], *, exact: bool) -> None:
     """Print what a configuration needs and costs as a job: memory, a push, a checkpoint, with ``exact`` a dry run too.
 
     A configuration with model.name needs no folder of the model; one that is here must hold that model. Raises

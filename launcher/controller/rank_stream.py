@@ -18,9 +18,7 @@ class RankStream:
     """The controller's end of a stream. ``heard`` gets each message, and ``hearing`` is called each time a part of one
     was read whose rest is still to come; a stream that breaks only ends."""
 
-    def __init__(
-        self, connection: Connection, heard: Callable[[Message], None], hearing: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, connection: Connection, heard: Callable[[Message], None], hearing: Callable[[], None]) -> None:
         self._connection, self._heard, self._hearing = connection, heard, hearing
         self._loop = asyncio.get_running_loop()
         self.hung_up: asyncio.Future[None] = self._loop.create_future()

@@ -11,7 +11,7 @@ from torch import Tensor
 from rl_megatron.algorithms.segments import segment_range, sequence_ids
 
 
-def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: float = 4096, factor: float = 1.0) -> Tensor:
+def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: float, factor: float = 1.0) -> Tensor:
     """Penalty [n] float32 in [-factor, 0]: -factor·excess/buffer over the last ``buffer`` tokens before ``max_length``.
 
     DAPO (arXiv:2503.14476), soft overlong punishment; ``lengths`` [n] are of completions. A ``buffer`` below 1 is a
@@ -27,7 +27,7 @@ def drop_truncated(mask: Tensor, truncated: Tensor, cu_seqlens: Tensor) -> Tenso
     return mask & ~truncated[sequence_ids(cu_seqlens)]
 
 
-def score_finished(rewards: Tensor, finished: Tensor, *, unfinished_reward: float = 0.0) -> Tensor:
+def score_finished(rewards: Tensor, finished: Tensor, *, unfinished_reward: float) -> Tensor:
     """Rewards [n] of completions that ended by themselves; the others get ``unfinished_reward``."""
     return torch.where(finished, rewards, unfinished_reward)
 

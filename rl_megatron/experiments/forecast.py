@@ -44,7 +44,7 @@ def forecast(curves: Sequence[SeedCurve], limits: tuple[float, float] | None = N
     return Forecast(cut=cut, held_out=len(x), errors=errors, reason=reason)
 
 
-def power_law(curves: Sequence[SeedCurve], limits: tuple[float, float] | None = None) -> _Law | None:
+def power_law(curves: Sequence[SeedCurve], limits: tuple[float, float] | None) -> _Law | None:
     """R = A - D / C^B by least squares, B of a grid from 0.01 to 10, A within ``limits``. None below three points."""
     x = np.concatenate([curve.compute for curve in curves])
     y = np.concatenate([curve.reached for curve in curves])

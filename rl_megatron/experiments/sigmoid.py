@@ -95,7 +95,7 @@ def fit_sigmoid(curves: Sequence[SeedCurve], limits: tuple[float, float] | None 
     )
 
 
-def why_not(curves: Sequence[SeedCurve], limits: tuple[float, float] | None = None) -> str | None:
+def why_not(curves: Sequence[SeedCurve], limits: tuple[float, float] | None) -> str | None:
     """Why the points cannot carry this fit, in words for the reader; None where they can."""
     if not curves:
         return "no run has values to fit"

@@ -61,7 +61,7 @@ def run_loss(
     *,
     num_tokens: int,
     num_sequences: int,
-    beside: AfterForward | None = None,
+    beside: AfterForward | None,
 ) -> list[LossOutput]:
     """Accumulates this rank's unreduced gradients in the chunks' buffers. Returns loss shares on the last stage.
 

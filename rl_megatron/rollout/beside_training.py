@@ -21,7 +21,7 @@ class BesideTraining(RolloutEngine):
     """Sends requests on as the youngest, which engines with priorities take last, and at most ``most`` of them at once;
     the others wait here, where they take no slot of a server. None: all."""
 
-    def __init__(self, engine: RolloutEngine, most: int | None = None) -> None:
+    def __init__(self, engine: RolloutEngine, most: int | None) -> None:
         self._engine, self._free = engine, nullcontext() if most is None else asyncio.Semaphore(most)
 
     @override

@@ -84,8 +84,8 @@ def save_shards(
     chunks: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
     kept: Kept,
-    values: Values = lambda tensor: tensor,
-    staged: Staged | None = None,
+    values: Values,
+    staged: Staged | None,
 ) -> ShardSave:
     """Save this rank's shards into the existing ``folder``, by the plan that was ``kept`` of a save before.
 

@@ -52,9 +52,7 @@ class LayerKind:
         return hash((own, self.constants))
 
 
-def product_seconds(
-    rows: float, wide: float, deep: float, rate: float, gpu: Gpu, c: Constants, size: float = 2
-) -> float:
+def product_seconds(rows: float, wide: float, deep: float, rate: float, gpu: Gpu, c: Constants, size: float) -> float:
     """Of a product of [rows, wide] and [wide, deep] at ``rate`` FLOP/s, ``size`` bytes an element of what is read."""
     narrow = min(wide, deep)
     computed = 2 * rows * wide * deep / rate * (1 + c.tile / rows) * (1 + c.tile / narrow)

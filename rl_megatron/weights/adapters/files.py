@@ -76,7 +76,7 @@ def of_unknown_base(source: Path, base: Path) -> str | None:
     return f"{base} has no weights to compare with those that the adapters of {source} were trained beside"
 
 
-def left_by_peft(source: Path, config: Path, family: str | None = None) -> str | None:
+def left_by_peft(source: Path, config: Path, family: str | None) -> str | None:
     """A line to show about adapters of ``source`` that peft leaves out, of the model of ``config``; None if it takes
     all."""
     lora, shape = held_lora(source), read_shape(config, family)

@@ -242,7 +242,7 @@ def left_out(source: Path, config: Path | None = None, family: str | None = None
     return "; ".join(line for line in lines if line) or None
 
 
-def own_left_out(source: Path, config: Path | None = None, family: str | None = None) -> list[str]:
+def own_left_out(source: Path, config: Path | None, family: str | None) -> list[str]:
     """A line for each matrix of a draft layer that its layer has in place of a copy of the model's."""
     if is_megatron(source):
         return []

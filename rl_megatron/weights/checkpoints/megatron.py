@@ -52,7 +52,7 @@ def held_shape(source: Path, shape: ModelShape) -> ModelShape:
     return as_held(replace(shape, stacked_experts=False, stacked_drafts=False), read_index(source)[0])
 
 
-def raise_other_model(source: Path, shape: ModelShape, *, of_critic: bool = False) -> None:
+def raise_other_model(source: Path, shape: ModelShape, *, of_critic: bool) -> None:
     """Raises as `megatron_copies` for tensors that a model of ``shape`` lacks, needs or has in another size; megatron
     itself loads too few rows of a vocabulary, and leaves the others at 0. ``of_critic``: a model that scores has the
     bias of a critic's values, too."""
