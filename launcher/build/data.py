@@ -41,7 +41,7 @@ _CHECKS: Mapping[JobName, Callable[[Iterable[Prompt]], None]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """The tokenizer, the tokens that end a completion, the one of them behind answers that are learnt, both splits, and
+    """The tokenizer, the tokens that end a completion, the one of them after answers that are learnt, both splits, and
     the sets to evaluate."""
 
     tokenizer: PreTrainedTokenizerBase

@@ -152,7 +152,7 @@ def hugging_face(target: TrainedModel, spare: Path) -> Path:
 
 
 def shown_variables(config: RunConfig) -> str:
-    """The chat template's variables, to print behind what is printed of the model; empty without any."""
+    """The chat template's variables, to print after what is printed of the model; empty without any."""
     named = [f"{name}={json.dumps(value)}" for name, value in config.model.template_variables.items()]
     return f"; variables of its chat template: {', '.join(named)}" if named else ""
 

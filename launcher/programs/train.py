@@ -198,7 +198,7 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
 
 
 def _at_end(start: Checkpoint, config: RunConfig) -> str:
-    """What is said of a checkpoint behind which no step is left."""
+    """What is said of a checkpoint after which no step is left."""
     if start.state.step < config.train.steps or start.state.warm_start_step is not None:
         return ""
     return f": the run is at its last step{'; give a larger train.steps' if config.written_epochs is None else ''}"

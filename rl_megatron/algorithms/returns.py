@@ -68,7 +68,7 @@ def gae(
         deltas, ends = part.kept(rewards, 1).sub_(now), part.ends[some]
         at_ends = deltas[ends] + gamma * after_last[part.sequences][some]
         deltas[:-1].add_(now[1:], alpha=gamma)
-        deltas[ends] = at_ends  # what stands behind them is another sequence's
+        deltas[ends] = at_ends  # what stands after them is another sequence's
         decay = discount if len(discount) == 1 else discount[part.sequences]
         return discounted_sum(deltas, part.lengths, decay, room=part.room[2])
 

@@ -80,7 +80,7 @@ class _Row(Sequence[Samples]):
 def _placeholder(samples: Samples, spare: int) -> Samples:
     """A sequence of one position with nothing masked in, for a rank without work to join the collectives.
 
-    Behind it are up to ``spare`` - 1 positions that no sequence has, so that padding is not one token many times, which
+    After it are up to ``spare`` - 1 positions that no sequence has, so that padding is not one token many times, which
     would all go to the same experts.
     """
     columns = {name: torch.zeros_like(column[:spare]) for name, column in samples.columns.items()}

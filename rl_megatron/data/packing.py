@@ -56,7 +56,7 @@ def pack(
     ``unit`` neighbouring sequences (2 for preference pairs) stay together. The learner, not this function, pads for TP
     and CP; but padding counts: a padded micro-batch also has at most ``max_tokens`` positions, rounded up to the
     padding's multiple. If there are fewer sequences than micro-batches, the others get one position with nothing masked
-    in, since every rank must join the collectives, and where ``padding`` has sizes, more behind their sequence to pad
+    in, since every rank must join the collectives, and where ``padding`` has sizes, more after their sequence to pad
     with. Raises DataError for an empty batch and for a sequence (a unit) longer than ``max_tokens``.
     """
     packer = Packer(

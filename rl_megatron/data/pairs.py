@@ -22,7 +22,7 @@ Pair = tuple[WrittenRow, WrittenRow]
 
 
 def answer_pairs(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, end: int | None) -> list[Pair]:
-    """Each prompt with either answer, of which the tokens and ``end`` behind them are learnt. Raises as
+    """Each prompt with either answer, of which the tokens and ``end`` after them are learnt. Raises as
     `supervised_rows`."""
     better, worse = (
         supervised_rows(prompts, [(text,) for text in texts], tokenizer, end)

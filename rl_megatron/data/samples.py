@@ -77,7 +77,7 @@ def _turns_of(turns: Sequence[Sequence[tuple[int, LogProbs]]], cu_seqlens: Tenso
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WrittenRow:
-    """Tokens [L] int32 of the prompt ``id``, and the turns in them to learn: first token, and the token behind. The
+    """Tokens [L] int32 of the prompt ``id``, and the turns in them to learn: first token, and the token after. The
     better answer of a pair has the ``margin`` that is wanted between the scores of both."""
 
     id: str
@@ -115,7 +115,7 @@ def supervised_rows(
 
 
 def end_of_answers(tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> int | None:
-    """The one of ``stop_token_ids`` behind an answer that is learnt: the tokenizer's ``eos_token``, else the first that
+    """The one of ``stop_token_ids`` after an answer that is learnt: the tokenizer's ``eos_token``, else the first that
     is a token of it; None if there is none."""
     if tokenizer.eos_token_id in stop_token_ids:
         return int(tokenizer.eos_token_id)

@@ -211,7 +211,7 @@ def _narrowed(numbers: NDArray[Any]) -> tuple[NDArray[Any], np.dtype[Any]]:
 
 
 def _spare(column: Tensor, name: str, count: int) -> NDArray[Any]:
-    """As `gathered` has it behind no sequence."""
+    """As `gathered` has it after no sequence."""
     first = column[:count]
     return (first if name in TO_SCORE else torch.zeros_like(first)).numpy()
 

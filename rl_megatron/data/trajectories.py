@@ -60,7 +60,7 @@ def in_steps(group: RolloutGroup, scored: Sequence[Scored], decode: Decode) -> R
     """The group with a turn for each step of its completions, which have one turn.
 
     A step ends with the token that has its last character; several that end within one token are one step, of the sum
-    of their rewards. What is behind the last step belongs to it.
+    of their rewards. What is after the last step belongs to it.
     """
     parts = zip(group.trajectories, scored, strict=True)
     return replace(

@@ -101,7 +101,7 @@ class Case:
 
     @property
     def only_behind_context(self) -> bool:
-        """Whether tokens behind one token agree while the others do not."""
+        """Whether tokens after one token agree while the others do not."""
         return self.differs and size(self.outcomes.single) <= max(self.setting.noise, 0.02 * self.gap)
 
     @property

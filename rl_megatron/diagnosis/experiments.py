@@ -63,10 +63,10 @@ class Outcomes:
     """All that was seen. Gaps are in nats, [n] double; each would be rounding noise where all is well."""
 
     observation: Observation
-    single: Tensor  # engine less learner, of the token sampled behind one-token prompts
+    single: Tensor  # engine less learner, of the token sampled after one-token prompts
     single_routes: Tensor | None  # [n, L, k] of these
     together: Tensor  # engine's greedy tokens in a batch less alone
-    prefilled: Tensor  # engine's greedy tokens as decoded less the same behind a longer prompt
+    prefilled: Tensor  # engine's greedy tokens as decoded less the same after a longer prompt
     packed: Tensor  # learner's log-probs in a batch less alone
     prompts: Mapping[str, float]  # size of the gap where the learner sees the prompts changed so
 

@@ -59,7 +59,7 @@ def routing_gap(observation: Observation) -> RoutingGap | None:
 def suspected_expert(gaps: Tensor, routes: Tensor | None) -> str:
     """The expert whose tokens differ far more than all others', in words; empty where none stands out.
 
-    ``gaps`` [n] of tokens behind one-token prompts: in longer ones attention takes a fault to all tokens behind it.
+    ``gaps`` [n] of tokens after one-token prompts: in longer ones attention takes a fault to all tokens after it.
     """
     if routes is None:
         return ""

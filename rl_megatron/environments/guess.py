@@ -72,8 +72,8 @@ class Guess:
         """There is nothing to release."""
 
     def demonstration(self, task: Prompt, seed: int) -> Sequence[str]:
-        """Guesses drawn without a look at the hints, up to four: how to write, and not how to search. They stand behind
-        the task's text, and a trajectory's behind ``?``."""
+        """Guesses drawn without a look at the hints, up to four: how to write, and not how to search. They stand after
+        the task's text, and a trajectory's after ``?``."""
         hidden, draws, texts = _hidden(task, self._numbers), random.Random(seed), list[str]()
         for _ in range(4):
             guess = draws.randrange(self._numbers)

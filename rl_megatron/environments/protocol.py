@@ -113,7 +113,7 @@ class Model(Protocol):
 
     @property
     def api_key(self) -> str:
-        """The key of this trajectory at ``base_url``; worth nothing behind its end."""
+        """The key of this trajectory at ``base_url``; worth nothing after its end."""
         ...
 
     async def reply(self, messages: Sequence[OpenAIMessage], tools: Sequence[Mapping[str, Any]] = ()) -> Reply:

@@ -298,7 +298,7 @@ def _move_state(hybrid: HybridDeviceOptimizer) -> None:
 
 
 def _fix_places_of_state() -> None:
-    """Fix which state DistributedOptimizer saves for a parameter behind the first bucket (0.16.1).
+    """Fix which state DistributedOptimizer saves for a parameter after the first bucket (0.16.1).
 
     It joins the buckets' states without the padding between them, and then cuts parameters out at their places in the
     buffer, which count the padding. Here the joined state keeps it.

@@ -168,7 +168,7 @@ class LatentLayer(LayerAttention):
 
 
 def held_indexer(shape: ModelShape, layer: int, zeros: Zeros) -> dict[str, Tensor]:
-    """The tensors of a layer's indexer (`shape.Indexer`) by their names behind ``self_attn.indexer.``."""
+    """The tensors of a layer's indexer (`shape.Indexer`) by their names after ``self_attn.indexer.``."""
     if shape.indexer is None or layer not in shape.indexer.layers:
         return {}
     assert shape.latent is not None

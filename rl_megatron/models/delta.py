@@ -109,7 +109,7 @@ class DeltaStates:
 def remember_whole(
     x: Tensor, taps: Tensor, decay: Tensor, beta: Tensor, states: DeltaStates, net: int, lengths: Tensor
 ) -> Tensor:
-    """Whole sequences from their starts: x [P, longest, M], decay and beta [P, longest, K, R], zeros behind each
+    """Whole sequences from their starts: x [P, longest, M], decay and beta [P, longest, K, R], zeros after each
     sequence's ``lengths`` [P] -> [P, longest, K, R, dv]. Writes the ``net``-th states."""
     gap, count = taps.shape[-1] - 1, -(-x.shape[1] // DeltaNet.chunk)
     padded = functional.pad(x.mT, (gap, 0))

@@ -22,7 +22,7 @@ def by_chunks(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, counts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """query, key [n, K, C, dk], value [n, K, R, C, dv], decay (the logarithm, at most 0) and beta [n, K, R, C] -> what
-    each position gives [n, K, R, C, dv], and the state [K, R, dk, dv] behind the last chunks.
+    each position gives [n, K, R, C, dv], and the state [K, R, dk, dv] after the last chunks.
 
     The first ``counts[0]`` chunks begin sequences, the next ``counts[1]`` follow the first of those, and so on.
     Queries and keys are made of length 1, queries over sqrt(dk). Where beta and decay are 0, no state changes.

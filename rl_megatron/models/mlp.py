@@ -1,4 +1,4 @@
-"""The part of a decoder layer behind its attention, in plain torch: one MLP, or experts that a router chooses.
+"""The part of a decoder layer after its attention, in plain torch: one MLP, or experts that a router chooses.
 
 Letters: N tokens, H hidden, E experts, I width, k experts a token.
 """

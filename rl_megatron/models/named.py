@@ -128,7 +128,7 @@ NAMED: Mapping[str, ModelShape] = {
         draft_layers=0,
     ),
 }
-"""Shapes by name; DeepSeek-V3's leaves out the multi-token-prediction module behind the decoder."""
+"""Shapes by name; DeepSeek-V3's leaves out the multi-token-prediction module after the decoder."""
 
 _SIZES = (
     "num_layers",

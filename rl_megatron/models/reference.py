@@ -212,7 +212,7 @@ class WholeSequences(Context):
             place = self._places[layer]
             columns[place].flatten(0, 1).index_copy_(0, self._from_end, key)
             columns[place + len(columns) // 2].flatten(0, 1).index_copy_(0, self._from_end, value)
-        # Padding stands behind each sequence, where no earlier query looks: causality is all the mask it needs.
+        # Padding stands after each sequence, where no earlier query looks: causality is all the mask it needs.
         q, k, v = (self._pad(x).transpose(1, 2) for x in (query, key, value))
         window = self._windows[layer] if self._windows else 0
         mask = self._mask(window, sinks) if window or sinks is not None else None

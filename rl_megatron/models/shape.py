@@ -129,7 +129,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Names of a layer's router and experts in Hugging Face's files, behind the layer's own: ``prefix``, then those of
+    """Names of a layer's router and experts in Hugging Face's files, after the layer's own: ``prefix``, then those of
     an expert's gate, up and down, of the router and its selection bias, and of shared experts."""
 
     prefix: str = "mlp."
@@ -164,7 +164,7 @@ class ModelShape:
     With ``stacked_experts`` files and learner have one tensor for all experts of a layer; others, one for each; draft
     layers of such a model have them so with ``stacked_drafts``.
     ``expert_bias`` and ``clamped_swiglu`` (the limit, 0 for plain SwiGLU) are gpt-oss's. Some checkpoints have
-    ``draft_layers`` behind the decoder, for multi-token prediction (DeepSeek-V3, arXiv:2412.19437); with ``drafts`` the
+    ``draft_layers`` after the decoder, for multi-token prediction (DeepSeek-V3, arXiv:2412.19437); with ``drafts`` the
     model has them too, each like the decoder's last layer, else they are left aside. Tensors whose names begin with one
     of ``beside``, of draft layers without rows or of a tower for images, are never read. A model that ``scores`` has
     one output in place of the vocabulary's: transformers' ``…ForSequenceClassification`` with one label.

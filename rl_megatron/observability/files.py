@@ -69,7 +69,7 @@ class JsonlFile:
         if not self.path.exists():
             return 0
         removed, cut = 0, 0
-        kept, moved = list[bytes](), list[bytes]()  # the last first; those that are moved stand behind a removed one
+        kept, moved = list[bytes](), list[bytes]()  # the last first; those that are moved stand after a removed one
         for number, (place, line) in enumerate(_lines_from_the_end(self.path)):
             cut = cut if number else place + len(line) + 1
             row = _parse_anywhere(self.path, line)

@@ -105,7 +105,7 @@ def samples_between(path: Path) -> list[SampleRow]:
 
 
 def search_samples(path: Path, search: SampleSearch, *, skip: int, limit: int) -> tuple[list[SampleRow], bool]:
-    """At most ``limit`` samples behind the first ``skip``, the latest first, and whether there are more.
+    """At most ``limit`` samples after the first ``skip``, the latest first, and whether there are more.
 
     Reads no more of the file than that. Raises DataError as `read_samples`; a file that is not there has none.
     """

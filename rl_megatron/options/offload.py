@@ -31,7 +31,7 @@ _INSIDE = {
 
 class ActivationsSection(Section):
     """Halves of decoder layers whose activations wait in the host's pinned memory for the backward pass: copies leave
-    while the next half computes, and come back while the backward pass computes the half behind. Results keep their
+    while the next half computes, and come back while the backward pass computes the one after it. Results keep their
     bits. A GPU then holds two halves of one micro-batch, but the host all of those in flight. Copies hide behind
     computing where sequences are long, or matrices wide: how far is not measured. Tensors of less than 1 MiB stay."""
 

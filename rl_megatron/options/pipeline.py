@@ -38,7 +38,7 @@ def in_flight(pp: int, stage: int, sizes: Sequence[int]) -> float:
 
     ``sizes`` are the layers of the stage's chunks. Several chunks take turns, each with ``pp`` micro-batches, forward
     from the first chunk and backward from the last, which begins once all chunks have had a turn but the last, and two
-    more micro-batches for each stage behind. A chunk counts by its share of the stage's layers.
+    more micro-batches for each later stage. A chunk counts by its share of the stage's layers.
     """
     if len(sizes) == 1:
         return float(pp - stage)

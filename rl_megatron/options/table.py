@@ -103,7 +103,7 @@ def installed_keys() -> list[str]:
 
 
 def with_installed_keys(section: type[S]) -> type[S]:
-    """A decorator that adds the keys of `installed` options behind the section's own. Raises ConfigError for a key that
+    """A decorator that adds the keys of `installed` options after the section's own. Raises ConfigError for a key that
     the section has already."""
     kinds = {name: option.keys for name, option in installed().items() if option.keys is not None}
     seen = set(section.model_fields)

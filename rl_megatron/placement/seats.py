@@ -113,7 +113,7 @@ def seats_of(config: RunConfig, nodes: Sequence[str], engine_nodes: Sequence[str
 
 def beside_ranks(config: RunConfig, here: int | None = None) -> list[list[int]]:
     """The GPUs of each server that a run starts on the learner's nodes, numbered as ranks are that have them, and
-    behind them those without a rank; empty if servers are elsewhere. Raises as `seat` does, or `seats_here`.
+    after them those without a rank; empty if servers are elsewhere. Raises as `seat` does, or `seats_here`.
 
     ``here``: GPUs of the one machine that the run is on; None: it is a job's, or not known, and servers have GPUs of
     their own there if slurm.gpus_per_node are enough.

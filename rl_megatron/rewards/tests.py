@@ -23,7 +23,7 @@ from rl_megatron.rewards.scoring import queued
 from rl_megatron.sandbox.table import Sandbox
 from rl_megatron.types import Completion, Prompt, Scored
 
-_FENCE = re.compile(r"( *)(`{3,}(?=[^`]*$)|~{3,})(.*)")  # its indent, itself, what is said behind it
+_FENCE = re.compile(r"( *)(`{3,}(?=[^`]*$)|~{3,})(.*)")  # its indent, itself, what is said after it
 _PYTHON = ("python", "py", "python3")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OWN_CODE = "solution.py"
@@ -93,7 +93,7 @@ class PassedTests:
 
 
 def code_of(text: str) -> str:
-    """The last fenced block that is said to be Python, behind any thinking; else the last that names no language; else
+    """The last fenced block that is said to be Python, after any thinking; else the last that names no language; else
     the whole text."""
     said = text.rpartition("</think>")[2].replace("\r\n", "\n")
     blocks = {language in _PYTHON: block for language, block in _fenced(said) if language in ("", *_PYTHON)}

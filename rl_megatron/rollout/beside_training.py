@@ -14,7 +14,7 @@ from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.types import Completion, GenerationRequest
 
 LAST: Final = 1 << 30
-"""A ``birth`` behind those of all versions that a run can have."""
+"""A ``birth`` after those of all versions that a run can have."""
 
 
 class BesideTraining(RolloutEngine):

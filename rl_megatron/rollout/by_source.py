@@ -17,7 +17,7 @@ from rl_megatron.types import Completion, Prompt, SamplingParams
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerBySource(PolicySampler):
     """Has each source's own sampler, or the ``usual`` one, sample its prompts. Of several prompts at once it asks one
-    source behind the other, as an engine in the learner's processes samples one batch at a time; for a run with servers
+    source after the other, as an engine in the learner's processes samples one batch at a time; for a run with servers
     each prompt is asked by itself."""
 
     usual: PolicySampler

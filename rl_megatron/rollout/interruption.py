@@ -1,6 +1,6 @@
 """Ends thinking that is too long by a text that the model did not sample (ScaleRL, arXiv:2510.13786).
 
-A completion that has sampled so many tokens and goes on thinking is asked for again behind them and the text, so any
+A completion that has sampled so many tokens and goes on thinking is asked for again after them and the text, so any
 engine can do it. Which tokens are the text's follows from the tokens and the request's name; nothing is kept of it.
 """
 
@@ -41,7 +41,7 @@ class Interruption:
         return at if fits and request.exact_logprobs else None
 
     def until(self, request: GenerationRequest, place: int) -> GenerationRequest:
-        """The request for what comes before the text, or for all of a completion that went on from behind it."""
+        """The request for what comes before the text, or for all of a completion that went on from after it."""
         begun = request.begun
         if begun is not None and len(begun.token_ids) > place:
             return request

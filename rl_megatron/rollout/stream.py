@@ -12,7 +12,7 @@ dropped for its age, and lengths are trained as they were drawn. With k = 0 the 
 
 Servers get each prompt by itself, as soon as it is admitted, and none that no step of the run would train on. An engine
 in the learner's processes samples one batch at a time, and nothing during a push, so that each k gives equal numbers
-again after a resume; for k steps behind the last too, so that a resume may make the run longer.
+again after a resume; for k steps after the last too, so that a resume may make the run longer.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def token_versions(groups: Sequence[RolloutGroup], samples: Samples) -> Tensor:
         versions[first:stop] = row.turns[0].spans[0].version
         for turn in row.turns:
             begin, end = first + turn.start - 1, first + turn.stop - 1  # of positions: their targets are one further
-            for span in turn.spans:  # a later one covers what is behind its start
+            for span in turn.spans:  # a later one covers what is after its start
                 versions[begin + span.start : end] = span.version
     return versions
 

@@ -154,7 +154,7 @@ class PromptStream:
         return {name: self._pool.digest(one.rows) for name, one in self._epochs.items()}
 
     def _digests_of(self, name: str) -> Iterator[str]:
-        """Those that a checkpoint of the source's prompts may have: behind the first those of older versions."""
+        """Those that a checkpoint of the source's prompts may have: after the first those of older versions."""
         yield self._digests[name]
         for of in OLDER_DIGESTS:
             yield self._pool.digest(self._epochs[name].rows, of)

@@ -27,7 +27,7 @@ _MOST_CHARACTERS = 100  # per token, on average over a prompt
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
 _EQUAL = "fields {!r} and {!r} are equal, so nothing says which is better; remove the row"
 MOST_MARGIN = 10_000
-"""Largest size of a pair's margin: beside it a score of float32 still has three digits behind the point."""
+"""Largest size of a pair's margin: beside it a score of float32 still has three digits after the point."""
 
 _LIST = (list, type(None))
 

@@ -207,7 +207,7 @@ class Session:
         return await self._exchange("step", action)
 
     async def close(self) -> None:
-        """End the episode, whose room the server has again behind that, and the connection."""
+        """End the episode, whose room the server has again after that, and the connection."""
         if self._socket is not None:
             with contextlib.suppress(self._client.WebSocketException, OSError, TimeoutError):
                 async with asyncio.timeout(_CLOSE_LIMIT):
@@ -263,7 +263,7 @@ class _Full(Exception):
 def tasks(
     *, url: str, size: int, held_out: int, seed: int = 0, observation: str = "", **arguments: Any
 ) -> tuple[Iterator[Mapping[str, Any]], Iterator[Mapping[str, Any]]]:
-    """Rows of the episodes of ``size`` seeds from ``seed`` on, and of the ``held_out`` seeds behind those.
+    """Rows of the episodes of ``size`` seeds from ``seed`` on, and of the ``held_out`` seeds after those.
 
     ``arguments`` go to each reset. Raises ConfigError with what failed.
     """

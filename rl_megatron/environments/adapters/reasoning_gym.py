@@ -75,7 +75,7 @@ class ReasoningGym:
 def tasks(
     *, name: str, size: int = 1000, held_out: int = 100, seed: int = 0, **config: Any
 ) -> tuple[Iterator[Mapping[str, Any]], Iterator[Mapping[str, Any]]]:
-    """Rows to train on, of the seeds from ``seed`` on, and held-out ones, of the seeds behind those.
+    """Rows to train on, of the seeds from ``seed`` on, and held-out ones, of the seeds after those.
 
     ``config`` are the keys of the package's own configuration of ``name``. Raises ConfigError with what it refuses.
     """

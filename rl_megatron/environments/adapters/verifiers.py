@@ -47,7 +47,7 @@ async def verifiers(task: Prompt, model: Model, *, python: str) -> EnvironmentSt
 def tasks(
     *, python: str, id: str, size: int, held_out: int, args: Mapping[str, Any] | None = None
 ) -> tuple[Iterator[Mapping[str, Any]], Iterator[Mapping[str, Any]]]:
-    """Rows of the environment's first ``size`` tasks, and of the ``held_out`` behind them.
+    """Rows of the environment's first ``size`` tasks, and of the ``held_out`` after them.
 
     Raises ConfigError with what the package says.
     """
@@ -72,7 +72,7 @@ def tasks(
 
 class Interpreter:
     """A process of another interpreter, for all trajectories. Started by a thread with a mark of its own, as
-    what has a trajectory's is killed behind that; it ends when this process does."""
+    what has a trajectory's is killed after that; it ends when this process does."""
 
     def __init__(self, python: str) -> None:
         self.ended = threading.Event()

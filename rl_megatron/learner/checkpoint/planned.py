@@ -180,7 +180,7 @@ def _holds(tensor: Tensor, data: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> int:
-    """Elements from the first to behind the last."""
+    """Elements from the first to one past the last."""
     if not tensor.numel():
         return 0
     return 1 + sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True))

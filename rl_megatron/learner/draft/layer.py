@@ -1,6 +1,6 @@
 """The draft layer of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2) as a module of the last stage.
 
-At a position it reads the decoder's output, behind the final norm as megatron-core and both engines take it, and the
+At a position it reads the decoder's output, after the final norm as megatron-core and both engines take it, and the
 embedding of the token after the position's own; one decoder layer and a norm later it says the token after that one.
 Embedding and output matrix are the policy's. Names are megatron-core's (``weights.layouts.tables.drafts``).
 """

@@ -80,7 +80,7 @@ class _Saved:
 class Activations:
     """Offloads ``parts`` of the layers of a rank's chunks: "attention", "mlp" and "moe", each with its norm.
 
-    A half's copies begin when it has been computed. In the backward pass they come back while the half behind
+    A half's copies begin when it has been computed. In the backward pass they come back while the one after it
     computes. Values are copied by whole storages, so views keep their strides and results their bits. Parameters,
     and storages of less than `LEAST` bytes, stay. Without parts, nothing is done.
     """

@@ -100,7 +100,7 @@ class MetricsWriter:
 
 
 def _is_beside(row: JsonRow) -> bool:
-    """Whether the row is of an evaluation beside later steps, whose rows it may stand behind."""
+    """Whether the row is of an evaluation beside later steps, whose rows it may stand after."""
     return row.get("phase") == "eval"
 
 

@@ -1,6 +1,6 @@
-"""The chat template of a model's tokenizer, made to go on behind turns that were sampled.
+"""The chat template of a model's tokenizer, made to go on after turns that were sampled.
 
-To find what the template writes behind a turn, it is rendered with marks in that turn, and the text behind the last
+To find what the template writes after a turn, it is rendered with marks in that turn, and the text after the last
 mark is encoded alone. Marks are characters of Unicode's private use. No model has code of its own here.
 """
 
@@ -138,7 +138,7 @@ class ChatTemplate(Template):
     def _behind(
         self, before: Rendered, messages: Sequence[ChatMessage], tools: Tools
     ) -> tuple[str, bool, str | None] | Rewritten:
-        """The text behind the turn's last mark, whether it has the turn's calls, and the whole text without marks.
+        """The text after the turn's last mark, whether it has the turn's calls, and the whole text without marks.
 
         The whole is None where it lacks the calls' arguments, or thinking. Where a template trims a content that has no
         mark at its end, the whole differs from `render`'s, which `_extends` then compares.

@@ -16,7 +16,7 @@ from rl_megatron.rollout.conversation.templates import Rendered, Rewritten, Temp
 from rl_megatron.types import Chain, Completion, Routes, Turn
 
 Branch = Rewritten | Literal["edited", "again"]
-"""Why a prompt begins a row behind the first: its template's reason; ``edited`` if the last assistant message was not
+"""Why a prompt begins a row after the first: its template's reason; ``edited`` if the last assistant message was not
 sampled after these messages; ``again`` if there is none."""
 
 
@@ -29,7 +29,7 @@ class TurnPrompt:
     rendered: Rendered = field(repr=False)
     after: SampledTurn | None = field(repr=False)  # the turn whose row it goes on from
     node: Node = field(repr=False)  # the last of its messages that is in the tree
-    new: Sequence[ChatMessage] = field(repr=False)  # those behind it
+    new: Sequence[ChatMessage] = field(repr=False)  # those after it
 
     def __post_init__(self) -> None:
         freeze(self.token_ids)
@@ -43,7 +43,7 @@ class SampledTurn:
     rendered: Rendered  # its prompt; without its text once a row has gone on from the turn
     after: SampledTurn | None
     completion: Completion
-    added: TokenIds  # [n] int32, of its prompt and its completion behind the row of ``after``
+    added: TokenIds  # [n] int32, of its prompt and its completion after the row of ``after``
     length: int  # tokens of its row
     turn: Turn | None  # None if no token was sampled
 
@@ -165,7 +165,7 @@ class Conversation:
         return sum(one.after is not None for one in self._sampled)
 
     def branches(self) -> Mapping[Branch, int]:
-        """How many turns began a row behind the first, by the reason."""
+        """How many turns began a row after the first, by the reason."""
         return Counter(one.branch for one in self._sampled if one.branch is not None)
 
     def rows(self) -> Iterator[TokenIds]:

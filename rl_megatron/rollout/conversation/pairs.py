@@ -17,7 +17,7 @@ _Sides = tuple[WrittenConversation, WrittenConversation]
 
 
 def paired_answers(prompts: Sequence[Prompt], conversations: WrittenConversations) -> list[Pair]:
-    """The rows of either conversation's turns behind their common beginning.
+    """The rows of either conversation's turns after their common beginning.
 
     Raises DataError that names the prompt: as `WrittenConversations.rows_of`; the conversations first differ in what
     the assistant did not say; one has no turn to learn there; or a template shows one of these turns otherwise later

@@ -59,7 +59,7 @@ class TemplateReport:
 
 
 def probe_template(template: Template, stop_token_ids: Sequence[int]) -> TemplateReport:
-    """Play the scripts, in each turn with the stop token of ``stop_token_ids`` behind which the template goes on."""
+    """Play the scripts, in each turn with the stop token of ``stop_token_ids`` after which the template goes on."""
     begun: dict[str, tuple[Rewritten, ...]] = {}
     refused: dict[str, str] = {}
     in_calls = False
@@ -84,7 +84,7 @@ def probe_template(template: Template, stop_token_ids: Sequence[int]) -> Templat
 def _play(
     template: Template, turns: Sequence[ChatMessage], stops: Sequence[int | None]
 ) -> list[tuple[ChatMessage, Rewritten]]:
-    """The turns behind which a row began, each with the reason. Raises MessagesRefused."""
+    """The turns after which a row began, each with the reason. Raises MessagesRefused."""
     messages: tuple[ChatMessage, ...] = tidied([{"role": "user", "content": "What is 1+1?"}])
     _, before = template.begin(messages, _TOOLS)
     begun: list[tuple[ChatMessage, Rewritten]] = []

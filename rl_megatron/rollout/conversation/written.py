@@ -1,7 +1,7 @@
-"""Conversations that somebody wrote, as rows of tokens: each turn of the assistant behind the prompt that it answers.
+"""Conversations that somebody wrote, as rows of tokens: each turn of the assistant after the prompt that it answers.
 
-A turn is trained on behind the very prompt for which the model would sample it, as the chat template writes that. Where
-a template shows a turn otherwise later on (Qwen3 drops its thinking), the turns behind it begin a new row. The
+A turn is trained on after the very prompt for which the model would sample it, as the chat template writes that. Where
+a template shows a turn otherwise later on (Qwen3 drops its thinking), the turns after it begin a new row. The
 template's texts and the turns' are encoded apart, as they are when a model samples. No model has code of its own here.
 """
 
@@ -108,7 +108,7 @@ class WrittenConversations:
     def rows_of(self, conversations: Sequence[WrittenConversation]) -> list[list[WrittenRow]]:
         """The rows of each conversation.
 
-        Raises DataError that names its prompt: the template refuses its messages, does not show a turn behind its own
+        Raises DataError that names its prompt: the template refuses its messages, does not show a turn after its own
         prompt, or writes no token before it, or none there that ends sampling.
         """
         made = list[list[_Texts]]()
@@ -158,7 +158,7 @@ class WrittenConversations:
         return prompt, whole[len(prompt) :]
 
     def _ending(self, whole: str, known: Sequence[ChatMessage], place: int, tools: Tools) -> str:
-        """What ends the sampling of a message and is written with the one behind it: GLM's models stop by its role."""
+        """What ends the sampling of a message and is written with the one after it: GLM's models stop by its role."""
         if whole.rstrip().endswith(self._endings):
             return ""
         bare = [{key: value for key, value in one.items() if key != REASONING[0]} for one in known[: place + 1]]

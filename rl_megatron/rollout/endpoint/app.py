@@ -41,7 +41,7 @@ class _Asked:
     path: str
     headers: Mapping[bytes, bytes]
     body: bytes
-    receive: ReceivePart  # what comes behind the body
+    receive: ReceivePart  # what comes after the body
     line: OpenConversation
     read: float = field(default_factory=time.perf_counter)  # when the body was there
 

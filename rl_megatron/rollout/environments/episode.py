@@ -172,7 +172,7 @@ class Episode(Served):
 
     @asynccontextmanager
     async def _asked(self) -> AsyncIterator[None]:
-        """A turn, behind the one before: what ends the trajectory is kept in ``failed``."""
+        """A turn, after the one before: what ends the trajectory is kept in ``failed``."""
         asked = self._loop.time()
         async with self._turn:
             self._waited = self._loop.time() - asked

@@ -89,7 +89,7 @@ class Playing:
         if not self.started:
             return None
 
-        async def close() -> None:  # behind `start` in its thread, which may have made it only now
+        async def close() -> None:  # after `start` in its thread, which may have made it only now
             if self.environment is not None:
                 await self.environment.close()
 

@@ -94,7 +94,7 @@ class EnvironmentSampler(PolicySampler):
         """``group_size`` trajectories of each prompt; up to ``environment.spare`` more begin as others of it fail, or
         end without a turn.
 
-        These have the numbers behind ``group_size``, and seeds by them; a group is in the order of numbers, whatever
+        These have the numbers after ``group_size``, and seeds by them; a group is in the order of numbers, whatever
         failed first. Raises EnvironmentFailed that names task and turn if an environment fails and
         ``environment.on_error`` is ``fail``.
         """

@@ -1,4 +1,4 @@
-"""Calls between special tokens: DeepSeek-V3 and -R1 write the arguments in a block of code, V3.1 behind the name."""
+"""Calls between special tokens: DeepSeek-V3 and -R1 write the arguments in a block of code, V3.1 after the name."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # the las
 
 
 def hermes(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> Parsed:
-    """What stands before the first call is content; what stands behind it is not shown."""
+    """What stands before the first call is content; what stands after it is not shown."""
     reasoning, rest = split_thought(text, "<tool_call>", opened=opened)
     content, found, _ = rest.partition("<tool_call>")
     if not found:

@@ -12,7 +12,7 @@ _TAG = "<|python_tag|>"
 
 
 def llama3(text: str, tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = False) -> Parsed:
-    """Several calls stand behind each other with ``;`` between them. An answer that is other JSON is content.
+    """Several calls stand one after the other, with ``;`` between them. An answer that is other JSON is content.
 
     A turn with ``<|python_tag|>`` must be calls.
     """

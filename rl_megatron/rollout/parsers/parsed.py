@@ -15,7 +15,7 @@ _THINK = "<think>"
 class Parsed:
     """An assistant's message in OpenAI's form: content, ``reasoning_content`` and ``tool_calls`` where it has them.
 
-    Where a call cannot be read there are no calls, and the content is all the text behind the reasoning, as the model
+    Where a call cannot be read there are no calls, and the content is all the text after the reasoning, as the model
     wrote it; ``problem`` says what is wrong with the first such call.
     """
 
@@ -73,12 +73,12 @@ def parsed(content: str, reasoning: str, calls: Sequence[tuple[str, str]], probl
 
 
 def opens_thought(prompt: str) -> bool:
-    """Whether the turn behind the prompt's text begins in reasoning."""
+    """Whether the turn after the prompt's text begins in reasoning."""
     return prompt.rstrip().endswith(_THINK)
 
 
 def split_thought(text: str, call: str, *, opened: bool) -> tuple[str, str]:
-    """The reasoning and what is behind it, without the line breaks that templates put around both.
+    """The reasoning and what is after it, without the line breaks that templates put around both.
 
     It ends at the first ``</think>``, or without one at a line that begins with ``call``, the mark of a call. A text
     that has such a mark before ``</think>`` is no reasoning, if neither it nor its prompt opened one.

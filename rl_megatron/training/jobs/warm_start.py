@@ -47,7 +47,7 @@ class WarmStart:
     roles: Roles
     prompts: PromptStream
     tokenizer: PreTrainedTokenizerBase
-    end_token_id: int | None  # behind each of the model's texts
+    end_token_id: int | None  # after each of the model's texts
     vocab_size: int  # of the policy
     targets: Targets
     evaluation: Evaluation

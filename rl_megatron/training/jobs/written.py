@@ -156,7 +156,7 @@ def fitted(units: Sequence[Unit], config: RunConfig) -> Fitted:
 
 
 def _most(config: RunConfig) -> int:
-    """Tokens of a row that fits: a scored one has one behind its text."""
+    """Tokens of a row that fits: a scored one has one after its text."""
     return config.written.max_tokens + int(config.kind.scores)
 
 
@@ -166,7 +166,7 @@ def _length(row: WrittenRow, config: RunConfig) -> str:
 
 
 def _cut(row: WrittenRow, most: int) -> WrittenRow | None:
-    """Without what is behind ``most`` tokens, and behind the last turn before that; None if that is all."""
+    """Without what is after ``most`` tokens, and after the last turn before that; None if that is all."""
     turns = tuple((start, min(stop, most)) for start, stop in row.turns if start < most)
     return replace(row, token_ids=np.array(row.token_ids[: turns[-1][1]]), turns=turns) if turns else None
 
@@ -326,7 +326,7 @@ class WrittenJob:
         """What is drawn ahead is drawn again by a resume."""
 
     def state(self) -> TrainerState:
-        """The position in the data behind the last step."""
+        """The position in the data after the last step."""
         prompts = self.prompts.state() if self._next is None else self._next.before
         skipped = {self.optimizer_steps.name: self.optimizer_steps.in_a_row}
         return TrainerState(step=self.number, prompts=prompts, stream=None, skipped=skipped)

@@ -18,7 +18,7 @@ from torch import Tensor
 ALIGNED = 512
 """Bytes: requests are rounded up to a multiple of it."""
 Extent = tuple[int, int]
-"""First byte and the byte behind the last, counted over all slabs; no extent crosses from slab to slab."""
+"""First byte and the byte after the last, counted over all slabs; no extent crosses from slab to slab."""
 
 
 class Pinned:

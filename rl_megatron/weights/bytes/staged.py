@@ -35,7 +35,7 @@ class Staged:
         """
         at = self._given
         if at == len(self._blocks) or self._blocks[at].nbytes != num_bytes:
-            _drop(self._blocks, at)  # another state than before: nothing behind it fits
+            _drop(self._blocks, at)  # another state than before: nothing after it fits
             self._blocks.append(_block(num_bytes))
         self._given += 1
         return self._blocks[at]

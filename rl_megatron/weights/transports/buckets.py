@@ -29,7 +29,7 @@ class BucketPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Parts of one pair of processes and one dtype (the destination's), laid one behind the other.
+    """Parts of one pair of processes and one dtype (the destination's), laid one after the other.
 
     They arrive in ``turn`` of the receiver; ``number`` counts the pair's buckets in it.
     """

@@ -56,9 +56,7 @@ def multiply(x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
 def own(groups: Groups, x: Tensor) -> Tensor:
     """[n, E] in ``x``'s dtype: 1 where a row is the expert's. Times biases [E, m] it is each row's bias, and that
     product's gradient adds up each expert's rows in one order and in float32."""
-    before = (
-        torch.arange(len(x), dtype=torch.int32, device=x.device)[:, None] < groups.ends
-    )  # and of all experts behind
+    before = torch.arange(len(x), dtype=torch.int32, device=x.device)[:, None] < groups.ends  # and of all later experts
     return before.to(x.dtype).diff(dim=1, prepend=x.new_zeros(len(x), 1))
 
 

@@ -103,5 +103,5 @@ def _shares(scaled: Tensor, key: Tensor, rows: slice) -> Tensor:
 
 @lru_cache(4)
 def _later(size: int) -> Tensor:
-    """[size, size]: minus infinity for positions behind the query's, else 0."""
+    """[size, size]: minus infinity for positions after the query's, else 0."""
     return torch.full((size, size), -torch.inf).triu_(1)

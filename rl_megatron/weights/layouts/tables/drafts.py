@@ -41,7 +41,7 @@ NUMBERED = DraftNames(
     join=LAYER + _JOIN,
     final_norm=LAYER + "shared_head.norm.weight",
 )
-"""Of DeepSeek and GLM, which number draft layers on behind those of the decoder."""
+"""Of DeepSeek and GLM, which number draft layers on after those of the decoder."""
 NUMBERED_WITH_FINAL_NORM = replace(NUMBERED, final_norm=LAYER + "final_layernorm.weight")
 """Of Hunyuan 3, likewise."""
 ALONE = DraftNames(
