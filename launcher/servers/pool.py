@@ -163,8 +163,8 @@ class ServedEngines:
             raise ConfigError(f"rollout.server.addresses: {', '.join(bad)}: write each as http://host:port")
         return [self._server(url, token) for url in urls]
 
-    def _server(self, url: str, token: str | None) -> Server:
-        return Server(url, token=token, timeout_seconds=self._section.timeout_seconds)
+    def _server(self, url: str, token: str | None, answers: Path | None = None) -> Server:
+        return Server(url, token=token, timeout_seconds=self._section.timeout_seconds, answers=answers)
 
     async def _prepare(self, packages: Path) -> None:
         """Prepare a start."""
@@ -231,7 +231,7 @@ class ServedEngines:
     async def _start_one(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
         sites, token, ports = self._sites[number], secrets.token_hex(24), contextlib.ExitStack()
         port = ports.enter_context(sites[0].ports())
-        server = self._server(f"http://{sites[0].host}:{port}", token)
+        server = self._server(f"http://{sites[0].host}:{port}", token, packages)
         started = Started(guards=[], server=server, logs=[], ports=ports)
         stack.push_async_callback(started.end)
         try:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx2
@@ -59,8 +60,9 @@ class Server:
     does not show whether the server works. The tokens it makes do (launcher/servers/supervisor.py).
     """
 
-    def __init__(self, url: str, *, token: str | None, timeout_seconds: float) -> None:
+    def __init__(self, url: str, *, token: str | None, timeout_seconds: float, answers: Path | None = None) -> None:
         self.url, self.token, self._limit = url.rstrip("/"), token, timeout_seconds
+        self.answers = answers  # a folder that its nodes see as this one does; None: that of the weights is one
         self.in_flight = 0  # completions that are asked for
         self.paused = False  # whether its sampling is paused
         self.writing = False  # whether it writes the kernels that it recorded, and answers nothing meanwhile

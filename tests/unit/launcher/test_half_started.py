@@ -79,7 +79,8 @@ def test_servers_of_one_gpu_start_one_after_the_other(tmp_path: Path, gpus: list
     async def test() -> None:
         pools = launcher._pools(config, EmbeddedAdapter(read_shape(model)))
         async with contextlib.AsyncExitStack() as running:
-            await asyncio.gather(*(pool._start_all(running, tmp_path) for pool in pools))
+            servers = await asyncio.gather(*(pool._start_all(running, tmp_path) for pool in pools))
+            assert {one.server.answers for each in servers for one in each} == {tmp_path}  # which their nodes see
 
     asyncio.run(asyncio.wait_for(test(), 300.0))
     assert ready == [True, alone, alone]

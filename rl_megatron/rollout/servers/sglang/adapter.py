@@ -311,7 +311,7 @@ class SGLangAdapter(Adapter):
         runner: Literal["target", "draft"] = "target",
         label: str | None = None,
     ) -> list[T]:
-        """The loader's answer on each rank by ``read``, in files beside the weights: an error would end the server.
+        """The loader's answer on each rank by ``read``, in files of `Server.answers`: an error would end the server.
 
         Of the model, or with ``runner`` "draft" of its draft layer: an order to both would write each file twice.
         Not at a pause, SGLang would carry it out when all running requests have ended, and take none until then.
@@ -325,7 +325,7 @@ class SGLangAdapter(Adapter):
                 server.paused = False
                 await self.resume(server)
         ranks = int((await server.get("/server_info"))["tp_size"])
-        answer = path.with_name(f"held-{uuid.uuid4().hex}")
+        answer = (server.answers or path.parent) / f"held-{uuid.uuid4().hex}"
         payload = orders.packed({**order, "path": str(path), "answer": str(answer), "runner": runner})
         flushes = order["do"] in ("load", "receive") and server.salt is None
         body = {"serialized_named_tensors": [payload] * ranks, "load_format": _LOADER, "flush_cache": flushes}

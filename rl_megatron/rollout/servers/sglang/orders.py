@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from rl_megatron.errors import EngineError
+
 
 def packed(order: Mapping[str, object]) -> str:
     """An order as the name of a tensor without numbers, as /update_weights_from_tensor takes those of one rank."""
@@ -17,9 +19,18 @@ def packed(order: Mapping[str, object]) -> str:
 
 
 def loaders_answers(path: Path, ranks: int) -> list[bytes]:
-    """Read and remove the answer file of each rank's loader: ``path`` with the rank's number behind a dot."""
+    """Read and remove the answer file of each rank's loader: ``path`` with the rank's number behind a dot.
+
+    Raises EngineError where one is missing.
+    """
     files = [path.with_name(f"{path.name}.{rank}") for rank in range(ranks)]
-    said = [file.read_bytes() for file in files]
+    try:
+        said = [file.read_bytes() for file in files]
+    except FileNotFoundError as error:
+        raise EngineError(
+            f"a loader's answer is not here: {error.filename}; each node of the server must see {path.parent}, and be "
+            "able to write there: set weights.folder to a folder that this machine and the server see"
+        ) from error
     for file in files:
         file.unlink()
     return said

@@ -59,7 +59,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
             answer = packed_report(report, order.get("known", ()))  # an older trainer says nothing, and refuses this
     except RLMegatronError as error:
         answer = {"error": str(error)}
-    write_atomically(Path(f"{order['answer']}.{rank}"), json.dumps(answer).encode())
+    write_atomically(Path(f"{order['answer']}.{rank}"), json.dumps(answer).encode(), private=True)
 
 
 def _refuse_packed_scales(model: Any) -> None:
