@@ -4,6 +4,7 @@
 # ARRAY_RUN: of a task of slurm.array, the array's folder, of which RUN is one; else empty;
 # NO_KILL: of a job that goes on without a node that fails, how many of its last nodes are for servers alone; else empty;
 # and ASKED, not empty once SIGUSR1 has come, by a trap that is set first: its default would end the job for good.
+set +efuC +o pipefail # as bash begins: what stands before, slurm.setup say, may have set them for itself
 restart=${SLURM_RESTART_COUNT:-0} job=$SLURM_JOB_ID
 if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then # one task of the array has the array's own id, by which Slurm means them all
     job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID

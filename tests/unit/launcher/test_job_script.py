@@ -124,6 +124,17 @@ def test_a_job_whose_time_is_up_during_its_setup_saves_and_comes_back(tmp_path: 
     assert "the time limit or preemption is near: the run saves" in said
 
 
+@pytest.mark.parametrize("options", ["set -e", "set -euo pipefail", "set -f", "set -C"])
+def test_a_setup_that_leaves_options_of_bash_on_changes_nothing(tmp_path: Path, options: str) -> None:
+    config = config_of("run.name=run", f"run.dir={tmp_path}", f"slurm.setup={options}")
+    python = str(tmp_path / "commands" / "python")
+    script = job_script(config, folder=tmp_path, python=python, package=tmp_path)
+    for restart, step in enumerate(("000001", "000002", "000003")):
+        status, said, asked = attempt(tmp_path, restart, step, script=script)
+        assert (status, asked) == (0, ["requeue 7"]), said
+    assert attempt(tmp_path, 3, ENDS="well", script=script)[1].endswith("restart 3: done\n")
+
+
 SLOW_START = """
 trap() { [ "$BASHPID" = $$ ] || until [ -e "$RUN/waits" ]; do :; done; builtin trap "$@"; }
 sleep() { touch "$RUN/waits"; command sleep "$@"; }

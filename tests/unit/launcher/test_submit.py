@@ -64,6 +64,7 @@ def test_steps_get_the_jobs_variables_however_it_was_submitted(tmp_path: Path) -
         ("true", "source site.sh", "begins\n"),
         ("return 3", "source site.sh", "failed: slurm.modules ended with status 3"),
         ("true", "source gone.sh # of the site", "failed: slurm.setup ended with status 1"),
+        ("true", "set -e; (exit 3); true", "failed: slurm.setup ended with status 3"),
     ],
 )
 def test_a_job_ends_where_a_module_or_its_setup_fails(tmp_path: Path, module: str, setup: str, said: str) -> None:
