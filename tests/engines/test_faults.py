@@ -60,7 +60,8 @@ def test_what_goes_wrong_inside_vllm_is_named_and_never_served(
     models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tensor lost on the way into the model, a bit flipped in it, a worker that dies; and vLLM 0.32.0's experts on
-    CPUs with our work-around removed, which its own update API reports as a success. 30 seconds."""
+    CPUs with our work-around removed, which its own update API reports as a success. An update that a killed run left
+    open is ended. 30 seconds."""
     needs("vllm")
     monkeypatch.setenv("PYTHONPATH", f"{REPO / 'tests' / 'engines'}")
     options = "'--worker-extension-cls broken_vllm.WorkerExtension'"
@@ -80,6 +81,7 @@ def test_what_goes_wrong_inside_vllm_is_named_and_never_served(
             break_(fault)
             refused(server, models[1 - version % 2], version, told)
         break_("")
+        server.run(replica.post("/start_weight_update"))  # and a run is killed
         server.push(models[1], 9)
         assert server.generate(request())[0][0].spans == ((0, 9),)
         break_("dies")
@@ -90,7 +92,8 @@ def test_what_goes_wrong_inside_vllm_is_named_and_never_served(
 def test_what_goes_wrong_inside_sglang_is_named_and_never_served(
     models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tensor that SGLang's loader does not take, a bit flipped in a stack of experts, packed scales. 40 seconds."""
+    """A tensor that SGLang's loader does not take, a bit flipped in a stack of experts, packed scales. An update that a
+    killed run left open is ended. 40 seconds."""
     needs("sglang")
     monkeypatch.setenv("PYTHONPATH", f"{REPO / 'tests' / 'engines'}")
     monkeypatch.setattr(sglang, "_LOADER", "broken_sglang.load")
@@ -101,6 +104,8 @@ def test_what_goes_wrong_inside_sglang_is_named_and_never_served(
         refused(
             server, models[1], 103, r"model\.norm\.weight: SGLang keeps the scales of float8 packed.*fp8-gemm-backend"
         )
+        (replica,) = server.engine.servers
+        server.run(replica.post("/begin_weight_update", {"selector": "target"}))  # and a run is killed
         server.push(models[1], 104)
         assert server.generate(request())[0][0].spans == ((0, 104),)
 

@@ -329,12 +329,8 @@ class SGLangAdapter(Adapter):
         payload = orders.packed({**order, "path": str(path), "answer": str(answer), "runner": runner})
         flushes = order["do"] in ("load", "receive") and server.salt is None
         body = {"serialized_named_tensors": [payload] * ranks, "load_format": _LOADER, "flush_cache": flushes}
-        to = {"selector": runner}
-        await server.post("/begin_weight_update", to)
-        try:
+        async with orders.update(server, to := {"selector": runner}):
             await server.post("/update_weights_from_tensor", {**body, **to, "weight_version": label})
-        finally:
-            await server.post("/end_weight_update", {})
         said = await asyncio.to_thread(orders.loaders_answers, answer, ranks)
         return [
             await read_beside(partial(form.read_loaders, read=read, rank=rank), one) for rank, one in enumerate(said)

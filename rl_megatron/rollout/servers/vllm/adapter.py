@@ -278,12 +278,13 @@ class VLLMAdapter(Adapter):
         return await self.held(server, path, private)
 
     async def _update(self, server: Server, start: str, info: Mapping[str, object], label: Mapping[str, str]) -> None:
+        await self._rpc(server, "rl_megatron_end_update")  # of a run that was killed; else no other update can begin
         await server.post(start)
         try:
             await server.post("/update_weights", {"update_info": info})
         except (AttemptFailed, EngineError):
             with contextlib.suppress(AttemptFailed, EngineError):
-                await self._rpc(server, "rl_megatron_end_update")  # else no other update can begin
+                await self._rpc(server, "rl_megatron_end_update")  # the kernels get their tensors back
             raise
         await server.post("/finish_weight_update", label)
 

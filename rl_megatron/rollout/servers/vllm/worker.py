@@ -154,6 +154,7 @@ class WorkerExtension:
 
     rank: int  # in its dp replica
     model_runner: Any
+    weight_transfer_engine: Any
     model_config: Any
     vllm_config: Any
 
@@ -175,9 +176,10 @@ class WorkerExtension:
         }
 
     def rl_megatron_end_update(self) -> None:
-        """End an update that failed; the layers get the kernels' tensors back."""
+        """End an update that failed or was left open; the layers get the kernels' tensors back."""
         for model in models_of(self.model_runner):
             abandon(model)
+        self.weight_transfer_engine.reset_weight_update_target()
         self._weight_update_active = False
 
     def rl_megatron_held(self, path: str, private: list[str], known: list[str]) -> list[dict[str, object]]:
@@ -286,6 +288,7 @@ def layout_of(model: Any, path: str, *, partial: bool = False) -> list[Held]:
 @contextmanager
 def as_loaded(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """The parameters as the loader expects them, without data. On exit the kernels' own are restored."""
+    abandon(model)  # an update that was left open holds these
     layers = list(model.modules())
     try:
         for layer in layers:
