@@ -34,10 +34,9 @@ class MoreHere(MoreSites):
         number = len(living)
         if self.config.learner.device == "cpu":
             return [Site(number=number, count=number + 1)]
-        names, ranks = visible_gpus(), sum(ranks_by_role(self.config).values())
-        gpus = _free(range(ranks, len(names)), living, self.config.rollout.server.ranks, f"this machine's {len(names)}")
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in gpus)}
-        return [Site(number=number, count=number + 1, gpus=gpus, environment=visible)]
+        there, ranks = len(visible_gpus()), sum(ranks_by_role(self.config).values())
+        gpus = _free(range(ranks, there), living, self.config.rollout.server.ranks, f"this machine's {there}")
+        return [Site(number=number, count=number + 1, gpus=gpus)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

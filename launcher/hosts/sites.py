@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -26,16 +26,12 @@ def sites_of(config: RunConfig, allocation: Allocation | None, start_at: StartAt
     Raises ConfigError if the servers do not fit.
     """
     if allocation is None:
-        names = visible_gpus() if config.learner.device != "cpu" else []
-        seats = seats_here(config, len(names))
-        found = [Site(environment=_environment(seat, names)) for seat in seats]
+        seats = seats_here(config, _count_here(config))
+        found = [Site() for _ in seats]
     else:
         seats = seats_of(config, allocation.nodes, allocation.engine_nodes)
         each, parts = _each(seats, allocation), Counter(seat.server for seat in seats)
-        found = [
-            Site(host=_host(seat, allocation, alone=parts[seat.server] == 1), environment=_environment(seat))
-            for seat in seats
-        ]
+        found = [Site(host=_host(seat, allocation, alone=parts[seat.server] == 1)) for seat in seats]
         if start_at is None:
             found = [_by_srun(site, seat, config, allocation, each) for site, seat in zip(found, seats, strict=True)]
     if start_at is not None:
@@ -51,17 +47,13 @@ def sites_of(config: RunConfig, allocation: Allocation | None, start_at: StartAt
 
 def sites_alone(config: RunConfig) -> list[Sites]:
     """The sites of servers on this machine, where no learner is. Raises ConfigError if they do not fit."""
-    names = visible_gpus() if config.learner.device != "cpu" else []
-    found = seats_alone(config, len(names))
-    return [
-        [Site(environment=_environment(seat, names), number=seat.server, count=len(found), gpus=seat.gpus)]
-        for seat in found
-    ]
+    found = seats_alone(config, _count_here(config))
+    return [[Site(number=seat.server, count=len(found), gpus=seat.gpus)] for seat in found]
 
 
 def site_at(seat: Seat, config: RunConfig, allocation: Allocation, *, number: int, count: int) -> Site:
     """The site of one more server, on one node of a job, by srun. Raises EngineError if the node has no address."""
-    site = Site(host=_host(seat, allocation, alone=True), environment=_environment(seat))
+    site = Site(host=_host(seat, allocation, alone=True))
     each = _each(seats_of(config, allocation.nodes, allocation.engine_nodes), allocation)
     found = _by_srun(site, seat, config, allocation, each)
     return replace(found, number=number, count=count, node=seat.node, gpus=seat.gpus)
@@ -96,11 +88,10 @@ def _by_srun(site: Site, seat: Seat, config: RunConfig, allocation: Allocation, 
     slurm, image = config.slurm, config.slurm.engines.container
     if _here(seat, allocation) and image is None:
         return site
-    inside = ["env", *(f"{name}={value}" for name, value in site.environment.items())]  # after srun, which sets it
     command = allocation.server_command([seat.node], _cpus(config, allocation, each))
     contained = [*slurm.container_options(image, Path.cwd()), *slurm.container_prefix(image)]
     python = sys.executable if image is None else str(config.rollout.python)
-    return replace(site, environment={}, before=(*command, *contained, *inside), python=python)
+    return replace(site, before=(*command, *contained), python=python)
 
 
 def visible_gpus() -> list[str]:
@@ -113,10 +104,8 @@ def visible_gpus() -> list[str]:
     return [str(i) for i in range(torch.cuda.device_count())]
 
 
-def _environment(seat: Seat, names: Sequence[str] | None = None) -> Mapping[str, str]:
-    """The variable that selects a seat's GPUs, from ``names`` of its node's GPUs if these are not plain numbers."""
-    visible = ",".join(names[gpu] if names else str(gpu) for gpu in seat.gpus)
-    return {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+def _count_here(config: RunConfig) -> int:
+    return len(visible_gpus()) if config.learner.device != "cpu" else 0
 
 
 def _host(seat: Seat, allocation: Allocation, *, alone: bool) -> str:

@@ -28,11 +28,14 @@ from pathlib import Path
 
 import psutil
 
+SEAT = "RL_MEGATRON_SEAT"
+"""A variable with the numbers of the server's GPUs among those that the guard sees; empty: all."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STOP_SECONDS = 10.0
 _TRACKER_SECONDS = 5.0  # of these
 _SHARED = Path("/dev/shm")
 _LOOK_SECONDS = 0.5  # from one look at it to the next
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -42,6 +45,8 @@ def main(host: str, command: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)  # only the closed pipe ends it
     if (interface := interface_of(host)) is not None:  # else gloo resolves the node's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if seat := os.environ.pop(SEAT, ""):
+        os.environ[_VISIBLE] = named(seat, os.environ.get(_VISIBLE))
     os.umask(0o077)
     others = {path.name for path in _shared_files()}
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what the server leaves behind becomes a child of this process
@@ -70,6 +75,24 @@ def main(host: str, command: list[str]) -> int:
         if path.name in own - others:
             path.unlink(missing_ok=True)
     return status
+
+
+def named(seat: str, visible: str | None) -> str:
+    """The GPUs with the numbers of ``seat`` as this node names them in CUDA_VISIBLE_DEVICES, which is ``visible``.
+
+    Slurm's numbers there are the node's, but for ``ConstrainDevices=yes``. Exits if they are too few.
+    """
+    if visible is None:
+        return seat
+    names = list(filter(None, visible.split(",")))
+    numbers = [int(number) for number in seat.split(",")]
+    if max(numbers) >= len(names):
+        sys.exit(
+            f"this server gets GPUs {seat}, counted from 0, of node {os.uname().nodename}, but {_VISIBLE}={visible} "
+            f"there names {len(names)}; give the run as many there as its configuration says (in a job "
+            "slurm.gpus_per_node, slurm.engines.gpus_per_node)"
+        )
+    return ",".join(names[number] for number in numbers)
 
 
 def _shared_files() -> list[Path]:

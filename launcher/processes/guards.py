@@ -36,6 +36,7 @@ class Order:
     host: str  # the node's address at which the server listens
     command: Sequence[str]  # the server's own
     environment: Mapping[str, str]  # complete
+    gpus: Sequence[int] = ()  # the server's, by number among those that its node shows the guard; none: all
     folder: Path  # its working folder
     log: Path  # its output is appended; no other user can read it
 
@@ -99,7 +100,7 @@ async def start_guard(order: Order) -> GuardProcess:
             stdout=file,
             stderr=file,
             start_new_session=True,
-            env={**order.environment, MARK: mark},
+            env={**order.environment, MARK: mark, engine_guard.SEAT: ",".join(map(str, order.gpus))},
             cwd=order.folder,
         )
     return GuardProcess(process=process, log=order.log, mark=mark)

@@ -248,9 +248,9 @@ class ServedEngines:
                         **os.environ,
                         **shared_settings(self._config, os.environ),
                         **own,
-                        **site.environment,
                         **command.environment,
                     },
+                    gpus=site.gpus,
                     folder=Path.cwd(),
                     log=self._run_folder.resolve() / f"{name}.log",
                 )

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from launcher.processes.guards import Guard, Order, start_guard
@@ -26,13 +26,12 @@ class Site:
 
     host: str = HERE
     before: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
     python: str = sys.executable  # the guard's; of its container, if it runs in one
     start: Callable[[Order], Awaitable[Guard]] = start_guard
     number: int = 0  # the server's, of the ``count`` servers of the run
     count: int = 1
     node: str = "here"  # as the scheduler calls it
-    gpus: tuple[int, ...] = ()  # the server's there, by number
+    gpus: tuple[int, ...] = ()  # the server's there, by number among those that the node shows the run
     shared: bool = False  # whether ranks may have these too
 
     @property

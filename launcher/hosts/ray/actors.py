@@ -14,6 +14,8 @@ import ray
 from launcher.processes.guards import Order, start_guard
 from launcher.wire.greetings import Call
 
+_OF_NODE = ("SLURM", "CUDA_VISIBLE_DEVICES")  # variables that differ between the nodes of a job
+
 
 class RankActor:
     """The actor that a rank runs in."""
@@ -34,8 +36,9 @@ class ServerActor:
 
     async def start(self, order: Order) -> None:
         """Start guard and server. Raises OSError."""
-        slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM")}  # of this node's step
-        self._guard = await start_guard(replace(order, environment={**order.environment, **slurm}))
+        given = {name: value for name, value in order.environment.items() if not name.startswith(_OF_NODE)}
+        own = {name: value for name, value in os.environ.items() if name.startswith(_OF_NODE)}
+        self._guard = await start_guard(replace(order, environment=given | own))
 
     async def wait(self) -> str:
         """Wait for the end of guard and server, and say how they ended."""

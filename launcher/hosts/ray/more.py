@@ -48,10 +48,8 @@ class MoreOnRay(MoreSites):
         return {this_node()} if allocation is None else {one for of in allocation.by_role.values() for one in of}
 
     def _on_ray(self, site: Site) -> Site:
-        """The site, started by an actor there instead of srun, which would have set its GPUs."""
-        start, gpus = partial(self.cluster.start_on, _name(site)), ",".join(map(str, site.gpus))
-        environment = site.environment or ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
-        return replace(site, start=start, before=(), environment=environment)
+        """The site, started by an actor there instead of srun."""
+        return replace(site, start=partial(self.cluster.start_on, _name(site)), before=())
 
 
 def _name(site: Site) -> str:

@@ -98,7 +98,7 @@ def test_a_selection_bias_is_served_as_the_folder_has_it(tmp_path: Path) -> None
 
 
 def test_each_server_sees_gpus_of_its_own(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5a,6,7")
     engine = f"rollout.engine={__name__}:{SaysItsGpus.__name__}"
     keys = ("rollout.server.replicas=2", "rollout.server.tp=2", "learner.device=cuda", f"weights.folder={memory}")
     model = make_tiny_model(TinyModelSection(), tmp_path / "models", seed=0)
@@ -112,23 +112,23 @@ def test_each_server_sees_gpus_of_its_own(tmp_path: Path, memory: Path, monkeypa
     with pytest.raises(ConfigError, match="answers as no server"):
         asyncio.run(started())
     logs = sorted((tmp_path / "eval").glob("*.log"))
-    assert [re.findall("^GPUs (.*)$", log.read_text(), re.M) for log in logs] == [["3,5"], ["6,7"]]
+    assert [re.findall("^GPUs (.*)$", log.read_text(), re.M) for log in logs] == [["3,GPU-5a"], ["6,7"]]
 
 
 @pytest.mark.parametrize(
     ("keys", "seen"),
     [
-        (("replicas=2",), ["4", "GPU-5a"]),
-        (("replicas=2", "tp=2", "nodes=2"), ["4,GPU-5a", "6,7"]),
-        (("replicas=5", "memory_fraction=0.5"), ["4", "GPU-5a", "6", "7", "4"]),
-        (("tp=2",), [None]),  # its engine takes the first
+        (("replicas=2",), [(0,), (1,)]),
+        (("replicas=2", "tp=2", "nodes=2"), [(0, 1), (2, 3)]),
+        (("replicas=5", "memory_fraction=0.5"), [(0,), (1,), (2,), (3,), (0,)]),
+        (("tp=2",), [()]),  # its engine takes the first
         (("replicas=5", "memory_fraction=0.6"), "replicas=5 of tp=1 need 5 GPUs, and this machine has 4; lower them, "),
         (("replicas=13",), "or let 4 share a GPU by rollout.server.memory_fraction=0.25"),
         (("replicas=2", "tp=8"), "replicas=2 of tp=8 need 16 GPUs, and this machine has 4; lower them"),
     ],
 )
 def test_which_gpus_are_a_servers_own(
-    keys: tuple[str, ...], seen: Sequence[str | None] | str, monkeypatch: pytest.MonkeyPatch
+    keys: tuple[str, ...], seen: Sequence[tuple[int, ...]] | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the first on, whatever ranks the configuration has, and without its servers of evaluations alone."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5a,6,7")
@@ -139,5 +139,5 @@ def test_which_gpus_are_a_servers_own(
         with pytest.raises(ConfigError, match=re.escape(seen.replace("tp=", "rollout.server.tp="))):
             sites_alone(config)
     else:
-        assert [site.environment.get("CUDA_VISIBLE_DEVICES") for (site,) in sites_alone(config)] == seen
-    assert not any(site.environment for (site,) in sites_alone(load_config("tiny_cpu", given)))
+        assert [site.gpus for (site,) in sites_alone(config)] == seen
+    assert not any(site.gpus for (site,) in sites_alone(load_config("tiny_cpu", given)))

@@ -16,9 +16,13 @@ import psutil
 import pytest
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from launcher.hosts.sites import sites_of
+from launcher.hosts.slurm.allocation import Allocation
 from launcher.processes import engine_guard, scratch
 from launcher.processes.environment import variables
 from launcher.processes.guards import Order, start_guard
+from launcher.servers.site import Site
+from rl_megatron.config.io import load_config
 from tests.e2e.processes import alive, eventually
 
 SERVER = """
@@ -131,6 +135,80 @@ def test_a_server_keeps_compiled_code_where_no_other_user_can_have_put_any(
     assert first == second
     assert mode == "0o40700"
     assert not Path(first).exists()
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "seen"),
+    [
+        ("4,5,6,7", (0, 2), "4,6"),
+        ("GPU-5a,MIG-9c", (1,), "MIG-9c"),
+        (None, (0, 2), "0,2"),
+        ("4,5", (), "4,5"),
+        ("4,5", (1, 2), "but CUDA_VISIBLE_DEVICES=4,5 there names 2; give"),
+        ("", (0,), "but CUDA_VISIBLE_DEVICES= there names 0; give"),
+    ],
+)
+def test_a_server_sees_its_gpus_by_their_names_on_its_node(
+    visible: str | None, gpus: tuple[int, ...], seen: str, tmp_path: Path
+) -> None:
+    """Where another user's job may have the first ones."""
+    own = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | own
+    order = Order(
+        host="127.0.0.1",
+        command=("sh", "-c", "echo $CUDA_VISIBLE_DEVICES; exit 7"),
+        environment=environment,
+        gpus=gpus,
+        folder=tmp_path,
+        log=tmp_path / "log",
+    )
+
+    async def ended() -> str:
+        return await (await start_guard(order)).wait()
+
+    given = "give" not in seen
+    assert asyncio.run(ended()) == f"ended with status {7 if given else 1}"
+    told = order.log.read_text().strip()
+    assert told == seen if given else seen in told
+
+
+SRUN = """#!/bin/sh
+# As srun on a cluster that does not renumber a job's devices: the job has others of this node.
+while [ "${1#-}" != "$1" ]; do shift; done
+CUDA_VISIBLE_DEVICES=2,3,GPU-5a,7 exec "$@"
+"""
+
+
+def test_a_jobs_servers_get_gpus_that_it_has_on_their_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which differ between nodes where Slurm has no ``ConstrainDevices=yes``; ranks have the first of them."""
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    keys = ("rollout=vllm", "rollout.server.tp=2", "rollout.server.replicas=4", "rollout.server.memory_fraction=0.3")
+    job = ("run.launcher=slurm", "slurm.nodes=2", "slurm.gpus_per_node=4", "slurm.ntasks_per_node=2")
+    config = load_config("tiny_cpu", [*keys, *job, "learner.device=cuda", "learner.dp=4"])
+    nodes = ("a1", "127.0.0.2")
+    allocation = Allocation(
+        id="7", restart=0, here="a1", nodes=nodes, engine_nodes=(), heterogeneous=False, folder=tmp_path
+    )
+
+    async def seen(site: Site) -> tuple[str, str]:
+        order = Order(
+            before=site.before,
+            python=site.python,
+            host="127.0.0.1",
+            command=("sh", "-c", "echo $CUDA_VISIBLE_DEVICES"),
+            environment=dict(os.environ),
+            gpus=site.gpus,
+            folder=tmp_path,
+            log=tmp_path / str(site.number),
+        )
+        assert await (await site.start(order)).wait() == "ended with status 0"
+        return site.node, order.log.read_text().strip()
+
+    found = [asyncio.run(seen(site)) for (site,) in sites_of(config, allocation)]
+    assert found == [(nodes[0], "4,5"), (nodes[0], "6,7"), (nodes[1], "2,3"), (nodes[1], "GPU-5a,7")]
 
 
 def test_a_server_and_its_children_end_with_the_trainer() -> None:

@@ -63,8 +63,11 @@ class Started:
 
 
 @pytest.mark.parametrize(("gpus", "alone"), [([0, 0, 0], True), ([0, 1, 2], False)])
-def test_servers_of_one_gpu_start_one_after_the_other(tmp_path: Path, gpus: list[int], *, alone: bool) -> None:
+def test_servers_of_one_gpu_start_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[int], *, alone: bool
+) -> None:
     """Those of evaluations too: each measures the memory that is left for its cache."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     model = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0)
     keys = ("rollout=local", "rollout.server.replicas=2", "eval.mode=pinned", "train.max_staleness=1")
     config, started, ready = load_config("tiny_cpu", keys), Started(OPEN), list[bool]()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launcher.hosts.ray.actors import ServerActor
 from launcher.hosts.ray.node import COMPLETE, Bundle, NodeCall, node_command, options, shares, totals
+from launcher.processes.guards import Order
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.config.sections.slurm import SlurmSection
 from rl_megatron.placement.ranks import place
@@ -43,6 +47,28 @@ def test_servers_on_nodes_of_their_own_hold_their_gpus() -> None:
     assert {"--num-cpus=2", "--num-gpus=8", '--resources={"engine on b1": 2}'} <= set(given)
     given = options_of(totals(roles.ranks["learner"]), "a2")
     assert {"--num-cpus=2", "--num-gpus=0", '--resources={"learner on a2": 2}'} <= set(given)
+
+
+def test_a_server_has_the_variables_of_its_node_and_not_the_trainers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm may have other GPUs of it for the job."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    order = Order(
+        host="127.0.0.1",
+        command=("sh", "-c", "echo $CUDA_VISIBLE_DEVICES $SLURM_JOB_GPUS"),
+        environment={**os.environ, "CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_JOB_GPUS": "0,1,2,3"},
+        gpus=(2, 3),
+        folder=tmp_path,
+        log=tmp_path / "log",
+    )
+
+    async def ended(actor: ServerActor) -> str:
+        await actor.start(order)
+        return await actor.wait()
+
+    assert asyncio.run(ended(ServerActor())) == "ended with status 0"
+    assert order.log.read_text() == "6,7\n"
 
 
 def test_separate_roles_have_bundles_of_their_own_on_one_node_or_on_others() -> None:

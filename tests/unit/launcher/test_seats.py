@@ -85,22 +85,22 @@ TURNS = ("rollout.server.colocated=true", "rollout.server.memory_fraction=0.5")
 @pytest.mark.parametrize(
     ("keys", "visible", "seen"),
     [
-        (("learner.dp=2", "rollout.server.replicas=2"), "0,1,2,3", ["2", "3"]),  # ranks have the first two
-        (("rollout.server.tp=2",), "7,GPU-5a,GPU-9c", ["GPU-5a,GPU-9c"]),
-        (("algorithm=ppo", "roles.critic=separate"), "0,1,2", ["2"]),  # the critic's rank has 1
-        (("algorithm=ppo", "roles.critic=separate", "roles.layouts.critic.pp=2"), "0,1,2,3", ["3"]),
-        (("learner.dp=2", "rollout.server.replicas=2", *TURNS), "0,1,2,3", ["0", "1"]),
-        (("learner.dp=2", "rollout.server.replicas=2", "rollout.server.memory_fraction=0.3"), "4,5", ["4", "5"]),
-        (("rollout.server.memory_fraction=0.3",), "0", ["0"]),
+        (("learner.dp=2", "rollout.server.replicas=2"), "0,1,2,3", [(2,), (3,)]),  # ranks have the first two
+        (("rollout.server.tp=2",), "7,GPU-5a,GPU-9c", [(1, 2)]),
+        (("algorithm=ppo", "roles.critic=separate"), "0,1,2", [(2,)]),  # the critic's rank has 1
+        (("algorithm=ppo", "roles.critic=separate", "roles.layouts.critic.pp=2"), "0,1,2,3", [(3,)]),
+        (("learner.dp=2", "rollout.server.replicas=2", *TURNS), "0,1,2,3", [(0,), (1,)]),
+        (("learner.dp=2", "rollout.server.replicas=2", "rollout.server.memory_fraction=0.3"), "4,5", [(0,), (1,)]),
+        (("rollout.server.memory_fraction=0.3",), "0", [(0,)]),
     ],
 )
 def test_servers_on_this_machine_get_gpus_of_their_own(
-    keys: tuple[str, ...], visible: str, seen: list[str], monkeypatch: pytest.MonkeyPatch
+    keys: tuple[str, ...], visible: str, seen: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or share those of the ranks, where the configuration says how."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = config_of("run.launcher=local", "learner.device=cuda", "learner.ep=1", *keys)
-    assert [site.environment for (site,) in sites_of(config, None)] == [{"CUDA_VISIBLE_DEVICES": s} for s in seen]
+    assert [site.gpus for (site,) in sites_of(config, None)] == seen
 
 
 def test_too_few_gpus_of_this_machine_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,10 +178,7 @@ def test_servers_that_share_the_learners_nodes_are_spread_over_them(run: Path) -
     config = config_of(*GPUS, "learner.dp=6", "slurm.nodes=3", "rollout.server.replicas=6")
     found = sites_of(config, allocation_of(config, run))
     assert [site.host for (site,) in found] == ["127.0.0.1"] * 2 + ["10.0.0.2"] * 2 + ["10.0.0.3"] * 2
-    assert [site.environment["CUDA_VISIBLE_DEVICES"] for (site,) in found[:2]] == ["0,1", "2,3"]
-    assert [site.before[-2:] for (site,) in found[2:]] == [
-        ("env", f"CUDA_VISIBLE_DEVICES={g}") for g in ("0,1", "2,3")
-    ] * 2
+    assert [site.gpus for (site,) in found] == [(0, 1), (2, 3)] * 3
     assert [bool(site.before) for (site,) in found] == [False] * 2 + [True] * 4
 
 
@@ -263,8 +260,8 @@ def test_servers_run_in_a_container_of_their_own(
     assert [site.host for (site,) in found] == ["127.0.0.1", "10.0.0.2"]
     for (site,), node in zip(found, ("a1", "a2"), strict=True):
         assert f"--nodelist={node}" in site.before
-        assert site.before[site.before.index("--mem=0") + 1 :] == (*options, *prefix, "env", "CUDA_VISIBLE_DEVICES=0,1")
-        assert (site.python, dict(site.environment)) == ("/opt/python", {})
+        assert site.before[site.before.index("--mem=0") + 1 :] == (*options, *prefix)
+        assert (site.python, site.gpus) == ("/opt/python", (0, 1))
     outside = sites_of(config_of(*keys), allocation_of(config, run))
     assert {site.python for (site,) in outside} == {sys.executable}
 
@@ -290,7 +287,7 @@ def test_who_has_places_on_all_nodes_starts_servers_there_by_number(run: Path) -
     config = config_of(*GPUS, "learner.dp=4", "slurm.nodes=2", "rollout.server.replicas=2")
     found = sites_of(config, allocation_of(config, run), start_at)
     assert [site.host for (site,) in found] == ["127.0.0.1", "10.0.0.2"]
-    assert [site.environment for (site,) in found] == [{"CUDA_VISIBLE_DEVICES": "0,1"}] * 2
+    assert [site.gpus for (site,) in found] == [(0, 1)] * 2
     assert [site.before for (site,) in found] == [(), ()]
     ((here,),) = sites_of(config_of("run.launcher=ray"), None, start_at)
     assert not here.away
@@ -356,7 +353,7 @@ def test_a_server_that_joins_gets_gpus_that_no_other_has(run: Path, monkeypatch:
     with pytest.raises(ConfigError, match="a server needs 2 GPUs, but 0 of the GPUs of b1 are free"):
         more(config, run, "a1,a2,b1", None, found, [])
     site = more(config, run, "a1,a2,b1", None, [found[0], *found[2:]], [])
-    assert (site.gpus, site.before[-1]) == ((2, 3), "CUDA_VISIBLE_DEVICES=2,3")
+    assert site.gpus == (2, 3)
     shared = config_of(*GPUS, "learner.dp=6", "slurm.nodes=3", "rollout.server.replicas=3")
     found = sites_of(shared, allocation_of(shared, run))
     with pytest.raises(ConfigError, match="on the learner's GPUs a server can only take the place of one that left"):
@@ -370,7 +367,7 @@ def test_a_server_on_this_machine_joins_on_gpus_that_are_free(monkeypatch: pytes
     choose = MoreHere(config=config)
     (first,) = sites_of(config, None)
     (site,) = asyncio.run(choose(None, [first], []))
-    assert (site.gpus, dict(site.environment)) == ((3,), {"CUDA_VISIBLE_DEVICES": "7"})
+    assert site.gpus == (3,)
     with pytest.raises(ConfigError, match="a server needs 1 GPUs, but 0 of this machine's 4 are free"):
         asyncio.run(choose(None, [first, [site]], []))
     with pytest.raises(ConfigError, match="--node b1: this run is on one machine"):
