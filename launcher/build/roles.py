@@ -133,11 +133,17 @@ async def _served_teachers(
 
 
 def allocation_of(config: RunConfig, folder: Path) -> Allocation | None:
-    """The allocation to use. Raises ConfigError if the launcher needs one and there is none."""
+    """The allocation to use. Raises ConfigError if the launcher needs one and there is none, or Ray another process."""
     allocation = None if config.run.launcher == "local" else Allocation.this(folder, config)
     if config.run.launcher == "slurm" and allocation is None:
         raise ConfigError(
             "run.launcher=slurm, but this is not a Slurm job; use rl-megatron submit, or set run.launcher=local"
+        )
+    if config.run.launcher == "ray" and allocation is not None and allocation.here not in allocation.nodes:
+        raise ConfigError(
+            f"run.launcher=ray in job {allocation.id}, but this process is on {allocation.here}, none of the learner's "
+            f"nodes ({', '.join(allocation.nodes)}), on one of which it needs a part of Ray beside it; use rl-megatron "
+            "submit, or set run.launcher=slurm, which starts ranks from anywhere"
         )
     return allocation
 

@@ -15,14 +15,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launcher.build.roles import allocation_of
 from launcher.hosts.ray.actors import ServerActor
 from launcher.hosts.ray.node import COMPLETE, Bundle, NodeCall, node_command, options, shares, totals
 from launcher.processes.guards import Order
+from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.config.sections.slurm import SlurmSection
+from rl_megatron.errors import ConfigError
 from rl_megatron.placement.ranks import place
 from rl_megatron.placement.seats import seat
 from rl_megatron.types import ParallelDims
+from tests.unit.launcher.test_seats import SCONTROL
 
 PLACEMENT = place(ParallelDims(dp=4), ("a1", "a2"), 2)
 
@@ -69,6 +73,32 @@ def test_a_server_has_the_variables_of_its_node_and_not_the_trainers(
 
     assert asyncio.run(ended(ServerActor())) == "ended with status 0"
     assert order.log.read_text() == "6,7\n"
+
+
+def test_a_run_that_is_on_none_of_the_learners_nodes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a shell of salloc, where nobody would start Ray's head."""
+    (tmp_path / "scontrol").write_text(SCONTROL)
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name in ("SLURMD_NODENAME", "SLURM_HET_SIZE", "SLURM_ARRAY_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "a1,a2,b1")
+    keys = ("rollout=vllm", "slurm.nodes=2", "slurm.engines.nodes=1")
+    config = load_config("tiny_cpu", [*keys, "run.launcher=ray"])
+    said = (
+        r"in job 7, but this process is on \S+, none of the learner's nodes \(a1, a2\).* use rl-megatron submit, or set"
+    )
+    with pytest.raises(ConfigError, match=said):
+        allocation_of(config, tmp_path)
+    assert allocation_of(load_config("tiny_cpu", [*keys, "run.launcher=slurm"]), tmp_path) is not None
+    monkeypatch.setenv("SLURMD_NODENAME", "b1")  # of a server
+    with pytest.raises(ConfigError, match="this process is on b1, none"):
+        allocation_of(config, tmp_path)
+    monkeypatch.setenv("SLURMD_NODENAME", "a2")
+    assert allocation_of(config, tmp_path) is not None
 
 
 def test_separate_roles_have_bundles_of_their_own_on_one_node_or_on_others() -> None:
