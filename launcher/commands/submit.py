@@ -19,7 +19,7 @@ def submit(
         bool, typer.Option("--dry-run", help="write and check the script, but do not submit it")
     ] = False,
     rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="submit a rehearsal of 20 minutes on the run's own nodes instead")
+        bool, typer.Option("--rehearse", help="submit a rehearsal on the run's own nodes instead")
     ] = False,
     hide_hosts: HideHosts = False,
 ) -> None:
@@ -32,10 +32,14 @@ def submit(
     if rehearse:
         from launcher.rehearsal.settings import SUFFIX, rehearsal_of
 
-        loaded, stem = rehearsal_of(loaded), f"{stem}{SUFFIX}"
+        loaded, stem = rehearsal_of(program.for_slurm(loaded)), f"{stem}{SUFFIX}"
     options = ("--hide-hosts",) if hide_hosts else ()
     with program.prepare(loaded, stem, command=("rehearse", *options) if rehearse else ("train",)) as job:
         print(job.checked.describe(), job.findings.describe(), sep="\n", flush=True)
+        if rehearse:
+            from launcher.rehearsal.settings import announced
+
+            print(*announced(loaded), sep="\n", flush=True)
         program.verify_script(job, cluster=not dry_run)
         sends = f"nothing was sent; this sends it: sbatch {job.script}"
         print(sends if dry_run else f"job {program.send(job)}: {job.folder}")

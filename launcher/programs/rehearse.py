@@ -13,6 +13,7 @@ from launcher.build.roles import allocation_of
 from launcher.rehearsal.rehearsed import FirstAttempt, RehearsedRun
 from launcher.rehearsal.report import RehearsalReport
 from launcher.rehearsal.settings import run_of
+from launcher.rehearsal.sizes import smaller, stage_limits
 from launcher.rehearsal.slow import slow_nodes, slow_ranks, unlike
 from launcher.rehearsal.survey import survey
 from launcher.rehearsal.table import lines_of_run, lines_of_survey
@@ -21,9 +22,6 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import remove_folder
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.training.checkpoints import latest
-
-_LIMITS = {"survey": 180.0, "start": 600.0, "resume": 300.0}
-"""Seconds of each stage; with what ends processes they are less than a job's minutes."""
 
 
 class _TimeUp(RLMegatronError):
@@ -40,11 +38,12 @@ class Rehearsal:
         self.folder, self._hide_hosts = config.run.dir / str(config.run.name), hide_hosts
         if (self.folder / "rehearsal.json").exists():
             raise ConfigError(f"{self.folder} holds a rehearsal; take another run.name, or remove it")
-        self._config, self._inside = config, run_of(config)
+        self._config, self._inside, self._shape = config, run_of(config), starting_shape(config)
+        self._limits = stage_limits(self._inside, self._shape)
         (self.folder / "rehearsal").mkdir(mode=0o700, parents=True, exist_ok=True)
         self._allocation = allocation_of(config, self.folder)
         self._file = self.folder / "rehearsal" / "config.yaml"
-        self.report = RehearsalReport(config=config)
+        self.report = RehearsalReport(config=config, notes=list(smaller(config, self._inside)))
 
     def run(self) -> RehearsalReport:
         """Run all stages, and remove the checkpoints that they wrote."""
@@ -61,9 +60,10 @@ class Rehearsal:
             if latest(self.folder / "checkpoints") is None:
                 raise ConfigError("not tried: the first stage wrote no checkpoint")
             resumed = run.resume(limit)
-        report, shape = self.report, starting_shape(self._config)
+        report = self.report
         report.rows = run.rows()
-        report.lines = [*report.lines, *lines_of_run(self._config, shape, report.rows, started, resumed)]
+        of_run = lines_of_run(self._config, self._inside, self._shape, report.rows, started, resumed)
+        report.lines = [*report.lines, *of_run]
         for node, what in slow_ranks(self.folder / "ranks.txt", self._inside).items():
             report.slow.setdefault(node, []).extend(what)
         if started is not None and started.killed is not None and not started.named:
@@ -84,10 +84,10 @@ class Rehearsal:
     @contextlib.contextmanager
     def _stage(self, name: str) -> Iterator[float]:
         """Run a stage, given its limit in seconds."""
-        print(f"{name}: up to {_LIMITS[name]:.0f} s", flush=True)
+        print(f"{name}: up to {self._limits[name]:.0f} s", flush=True)
         began = time.monotonic()
         try:
-            yield _LIMITS[name]
+            yield self._limits[name]
         except (RLMegatronError, OSError) as error:
             self.report.failures.append(f"{name}: {error}")
         self.report.seconds[name] = time.monotonic() - began

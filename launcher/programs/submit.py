@@ -17,6 +17,7 @@ from launcher.build.model import starting_shape
 from launcher.hosts.slurm.calls import call_slurm, parse_script
 from launcher.hosts.slurm.script import code_folder, job_script, show_code
 from launcher.preflight.checks import Preflight, preflight
+from launcher.rehearsal.settings import run_of
 from launcher.runs.lock import lock
 from launcher.runs.name import choose
 from rl_megatron.config.beside import separate
@@ -126,7 +127,8 @@ def prepare(config: RunConfig, config_name: str, *, command: Sequence[str] = ("t
     """A new run's folder (`choose`), or that of a dry run of the same job, with config.yaml, job.sbatch and
     placement.txt, which no other submit takes while the context is open. Raises ConfigError before it writes any."""
     config = for_slurm(config)
-    findings = preflight(config, for_job=True)
+    rehearses = "rehearse" in command
+    findings = preflight(run_of(config) if rehearses else config, for_job=True, once=rehearses)
     findings.raise_problems()
     found = checked(config)
     held = set[Path]()

@@ -16,7 +16,7 @@ from typing import Any
 from launcher.controller.speeds import Ranked, read_ranks
 from launcher.hosts.slurm.allocation import Allocation
 from launcher.processes.last_words import end_of
-from launcher.rehearsal.settings import STEPS
+from launcher.rehearsal.sizes import STEPS
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.observability.files import read_jsonl
 from rl_megatron.observability.metrics.table import STEPS as PHASES_OF_STEPS

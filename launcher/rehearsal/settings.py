@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import ValidationError
 
+from launcher.build.model import starting_shape
+from launcher.rehearsal.sizes import LEAST, STEPS, batch_of, job_minutes, smaller, stage_limits
 from rl_megatron.config.errors import explain_errors
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, MixtureData, OneSource
 from rl_megatron.config.sections.eval import EvalSection
 from rl_megatron.config.sections.jobs import WarmStartSection
 from rl_megatron.config.sections.log import LogSection, ProfileSection
-from rl_megatron.errors import CheckpointError, ConfigError
+from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError
+from rl_megatron.scaling.estimates import estimate
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.formats.hf_folder import weight_files
 
 SUFFIX = "-rehearsal"
-MINUTES = 20
-"""The time limit of a rehearsal's job."""
-STEPS = 2
-"""Steps before a rank is killed; one more follows the resume."""
 _LAST = 100  # step of the run inside, which is ended before
 _EVALUATED = 8  # prompts
 _SIGNAL_SECONDS = 60
@@ -32,7 +32,7 @@ def rehearsal_of(config: RunConfig) -> RunConfig:
     Raises ConfigError if the run inside it cannot be.
     """
     name = config.run.name
-    slurm = {"time": f"{MINUTES}", "signal_seconds": _SIGNAL_SECONDS, "requeues": 0, "restarts": 0, "array": None}
+    slurm = {"signal_seconds": _SIGNAL_SECONDS, "requeues": 0, "restarts": 0, "array": None}
     model = {"random_weights": not _has_weights(config)}
     job = _changed(
         config,
@@ -40,23 +40,24 @@ def rehearsal_of(config: RunConfig) -> RunConfig:
         slurm=slurm,
         model=model,
     )
-    run_of(job)
-    return job
+    return _changed(job, slurm={"time": f"{_minutes(run_of(job))}"})
 
 
 def run_of(config: RunConfig) -> RunConfig:
     """The run inside the rehearsal: its sizes, layout, lengths, servers and reward are the real ones; it makes a few
-    steps from the start, each with a checkpoint, and evaluates little."""
+    steps from the start, of few prompts (`batch_of`), each with a checkpoint, and evaluates little."""
     data = config.data
     little = (
         {"sources": {name: {**dict(one), **_little(one)} for name, one in data.sources.items()}}
         if isinstance(data, MixtureData)
         else _little(data)
     )
+    batch = batch_of(config)
     return _changed(
         config,
         data=little,
-        train={"steps": _LAST, "lr_warmup_steps": 0, "lr_decay": "none"},
+        rollout=batch["rollout"],
+        train={"steps": _LAST, "lr_warmup_steps": 0, "lr_decay": "none"} | batch["train"],
         warm_start=WarmStartSection().model_dump(),
         eval=_eval(config.eval),
         checkpoint={"every": 1, "keep": 2, "keep_every": None, "keep_best": 0},
@@ -64,6 +65,24 @@ def run_of(config: RunConfig) -> RunConfig:
         log={"progress": "plain", "tensorboard": False, "wandb": "off", "wandb_project": LogSection().wandb_project},
         run={"slow_steps": STEPS, "slow_factor": config.run.slow_factor or 1.5},
     )
+
+
+def _minutes(inside: RunConfig) -> int:
+    try:
+        return job_minutes(stage_limits(inside, starting_shape(inside)))
+    except RLMegatronError:  # which preflight finds too, beside all others
+        return job_minutes(LEAST)
+
+
+def announced(job: RunConfig) -> Iterator[str]:
+    """Yields what to say of a rehearsal before it has its nodes: its limits, and what they leave out."""
+    inside, shape = run_of(job), starting_shape(job)
+    stages = ", ".join(f"{name} {seconds:,.0f} s" for name, seconds in stage_limits(inside, shape).items())
+    yield f"the rehearsal takes at most {job.slurm.time} minutes: {stages}"
+    yield from smaller(job, inside)
+    step = estimate(inside, shape).step
+    if step is not None and step.predicted is None and not step.stated:
+        yield f"its limits leave out seconds of sampling, which are not predicted: {step.why}"
 
 
 def _little(source: OneSource) -> dict[str, int]:

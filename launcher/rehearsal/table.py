@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.rehearsal.rehearsed import FirstAttempt
+from launcher.rehearsal.sizes import FAR
 from launcher.rehearsal.spent import planned, spent
 from launcher.rehearsal.survey import Surveyed
 from rl_megatron.config.run import RunConfig
@@ -15,7 +16,6 @@ from rl_megatron.scaling.estimates import TOO_MUCH, Estimate, estimate
 from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.memory import footprints
 
-_FAR = 2.0  # times the prediction
 _SHORT = 0.1  # seconds: latency, which no prediction has
 
 
@@ -44,7 +44,7 @@ class TableLine:
         if self.unit == "s" and self.measured - self.predicted < _SHORT:
             return "as predicted"
         times = self.predicted / self.measured if self.least and self.measured else self.measured / self.predicted
-        return f"{times:.1f} times worse than predicted" if times > _FAR else "as predicted"
+        return f"{times:.1f} times worse than predicted" if times > FAR else "as predicted"
 
 
 def lines_of_survey(config: RunConfig, found: Surveyed) -> Iterator[TableLine]:
@@ -78,23 +78,28 @@ def lines_of_survey(config: RunConfig, found: Surveyed) -> Iterator[TableLine]:
 
 def lines_of_run(
     config: RunConfig,
+    inside: RunConfig,
     shape: ModelShape,
     rows: Sequence[Mapping[str, Any]],
     started: FirstAttempt | None,
     resumed: float | None,
 ) -> Iterator[TableLine]:
-    """Of the run, by its own metrics: ``rows`` of its steps, the last one after the resume."""
-    guess = estimate(config, shape)
+    """Of the run ``inside``, by its own metrics: ``rows`` of its steps, the last one after the resume.
+
+    Shares of a step that bound something are of one of ``config``'s batch.
+    """
+    guess = estimate(inside, shape)
+    times = _times(estimate(config, shape), guess, config.completions_per_step / inside.completions_per_step)
     row = rows[1] if len(rows) > 1 else {}  # the first step also compiles and allocates
     yield TableLine(what="start to the first step", unit="s", measured=None if started is None else started.ready)
     yield _memory(config, shape, [r["memory/peak"] for r in rows if "memory/peak" in r])
     step = _number(row, "seconds/step")
-    yield TableLine(what="step, with its checkpoint", unit="s", measured=step, predicted=_step(guess))
+    yield TableLine(what="step, with its checkpoint", unit="s", measured=step, predicted=_step(guess, times))
     made = None if step is None else float(row["tokens/train"]) / step
     yield TableLine(what="trained tokens", unit="tokens/s", measured=made)
-    yield from _hours(config, guess, row)
-    yield from _push(guess, row, step)
-    yield from _save(config, guess, row, step)
+    yield from _hours(inside, guess, row)
+    yield from _push(guess, row, step and times * step)
+    yield from _save(config, guess, row, step, times)
     limit = config.learner.timeout_seconds
     noticed = None if started is None else started.noticed
     yield TableLine(what="killed rank to the run's end", unit="s", measured=noticed, bound=limit)
@@ -124,11 +129,20 @@ def _hours(config: RunConfig, guess: Estimate, row: Mapping[str, Any]) -> Iterat
         )
 
 
-def _step(guess: Estimate) -> float | None:
-    """Seconds that the user stated; or predicted ones, and a checkpoint's if each step of a rehearsal waits for it."""
+def _times(own: Estimate, guess: Estimate, batches: float) -> float:
+    """How many times as long a step of the run takes as one of its rehearsal: as predicted, else in proportion to their
+    ``batches``."""
+    of_both = [None if each.step is None else each.step.predicted for each in (own, guess)]
+    whole, part = (None if each is None else each.step.seconds for each in of_both)
+    return whole / part if whole and part else batches
+
+
+def _step(guess: Estimate, times: float) -> float | None:
+    """Seconds that the user stated, of a step of the run; or predicted ones, and a checkpoint's if each step of a
+    rehearsal waits for it."""
     if guess.step is None or (guess.step.predicted is None and not guess.step.stated):
         return None
-    return guess.step.seconds + (0.0 if guess.step.stated else guess.save.held)
+    return guess.step.seconds / times if guess.step.stated else guess.step.seconds + guess.save.held
 
 
 def _memory(config: RunConfig, shape: ModelShape, peaks: Sequence[float]) -> TableLine:
@@ -162,12 +176,14 @@ def _push(guess: Estimate, row: Mapping[str, Any], step: float | None) -> Iterat
     )
 
 
-def _save(config: RunConfig, guess: Estimate, row: Mapping[str, Any], step: float | None) -> Iterator[TableLine]:
+def _save(
+    config: RunConfig, guess: Estimate, row: Mapping[str, Any], step: float | None, times: float
+) -> Iterator[TableLine]:
     """Seconds are bound by what one checkpoint in ``checkpoint.every`` steps may take."""
     every = config.checkpoint.every
     seconds, written = _number(row, "checkpoint/write_seconds"), _number(row, "checkpoint/bytes")
     held = _number(row, "seconds/checkpoint")
-    alone = None if step is None or held is None else step - held
+    alone = None if step is None or held is None else times * (step - held)
     yield TableLine(
         what="checkpoint",
         unit="s",

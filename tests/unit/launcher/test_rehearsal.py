@@ -15,20 +15,25 @@ from typing import Any
 import psutil
 import pytest
 
+from launcher.preflight.checks import preflight
 from launcher.rehearsal import machine
 from launcher.rehearsal.links import open_store
 from launcher.rehearsal.messages import Survey
 from launcher.rehearsal.rehearsed import NotReached, RehearsedRun
 from launcher.rehearsal.report import RehearsalReport, with_hidden_hosts
-from launcher.rehearsal.settings import MINUTES, rehearsal_of, run_of
+from launcher.rehearsal.settings import announced, rehearsal_of, run_of
+from launcher.rehearsal.sizes import stage_limits
 from launcher.rehearsal.slow import slow_nodes, unlike
 from launcher.rehearsal.survey import Surveyed, read_answers
-from launcher.rehearsal.table import TableLine
+from launcher.rehearsal.table import TableLine, lines_of_run
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig, TinyModelSection
 from rl_megatron.evaluation.sets import ProblemSet
+from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import make_tiny_model
+from rl_megatron.scaling.estimates import estimate
 from tests.exposure import check_sockets
+from tests.unit.launcher.test_memory import QWEN3, RECIPES, recipe
 
 MACHINE = {"python": "3.11", "torch": "2", "megatron-core": "0.16.1", "kernel": "6"}
 
@@ -218,13 +223,63 @@ def config(*keys: str) -> RunConfig:
 def test_the_job_is_short_and_ends_for_good_and_the_run_is_the_real_one_but_short(tmp_path: Path) -> None:
     keys = ("run.name=x", "checkpoint.every=7", "slurm.array=0-3", "train.lr_decay=cosine", "log.wandb=online")
     job = rehearsal_of(config(*keys, "slurm.environment.HF_TOKEN=secret"))
-    assert (job.run.name, job.slurm.time, job.slurm.requeues, job.slurm.array) == ("x-rehearsal", str(MINUTES), 0, None)
+    assert (job.run.name, job.slurm.time, job.slurm.requeues, job.slurm.array) == ("x-rehearsal", "20", 0, None)
     assert rehearsal_of(job) == job
     assert job.checkpoint.every == 7  # the table's bound is of the run's own
     run = run_of(job)
     assert (run.checkpoint.every, run.warm_start.steps, run.log.wandb, run.run.slow_steps) == (1, 0, "off", 2)
     same = ("model", "reward", "algorithm", "rollout", "learner", "roles", "weights")
     assert all(getattr(run, section) == getattr(config(*keys), section) for section in same)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_stages_of_a_recipes_rehearsal_end_in_their_limits(name: str) -> None:
+    """Servers take all that they may to start, steps what is predicted; the last of a fuller pipeline fits too."""
+    own, shape = recipe(name, "run.launcher=slurm")
+    inside = run_of(own)
+    limits, step, start = stage_limits(inside, shape), seconds_of(inside, shape), own.rollout.server.start_seconds
+    assert limits["start"] >= start + 3 * step
+    assert limits["resume"] >= start + step
+    assert seconds_of(own, shape) > step
+    mean = (inside.rollout.max_new_tokens + inside.rollout.max_prompt_tokens) / 2
+    tokens = inside.completions_per_step * mean / inside.train.minibatches / inside.learner.dims.dp
+    assert tokens >= inside.learner.pp * inside.learner.max_tokens_per_micro_batch
+    assert inside.train.minibatches == 2
+
+
+def seconds_of(config: RunConfig, shape: ModelShape) -> float:
+    found = estimate(config, shape).step
+    assert found is not None
+    return found.seconds
+
+
+def test_a_rehearsal_says_its_limits_before_it_has_nodes_and_no_advice_for_longer_runs(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    keys = ("run.name=x", "run.launcher=slurm", f"model.path={tmp_path}")
+    job = rehearsal_of(load_config("qwen3_30b_a3b", keys))
+    (limits, batch) = announced(job)
+    minutes, *stages = (float(n.replace(",", "")) for n in re.findall(r"[\d,]*\d", limits))
+    assert str(int(minutes)) == job.slurm.time
+    assert 60 * minutes >= sum(stages)
+    assert batch.startswith("a step has 2 of the run's 64 prompts, and 2 of its 4 minibatches")
+    findings = preflight(run_of(job), for_job=True, once=True)
+    assert not [text for text in findings.texts("note") if "signal_seconds" in text]
+    assert any("a checkpoint, every 1 steps" in text for text in findings.texts("fact"))
+    unknown = announced(rehearsal_of(load_config("qwen3_30b_a3b", [*keys, "slurm.speeds.gpu=null"])))
+    assert [*unknown][-1].endswith("set slurm.speeds.gpu to the kind of your GPUs, as h100")
+
+
+def test_shares_of_a_step_are_bound_by_those_of_the_runs_own_batch() -> None:
+    """A step of the rehearsal is shorter: its push would take too much of it."""
+    own, shape = recipe("qwen3_235b_a22b", "run.launcher=slurm")
+    inside = run_of(own)
+    own_seconds, seconds = seconds_of(own, shape), seconds_of(inside, shape)
+    row = {"seconds/step": seconds, "seconds/weights": 0.08 * own_seconds, "seconds/checkpoint": 0.0}
+    row |= {"tokens/train": 1.0, "tokens/rollout": 1.0, "checkpoint/write_seconds": 2 * own_seconds}
+    lines = {line.what: line for line in lines_of_run(own, inside, shape, [row, row], None, None)}
+    assert lines["step, with its checkpoint"].verdict == "as predicted"
+    assert lines["push of weights"].bound == pytest.approx(0.1 * own_seconds)
+    assert lines["checkpoint"].bound == pytest.approx(0.1 * own_seconds * own.checkpoint.every)
 
 
 @pytest.mark.parametrize(
