@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
-import numpy as np
 from typing_extensions import override
 
 from rl_megatron.config.sections.rollout import RunningRequests
@@ -28,14 +26,14 @@ from rl_megatron.rollout.servers.adapter import (
     value_given,
     version_of,
 )
-from rl_megatron.rollout.servers.answers import checked_routes, completion_seed, sampled_with, spans_of
+from rl_megatron.rollout.servers.answers import completion_seed, sampled_with, spans_of
 from rl_megatron.rollout.servers.decoding import Judged, SampledColumns, as_form
 from rl_megatron.rollout.servers.http import AttemptFailed, Server, read_beside
 from rl_megatron.rollout.servers.sglang import answer as form
 from rl_megatron.rollout.servers.sglang import drafts, loras, orders, priorities
 from rl_megatron.rollout.servers.sglang import request as ask
 from rl_megatron.rollout.servers.sglang.options import KEYS, ON_CPU, cores, degrees, most_cached, outliving_pushes
-from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, Routes
+from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.reports import Report, of_one_rank
 from rl_megatron.weights.checks.unpacked import ReportReader
@@ -383,14 +381,7 @@ def _completion(answer: SampledColumns, request: GenerationRequest, shape: Model
         logprobs=answer.logprobs[:count],
         finish_reason=answer.finish_reason,
         spans=sampled_with(request, spans_of((s.start, version_of(s.version)) for s in answer.spans[: count or 1])),
-        routes=_routes(answer.routes, len(request.token_ids) + count - 1, shape) if request.routes and count else None,
+        routes=form.read_routes(answer.routes, len(request.token_ids) + count - 1, shape)
+        if request.routes and count
+        else None,
     )
-
-
-def _routes(given: str | None, positions: int, shape: ModelShape) -> Routes:
-    """Decode routes: little-endian int32 in base64, without a shape."""
-    try:
-        experts = np.frombuffer(base64.b64decode(given or ""), "<i4")
-    except ValueError as error:
-        raise EngineError(f"its routes are not an array: {error!s:.200}") from error
-    return checked_routes(experts, positions=positions, shape=shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,6 +10,8 @@ import msgspec
 import numpy as np
 
 from rl_megatron.errors import CorruptionError, EngineError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.rollout.servers.answers import checked_routes
 from rl_megatron.rollout.servers.decoding import (
     Judged,
     LabelledSpan,
@@ -17,7 +20,7 @@ from rl_megatron.rollout.servers.decoding import (
     logprob_column,
     token_column,
 )
-from rl_megatron.types import FinishReason
+from rl_megatron.types import FinishReason, Routes
 
 T = TypeVar("T")
 
@@ -108,6 +111,15 @@ def read_judged(answer: bytes, *, length: int, top: int) -> Judged:
         top_ids=np.array([one.token for place in places for one in place], np.int32).reshape(shape),
         top_logprobs=np.array([one.logprob for place in places for one in place], np.float32).reshape(shape),
     )
+
+
+def read_routes(given: str | None, positions: int, shape: ModelShape) -> Routes:
+    """Decode routes: little-endian int32 in base64, without a shape."""
+    try:
+        experts = np.frombuffer(base64.b64decode(given or ""), "<i4")
+    except ValueError as error:
+        raise EngineError(f"its routes are not an array: {error!s:.200}") from error
+    return checked_routes(experts, positions=positions, shape=shape)
 
 
 def _answer(said: _Meta) -> SampledColumns:

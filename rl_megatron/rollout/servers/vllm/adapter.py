@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import io
 import json
 import re
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
@@ -12,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 from typing_extensions import override
 
 from rl_megatron.config.sections.rollout import RunningRequests
@@ -30,14 +27,14 @@ from rl_megatron.rollout.servers.adapter import (
     value_given,
     version_of,
 )
-from rl_megatron.rollout.servers.answers import checked_routes, sampled_with, spans_of
+from rl_megatron.rollout.servers.answers import sampled_with, spans_of
 from rl_megatron.rollout.servers.decoding import Judged, SampledColumns, as_form
 from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.vllm import answer as form
 from rl_megatron.rollout.servers.vllm import drafts, loras
 from rl_megatron.rollout.servers.vllm import request as ask
 from rl_megatron.rollout.servers.vllm.options import KEYS, options_of_ranks, profiler
-from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters, Routes
+from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.packed import REPORT_FORM
 from rl_megatron.weights.checks.reports import Report
@@ -379,16 +376,7 @@ def _completion(answer: SampledColumns, request: GenerationRequest, shape: Model
         logprobs=answer.logprobs,
         finish_reason=answer.finish_reason,
         spans=sampled_with(request, spans_of((span.start, version_of(span.version)) for span in answer.spans)),
-        routes=_routes(answer.routes, len(request.token_ids) + count - 1, shape) if request.routes and count else None,
+        routes=form.read_routes(answer.routes, len(request.token_ids) + count - 1, shape)
+        if request.routes and count
+        else None,
     )
-
-
-def _routes(given: str | None, positions: int, shape: ModelShape) -> Routes:
-    """Decode routes: a .npy file in base64."""
-    if not given:
-        raise EngineError("it returned no routes; start it with --enable-return-routed-experts")
-    try:
-        experts = np.load(io.BytesIO(base64.b64decode(given)), allow_pickle=False)
-    except (ValueError, EOFError, MemoryError) as error:  # MemoryError: its header asks for too much memory
-        raise EngineError(f"its routes are not an array: {error!s:.200}") from error
-    return checked_routes(experts, positions=positions, shape=shape)

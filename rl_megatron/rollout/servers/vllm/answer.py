@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import heapq
+import io
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Annotated, TypeVar
@@ -11,6 +13,9 @@ import msgspec
 import numpy as np
 
 from rl_megatron.columns import TokenIds, freeze
+from rl_megatron.errors import EngineError
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.rollout.servers.answers import checked_routes
 from rl_megatron.rollout.servers.decoding import (
     Judged,
     LabelledSpan,
@@ -21,7 +26,7 @@ from rl_megatron.rollout.servers.decoding import (
     token_column,
     whole_numbers,
 )
-from rl_megatron.types import FinishReason
+from rl_megatron.types import FinishReason, Routes
 
 T = TypeVar("T")
 
@@ -102,6 +107,17 @@ def read_judged(answer: bytes, *, text: Sequence[int], top: int) -> Judged:
         ids[place], of_ids[place] = [int(name) for name, _ in best], [logprob for _, logprob in best]
     freeze(logprobs)
     return Judged(logprobs=logprobs, top_ids=ids, top_logprobs=of_ids)
+
+
+def read_routes(given: str | None, positions: int, shape: ModelShape) -> Routes:
+    """Decode routes: a .npy file in base64."""
+    if not given:
+        raise EngineError("it returned no routes; start it with --enable-return-routed-experts")
+    try:
+        experts = np.load(io.BytesIO(base64.b64decode(given)), allow_pickle=False)
+    except (ValueError, EOFError, MemoryError) as error:  # MemoryError: its header asks for too much memory
+        raise EngineError(f"its routes are not an array: {error!s:.200}") from error
+    return checked_routes(experts, positions=positions, shape=shape)
 
 
 def _answer(choice: _Choice, token_ids: TokenIds) -> SampledColumns:
