@@ -20,7 +20,7 @@ from rl_megatron.types import Completion, GenerationRequest, ParallelDims, Promp
 _TEXTS, _TEXT_TOKENS = 4, 16
 _SAMPLED = 4  # tokens that engines sample after a text that they cannot score
 _TIES = 1  # texts in which two experts may be so close that rounding chooses; seen at a gap of 6e-8
-PROBE_LENGTH = _TEXT_TOKENS
+PROBE_LENGTH = _TEXT_TOKENS + 1  # with the token that a server makes behind a text that it scores
 
 ScoredText = tuple[tuple[int, ...], tuple[int, ...], Sequence[float]]
 """A prompt, the tokens after it, and their log-probs."""
@@ -40,9 +40,9 @@ class Probe:
 
     @classmethod
     def make(cls, *, vocab_size: int, max_length: int, temperature: float, tolerance: float) -> Probe:
-        """Texts that fit into ``max_length`` tokens."""
+        """Texts that fit into ``max_length`` tokens, each with the token that a server makes behind it."""
         chosen = random.Random(0)
-        length = min(_TEXT_TOKENS, max_length)
+        length = min(PROBE_LENGTH, max_length) - 1
         texts = tuple(tuple(chosen.randrange(vocab_size) for _ in range(length)) for _ in range(_TEXTS))
         return cls(texts=texts, temperature=temperature, tolerance=tolerance)
 
@@ -111,7 +111,7 @@ async def scores_of(
         for i, (prompt, behind, said) in enumerate(texts)
     ]
     samples = to_samples(groups)
-    batch = pack(samples, dims=dims, max_tokens=len(groups) * PROBE_LENGTH, padding=padding)
+    batch = pack(samples, dims=dims, max_tokens=len(groups) * _TEXT_TOKENS, padding=padding)
     said = await learner.score(batch, frozenset({"logprobs"}))
     values = unpack(batch, said["logprobs"], samples)
     bounds = pairwise(samples.cu_seqlens.tolist())

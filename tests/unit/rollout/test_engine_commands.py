@@ -15,7 +15,7 @@ import pytest
 
 from launcher.servers.checks import ServerChecks
 from launcher.servers.degrees import degree_problems
-from launcher.servers.engines import SERVERS
+from launcher.servers.engines import SERVERS, longest_sequence
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
@@ -24,6 +24,7 @@ from rl_megatron.rollout.servers.adapter import Description, StartOptions, words
 from rl_megatron.rollout.servers.answers import rest_of
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion
+from rl_megatron.weights.servers.probe import Probe
 from tests.unit.rollout.test_engine_routes import ASKED, OPTIONS
 from tests.unit.rollout.test_engine_servers import Words
 
@@ -358,6 +359,15 @@ def test_a_server_that_holds_no_longest_sequence_is_refused_with_what_to_raise(t
     checks._raise_misfits([("http://a", told)])
     with pytest.raises(ConfigError, match=r"sequence is 99, by its .*100 is needed: raise .*memory_fraction, tp or dp"):
         checks._raise_misfits([("http://a", replace(told, max_length=99))])
+
+
+@pytest.mark.parametrize(("each", "positions"), [(8, 4096), (2, 4096), (8, 16)])
+def test_the_shortest_sequences_leave_room_behind_a_probe(each: int, positions: int) -> None:
+    """vLLM refuses a prompt that fills its length."""
+    config = load_config("tiny_cpu", [f"rollout.max_{kind}_tokens={each}" for kind in ("prompt", "new")])
+    length = longest_sequence(config, replace(MOE, max_positions=positions))
+    probe = Probe.make(vocab_size=50, max_length=length, temperature=1.0, tolerance=1.0)
+    assert max(map(len, probe.texts)) < length <= positions
 
 
 OF_A_RUN = {
