@@ -6,7 +6,7 @@ shared memory is left that they had mapped. Run as ``python engine_guard.py <add
 of this package.
 
 No other user of the node can read a server's files. Its temporary folder, with the sockets of its processes, is its own
-and is removed with it.
+and is removed with it. It is in /tmp where the machine's temporary folder has too long a path for sockets.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _TRACKER_SECONDS = 5.0  # of these
 _SHARED = Path("/dev/shm")
 _LOOK_SECONDS = 0.5  # from one look at it to the next
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_LONGEST = 107 - len("/engine-12345678/") - 36  # bytes; a socket's path has 107, vLLM's file names are UUIDs
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -50,7 +51,7 @@ def main(host: str, command: list[str]) -> int:
     os.umask(0o077)
     others = {path.name for path in _shared_files()}
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what the server leaves behind becomes a child of this process
-    with tempfile.TemporaryDirectory(prefix="engine-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="engine-", dir=_within(), ignore_cleanup_errors=True) as folder:
         with contextlib.suppress(OSError):  # no locks there
             fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)  # as `lasting` of scratch.py
         os.environ.update(compiled_folder(lambda: f"{folder}/torch"))
@@ -75,6 +76,12 @@ def main(host: str, command: list[str]) -> int:
         if path.name in own - others:
             path.unlink(missing_ok=True)
     return status
+
+
+def _within() -> str:
+    """The folder for the server's own."""
+    usual = tempfile.gettempdir()
+    return "/tmp" if len(os.fsencode(usual)) > _LONGEST and os.access("/tmp", os.W_OK | os.X_OK) else usual
 
 
 def named(seat: str, visible: str | None) -> str:

@@ -172,6 +172,32 @@ def test_a_server_sees_its_gpus_by_their_names_on_its_node(
     assert told == seen if given else seen in told
 
 
+BINDS = """
+import socket, tempfile, uuid
+path = f"{tempfile.gettempdir()}/{uuid.uuid4()}"  # as vLLM's get_open_zmq_ipc_path
+socket.socket(socket.AF_UNIX).bind(path)
+print(path)
+"""
+
+
+@pytest.mark.parametrize(("length", "kept"), [(54, True), (55, False), (70, False), (107, False)])
+def test_sockets_of_a_server_have_room_in_its_temporary_folder(
+    length: int, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in the machine's, whose path the guard's folder makes longer, or else in /tmp."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        given = Path(short, "x" * (length - len(short) - 1))
+        given.mkdir()
+        monkeypatch.setenv("TMPDIR", str(given))
+        process = guard(sys.executable, "-c", BINDS)
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip()).parent
+        assert process.wait(60) == 0
+        assert folder.parent == (given if kept else Path("/tmp"))
+        assert folder.name.startswith("engine-")
+        assert not folder.exists()
+
+
 SRUN = """#!/bin/sh
 # As srun on a cluster that does not renumber a job's devices: the job has others of this node.
 while [ "${1#-}" != "$1" ]; do shift; done
