@@ -48,13 +48,18 @@ def describe() -> dict[str, float | int | str]:
 
 
 def gpus() -> list[dict[str, str]]:
-    """What the driver says of each GPU; none if there is no driver. Raises OSError if it does not answer."""
+    """What the driver says of each GPU of ``CUDA_VISIBLE_DEVICES``, of all where it names none, or parts of one (MIG).
+
+    None if there is no driver. Raises OSError if it does not answer. A cluster whose cgroups leave out no device shows
+    those of other jobs to the driver.
+    """
     if shutil.which("nvidia-smi") is None:
         return []
-    asked = f"--query-gpu={','.join(_GPU.values())}"
+    asked, given = f"--query-gpu={','.join(_GPU.values())}", os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    own = [] if not given or "MIG" in given else [f"--id={given}"]
     try:
         done = subprocess.run(
-            ["nvidia-smi", asked, "--format=csv,noheader,nounits"],
+            ["nvidia-smi", asked, *own, "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             timeout=_DRIVER_SECONDS,
