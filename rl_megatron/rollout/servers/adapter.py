@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -253,6 +254,7 @@ class Adapter(Sampling, Loading, Running, Protocol):
     module: str  # its interpreter must be able to import it
     tested: str  # the version it was tested with
     renormalises_top_p: bool  # whether log-probs are of the distribution after top_p
+    temperatures: tuple[float, float] = (0.0, math.inf)  # the least and the greatest that it samples at, besides 0
 
     def batch_problem(self, extra: Sequence[str]) -> str:
         """Why it has no kernels that do not depend on the batch, with ``extra`` options; or empty."""

@@ -12,7 +12,7 @@ import pytest
 
 from launcher.preflight.sizes import check
 from launcher.preflight.subject import Subject
-from launcher.servers.engines import SERVERS, adapter_places
+from launcher.servers.engines import SERVERS, adapter_of, adapter_places, engine_problems
 from launcher.servers.pool import ServedEngines
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
@@ -174,3 +174,29 @@ def test_a_push_of_adapters_is_planned_by_their_bytes() -> None:
     assert lines[0] == "61.1 GB of frozen weights to each server, once before the first push"
     assert lines[1].startswith("a push of adapters (weights.transport=file), through ")
     assert push_cost(config, MOE).seconds < 0.05 * push_cost(recipe("weights.transport=file"), MOE).seconds
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            ("rollout=vllm", "rollout.temperature=2.5"),
+            "rollout.temperature=2.5: vLLM 0.32.0 samples at 0.01 to 2, and",
+        ),
+        (("rollout=vllm", "eval.temperature=0.005"), "eval.temperature=0.005: vLLM"),
+        (
+            ("rollout=vllm", "eval.sets.hot.temperature=2.5", "eval.sets.plain.limit=2"),
+            "eval.sets.hot.temperature=2.5: ",
+        ),
+        (
+            ("rollout=sglang", "rollout.temperature=1e-7"),
+            "rollout.temperature=1e-07: SGLang 0.5.21 samples at 1e-06 or",
+        ),
+        (("rollout=sglang", "eval.temperature=2.5"), None),
+        (("rollout=vllm", "eval.temperature=2", "rollout.temperature=0.01"), None),
+    ],
+)
+def test_temperatures_that_the_engine_does_not_sample_at_are_refused(keys: tuple[str, ...], said: str | None) -> None:
+    config = load_config("tiny_cpu", keys)
+    problems = engine_problems(config, adapter_of(config.rollout.engine, MOE), MOE)
+    assert [one[: len(said or "")] for one in problems] == ([] if said is None else [said])

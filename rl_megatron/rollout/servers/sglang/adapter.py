@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -63,6 +64,7 @@ class SGLangAdapter(Adapter):
     module = "sglang"
     tested = "0.5.21"
     renormalises_top_p = False
+    temperatures = (1e-6, math.inf)  # it takes lower ones for 0
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape, self._counted, self._reader = shape, drafts.Counted(), ReportReader()

@@ -63,6 +63,7 @@ class VLLMAdapter(Adapter):
     module = "vllm"
     tested = "0.32.0"
     renormalises_top_p = True
+    temperatures = (0.01, 2.0)  # it raises lower ones to the first without an error
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape, self._reader = shape, ReportReader()
@@ -260,13 +261,7 @@ class VLLMAdapter(Adapter):
 
     @override
     async def load(
-        self,
-        server: Server,
-        path: Path,
-        version: int,
-        *,
-        private: Collection[str],
-        straight: bool = False,
+        self, server: Server, path: Path, version: int, *, private: Collection[str], straight: bool = False
     ) -> list[Report]:
         info = {"path": str(path), "version": version, "straight": straight}
         if server.draft_tokens:  # it is labelled once it has both
