@@ -13,7 +13,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from rl_megatron.errors import EngineError
+from rl_megatron.errors import CorruptionError, EngineError
 from rl_megatron.models.named import NAMED
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
@@ -123,3 +123,14 @@ def test_they_come_in_a_folder_that_both_nodes_see_and_leave_nothing(
 def test_one_that_is_missing_is_an_error_with_what_to_do(other_node: str, mirror: Path) -> None:
     with pytest.raises(EngineError, match=r"answer is not here: .*/memory/run/held-.*\.0; .*set weights\.folder to"):
         asked(other_node, None, lambda server: ADAPTER.boxes(server, mirror))
+
+
+def test_a_server_that_lacks_a_folder_lives(other_node: str, mirror: Path, tmp_path: Path) -> None:
+    """Of answers, or of weights: the user's server goes on."""
+    lacked = tmp_path / "memory" / "lacked"
+    lacked.mkdir()
+    with pytest.raises(EngineError, match="answer is not here"):
+        asked(other_node, lacked, lambda server: ADAPTER.boxes(server, mirror))
+    with pytest.raises(CorruptionError, match=r"rank 0: .*lacked/model\.safetensors"):
+        asked(other_node, tmp_path, lambda server: ADAPTER.boxes(server, lacked / "model.safetensors"))
+    assert asked(other_node, tmp_path, lambda server: ADAPTER.boxes(server, mirror))

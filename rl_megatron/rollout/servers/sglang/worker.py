@@ -7,6 +7,8 @@ installed but not this package's other dependencies. Written against SGLang 0.5.
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -25,14 +27,21 @@ from rl_megatron.weights.servers import mirror
 from rl_megatron.weights.transports.engine_ends import Receiver, one_thread
 from rl_megatron.weights.transports.joined import Rendezvous
 
+logger = logging.getLogger(__name__)
+
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Execute the order that the first tensor's name holds in JSON, and write the answer to ``answer``.<rank>.
 
-    An error in the weights is an answer too: an exception would end the server.
+    An error in the weights is an answer too: an exception would end the server. Without a folder for the answer it does
+    nothing, and the controller finds none.
     """
     order = json.loads(named_tensors[0][0])
     path, rank = Path(order["path"]), get_parallel().tp_rank
+    said = Path(f"{order['answer']}.{rank}")
+    if not os.access(said.parent, os.W_OK):
+        logger.error("%s is not there, or may not be written: an order of a run is not followed", said.parent)
+        return
     answer, report = dict[str, object](), None
     _, param = next(iter(model.named_parameters()))
     torch.get_device_module(param.device).synchronize()  # a pause in place leaves a step at work with the weights
@@ -57,9 +66,9 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
             report = _load(model, path, order["version"], order["private"], reads=not drafts)
         if report is not None:
             answer = packed_report(report, order.get("known", ()))  # an older trainer says nothing, and refuses this
-    except RLMegatronError as error:
+    except (RLMegatronError, OSError) as error:
         answer = {"error": str(error)}
-    write_atomically(Path(f"{order['answer']}.{rank}"), json.dumps(answer).encode(), private=True)
+    write_atomically(said, json.dumps(answer).encode(), private=True)
 
 
 def _refuse_packed_scales(model: Any) -> None:
