@@ -32,6 +32,7 @@ from launcher.commands import (
 )
 from launcher.processes import limits
 from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.user_code import import_from
 
 _NAMES = {"help_option_names": ["-h", "--help"]}
 _COMMANDS = (
@@ -66,7 +67,7 @@ def options(
     except FileNotFoundError as error:
         gone = os.environ.get("PWD", "")
         raise ConfigError(f"the current folder, {gone}, has been removed; change to one that is there") from error
-    sys.path.append(str(here))  # where the user's own rewards, layers and families may be
+    import_from(here)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rl_megatron.errors import ConfigError, RLMegatronError
 
 _MOST_SAID = 500  # characters of a foreign exception
+
+
+def import_from(folder: Path) -> None:
+    """Have the user's own modules in ``folder`` found, after all others: our programs start with ``-P``, so without the
+    current folder as the first."""
+    sys.path.append(str(folder))
 
 
 def load_named(path: str, key: str, what: str, fits: Callable[[object], bool]) -> Any:

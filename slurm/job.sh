@@ -81,7 +81,7 @@ ask_to_save() {
         sleep 2
     done) &
 }
-(trap '' USR1; exec "$PYTHON" -m launcher train "${TRAIN[@]}" --resume >"$attempt/controller.txt" 2>&1) &
+(trap '' USR1; exec "$PYTHON" -P -m launcher train "${TRAIN[@]}" --resume >"$attempt/controller.txt" 2>&1) &
 controller=$!
 trap ask_to_save USR1
 [ -z "${ASKED:-}" ] || ask_to_save
@@ -151,6 +151,7 @@ if preempted; then
     exec sleep 600
 fi
 reason=$(grep -a '^error:' "$attempt/controller.txt" | tail -n 1)
+[ "$status" -gt 128 ] || reason=${reason:-$(tail -n 1 "$attempt/controller.txt" | cut -c -400)} # a traceback's last
 command -v "$PYTHON" >/dev/null || reason="$PYTHON, in which the controller runs, is not on this node; set slurm.python"
 if [ -e "$attempt/failed_node" ]; then
     cat "$attempt/failed_node" >>"$RUN/jobs/failed_nodes"

@@ -107,7 +107,7 @@ def _lines(process: subprocess.Popen[str], who: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _running(asked: dict[str, Any], folder: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "launcher.calibration.rank", str(os.getpid())]
+    command = [sys.executable, "-P", "-m", "launcher.calibration.rank", str(os.getpid())]
     environment = {**os.environ, **variables(threads=asked["threads"], device=asked["device"])}
     with (folder / f"rank{asked['rank']}.txt").open("wb") as errors:
         process = subprocess.Popen(

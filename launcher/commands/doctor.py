@@ -121,7 +121,7 @@ def _learner() -> str:
     """Whether a learner's process can import megatron, which also imports optional packages, even broken ones."""
     try:
         child = subprocess.run(
-            [sys.executable, "-c", "import rl_megatron.learner.megatron"],
+            [sys.executable, "-P", "-c", "import rl_megatron.learner.megatron"],
             capture_output=True,
             text=True,
             timeout=IMPORT_SECONDS,

@@ -21,7 +21,7 @@ def ask_there(run: Path, address: Address) -> None:
     """Run this command on the controller's node instead, in the run's job, if that is another. Raises ConfigError if it
     has none."""
     if not address.here:
-        command = [*jobs.srun_beside(run, address), sys.executable, "-m", "launcher", *sys.argv[1:]]
+        command = [*jobs.srun_beside(run, address), sys.executable, "-P", "-m", "launcher", *sys.argv[1:]]
         os.execvpe(command[0], command, outside_jobs())
 
 

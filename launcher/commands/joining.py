@@ -33,7 +33,7 @@ def join_cluster_of(run: Path) -> None:
     log = Path(told["log"])
     with log.open("ab") as output:
         ray = subprocess.Popen(
-            [sys.executable, "-m", "launcher.hosts.ray.node"],  # it ends all of Ray when its standard input closes
+            [sys.executable, "-P", "-m", "launcher.hosts.ray.node"],  # it ends Ray when its standard input closes
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
@@ -69,7 +69,8 @@ def _answer(run: Path, command: str, *, node: str, seconds: float) -> Any:
     address = address_of(run)
     if address.here:
         return ask_run(run, command, seconds=seconds, node=node)
-    asking = [sys.executable, "-m", "launcher.control.client", str(run.resolve()), command, json.dumps({"node": node})]
+    client = [sys.executable, "-P", "-m", "launcher.control.client"]
+    asking = [*client, str(run.resolve()), command, json.dumps({"node": node})]
     command_line = jobs.srun_beside(run, address) + asking
     try:
         done = subprocess.run(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from launcher.processes.environment import inherited
 from launcher.processes.parent import die_with
@@ -16,6 +17,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.types import DryRun
+from rl_megatron.user_code import import_from
 
 _SECONDS = 3600.0
 _SHOWN = 1500  # characters
@@ -43,7 +45,7 @@ def counted_micro_batches(learner: LearnerSection) -> int:
 
 @contextlib.contextmanager
 def _asked(config: RunConfig, model: str, rank: int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "launcher.programs.dry_run", str(os.getpid())]
+    command = [sys.executable, "-P", "-m", "launcher.programs.dry_run", str(os.getpid())]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=dict(os.environ)) as process:
         try:
@@ -71,6 +73,7 @@ def _answer(rank: int, process: subprocess.Popen[str]) -> DryRun:
 def main() -> None:
     """Read what is asked from standard input, make the dry run and print it."""
     die_with(int(sys.argv[1]))
+    import_from(Path.cwd())
     from rl_megatron.learner.dry_run.rank import dry_run
     from rl_megatron.weights.layouts.learner import job_shape
     from rl_megatron.weights.layouts.parsing import model_shape

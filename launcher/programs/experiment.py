@@ -61,7 +61,7 @@ async def start_process(arguments: Sequence[str], output: Path) -> Child:
     """A new interpreter, which the kernel ends with this one: a study that was killed leaves no cell behind."""
     with output.open("ab") as file:
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "launcher", *arguments),
+            *(sys.executable, "-P", "-m", "launcher", *arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=file,
             stderr=file,

@@ -69,7 +69,7 @@ def ask(device: str, number: int = 0, *, small: bool = False) -> dict[str, Any]:
     with inherited(threads=max(1, len(os.sched_getaffinity(0)) // 2), device=device):
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "launcher.programs.gpu_step", str(os.getpid())],
+                [sys.executable, "-P", "-m", "launcher.programs.gpu_step", str(os.getpid())],
                 input=json.dumps({"device": device, "number": number, "small": small}),
                 capture_output=True,
                 text=True,

@@ -105,7 +105,7 @@ class RehearsedRun:
     @contextlib.contextmanager
     def _train(self, which: str) -> Iterator[subprocess.Popen[bytes]]:
         """The run, whose output goes to a file; it is ended on leaving."""
-        command = [sys.executable, "-m", "launcher", "train", "--config", str(self.file), "--resume"]
+        command = [sys.executable, "-P", "-m", "launcher", "train", "--config", str(self.file), "--resume"]
         with self._output(which).open("wb") as output:
             run = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=dict(os.environ)

@@ -117,7 +117,7 @@ def commands(config: RunConfig, placement: Placement, allocation: Allocation | N
     """The commands that read the survey: one here, or one for each role's nodes."""
     slurm = config.slurm
     python = slurm.container_python if slurm.container and allocation is not None else sys.executable
-    task = [python, "-m", "launcher.rehearsal.node"]
+    task = [python, "-P", "-m", "launcher.rehearsal.node"]
     if allocation is None:
         return [task]
     contained = [*slurm.container_options(slurm.container, Path.cwd()), *slurm.container_prefix(slurm.container)]

@@ -16,7 +16,7 @@ async def check_interpreter(python: Path, adapter: Adapter) -> None:
     """Raises ConfigError if the engine is not installed in ``python``, or it has not answered in `ANSWER_SECONDS`."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({adapter.module!r}) is None)"
     try:
-        process = await asyncio.create_subprocess_exec(str(python), "-c", code, env=dict(os.environ))
+        process = await asyncio.create_subprocess_exec(str(python), "-P", "-c", code, env=dict(os.environ))
     except OSError as error:
         raise ConfigError(f"rollout.python={python}: {error.strerror}; give the engine's interpreter") from error
     try:

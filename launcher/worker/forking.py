@@ -105,8 +105,7 @@ def start(program: Program, hindered: str, close: Iterable[int] = ()) -> int:
     ``close``: descriptors of this process that a fork must not keep.
     """
     if hindered:
-        options = ["-P"] if sys.flags.safe_path else []
-        command = [sys.executable, *options, "-m", program.module, *program.arguments]
+        command = [sys.executable, "-P", "-m", program.module, *program.arguments]
         actions = [(os.POSIX_SPAWN_DUP2, ours, theirs) for theirs, ours in program.files.items()]
         return os.posix_spawn(sys.executable, command, os.environ, file_actions=actions, setsigmask=HELD_BACK)
     for output in (sys.stdout, sys.stderr):

@@ -34,6 +34,7 @@ from rl_megatron.observability.speed import Spent
 from rl_megatron.observability.timeline import ranks, spans
 from rl_megatron.observability.timeline.ranks import RankTimed
 from rl_megatron.placement.names import LEARNER, called, file_stem
+from rl_megatron.user_code import import_from
 
 _SENDING = threading.Lock()  # one message at a time into the pipe
 Calls = SimpleQueue[tuple[int, messages.Message] | None]
@@ -67,7 +68,7 @@ def run_worker(connection: Connection, rank: int, store: int | None = None) -> N
     except EOFError:  # the controller closed the stream
         return
     setup: Setup = messages.unpack(message)
-    sys.path.append(str(setup.code))
+    import_from(setup.code)
     if setup.config.learner.deterministic:
         os.environ.update(of_one_order(os.environ))
     from launcher.worker.memory import telling_of_memory

@@ -57,7 +57,7 @@ def _fork(guard: socket.socket, message: bytes, descriptors: list[int]) -> int:
             for number, descriptor in enumerate(descriptors):
                 os.dup2(descriptor, number)
             die_with_parent()
-            sys.argv = command[2:]
+            sys.argv = command[3:]
             importlib.import_module(MODULE).main()
         except BaseException:  # noqa: BLE001  its guard reports the status
             traceback.print_exc()
@@ -92,6 +92,6 @@ class ForkedServer:
 
 def be_guard(host: str, command: list[str]) -> int:
     """engine_guard.py, whose server is a fork if it is `MODULE`; others have imports of their own."""
-    if command[1:3] == ["-m", MODULE]:
+    if command[1:4] == ["-P", "-m", MODULE]:
         setattr(subprocess, "Popen", ForkedServer)  # noqa: B010  an assignment is none of mypy's
     return engine_guard.main(host, command)

@@ -67,7 +67,7 @@ def servers(parent: int) -> dict[int, psutil.Process]:
             line, output = process.cmdline(), os.readlink(f"/proc/{process.pid}/fd/1")
         except (psutil.NoSuchProcess, FileNotFoundError):
             continue  # it ended just now
-        if line[1:3] == ["-m", "rl_megatron.rollout.servers.embedded.server"]:
+        if line[1:4] == ["-P", "-m", "rl_megatron.rollout.servers.embedded.server"]:
             log = re.search(r"/local_(\d+)\.log$", output)
             assert log is not None
             found[int(log[1])] = process

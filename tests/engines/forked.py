@@ -100,13 +100,13 @@ def _answer(listener: socket.socket, stack: contextlib.ExitStack, folder: Path) 
         with guard:
             command, environment = json.loads(guard.recv(_MESSAGE_BYTES))
             path, problem = None, ""
-            if command[1] == "-m" and command[2] in _IMPORTS:
+            if command[1:3] == ["-P", "-m"] and command[3] in _IMPORTS:
                 theirs = {name: value for name, value in environment.items() if name not in _OWN}
                 theirs["PYTHONPATH"] = os.pathsep.join(environment["PYTHONPATH"].split(os.pathsep)[1:])
-                key = json.dumps([command[0], command[2], theirs], sort_keys=True)
+                key = json.dumps([command[0], command[3], theirs], sort_keys=True)
                 if key not in known:
                     known[key] = str(folder / str(len(known)))
-                    problems[key] = stack.enter_context(_imported(command[0], command[2], theirs, Path(known[key])))
+                    problems[key] = stack.enter_context(_imported(command[0], command[3], theirs, Path(known[key])))
                 path, problem = known[key], problems[key]
             guard.send(json.dumps([path, problem]).encode())
 

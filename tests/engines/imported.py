@@ -126,9 +126,9 @@ class _Forked:
                     os.dup2(nothing.fileno(), 0)
                 before()
                 os.environ.update(environment)
-                sys.path[:1] = [os.getcwd(), environment["PYTHONPATH"].split(os.pathsep)[0]]
+                sys.path[0] = environment["PYTHONPATH"].split(os.pathsep)[0]
                 tempfile.tempdir = None  # that of the environment
-                sys.argv = [command[0], *command[3:]]
+                sys.argv = [command[0], *command[4:]]
                 setproctitle(" ".join(command))
                 server.main()
                 return 0

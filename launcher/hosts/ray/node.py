@@ -46,7 +46,7 @@ SETTINGS = {
 }
 ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # listens on loopback alone, as on those systems
 Bundle = Mapping[str, float]
-_RAY = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
+_RAY = (sys.executable, "-P", "-c", "from ray.scripts.scripts import main; main()")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ def engine_node_command(allocation: Allocation, cpus: int | None, *, python: str
 
 
 def _program(python: str) -> list[str]:
-    return [python, "-m", "launcher.hosts.ray.node"]
+    return [python, "-P", "-m", "launcher.hosts.ray.node"]
 
 
 def main() -> None:

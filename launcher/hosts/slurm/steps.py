@@ -34,8 +34,7 @@ def step_command(slurm: SlurmSection, placement: Placement, *, python: str, wher
         *slurm.container_options(slurm.container, Path.cwd()),
         *slurm.container_prefix(slurm.container),
         slurm.container_python if slurm.container else python,
-        "-m",
-        "launcher.worker.node",
+        *("-P", "-m", "launcher.worker.node"),
     ]
 
 

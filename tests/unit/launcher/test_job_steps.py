@@ -20,19 +20,19 @@ from tests.unit.launcher.slurm_jobs import CASES, config_of
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ((), "/bin/python -m launcher.worker.node"),
-        (("slurm.cpus_per_task=3",), "/bin/python -m launcher.worker.node"),
+        ((), "/bin/python -P -m launcher.worker.node"),
+        (("slurm.cpus_per_task=3",), "/bin/python -P -m launcher.worker.node"),
         (
             (
                 *("slurm.container=/images/rl.sqsh", "slurm.container_mounts=/data:/data"),
                 "slurm.environment.NCCL_DEBUG=INFO",
             ),
             f"--container-image=/images/rl.sqsh --container-mounts=/data:/data --container-workdir={Path.cwd()} "
-            "--container-env=NCCL_DEBUG,PYTHONPATH python -m launcher.worker.node",
+            "--container-env=NCCL_DEBUG,PYTHONPATH python -P -m launcher.worker.node",
         ),
         (
             ("slurm.container=/images/rl.sif", "slurm.container_runtime=apptainer", "slurm.gpus_per_node=2"),
-            "apptainer exec --nv /images/rl.sif python -m launcher.worker.node",
+            "apptainer exec --nv /images/rl.sif python -P -m launcher.worker.node",
         ),
     ],
 )
@@ -93,7 +93,7 @@ def test_the_step_of_a_separate_role_is_on_its_nodes(tmp_path: Path, heterogeneo
     assert " ".join(command) == (
         "env --unset=SLURM_GPUS_PER_NODE --unset=SLURM_NTASKS_PER_NODE --unset=SLURM_CPUS_PER_TASK "
         f"srun {where} --mem=0 --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --label "
-        "p -m launcher.worker.node"
+        "p -P -m launcher.worker.node"
     )
     assert allocation.learner_options() == ["--het-group=0" if heterogeneous else "--nodelist=a1,a2"]
     server = " ".join(allocation.server_command(["e1"], 1))
@@ -126,7 +126,7 @@ def test_a_step_with_engine_nodes_beside_it_keeps_to_the_learners(tmp_path: Path
     assert "--no-kill --output" in " ".join(engine_node_command(two, 48, python="p", no_kill=True))
     ray = " ".join(engine_node_command(two, 48, python="p", no_kill=False))
     assert "--het-group=1 --overlap --nodes=2 --ntasks=2 --nodelist=b1,b2 --cpus-per-task=48 --mem=0 " in ray
-    assert ray.endswith(f"--output={tmp_path}/ray-engines-%t.txt p -m launcher.hosts.ray.node")
+    assert ray.endswith(f"--output={tmp_path}/ray-engines-%t.txt p -P -m launcher.hosts.ray.node")
 
 
 @pytest.mark.parametrize("case", ["ray_and_engine_nodes", "heterogeneous"])

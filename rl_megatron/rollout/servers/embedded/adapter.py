@@ -44,7 +44,7 @@ class EmbeddedAdapter(Adapter):
         return Command(
             arguments=(
                 str(options.python),
-                *("-m", "rl_megatron.rollout.servers.embedded.server", "--model", str(options.bare_folder)),
+                *("-P", "-m", "rl_megatron.rollout.servers.embedded.server", "--model", str(options.bare_folder)),
                 *("--host", options.host, "--port", str(options.port), "--dtype", options.dtype),
                 *("--max-length", str(options.max_length), "--slots", str(options.slots)),
             ),

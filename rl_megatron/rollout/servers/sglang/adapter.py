@@ -96,7 +96,7 @@ class SGLangAdapter(Adapter):
         return Command(
             arguments=(
                 str(options.python),
-                *("-m", "rl_megatron.rollout.servers.sglang.server"),
+                *("-P", "-m", "rl_megatron.rollout.servers.sglang.server"),
                 # The model's end-of-sequence tokens would end completions, although a request does not name them.
                 *("--model-path", str(options.bare_folder), "--json-model-override-args", '{"eos_token_id": null}'),
                 *("--load-format", loras.load_format(options), "--custom-weight-loader", _LOADER),

@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 from sglang.launch_server import run_server
@@ -20,12 +21,14 @@ from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils import kill_process_tree
 
 from rl_megatron.rollout.servers.engine_token import VARIABLE, EngineToken, authorization
+from rl_megatron.user_code import import_from
 
 _SECONDS = 10.0
 
 
 def main() -> None:
     """Start the server as ``python -m sglang.launch_server`` does."""
+    import_from(Path.cwd())
     load_plugins()
     arguments = prepare_server_args(["--skip-server-warmup", *sys.argv[1:]])
     from sglang.srt.entrypoints import http_server  # as SGLang does, after parsing arguments

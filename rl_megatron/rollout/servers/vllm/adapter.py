@@ -87,7 +87,7 @@ class VLLMAdapter(Adapter):
         return Command(
             arguments=(
                 str(options.python),
-                *("-m", "rl_megatron.rollout.servers.vllm.server"),
+                *("-P", "-m", "rl_megatron.rollout.servers.vllm.server"),
                 *("--model", str(options.model_folder), "--served-model-name", "policy", "--load-format", "dummy"),
                 *("--host", options.host, "--port", str(options.port)),
                 *("--middleware", "rl_megatron.rollout.servers.engine_token.EngineToken"),
