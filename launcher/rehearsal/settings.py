@@ -32,7 +32,8 @@ def rehearsal_of(config: RunConfig) -> RunConfig:
     Raises ConfigError if the run inside it cannot be.
     """
     name = config.run.name
-    slurm = {"signal_seconds": _SIGNAL_SECONDS, "requeues": 0, "restarts": 0, "array": None}
+    never = {"requeues": 0, "restarts": 0, "exclude_slow": 0}
+    slurm = {"signal_seconds": _SIGNAL_SECONDS, "array": None, **never}
     model = {"random_weights": not _has_weights(config)}
     job = _changed(
         config,

@@ -298,6 +298,7 @@ def test_shares_of_a_step_are_bound_by_those_of_the_runs_own_batch() -> None:
 @pytest.mark.parametrize(
     "keys",
     [
+        ("slurm.exclude_slow=2",),
         ("checkpoint.keep_best=2",),
         ("checkpoint.keep_best=1", "checkpoint.keep_every=100"),
         ("eval.mode=beside", "eval.at_once=4", "rollout.server.replicas=1"),
