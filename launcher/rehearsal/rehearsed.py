@@ -71,7 +71,7 @@ class RehearsedRun:
             killed = time.monotonic()
             self._kill(victim)
             try:
-                run.wait(limit - (killed - began))
+                run.wait(max(limit - (killed - began), _END_SECONDS))
             except subprocess.TimeoutExpired as error:
                 raise NotReached(f"rank {victim.rank} on {victim.node} was killed, and the run went on") from error
             noticed = time.monotonic() - killed

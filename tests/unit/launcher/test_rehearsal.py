@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import stat
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -373,3 +375,20 @@ def test_a_run_that_cannot_start_is_told_with_its_last_words(tmp_path: Path) -> 
     attempts = RehearsedRun(file=tmp_path / "none.yaml", folder=tmp_path, allocation=None)
     with pytest.raises(NotReached, match=r"(?s)the run ended before the first step;.*none\.yaml"):
         attempts.start(60.0)
+
+
+def test_a_run_may_end_after_the_stages_time_once_its_rank_was_killed(tmp_path: Path) -> None:
+    """It takes seconds to end, which are not there where the checkpoint was late."""
+    (tmp_path / "rehearsal").mkdir()
+    (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text('{"phase": "rl", "step": 2, "seconds/step": 1.0}\n')
+    with subprocess.Popen(["sleep", "infinity"]) as rank:
+        try:
+            (tmp_path / "ranks.txt").write_text(f"rank 1 node {rank.pid} 1.00 0 0 0\n")
+            attempts = RehearsedRun(file=tmp_path / "none.yaml", folder=tmp_path, allocation=None)
+            found = attempts.start(0.5)
+            assert rank.wait(60) == -signal.SIGKILL
+        finally:
+            rank.kill()
+    assert found.killed is not None
+    assert found.noticed is not None
