@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -83,9 +84,10 @@ def mismatch(
 
 
 def show(engines: Sequence[Path] = ()) -> None:
-    """Print packages, devices, whether a learner can start, and the libraries of its and the engines' interpreters."""
-    import torch
+    """Print packages, devices, whether a learner can start, and the libraries of its and the engines' interpreters.
 
+    Exits with 1 where torch cannot be imported.
+    """
     table = Table("package", "version", "what for", title="rl-megatron doctor")
     for distribution, module, purpose in _PACKAGES:
         table.add_row(distribution, _version(distribution, module), purpose)
@@ -96,6 +98,15 @@ def show(engines: Sequence[Path] = ()) -> None:
     console.print(limits.describe_open_files())
     console.print(_learner())
     console.print(_sandboxes())
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # a library of it that is not there is an OSError
+        said = traceback.format_exception_only(error)[0].splitlines()[0]
+        console.print(
+            f"torch: cannot be imported: {said}; install it, or repair its installation (docs/install.md)",
+            soft_wrap=True,
+        )
+        raise typer.Exit(1) from error
     print(describe_environments(Path(sys.executable), engines), flush=True)
     if not torch.cuda.is_available():
         console.print("CUDA: none; learner.device=cpu over gloo")

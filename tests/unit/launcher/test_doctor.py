@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,8 @@ from launcher.commands import doctor
 from launcher.programs.mismatch import target_of
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.errors import ConfigError
+
+REPO = Path(__file__).resolve().parents[3]
 
 
 def test_a_package_that_the_learner_cannot_import_is_named(
@@ -27,6 +32,22 @@ def test_a_package_that_the_learner_cannot_import_is_named(
     assert str(package / "__init__.py") in said
     assert "sandbox.type=subprocess: " in said
     assert "sandbox.type=docker: " in said
+
+
+def test_a_torch_that_cannot_be_imported_is_told_under_the_table(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.13: no such file')")
+    own = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPO}", "COLUMNS": "1000"}
+    command = [sys.executable, "-P", "-m", "launcher", "doctor"]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
+    said = done.stdout.splitlines()
+    assert any("megatron-core" in line for line in said)
+    assert any(line.startswith("learner: cannot be imported: ") for line in said)
+    assert said[-1] == (
+        "torch: cannot be imported: OSError: libcudart.so.13: no such file; install it, or repair its installation "
+        "(docs/install.md)"
+    )
 
 
 def test_a_learner_that_is_not_imported_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
