@@ -62,7 +62,7 @@ def merge_adapters(
         raise ConfigError(f"{source} holds a whole model; there is nothing to merge")
     if lora.base is not None:
         raise_other_base(source, lora, base_digest(base, family), str(base))
-    adapters, _files = adapter_copies(source, read_shape(base, family), lora)
+    adapters, own_files = adapter_copies(source, read_shape(base, family), lora)
     stored, files = hf_copies(base, shape, dtype)
     tensors = []
     for tensor in in_dtype(stored, dtype, hf_layout(shape)):
@@ -74,7 +74,7 @@ def merge_adapters(
         base,
         out,
         tensors,
-        files,
+        files | own_files,
         companion=base,
         config=config_text(base, {str(dtype)} if dtype else set(), drafts=shape.drafts),
         options=options_of(base, family, dtype, shard_bytes) | {"adapters": fingerprint(source)},

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
 from typing import Annotated
@@ -33,10 +35,11 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self.size = path.stat().st_size
-            if not self.size:
-                raise CheckpointError(f"{path} is empty, perhaps after a full disk; fetch or write it again")
             with path.open("rb") as file:
+                self._found = os.fstat(file.fileno())
+                self.size = self._found.st_size
+                if not self.size:
+                    raise CheckpointError(f"{path} is empty, perhaps after a full disk; fetch or write it again")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch needs writable memory
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -55,9 +58,25 @@ class MappedFile:
         flat = np.frombuffer(self._map, np.uint8, count * dtype.itemsize, start)
         return flat.view(dtype.bits).reshape(shape)
 
+    def changed(self) -> str | None:
+        """What is another than when the file was mapped, of its size and time; None if neither is."""
+        try:
+            now = self.path.stat()
+        except OSError as error:
+            return f"{self.path}: {error.strerror or error}"
+        was = self._found
+        if (now.st_size, now.st_mtime_ns) == (was.st_size, was.st_mtime_ns):
+            return None
+        before, after = (f"{one.st_size} bytes of {_time(one.st_mtime)}" for one in (was, now))
+        return f"{self.path}: {before}, then {after}"
+
     def forget(self) -> None:
         """Drop touched pages; views stay valid and read them again."""
         self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(sep=" ", timespec="milliseconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

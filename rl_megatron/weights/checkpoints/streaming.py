@@ -160,6 +160,15 @@ class Files:
     def __getitem__(self, path: Path) -> MappedFile:
         return self._files[path]
 
+    def __or__(self, other: Files) -> Files:
+        joined = Files(())
+        joined._files = self._files | other._files
+        return joined
+
+    def changed(self) -> list[str]:
+        """A line for each file that has another size or time than when it was mapped."""
+        return [line for file in self._files.values() if (line := file.changed())]
+
     def forget(self) -> None:
         """Drop the pages of all files."""
         for file in self._files.values():

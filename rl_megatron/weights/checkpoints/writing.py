@@ -45,6 +45,10 @@ class Share:
     count: int = 1
 
 
+class _SourceChanged(CheckpointError):
+    pass
+
+
 def write_files(
     source: Path,
     out: Path,
@@ -59,24 +63,27 @@ def write_files(
     """Write the missing ``sinks`` of ``share``. If none is missing then, call ``finish`` and give the folder its name.
 
     Returns the indices of the shares that lack files; none if ``out`` is complete. Files that an earlier process wrote
-    are kept if they have their digests. Raises CheckpointError if ``out`` exists, the disk is
-    full, or an earlier process began with another source or other ``options``; WeightError as `numbers`.
+    are kept if they have their digests. Raises CheckpointError if ``out`` exists, the disk is full, one of ``files``
+    changed since it was mapped, or an earlier process began with another source or other ``options``; WeightError as
+    `numbers`.
     """
     book = json.loads(json.dumps({"source": fingerprint(source), "files": [sink.name for sink in sinks], **options}))
     partial = out.with_name(f".{out.name}.partial")
     if _is_made(out, book, share):
         return []
+    _raise_changed(files, "")  # what is mapped is what the book names
     try:
         _begin(partial, out, book)
         if _is_made(out, book, share):  # between the two lines above
             shutil.rmtree(partial, ignore_errors=True)  # another part may write there now, and will remove it too
             return []
         _write_own(partial, sinks[share.index :: share.count], files, on_bytes)
+        _raise_changed(files, "" if share.count == 1 else f"remove {partial}, ")
         missing = {i % share.count for i, sink in enumerate(sinks) if not _is_there(partial, sink)}
         if not missing:
             _publish(partial, out, book, finish)
         return sorted(missing)
-    except WeightError:  # the source is bad: another attempt would fail too
+    except (WeightError, _SourceChanged):  # what is written is bad: another attempt would fail too
         if share.count == 1:
             shutil.rmtree(partial)
         raise
@@ -94,6 +101,14 @@ def fingerprint(folder: Path) -> list[list[object]]:
     """Name, size and time of every file, to recognise the same source."""
     found = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
+
+
+def _raise_changed(files: Files, first: str) -> None:
+    if changed := files.changed():
+        raise _SourceChanged(
+            f"the source changed while it was read: {'; '.join(changed[:20])}. Wait until nothing writes there, {first}"
+            "and convert again"
+        )
 
 
 def _is_made(out: Path, book: Mapping[str, Any], share: Share) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -257,6 +258,16 @@ def test_a_merge_is_continued_only_with_its_own_adapters(saved: tuple[Path, dict
     with pytest.raises(CheckpointError, match="holds a conversion with another adapters"):
         begun(save_adapters(path, read_shape(folder)), share=Share(index=1, count=2))
     assert begun(tmp_path / "earlier", share=Share(index=1, count=2)) == []
+
+
+def test_a_merge_of_adapters_that_change_while_they_are_read_is_refused(
+    saved: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    adapters = save_adapters(tmp_path / "adapters", read_shape(saved[0]))
+    file = next(adapters.glob("*.distcp"))
+    with pytest.raises(CheckpointError, match=f"the source changed while it was read: {file}: "):
+        merge_adapters(adapters, saved[0], tmp_path / "merged", on_bytes=lambda _: os.utime(file, (0, 0)))
+    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize("drafts", [False, True])

@@ -167,6 +167,31 @@ def test_a_conversion_is_continued_only_with_its_own_source_and_options(hf: Path
         convert.hf_to_megatron(hf, tmp_path / "foreign")
 
 
+@pytest.mark.parametrize("share", [Share(), Share(index=0, count=2)])
+def test_a_source_that_changes_while_it_is_read_is_not_published(hf: Path, tmp_path: Path, share: Share) -> None:
+    """As a file of full size that is still being filled; a file that is no tensor's may change."""
+    source, out = Path(shutil.copytree(hf, tmp_path / "source")), tmp_path / "out"
+    (file,) = source.glob("*.safetensors")
+    (source / "log").touch()
+    os.utime(file, (0, 0))
+
+    def fill(_: int) -> None:
+        (source / "log").write_text("no file that is read")
+        with file.open("r+b") as opened:
+            opened.seek(-8, os.SEEK_END)
+            opened.write(bytes(8))
+
+    told = rf"source changed while it was read: {file}: {file.stat().st_size} bytes of 1970-01-01 00:00:00.000"
+    with pytest.raises(CheckpointError, match=told):
+        convert.hf_to_megatron(source, out, shard_bytes=6_000, on_bytes=fill, share=share)
+    assert not out.exists()
+    if share.count > 1:  # others may write there still
+        with pytest.raises(CheckpointError, match="a conversion with another source; "):
+            convert.hf_to_megatron(source, out, shard_bytes=6_000, share=share)
+        shutil.rmtree(tmp_path / ".out.partial")
+    assert convert.hf_to_megatron(source, out, shard_bytes=6_000) == []
+
+
 def test_a_kept_file_of_another_digest_is_written_again(hf: Path, tmp_path: Path) -> None:
     convert.hf_to_megatron(hf, tmp_path / "whole", shard_bytes=6_000)
     convert.hf_to_megatron(hf, tmp_path / "out", shard_bytes=6_000, share=Share(index=0, count=2))
