@@ -206,25 +206,25 @@ def test_what_an_update_ends_goes_on_from_what_it_has(server: ServedBench, model
             assert (of_new[:first] == of_old[:first]).double().mean() < 0.9
 
 
-def test_an_aborted_request_keeps_what_was_sampled(server: ServedBench, models: tuple[Path, Path]) -> None:
-    """Of all its completions; the request beside it goes on."""
+def test_aborted_requests_keep_what_was_sampled(server: ServedBench, models: tuple[Path, Path]) -> None:
+    """Of all their completions, by one message; a request beside them goes on, and one that is not there is no harm."""
     server.push(models[0], 1)
     (replica,) = server.engine.servers
     adapter, routed = server.engine.adapter, server.name in RETURN_ROUTES
 
     async def abort(new: int) -> tuple[list[Completion], list[Completion]]:
         pair = replace(request(n=2, new=new), routes=routed)
-        mine = asyncio.create_task(adapter.generate(replica, pair, "mine"))
-        other = asyncio.create_task(adapter.generate(replica, pair, "mine too"))
-        await server.sampling(mine, other)
-        await adapter.abort(replica, pair, "mine")
-        return await mine, await other
+        names = "mine", "second", "mine too"
+        mine, second, other = (asyncio.create_task(adapter.generate(replica, pair, name)) for name in names)
+        await server.sampling(mine, second, other)
+        await adapter.abort_all(replica, dict.fromkeys(("mine", "absent", "second"), pair), lambda: asyncio.sleep(0))
+        return [*await mine, *await second], await other
 
     for new in NEW:
         aborted, whole = server.run(abort(new))
         if all(0 < len(c.token_ids) < new for c in aborted):
             break
-    assert len(aborted) == len(whole) == 2
+    assert (len(aborted), len(whole)) == (4, 2)
     for completion in aborted:
         assert completion.finish_reason == "abort"
         assert 0 < len(completion.token_ids) == len(completion.logprobs) < new

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import math
 import re
 import shlex
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -132,6 +133,18 @@ class Sampling(Protocol):
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
         """Abort a request; it answers with what was sampled so far."""
         ...
+
+    async def abort_all(
+        self, server: Server, requests: Mapping[str, GenerationRequest], turn: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Abort ``requests``, one or more by their names, and no others: each in its ``turn``, or all by one message
+        where the engine has one."""
+
+        async def abort(name: str, request: GenerationRequest) -> None:
+            await turn()
+            await self.abort(server, request, name)
+
+        await asyncio.gather(*itertools.starmap(abort, requests.items()))
 
     async def score(self, server: Server, text: Sequence[int]) -> list[float]:
         """Log-probs, at temperature 1, of every token after the first, from one forward pass over the whole text."""
@@ -288,7 +301,7 @@ def _hyphened(name: re.Match[str]) -> str:
 
 def value_given(extra: Sequence[str], option: str) -> str | None:
     """The value that a command line's ``option`` has, as ``--option value`` or ``--option=value``; None: not given."""
-    for given, after in pairwise((*extra, "")):
+    for given, after in itertools.pairwise((*extra, "")):
         name, equals, value = given.partition("=")
         if name == option:
             return value if equals else after

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -98,6 +99,7 @@ class Attempts:
         self._places = Places()
         self._lanes: dict[int, FreeLanes] = {}  # of the timeline, by replica
         self._running: dict[_Attempt, None] = {}  # in the order sent
+        self._cancelled: dict[Server, dict[str, GenerationRequest]] = {}  # that it is still to abort, by name
         self._aborts: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
         self._levelling: asyncio.Task[None] | None = None
@@ -265,7 +267,10 @@ class Attempts:
                 self.so_far[asked.id] = completions[0]
             return completions
         except asyncio.CancelledError:
-            self._apart(self._abort(attempt), server)
+            if server not in self._cancelled:
+                self._cancelled[server] = {}
+                self._apart(self._abort_cancelled(server), server)
+            self._cancelled[server][attempt.name] = asked
             raise
         finally:
             del self._running[attempt]
@@ -286,10 +291,15 @@ class Attempts:
         """Whether a request that runs names ``adapters``."""
         return any(attempt.request.adapters == adapters for attempt in self._running)
 
-    async def _abort(self, attempt: _Attempt) -> None:
-        """Have the server abort the request; it may otherwise notice a closed connection only seconds later."""
-        with contextlib.suppress(AttemptFailed, EngineError):  # the server's end ends the request too
-            await self._adapter.abort(attempt.server, attempt.request, attempt.name)
+    async def _abort(self, server: Server, requests: Mapping[str, GenerationRequest]) -> None:
+        await self.turn()
+        with contextlib.suppress(AttemptFailed, EngineError):  # the server's end ends the requests too
+            await self._adapter.abort_all(server, requests, self.turn)
+
+    async def _abort_cancelled(self, server: Server) -> None:
+        """Have the server abort what is cancelled; it may otherwise notice closed connections only seconds later."""
+        await self.turn()  # the end of a run cancels all at once
+        await self._abort(server, self._cancelled.pop(server))
 
     async def interrupt(self) -> None:
         """Abort the requests in `so_far` that run now. Returns when each is over, and all its tokens are there."""
@@ -338,18 +348,16 @@ class Attempts:
     async def _end(self, running: Sequence[_Attempt]) -> None:
         """Abort requests until each is over."""
         while running := [attempt for attempt in running if not attempt.over.is_set()]:
-            await asyncio.gather(*map(self._abort_in_turn, running))
+            by_server: dict[Server, dict[str, GenerationRequest]] = {}
+            for attempt in running:
+                by_server.setdefault(attempt.server, {})[attempt.name] = attempt.request
+            await asyncio.gather(*itertools.starmap(self._abort, by_server.items()))
             waiting = [asyncio.ensure_future(attempt.over.wait()) for attempt in running]
             try:
                 await asyncio.wait(waiting, timeout=_AGAIN_SECONDS)
             finally:
                 for one in waiting:
                     one.cancel()
-
-    async def _abort_in_turn(self, attempt: _Attempt) -> None:
-        await self.turn()
-        if not attempt.over.is_set():
-            await self._abort(attempt)
 
     def _apart(self, work: Coroutine[None, None, None], server: Server) -> None:
         """Have ``work`` with ``server`` done beside; `close` waits for it."""
@@ -368,8 +376,6 @@ class Attempts:
             task.cancel()
         if late:
             servers = ", ".join(sorted({task.get_name() for task in late}))
-            logger.warning(
-                "%d aborted requests are left: no answer from %s in %g s", len(late), servers, _CLOSE_SECONDS
-            )
+            logger.warning("aborted requests are left: no answer from %s in %g s", servers, _CLOSE_SECONDS)
         for task in done:
             task.result()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from launcher.servers.engines import SERVERS
 from launcher.servers.pool import ServedEngines
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
+from rl_megatron.models.named import NAMED
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import Server
@@ -24,6 +27,8 @@ from tests.unit.launcher.test_supervisor import Described
 from tests.unit.rollout.test_engine_servers import REQUEST, SECTION, Fake, Words, engine_of, fakes, push
 
 __all__ = ["fakes"]
+
+MOE = NAMED["qwen3-235b-a22b"]
 
 
 def test_requests_that_come_at_once_leave_the_loop_to_others(fakes: list[Fake]) -> None:
@@ -95,6 +100,86 @@ def test_what_a_push_held_and_a_checkpoint_aborts_is_sent_one_after_another(fake
     assert sorted(name for _, name in adapter.sent) == sorted([*names, *names, *(f"abort {name}" for name in names)])
     passes = [passed for passed, _ in adapter.sent]
     assert min(after - before for before, after in pairwise(passes)) >= 4
+
+
+class Listed(Aborted):
+    """Its server aborts several at once. ``lists``: those of each abort, by their ids, with its server."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lists = list[tuple[str, list[str]]]()
+
+    async def abort_all(
+        self, server: Server, requests: Mapping[str, GenerationRequest], turn: Callable[[], Awaitable[None]]
+    ) -> None:
+        self.lists.append((server.url, [one.id for one in requests.values()]))
+        for name, one in requests.items():
+            await self.abort(server, one, name)
+
+
+@pytest.mark.parametrize("end", ["interrupt", "cancel"])
+def test_servers_are_told_once_what_they_are_to_abort(fakes: list[Fake], end: str) -> None:
+    """By name: what others ask of them goes on, as does a group of this run that is not interrupted."""
+    adapter, names = Listed(), [f"{n}" for n in range(64)]
+
+    async def ask() -> bool:
+        servers = [Server(fake.url, token="t", timeout_seconds=60.0) for fake in fakes]
+        section = SECTION.model_copy(update={"concurrency": 64})
+        engine = ServedEngine(adapter, servers, section, max_length=8, vocab_size=10)
+        await push(engine, 1)
+        group = asyncio.create_task(engine.generate(replace(REQUEST, id="group", num_completions=2, ahead=True)))
+        asked = [asyncio.create_task(engine.generate(replace(REQUEST, id=name))) for name in names]
+        while len(adapter.sent) < 1 + len(names):
+            await asyncio.sleep(0)
+        await engine.interrupt() if end == "interrupt" else [one.cancel() for one in asked]
+        await asyncio.gather(*asked, return_exceptions=True)
+        await every_chance()
+        goes_on = not group.done()
+        group.cancel()
+        await asyncio.gather(group, return_exceptions=True)
+        await engine.close()
+        return goes_on
+
+    assert asyncio.run(ask())
+    assert sorted(server for server, _ in adapter.lists[:2]) == sorted(fake.url for fake in fakes)
+    assert sorted(name for _, listed in adapter.lists[:2] for name in listed) == sorted(names)
+    assert [listed for _, listed in adapter.lists[2:]] == [["group"]]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_engines_abort_several_requests_by_one_message(fakes: list[Fake], engine: str) -> None:
+    """Each by its names: vLLM's has a prefix, and SGLang's has one for each completion."""
+    requests = {"a": REQUEST, "b": replace(REQUEST, num_completions=2)}
+    told: list[tuple[str, Any]] = []
+
+    def answer(path: str, body: dict[str, Any], number: int) -> tuple[int, object]:
+        told.append((path, body))
+        return 200, None
+
+    async def abort(fake: Fake) -> None:
+        async def turn() -> None:
+            raise AssertionError("it takes turns for one message")
+
+        server, adapter = Server(fake.url, token="t", timeout_seconds=60.0), SERVERS[engine](MOE)
+        await adapter.abort_all(server, requests, turn)
+        await adapter.abort(server, requests["b"], "b")
+        await server.close()
+
+    fakes[0].answer = answer
+    asyncio.run(abort(fakes[0]))
+    assert (
+        told
+        == {
+            "vllm": [
+                ("/abort_requests", {"request_ids": ["generate-tokens-a", "generate-tokens-b"]}),
+                ("/abort_requests", {"request_ids": ["generate-tokens-b"]}),
+            ],
+            "sglang": [
+                ("/rl_megatron_abort", {"names": ["a 0", "b 0", "b 1"]}),
+                ("/rl_megatron_abort", {"names": ["b 0", "b 1"]}),
+            ],
+        }[engine]
+    )
 
 
 class Held(Described):

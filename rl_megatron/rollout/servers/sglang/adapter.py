@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -45,7 +45,7 @@ T = TypeVar("T")
 _NEEDED = (
     *("/generate", "/begin_weight_update", "/update_weights_from_tensor", "/update_weight_version"),
     *("/pause_generation", "/server_info", "/release_memory_occupation", "/resume_memory_occupation"),
-    "/v1/loads",
+    *("/v1/loads", "/rl_megatron_abort"),
 )
 _INVARIANT_LATENTS = ("fa3", "fa4", "triton")
 _INVARIANT = (*_INVARIANT_LATENTS, "flashinfer")
@@ -167,7 +167,7 @@ class SGLangAdapter(Adapter):
     @override
     async def describe(self, server: Server) -> Description:
         paths = (await server.get("/openapi.json"))["paths"]
-        problems = [f"it lacks {path}; install the version in docs/engines.md" for path in _NEEDED if path not in paths]
+        problems = [f"it lacks {path}; start it as docs/engines.md shows" for path in _NEEDED if path not in paths]
         if not problems and not await self.tokens(server):
             problems.append("its /v1/loads is empty; look for 'load snapshot writer' in its log")
         info, settings = await server.get("/model_info"), await server.get("/server_info")
@@ -237,8 +237,14 @@ class SGLangAdapter(Adapter):
 
     @override
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
-        for name in ask.names(request, request_id):
-            await server.post("/abort_request", {"rid": name})
+        await server.post("/rl_megatron_abort", {"names": ask.names(request, request_id)})
+
+    @override
+    async def abort_all(
+        self, server: Server, requests: Mapping[str, GenerationRequest], turn: Callable[[], Awaitable[None]]
+    ) -> None:
+        names = [each for name, request in requests.items() for each in ask.names(request, name)]
+        await server.post("/rl_megatron_abort", {"names": names})
 
     @override
     async def tokens(self, server: Server) -> tuple[tuple[int, int], ...]:

@@ -2,8 +2,9 @@
 
 Unlike SGLang's own command it requires a token that is on no command line and in no log (`engine_token`), and skips the
 warm-up, whose requests have no token and whose failure ends the server. Ranks on one node rendezvous in a file of this
-user, not at a port that is open to everybody. Runs in SGLang's interpreter. Written against SGLang 0.5.21
-(launch_server.py, entrypoints/http_server.py).
+user, not at a port that is open to everybody. /rl_megatron_abort aborts several requests, which no path of SGLang's
+does. Runs in SGLang's interpreter. Written against SGLang 0.5.21 (launch_server.py, entrypoints/http_server.py,
+managers/tokenizer_manager.py).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def main() -> None:
     from sglang.srt.entrypoints import http_server  # as SGLang does, after parsing arguments
 
     http_server.app.add_middleware(EngineToken)
+    http_server.app.post("/rl_megatron_abort")(_abort)
     http_server._freeze_gc_after_server_warmup = _freeze
     if arguments.nnodes == 1:
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{tempfile.mkdtemp()}/ranks"
@@ -41,6 +43,16 @@ def main() -> None:
         run_server(arguments)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+async def _abort(asked: dict[str, list[str]]) -> None:
+    """Abort the requests of its ``names``, as SGLang's /abort_request does one: others, and names it does not know, are
+    left alone."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    manager = get_global_state().tokenizer_manager
+    for name in asked["names"]:
+        manager.abort_request(name)
 
 
 def _freeze(arguments: Any) -> None:

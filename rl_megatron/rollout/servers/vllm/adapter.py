@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -218,7 +218,13 @@ class VLLMAdapter(Adapter):
 
     @override
     async def abort(self, server: Server, request: GenerationRequest, request_id: str) -> None:
-        await server.post("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]})
+        await server.post("/abort_requests", ask.aborting([request_id]))
+
+    @override
+    async def abort_all(
+        self, server: Server, requests: Mapping[str, GenerationRequest], turn: Callable[[], Awaitable[None]]
+    ) -> None:
+        await server.post("/abort_requests", ask.aborting(requests))
 
     @override
     async def tokens(self, server: Server) -> float:

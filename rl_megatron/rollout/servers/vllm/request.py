@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rl_megatron.rollout.servers.http import Server
 
@@ -11,6 +11,12 @@ def scoring(server: Server, text: Sequence[int], top: int) -> dict[str, object]:
     """A request for the log-probs of a text and of the ``top`` most probable tokens, with one token behind it."""
     sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": top, "ignore_eos": True, "detokenize": False}
     return {"token_ids": list(text), "sampling_params": sampling, **salted(server)}
+
+
+def aborting(names: Collection[str]) -> dict[str, list[str]]:
+    """An order to abort requests by the names that they were given."""
+    assert names, "vLLM takes an empty list for all requests, those of others too"
+    return {"request_ids": [f"generate-tokens-{name}" for name in names]}
 
 
 def salted(server: Server) -> dict[str, str]:
