@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from rl_megatron.config.sections.reward import RankedModelSection
-from rl_megatron.config.sections.services import ServiceSection
+from rl_megatron.config.sections.services import SERVICE, ServiceSection
 from rl_megatron.errors import ServiceError
 
 
@@ -30,10 +30,15 @@ _LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceAddress:
-    """One replica that serves."""
+    """One replica that serves, or a server of the user's."""
 
     url: str  # http://host:port
-    key: str  # requests carry it as Authorization: Bearer
+    key: str  # requests carry it as Authorization: Bearer; empty: they carry none
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """What every request to it carries."""
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
 
 class Services:
@@ -79,6 +84,14 @@ class Services:
         while (replicas := list(self._replicas.get(name, {}).values())) and not any(replicas):
             await asyncio.sleep(_LOOK_SECONDS)
         return self.address(name)
+
+    async def located(self, url: str) -> ServiceAddress:
+        """``url`` itself, or for ``service:<name>/<path>`` that path of the replica whose turn it is, as `serving`."""
+        if not url.startswith(SERVICE):
+            return ServiceAddress(url=url, key="")
+        name, slash, path = url.removeprefix(SERVICE).partition("/")
+        address = await self.serving(name)
+        return replace(address, url=f"{address.url}{slash}{path}")
 
     def serves(self, name: str, replica: int, address: ServiceAddress) -> None:
         """A replica has started."""

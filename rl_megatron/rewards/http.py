@@ -6,16 +6,13 @@ import asyncio
 import json
 import logging
 import math
-import re
-import ssl
 from collections.abc import Sequence
-from urllib.parse import urlsplit
-
-import httpx2
 
 from rl_megatron.config.sections.reward import HttpSection
 from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.errors import ConfigError, RewardError, ServiceError
+from rl_megatron.http.client import TryAgain, beginning_of, check_status, post_json, retried
+from rl_megatron.http.urls import split_url
 from rl_megatron.rewards.scoring import turn_of
 from rl_megatron.services import Services
 from rl_megatron.types import Completion, Prompt, Scored
@@ -23,11 +20,6 @@ from rl_megatron.types import Completion, Prompt, Scored
 logger = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 1 << 20
-_PASSING = (408, 429)  # statuses below 500 after which another attempt may succeed
-
-
-class _TryAgain(Exception):
-    """An attempt failed, but another may succeed."""
 
 
 class HttpReward:
@@ -44,79 +36,40 @@ class HttpReward:
         self._url, self._section, self._services = url, section, services
         if not url.startswith(SERVICE):
             _check(url, key)
-        self._trusted = ssl.create_default_context()
         self._slots = asyncio.Semaphore(section.concurrency)
 
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
         """Raises RewardError that names the URL, the prompt and the answer."""
-        body = _request(prompt, completions, texts)
-        wait = self._section.backoff_seconds
-        for left in range(self._section.retries, -1, -1):
-            try:
-                answer = await self._attempt(body)
-                return _rewards(answer, len(completions))
-            except _TryAgain as error:
-                if not left:
-                    tries = self._section.retries + 1
-                    raise RewardError(f"{self._url}, prompt {prompt.id!r}: {error}; attempts made: {tries}") from error
-                logger.warning("%s, prompt %r: %s; retrying in %g s", self._url, prompt.id, error, wait)
-            except (ServiceError, ValueError, OverflowError) as error:  # OverflowError: an integer beyond any float
-                raise RewardError(f"{self._url}, prompt {prompt.id!r}: {error}") from error
-            await asyncio.sleep(wait)
-            wait *= 2
-        raise AssertionError("the last attempt returns or raises")
+        body, about = _request(prompt, completions, texts), f"{self._url}, prompt {prompt.id!r}"
+
+        def waiting(error: TryAgain, wait: float) -> None:
+            logger.warning("%s: %s; retrying in %g s", about, error, wait)
+
+        retries, wait = self._section.retries, self._section.backoff_seconds
+        try:
+            answer = await retried(lambda: self._attempt(body), retries=retries, wait=wait, waiting=waiting)
+            return _rewards(answer, len(completions))
+        except (TryAgain, ServiceError, ValueError, OverflowError) as error:  # OverflowError: an integer over any float
+            raise RewardError(f"{about}: {error}") from error
 
     async def _attempt(self, body: bytes) -> bytes:
-        limit = self._section.timeout_seconds
-        try:
-            async with turn_of(self._slots):
-                url, key = await self._where()
-                async with asyncio.timeout(limit):
-                    status, answer = await self._post(url, key, body)
-        except TimeoutError as error:
-            raise _TryAgain(f"no answer within reward.http.timeout_seconds={limit}") from error
-        except httpx2.TransportError as error:
-            raise _TryAgain(f"{type(error).__name__}: {error!s:.500}") from error
-        if status == 200:
-            return answer
-        said = f"status {status}: {_shown(answer)}"
-        if status in _PASSING or status >= 500:
-            raise _TryAgain(said)
-        raise ValueError(said)
-
-    async def _where(self) -> tuple[str, dict[str, str]]:
-        """The address to ask and its key as a header, once a service that is being restarted serves. Raises
-        ServiceError."""
-        if not self._url.startswith(SERVICE):
-            return self._url, {}
-        name, slash, path = self._url.removeprefix(SERVICE).partition("/")
-        address = await self._services.serving(name)
-        return f"{address.url}{slash}{path}", {"Authorization": f"Bearer {address.key}"}
-
-    async def _post(self, url: str, key: dict[str, str], body: bytes) -> tuple[int, bytes]:
-        """Status and body of one request on its own connection, which a cancellation closes."""
-        client = httpx2.AsyncClient(timeout=None, trust_env=False, verify=self._trusted)
-        headers = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
-        async with client, client.stream("POST", url, content=body, headers=headers | key) as response:
-            answer = bytearray()
-            async for chunk in response.aiter_raw():
-                answer += chunk
-                if len(answer) > MAX_ANSWER_BYTES:
-                    break
-            return response.status_code, bytes(answer)
+        """The answer of the server, once a service that is being restarted serves. Raises ServiceError too."""
+        seconds = self._section.timeout_seconds
+        async with turn_of(self._slots):
+            address = await self._services.located(self._url)
+            headers, limit = {"Accept": "application/json", **address.headers}, f"reward.http.timeout_seconds={seconds}"
+            status, answer = await post_json(
+                address.url, body, headers, most=MAX_ANSWER_BYTES, seconds=seconds, limit=limit
+            )
+        check_status(status, answer)
+        return answer
 
 
 def _check(url: str, key: str) -> None:
     """Raises ConfigError for a URL that cannot be used."""
-    try:
-        parts = urlsplit(url)
-        parts.port  # noqa: B018  # raises for an invalid port
-    except ValueError as error:
-        raise ConfigError(f"{key}={url!r:.200}: {error}; write it as http://host:port/path") from error
-    if re.search(r"[^!-~]", url):
-        raise ConfigError(f"{key}={url!r:.200}: it holds white space or non-ASCII characters; write these as %XX")
-    if not parts.hostname:
-        raise ConfigError(f"{key}={url!r:.200}: it names no host; write it as http://host:port/path")
+    example = "http://host:port/path"
+    if not split_url(url, key=key, example=example).hostname:
+        raise ConfigError(f"{key}={url!r:.200}: it names no host; write it as {example}")
 
 
 def _request(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> bytes:
@@ -140,17 +93,13 @@ def _rewards(answer: bytes, count: int) -> list[Scored]:
     try:
         value = json.loads(answer)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the answer is not JSON: {_shown(answer)}") from error
+        raise ValueError(f"the answer is not JSON: {beginning_of(answer)}") from error
     rewards = value.get("rewards") if isinstance(value, dict) else None
     if not isinstance(rewards, list):
-        raise ValueError(f'the answer is {_shown(answer)}; it must be {{"rewards": [number, ...]}}')
+        raise ValueError(f'the answer is {beginning_of(answer)}; it must be {{"rewards": [number, ...]}}')
     if len(rewards) != count:
-        raise ValueError(f"the answer holds {len(rewards)} rewards for {count} completions: {_shown(answer)}")
+        raise ValueError(f"the answer holds {len(rewards)} rewards for {count} completions: {beginning_of(answer)}")
     for i, reward in enumerate(rewards):
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
             raise ValueError(f"rewards[{i}] is {reward!r:.80}; it must be a number or null")
     return [Scored(total=math.nan if reward is None else float(reward)) for reward in rewards]
-
-
-def _shown(answer: bytes) -> str:
-    return repr(answer[:80].decode(errors="replace"))

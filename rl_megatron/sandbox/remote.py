@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import math
-import ssl
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
-import httpx2
 from typing_extensions import override
 
 from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.errors import ConfigError, SandboxError
+from rl_megatron.http.client import TryAgain, beginning_of, check_status, post_json, retried
 from rl_megatron.sandbox.protocol import Executor, Limits, ProgramEnd, Ran, SandboxProgram
 
 _SLACK_SECONDS = 30.0  # of an answer, beyond the program's limit
 _RETRIES = 5
 _WAIT_SECONDS = 0.5  # before the first retry; it doubles
-_BUSY = (408, 429)
-
-
-class _TryAgain(Exception):
-    """An attempt failed, but another may succeed."""
 
 
 class RemoteExecutor(Executor):
@@ -37,8 +30,8 @@ class RemoteExecutor(Executor):
 
     def __init__(self, section: SandboxSection) -> None:
         assert section.url is not None
-        self._url, self._token = section.url, _token(section.token_file)
-        self._trusted = ssl.create_default_context()
+        token = _token(section.token_file)
+        self._url, self._headers = section.url, {"Authorization": f"Bearer {token}"} if token else {}
 
     @override
     async def execute(self, program: SandboxProgram, limits: Limits) -> Ran:
@@ -50,47 +43,21 @@ class RemoteExecutor(Executor):
                 "limits": asdict(limits),
             }
         ).encode()
-        wait = _WAIT_SECONDS
-        for left in range(_RETRIES, -1, -1):
-            try:
-                return _ran(await self._attempt(body, limits), limits)
-            except _TryAgain as error:
-                if not left:
-                    raise SandboxError(f"{self._url}: {error}; attempts made: {_RETRIES + 1}") from error
-            except ValueError as error:
-                raise SandboxError(f"{self._url}: {error}") from error
-            await asyncio.sleep(wait)
-            wait *= 2
-        raise AssertionError("the last attempt returns or raises")
+        try:
+            answer = await retried(lambda: self._attempt(body, limits), retries=_RETRIES, wait=_WAIT_SECONDS)
+            return _ran(answer, limits)
+        except (TryAgain, ValueError) as error:
+            raise SandboxError(f"{self._url}: {error}") from error
 
     async def _attempt(self, body: bytes, limits: Limits) -> bytes:
-        limit = limits.seconds + _SLACK_SECONDS
-        try:
-            async with asyncio.timeout(limit):
-                status, answer = await self._post(body, 12 * limits.output_bytes + (1 << 16))
-        except TimeoutError as error:
-            raise _TryAgain(f"no answer within {limit:g} s") from error
-        except httpx2.TransportError as error:
-            raise _TryAgain(f"{type(error).__name__}: {error!s:.500}") from error
-        if status == 200:
-            return answer
-        said = f"status {status}: {answer[:80].decode(errors='replace')!r}"
-        if status in _BUSY or status >= 500:
-            raise _TryAgain(said)
-        raise ValueError(said)
-
-    async def _post(self, body: bytes, most: int) -> tuple[int, bytes]:
-        client = httpx2.AsyncClient(timeout=None, trust_env=False, verify=self._trusted)
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
-        async with client, client.stream("POST", self._url, content=body, headers=headers) as response:
-            answer = bytearray()
-            async for chunk in response.aiter_raw():
-                answer += chunk
-                if len(answer) > most:
-                    raise ValueError(f"the answer is longer than {most} bytes")
-            return response.status_code, bytes(answer)
+        seconds, most = limits.seconds + _SLACK_SECONDS, 12 * limits.output_bytes + (1 << 16)
+        status, answer = await post_json(
+            self._url, body, self._headers, most=most, seconds=seconds, limit=f"{seconds:g} s"
+        )
+        if len(answer) > most:
+            raise ValueError(f"the answer is longer than {most} bytes")
+        check_status(status, answer)
+        return answer
 
 
 def _ran(answer: bytes, limits: Limits) -> Ran:
@@ -98,7 +65,7 @@ def _ran(answer: bytes, limits: Limits) -> Ran:
     try:
         value = json.loads(answer)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the answer is not JSON: {answer[:80].decode(errors='replace')!r}") from error
+        raise ValueError(f"the answer is not JSON: {beginning_of(answer)}") from error
     if not isinstance(value, Mapping):
         raise ValueError("the answer is no JSON object")
     ended: Any = value.get("ended")

@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rl_megatron.config.sections.services import secret_in
+from rl_megatron.http.urls import secret_in
 from rl_megatron.section import EntryName, Finite, NonNegative, Positive, PositiveFloat, Section
 
 _DEFAULT = "exact_match"

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from rl_megatron.config.sections.services import is_plain_address
+from rl_megatron.http.urls import is_plain_address
 from rl_megatron.section import (
     NUMBER,
     NonNegative,

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import model_validator
 
-from rl_megatron.config.sections.services import secret_in
+from rl_megatron.http.urls import secret_in
 from rl_megatron.section import Positive, PositiveFloat, Section
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")

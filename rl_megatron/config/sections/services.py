@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from typing import Annotated
-from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
@@ -43,31 +41,3 @@ class ServiceSection(Section):
     """Time limit until ``health`` answers."""
     restarts: NonNegative = 3
     """Most restarts of a replica that ended; at one more the run ends."""
-
-
-def is_plain_address(text: str) -> bool:
-    """Whether it is http(s)://host:port, without user, path or query."""
-    try:
-        url = urlsplit(text)
-        fits = url.scheme in {"http", "https"} and url.hostname and url.port is not None and url.path in {"", "/"}
-        return bool(fits) and not (url.query or url.fragment or "@" in url.netloc or re.search(r"[^!-~]", text))
-    except ValueError:
-        return False
-
-
-_SECRET = re.compile(r"(^|[_.-])(key|apikey|auth|credentials?|passw(or)?d|secret|sig|signature|token)$", re.IGNORECASE)
-
-
-def secret_in(url: str) -> str:
-    """What of an address is a secret by its name, as ``user name and password`` or ``token=``; empty if nothing is.
-
-    The configuration is in a file that others may read, and addresses are in errors and logs.
-    """
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # refused elsewhere
-        return ""
-    if "@" in parts.netloc:
-        return "user name and password"
-    names = [name for text in (parts.query, parts.fragment) for name, _ in parse_qsl(text, keep_blank_values=True)]
-    return next((f"{name:.80}=" for name in names if _SECRET.search(name)), "")

@@ -9,7 +9,8 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from rl_megatron.config.sections.services import SERVICE, is_plain_address
+from rl_megatron.config.sections.services import SERVICE
+from rl_megatron.http.urls import is_plain_address
 from rl_megatron.section import LISTED, NonNegative, OwnCode, Positive, PositiveFloat, Section
 
 

@@ -16,7 +16,6 @@ from rl_megatron.environments.adapters.servers import (
     JsonServer,
     ServerFailed,
     check_url,
-    headers_of,
     server_address,
 )
 from rl_megatron.environments.protocol import EnvironmentStep, Observed, OpenAIMessage, Reply, Transcript
@@ -169,7 +168,7 @@ class Session:
                 address.url.replace("http", "ws", 1) + "/ws",
                 host=parts.hostname,  # so that it follows no redirect to another
                 port=parts.port or (443 if parts.scheme == "https" else 80),
-                additional_headers=headers_of(address),
+                additional_headers=address.headers,
                 max_size=MOST_BYTES,
                 compression=None,
                 proxy=None,

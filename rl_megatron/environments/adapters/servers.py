@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import ipaddress
 import json
-import re
-import ssl
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2
 
 from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.errors import ConfigError
+from rl_megatron.http.client import describe_transport, new_client, read_bounded
+from rl_megatron.http.urls import split_url
 from rl_megatron.services import ServiceAddress, Services
 
 MOST_BYTES = 1 << 22  # of one answer
@@ -31,13 +30,7 @@ def check_url(url: str) -> None:
     """Raises ConfigError for a URL that cannot be used, and for one whose answers others could write: rewards come
     from there, so it is on loopback, behind TLS, or a service of the run."""
     given = f"{_KEY}={url!r:.200}"
-    try:
-        parts = urlsplit(url)
-        parts.port  # noqa: B018  # raises for an invalid port
-    except ValueError as error:
-        raise ConfigError(f"{given}: {error}; write it as http://127.0.0.1:port") from error
-    if re.search(r"[^!-~]", url):
-        raise ConfigError(f"{given}: it holds white space or non-ASCII characters; write these as %XX")
+    parts = split_url(url, key=_KEY, example="http://127.0.0.1:port")
     if f"{parts.scheme}:" == SERVICE and parts.path:
         return
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
@@ -60,18 +53,9 @@ def _is_loopback(host: str) -> bool:
 
 
 async def server_address(url: str, services: Services) -> ServiceAddress:
-    """Where ``url``, which is checked, is now; a service's replica whose turn it is, once one serves that is being
-    restarted. Raises ServiceError."""
-    if not url.startswith(SERVICE):
-        return ServiceAddress(url=url.rstrip("/"), key="")
-    name, slash, path = url.removeprefix(SERVICE).partition("/")
-    address = await services.serving(name)
-    return ServiceAddress(url=f"{address.url}{slash}{path}".rstrip("/"), key=address.key)
-
-
-def headers_of(address: ServiceAddress) -> Mapping[str, str]:
-    """What every request to it carries."""
-    return {"Authorization": f"Bearer {address.key}"} if address.key else {}
+    """Where ``url``, which is checked, is now, without a slash at its end; waits and raises as `Services.located`."""
+    address = await services.located(url)
+    return replace(address, url=address.url.rstrip("/"))
 
 
 class JsonServer:
@@ -80,24 +64,20 @@ class JsonServer:
 
     def __init__(self, address: ServiceAddress) -> None:
         self._url = address.url
-        headers = {"Accept-Encoding": "identity", **headers_of(address)}
-        kept = httpx2.Limits(keepalive_expiry=_KEEP_ALIVE_SECONDS)
-        self._client = httpx2.AsyncClient(
-            timeout=None, trust_env=False, verify=_trusted(), headers=headers, limits=kept
-        )
+        headers = {"Accept-Encoding": "identity", **address.headers}
+        self._client = new_client(headers=headers, limits=httpx2.Limits(keepalive_expiry=_KEEP_ALIVE_SECONDS))
 
     async def ask(self, method: str, path: str, body: object = None) -> tuple[int, str]:
         """Status and text of the answer. Raises ServerFailed without one, and for one that is too long."""
-        where, answer = f"{method} {self._url}{path}", bytearray()
+        where = f"{method} {self._url}{path}"
         try:
             async with self._client.stream(method, self._url + path, json=body) as response:
-                async for chunk in response.aiter_raw():
-                    answer += chunk
-                    if len(answer) > MOST_BYTES:
-                        raise ServerFailed(f"{where}: the answer is longer than {MOST_BYTES} bytes")
+                answer = await read_bounded(response, MOST_BYTES)
         except httpx2.TransportError as error:
-            raise ServerFailed(f"{where}: {type(error).__name__}: {error!s:.500}") from error
-        return response.status_code, bytes(answer).decode(errors="replace")
+            raise ServerFailed(f"{where}: {describe_transport(error)}") from error
+        if len(answer) > MOST_BYTES:
+            raise ServerFailed(f"{where}: the answer is longer than {MOST_BYTES} bytes")
+        return response.status_code, answer.decode(errors="replace")
 
     async def ask_object(self, method: str, path: str, body: object = None) -> Mapping[str, Any]:
         """The object of an answer of status 200. Raises ServerFailed for any other answer."""
@@ -113,8 +93,3 @@ class JsonServer:
     async def close(self) -> None:
         """Close its connection."""
         await self._client.aclose()
-
-
-@functools.cache
-def _trusted() -> ssl.SSLContext:
-    return ssl.create_default_context()

@@ -107,6 +107,12 @@ def test_a_status_that_may_pass_is_tried_again(server: Server, status: int) -> N
     assert len(server.asked) == 5
 
 
+def test_an_answer_that_is_too_long_is_tried_again_on_a_status_that_may_pass(server: Server) -> None:
+    answers = (503, b"x" * (1 << 21)), (200, b'{"rewards": [0.5]}')
+    server.answer = lambda body, number: answers[number]
+    assert score(server.url, "a", options={"retries": 1}) == [0.5]
+
+
 @pytest.mark.parametrize(
     ("status", "answer", "message"),
     [

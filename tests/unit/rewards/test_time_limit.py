@@ -155,14 +155,15 @@ async def _processes_of_math_verify() -> None:
 
 
 async def _requests() -> None:
-    async def answer(url: str, key: object, body: bytes) -> tuple[int, bytes]:
+    async def answer(*asked: object, **limits: object) -> tuple[int, bytes]:
         await asyncio.sleep(0)
         return 200, b'{"rewards": [1]}'
 
     reward = HttpReward("http://127.0.0.1:1/", HttpSection(concurrency=1), key="reward", services=Services())
-    reward._post = answer  # type: ignore[method-assign]
     await reward._slots.acquire()
-    await waits_uncounted(reward, reward._slots.release)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rl_megatron.rewards.http.post_json", answer)
+        await waits_uncounted(reward, reward._slots.release)
 
 
 class _Ones:

@@ -116,6 +116,13 @@ def test_an_answer_of_another_form_is_named(server: Server, answer: bytes | dict
     assert len(server.asked) == 1
 
 
+def test_an_answer_that_is_too_long_is_refused_whatever_its_status(server: Server) -> None:
+    server.answers = [(500, b"x" * (1 << 20))]
+    with pytest.raises(SandboxError, match="the answer is longer than"):
+        run(server)
+    assert len(server.asked) == 1
+
+
 def test_a_refusal_is_not_repeated(server: Server) -> None:
     server.answers = [(401, b"who?")]
     with pytest.raises(SandboxError, match="status 401: 'who"):

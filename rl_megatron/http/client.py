@@ -1,0 +1,103 @@
+"""Requests to servers that the user runs or names: without redirects and proxies, and of bounded answers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import httpx2
+
+T = TypeVar("T")
+
+_PASSING = (408, 429)  # statuses below 500 after which another attempt may succeed
+
+
+class TryAgain(Exception):
+    """An attempt failed, but another may succeed."""
+
+
+def new_client(**options: Any) -> httpx2.AsyncClient:
+    """A client without time limits: its user's limits bound the waits."""
+    return httpx2.AsyncClient(timeout=None, trust_env=False, verify=_trusted(), **options)
+
+
+async def read_bounded(response: httpx2.Response, most: int) -> bytes:
+    """The body as it was sent; of one longer than ``most`` bytes a beginning that is longer too."""
+    body = bytearray()
+    async for chunk in response.aiter_raw():
+        body += chunk
+        if len(body) > most:
+            break
+    return bytes(body)
+
+
+def describe_transport(error: httpx2.TransportError) -> str:
+    """Why there is no answer, for a message."""
+    return f"{type(error).__name__}: {error!s:.500}"
+
+
+def beginning_of(body: bytes) -> str:
+    """The beginning of a body, quoted for a message."""
+    return repr(body[:80].decode(errors="replace"))
+
+
+async def post_json(
+    url: str, body: bytes, headers: Mapping[str, str], *, most: int, seconds: float, limit: str
+) -> tuple[int, bytes]:
+    """Status and body, by `read_bounded`, of one request on its own connection, which a cancellation closes.
+
+    Raises TryAgain without a connection, and without an answer in ``seconds``, which the message calls ``limit``.
+    """
+    always = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    try:
+        async with (
+            asyncio.timeout(seconds),
+            new_client() as client,
+            client.stream("POST", url, content=body, headers={**always, **headers}) as response,
+        ):
+            return response.status_code, await read_bounded(response, most)
+    except TimeoutError as error:
+        raise TryAgain(f"no answer within {limit}") from error
+    except httpx2.TransportError as error:
+        raise TryAgain(describe_transport(error)) from error
+
+
+def check_status(status: int, body: bytes) -> None:
+    """Raises TryAgain for status 408, 429 and 5xx, ValueError for any other but 200."""
+    if status == 200:
+        return
+    said = f"status {status}: {beginning_of(body)}"
+    if status in _PASSING or status >= 500:
+        raise TryAgain(said)
+    raise ValueError(said)
+
+
+async def retried(
+    attempt: Callable[[], Awaitable[T]],
+    *,
+    retries: int,
+    wait: float,
+    waiting: Callable[[TryAgain, float], None] = lambda error, wait: None,
+) -> T:
+    """What ``attempt`` returns, after at most ``retries`` more attempts, each after a wait that doubles.
+
+    Calls ``waiting`` before each wait. Raises the last TryAgain, which then tells the number of attempts.
+    """
+    for left in range(retries, -1, -1):
+        try:
+            return await attempt()
+        except TryAgain as error:
+            if not left:
+                raise TryAgain(f"{error}; attempts made: {retries + 1}") from error
+            waiting(error, wait)
+        await asyncio.sleep(wait)
+        wait *= 2
+    raise AssertionError("the last attempt returns or raises")
+
+
+@functools.cache
+def _trusted() -> ssl.SSLContext:
+    return ssl.create_default_context()
