@@ -111,15 +111,22 @@ TRANSPORTS: Mapping[str, _Kind] = {
 """Those of `TRANSPORT_KINDS` that are ``direct``."""
 
 
-def _joined(rendezvous: Rendezvous, rank: int, layouts: Layouts | None, **ends: Any) -> tuple[Member, _Transport]:
-    """Meet the other ranks and make the transport with them; a rank that cannot leaves the group."""
-    kind = TRANSPORTS[rendezvous.transport]
-    member = Member(rendezvous, rank, kind.grouped(rendezvous))
-    try:
-        return member, kind.make(member, layouts, **ends)
-    except BaseException:
-        member.close()
-        raise
+class _End:
+    """This rank's end of a plan, which it makes with the others once all have met. A rank that cannot leaves them."""
+
+    def __init__(self, rendezvous: Rendezvous, rank: int, layouts: Layouts | None, **ends: Any) -> None:
+        kind = TRANSPORTS[rendezvous.transport]
+        self._member = Member(rendezvous, rank, kind.grouped(rendezvous))
+        try:
+            self._transport = kind.make(self._member, layouts, **ends)
+        except BaseException:
+            self._member.close()
+            raise
+
+    def close(self) -> None:
+        """Close the transport, then leave the group: ranks that wait for this one see its connection close."""
+        self._transport.close()
+        self._member.close()
 
 
 @contextmanager
@@ -138,7 +145,7 @@ def largest_of_all(tensor: Tensor) -> None:
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
 
 
-class Sender:
+class Sender(_End):
     """A learner rank's end, which checksums ``sources``. The constructor is collective; rank 0 sends the plan.
 
     ``dtypes`` are those of the tensors in files that engines load in place of what is sent.
@@ -160,7 +167,7 @@ class Sender:
     ) -> None:
         self._sources, self._dtypes, self._quantiser = sources, dtypes, quantiser
         self._tensors = {**tensors, **(quantiser.scales if quantiser else {})}
-        self._member, self._transport = _joined(rendezvous, rank, layouts, src=self._tensors, dst={})
+        super().__init__(rendezvous, rank, layouts, src=self._tensors, dst={})
         if quantiser is not None:
             quantiser.check(self._transport.ends.dtype_received)
             self._transport.ends.quantiser = quantiser
@@ -198,13 +205,8 @@ class Sender:
             return numbers
         return narrowed(box.to(self._transport.ends.dtype_received(one.hf)), self._dtypes[one.hf])
 
-    def close(self) -> None:
-        """Close the transport, then leave the group: ranks that wait for this one see its connection close."""
-        self._transport.close()
-        self._member.close()
 
-
-class Receiver:
+class Receiver(_End):
     """An engine rank's end. It writes ``boxes`` where they are in memory.
 
     Raises WeightError if a rank holds two boxes of one tensor.
@@ -213,7 +215,7 @@ class Receiver:
     def __init__(self, rendezvous: Rendezvous, rank: int, boxes: Mapping[Held, Tensor]) -> None:
         held = _by_name(boxes)
         written = {name: boxes[one] for name, one in held.items()}
-        self._member, self._transport = _joined(rendezvous, rank, None, src={}, dst=written)
+        super().__init__(rendezvous, rank, None, src={}, dst=written)
         self._arrivals = _Arrivals(held)
         self._transport.ends.arriving, self._transport.ends.arrived = self._arrivals.coming, self._arrivals.came
 
@@ -235,11 +237,6 @@ class Receiver:
         except SyncError:
             self.close()
             raise
-
-    def close(self) -> None:
-        """Close the transport, then leave the group: ranks that wait for this one see its connection close."""
-        self._transport.close()
-        self._member.close()
 
 
 class _Arrivals:
