@@ -22,8 +22,9 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.scaling.constants import RANGE
 from rl_megatron.scaling.hardware import GB, GPUS
 from rl_megatron.scaling.planner.explained import explain_term
+from rl_megatron.scaling.planner.fitting import PlannedRun
 from rl_megatron.scaling.planner.layouts import described
-from rl_megatron.scaling.planner.search import PlannedRun, SearchResult, search
+from rl_megatron.scaling.planner.search import SearchResult, search
 from rl_megatron.scaling.points import Prediction, predictions, read_points, summary
 from rl_megatron.scaling.published.rl import rl_predictions
 
@@ -98,7 +99,8 @@ def _searched(arguments: Sequence[str], *, explain: str | None, as_json: bool, e
     """Search, and print the best layout."""
     started = time.perf_counter()
     asked = asked_of(arguments)
-    found = search(asked.wanted)
+    with Console(stderr=True).status("planning the memory of layouts, the fastest first"):
+        found = search(asked.wanted)
     text = configuration_file(asked, found.plans[0])
     if write is not None:
         write.write_text(text, encoding="utf-8")
@@ -141,7 +143,7 @@ def show(console: Console, asked: Asked, found: SearchResult, seconds: float) ->
     wanted, best = asked.wanted, found.plans[0]
     console.print(
         f"{asked.model} on {wanted.gpus:,} {asked.gpu}, goal={wanted.goal}: {found.layouts:,} layouts timed and "
-        f"{found.planned} planned in {seconds:.1f} s",
+        f"{found.planned:,} plans of memory in {seconds:.1f} s",
         soft_wrap=True,
     )
     console.print(f"best: {described(best.keys)}", soft_wrap=True)

@@ -8,8 +8,8 @@ from rl_megatron.config.sections.teachers import TEACHER
 from rl_megatron.errors import ConfigError
 from rl_megatron.options import table as options
 from rl_megatron.scaling.hardware import GB
+from rl_megatron.scaling.planner.fitting import PlannedRun
 from rl_megatron.scaling.planner.layouts import CHANGES_TOGETHER
-from rl_megatron.scaling.planner.search import PlannedRun
 
 SECONDS: Mapping[str, str] = {
     "linears": "products of attention's projections, dense and shared MLPs and routers, forward and twice backward; "

@@ -13,13 +13,13 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.dispatcher import DEEPEP_RANKS
 from rl_megatron.scaling.hardware import Gpu
 from rl_megatron.scaling.memory import CHANGES
-from rl_megatron.scaling.rl_step import filled, learner_work
-from rl_megatron.scaling.time import step_seconds
+from rl_megatron.scaling.rl_step import filled, forward_seconds, learner_work
+from rl_megatron.scaling.time import LearnerWork, step_seconds
 from rl_megatron.types import ParallelDims
 
 Goal = Literal["tokens", "memory", "step"]
 Timed = tuple[float, dict[str, object]]
-"""Seconds of training in a step, and the keys of the layout."""
+"""Seconds of training and log-probs in a step, and the keys of the layout."""
 CUTS = (1, 2, 4, 8)
 """Degrees of tensor and context parallelism that are tried."""
 MOST_STAGES, MOST_EXPERT_RANKS = 32, 128
@@ -54,6 +54,11 @@ class Wanted:
         """GPUs of a node."""
         return min(self.gpus, self.gpu.per_node)
 
+    @property
+    def mean(self) -> float:
+        """Tokens of a sequence, with its prompt, in the mean."""
+        return sum(self.lengths) / len(self.lengths) + self.prompt
+
 
 def with_keys(base: RunConfig, keys: Mapping[str, object]) -> RunConfig:
     """The configuration with ``section.key`` values of the search, unchecked: they are the search's own."""
@@ -81,9 +86,8 @@ def with_keys(base: RunConfig, keys: Mapping[str, object]) -> RunConfig:
 
 
 def timed_layouts(wanted: Wanted, world: int) -> Iterator[Timed]:
-    """Seconds of training in a step for each layout of ``world`` ranks, without recomputing anything."""
-    base, mean = wanted.base, sum(wanted.lengths) / len(wanted.lengths) + wanted.prompt
-    batches = base.train.minibatches * base.train.epochs
+    """Seconds of training and log-probs in a step for each layout of ``world`` ranks, without recomputing anything."""
+    base, mean = wanted.base, wanted.mean
     work = learner_work(base, wanted.shape, wanted.gpu, mean)
     for keys in layouts(wanted, world):
         dims = ParallelDims(**{axis: int(str(keys[f"learner.{axis}"])) for axis in _AXES})
@@ -96,7 +100,18 @@ def timed_layouts(wanted: Wanted, world: int) -> Iterator[Timed]:
             micro_batches=micro_batches,
             dispatcher="alltoall" if keys["learner.dispatcher"] == "alltoall" else "by_node",
         )
-        yield step_seconds(this) * batches, keys
+        yield _seconds(wanted, this), keys
+
+
+def learner_seconds(wanted: Wanted, config: RunConfig) -> float:
+    """The same of a layout with what it computes again or keeps in the host's memory."""
+    return _seconds(wanted, learner_work(config, wanted.shape, wanted.gpu, wanted.mean))
+
+
+def _seconds(wanted: Wanted, work: LearnerWork) -> float:
+    train, scores = wanted.base.train, wanted.base.algorithm.old_logprobs == "learner"
+    scored = forward_seconds(work, train.minibatches) if scores else 0.0
+    return step_seconds(work) * train.minibatches * train.epochs + scored
 
 
 def layouts(wanted: Wanted, world: int) -> Iterator[dict[str, object]]:
@@ -190,6 +205,8 @@ def described(keys: Mapping[str, object]) -> str:
     apart = keys.get("slurm.engines.nodes")
     where = f"servers on {apart} nodes" if apart else "servers on the same GPUs"
     saved = [
-        name.rpartition(".")[2] for name in keys if name.startswith(("learner.recompute", "learner.offload.optimizer"))
+        name.rpartition(".")[2]
+        for name in keys
+        if name.startswith(("learner.recompute", "learner.offload.optimizer", "learner.head_dtype"))
     ]
     return ", ".join([*filter(None, [learner]), where, *(["with " + ", ".join(saved)] if saved else [])])
