@@ -85,18 +85,20 @@ def token_seconds(shape: ModelShape, server: ServerShape, gpu: Gpu, rows: float,
     others = shape.active_parameters - experts * k
     touched = shape.num_experts * (1 - (1 - k / shape.num_experts) ** rows) if shape.num_experts else 0.0
     weights = server.others * others / server.tp + server.experts * experts * touched / server.ranks
-    cache = cache_bytes(shape) * context * rows / server.dp / _cache_ranks(shape, server)
+    cache = cache_bytes(shape, context) * rows / server.dp / _cache_ranks(shape, server)
     read = (weights + cache) / (READ * gpu.hbm * GB)
     computed = 2 * shape.active_parameters * rows / server.ranks / (gpu.peak.bfloat16 * 1e12 * COMPUTED)
     layer = LAYER_SECONDS if server.ranks <= gpu.domain else FAR_LAYER_SECONDS
     return max(read, computed) + TOKEN_SECONDS + layer * shape.num_layers
 
 
-def cache_bytes(shape: ModelShape) -> float:
-    """Of one token of one row, of the whole model."""
+def cache_bytes(shape: ModelShape, context: float) -> float:
+    """Of one row of ``context`` tokens, of the whole model; a layer with a window holds the last tokens of it."""
     if shape.latent is not None:
-        return 2.0 * shape.num_layers * (shape.latent.kv_rank + shape.latent.rope_dim)
-    return 4.0 * len(shape.attention_layers) * shape.num_kv_heads * shape.head_dim
+        return 2.0 * shape.num_layers * (shape.latent.kv_rank + shape.latent.rope_dim) * context
+    windows = [shape.windows[layer] if shape.windows else 0 for layer in shape.attention_layers]
+    held = sum(min(context, window or context) for window in windows)
+    return 4.0 * shape.num_kv_heads * shape.head_dim * held
 
 
 def sampled(
@@ -120,7 +122,7 @@ def sampled(
     flight, held = concurrency * group / replicas, completions > concurrency * group
     ending = _longest_of(group, lengths) / mean  # of a group's completions on average one of so many still decodes
     live = flight / ending
-    room = server.cache * server.dp * _cache_ranks(shape, server) / (cache_bytes(shape) * (prompt + mean))
+    room = server.cache * server.dp * _cache_ranks(shape, server) / cache_bytes(shape, prompt + mean)
     most = max(1.0, min(slots, room))
     rows = min(each, most, flight) if held else min(each, most)
     busy = max(1.0, min(rows, live)) if held else rows

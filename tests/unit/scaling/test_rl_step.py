@@ -44,8 +44,10 @@ def test_a_token_reads_the_weights_that_some_row_uses_and_the_cache() -> None:
     spread = replace(SERVER, tp=1, dp=2)  # each GPU has all of the attention, half of the experts and of the rows
     read = (2 * (dense + experts / 2) + cache / 2) / (rollouts.READ * 3350e9)
     assert token_seconds(SHAPE, spread, H100, 1, 1000) == pytest.approx(read + fixed, rel=1e-9)
-    assert cache_bytes(SHAPE) == 98304  # bytes of a token: 96 KiB, as vLLM reports of this model
-    assert cache_bytes(NAMED["deepseek-v3"]) == 2 * 61 * 576
+    assert cache_bytes(SHAPE, 1) == 98304  # bytes of a token: 96 KiB, as vLLM reports of this model
+    assert cache_bytes(NAMED["deepseek-v3"], 1) == 2 * 61 * 576
+    half = replace(SHAPE, windows=(128, 0) * (SHAPE.num_layers // 2))  # as gpt-oss has
+    assert cache_bytes(half, 2816) == 98304 * (128 + 2816) / 2
 
 
 def test_published_tokens_take_the_predicted_seconds() -> None:
