@@ -37,6 +37,7 @@ _USUAL: Mapping[str, object] = {
     "learner.device": GPU,
     "learner.dtype": "bfloat16",
     "learner.timeout_seconds": 1800,
+    "learner.optimizer.beta2": 0.98,
     "train.learning_rate": 1e-6,
     "train.minibatches": 4,
     "checkpoint.every": 20,

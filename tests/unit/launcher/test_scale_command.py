@@ -49,6 +49,9 @@ def test_a_written_layout_is_a_configuration_that_submit_takes_without_torch(tmp
     config = load_config(str(tmp_path / "runs" / "here" / "config.yaml"), [])
     assert config.learner.dims.world_size + config.slurm.engines.nodes * 8 == 16
     assert f"learner.ep={config.learner.ep}" in texts[0] or config.learner.ep == 1
+    recipe = load_config("qwen3_30b_a3b", ["model.path=/models/given"])
+    assert config.learner.optimizer == recipe.learner.optimizer
+    assert config.train.model_copy(update={"max_staleness": 0}) == recipe.train
 
 
 def test_the_best_layout_comes_with_terms_and_the_others_with_reasons(said: Said) -> None:
