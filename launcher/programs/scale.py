@@ -31,7 +31,6 @@ _USUAL: Mapping[str, object] = {
     "rollout.group_size": 16,
     "rollout.max_prompt_tokens": 1024,
     "rollout.max_new_tokens": 7168,
-    "rollout.slots": 256,
     "rollout.server.start_seconds": 1800,
     "rollout.server.memory_fraction": 0.85,
     "learner.device": GPU,

@@ -94,7 +94,8 @@ def test_the_users_keys_stay_and_goals_differ() -> None:
 
 def test_goal_memory_has_the_least_of_all_layouts_and_savings_within_its_time() -> None:
     """A saving that takes some time is taken although the layout fits without."""
-    wanted = asked(*SMALL, "gpu=h200", "goal=memory", "learner.tp=2", "learner.vpp=1", "slurm.engines.nodes=1").wanted
+    slow = ("slurm.engines.nodes=1", "rollout.slots=256")
+    wanted = asked(*SMALL, "gpu=h200", "goal=memory", "learner.tp=2", "learner.vpp=1", *slow).wanted
     plans, tried = search(wanted).plans, list(fitting(wanted))
     fastest = min(seconds for seconds, _ in tried)
     least = min(held for seconds, held in tried if seconds <= NEAR * fastest)
