@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from rl_megatron.config.sections.data import FileKeys
 from rl_megatron.scaling.estimates import estimate
 from rl_megatron.scaling.memory import GB, fullest
 from tests.unit.launcher.test_memory import CONF, RECIPES, recipe
@@ -31,3 +32,13 @@ def test_no_recipe_holds_its_servers_back_by_slots_and_its_comment_says_its_seco
     for found in re.finditer(said, (CONF / f"{name}.yaml").read_text(encoding="utf-8")):
         one, two = seconds_of(name), seconds_of(name, "train.max_staleness=1")
         assert found.groups() == (f"{one:,.0f}", f"{two:,.0f}", f"{100 * (1 - two / one):.0f}")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_evaluation_is_shorter_than_a_step_and_greedy_only_where_the_model_does_not_think(name: str) -> None:
+    config, _ = recipe(name)
+    assert (config.eval.temperature > 0) == name.startswith("qwen3_")
+    assert isinstance(config.data, FileKeys)
+    assert config.eval.mode == "blocking"
+    assert config.data.max_eval is not None
+    assert config.data.max_eval < config.completions_per_step
