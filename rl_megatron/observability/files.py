@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
@@ -19,12 +20,13 @@ from rl_megatron.json_text import parse
 JsonValue = str | int | float | None
 JsonRow = Mapping[str, JsonValue]
 _BLOCK = 1 << 16  # bytes, of a read from the end
+_GREATEST = sys.float_info.max
 
 
 def number(row: JsonRow, name: str) -> float | None:
-    """The value, or None if it is missing or was not finite."""
+    """The value, or None if it is missing, or is not a finite float."""
     value = row.get(name)
-    return value if isinstance(value, int | float) else None
+    return value if isinstance(value, int | float) and -_GREATEST <= value <= _GREATEST else None
 
 
 class JsonlFile:

@@ -147,8 +147,10 @@ def _plan(path: Path) -> dict[str, float]:
     """A plan of a run on GPUs; of others nothing is planned."""
     try:
         found = parse(path.read_bytes()) if path.is_file() else {}
+        if unknown := [f"{name} is {value!r:.80}" for name, value in found.items() if number(found, name) is None]:
+            raise ValueError(f"{unknown[0]}, not a finite number")
         return {str(name): float(value) for name, value in found.items()}
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, AttributeError) as error:
         raise DataError(f"{path}: not a plan ({error}); remove it") from error
 
 

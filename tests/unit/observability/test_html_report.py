@@ -278,6 +278,27 @@ def test_a_finished_run_has_a_report_without_a_plan_or_a_trace_that_is_damaged(t
     assert [line.partition(": ")[0] for line in said] == [f"{folder}/plan.json", f"{folder}/trace.json:2"]
 
 
+@pytest.mark.parametrize("value", ["Infinity", "-Infinity", "NaN", "1e400", str(10**400)])
+def test_a_value_that_no_float_has_leaves_a_gap_as_a_null_does(tmp_path: Path, value: str) -> None:
+    """The project's writer writes null for these; other programs may not."""
+
+    def page(name: str, written: str) -> str:
+        folder = a_run(tmp_path / name / "a")
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(f'{{"phase": "rl", "step": 7, "reward/mean": {written}, "loss": {written}, "mfu/train": 0.4}}\n')
+        return write_report([folder], tmp_path / f"{name}.html").read_text()
+
+    assert page("given", value) == page("null", "null")
+
+
+@pytest.mark.parametrize("value", ["Infinity", str(10**400), '"8e9"'])
+def test_a_plan_of_what_is_no_finite_number_is_refused_by_its_name(tmp_path: Path, value: str) -> None:
+    folder = a_run(tmp_path / "a")
+    (folder / "plan.json").write_text(f'{{"mfu/train": 0.4, "memory/peak": {value}}}')
+    with pytest.raises(DataError, match=r"plan\.json: not a plan \(memory/peak is "):
+        write_report([folder], tmp_path / "r.html")
+
+
 def test_completions_are_counted_by_the_pushes_since_their_oldest_token(tmp_path: Path) -> None:
     """Of all steps alike, however many groups each has; not where none was sampled ahead."""
     metrics = MetricsWriter(a_run(tmp_path / "a"))
