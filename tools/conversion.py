@@ -15,14 +15,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TemplateVariable
-from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError
+from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.weights.adapters.files import adapters_to_peft, left_by_peft, of_unknown_base
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.contents import contents
 from rl_megatron.weights.checkpoints.kind import is_megatron, newest_in, total_bytes
 from rl_megatron.weights.checkpoints.megatron import held_lora
-from rl_megatron.weights.checkpoints.writing import Share
+from rl_megatron.weights.checkpoints.writing import Share, must_be_new
 from rl_megatron.weights.formats.hf_folder import chat_template, has_tokenizer
 
 _PART = re.compile(r"(\d{1,6})/(\d{1,6})")
@@ -53,8 +53,8 @@ def run(
         raise ConfigError(f"shard size {shard_gb} GB must be above 0")
     options = {} if shard_gb is None else {"shard_bytes": int(shard_gb * 1e9)}
     kind = None if dtype is None else DType(dtype)
-    if out.exists() and share.count == 1:
-        raise CheckpointError(f"{out} exists; remove it or give another name")
+    if share.count == 1:
+        must_be_new(out)
     backwards = is_megatron(source)
     adapted = backwards and held_lora(source) is not None
     making = None if upcycle is None else _upcycling(upcycle, config, family)

@@ -21,6 +21,7 @@ from rl_megatron.weights.boxes import Box, Shape, whole_box
 from rl_megatron.weights.bytes.bits import all_numbers, raise_overflow, to_tensor
 from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors
 from rl_megatron.weights.checkpoints.streaming import Copy, numbers
+from rl_megatron.weights.checkpoints.writing import must_be_new
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.formats.hf_folder import (
     INDEX,
@@ -177,8 +178,7 @@ def write_folder(
     ``max_shard_bytes``, or one tensor. Others can read the files as the umask says. Raises CheckpointError if ``out``
     exists or the source has no config.json.
     """
-    if out.exists():
-        raise CheckpointError(f"{out} exists; remove it or give another name")
+    must_be_new(out)
     if not (source_folder / "config.json").is_file():
         raise CheckpointError(f"{source_folder}: no config.json to copy; give the checkpoint that training began from")
     partial = out.with_name(f".{out.name}.partial")

@@ -91,10 +91,22 @@ def write_files(
         if share.count > 1 and error.errno in _GONE and _others_made(out, book):
             shutil.rmtree(out / _NOTES, ignore_errors=True)  # what this one wrote there
             return []
+        where = f"{error.filename}, renamed to {error.filename2}" if error.filename2 else partial
         raise CheckpointError(
-            f"{partial}: {error.strerror or error}; complete files stay there, and running the same command again "
+            f"{where}: {error.strerror or error}; complete files stay there, and running the same command again "
             "continues with them"
         ) from error
+
+
+def must_be_new(out: Path) -> None:
+    """Raises CheckpointError if anything has the name, be it a link to a folder that is not there."""
+    if os.path.lexists(out):
+        raise _there(out)
+
+
+def _there(out: Path) -> CheckpointError:
+    what = "exists" if out.exists() else "is a link to a folder that is not there"
+    return CheckpointError(f"{out} {what}; remove it or give another name")
 
 
 def fingerprint(folder: Path) -> list[list[object]]:
@@ -113,10 +125,10 @@ def _raise_changed(files: Files, first: str) -> None:
 
 def _is_made(out: Path, book: Mapping[str, Any], share: Share) -> bool:
     """Whether other parts have completed ``out``. Raises CheckpointError if anything else is there."""
-    if not out.exists():
+    if not os.path.lexists(out):
         return False
     if share.count == 1 or _differing(_read(out / _BOOK), book):
-        raise CheckpointError(f"{out} exists; remove it or give another name")
+        raise _there(out)
     return True
 
 

@@ -263,6 +263,10 @@ def test_an_existing_output_is_left_alone(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists; remove it or give another name"):
         write_folder(file_tensors(folder), folder, tmp_path)
     assert not os.listdir(tmp_path)
+    (link := tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match="link is a link to a folder that is not there"):
+        write_folder(file_tensors(folder), folder, link)
+    assert os.listdir(tmp_path) == ["link"]
 
 
 def test_a_failed_write_leaves_nothing(folder: Path, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_part_that_finds_all_done_ends_well_while_another_does_too(
 ) -> None:
     """Both begin the hidden folder again behind its rename, and one writes there while the other removes it."""
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
-    exists, rmdir, done = Path.exists, os.rmdir, list[str]()
+    exists, rmdir, done = os.path.lexists, os.rmdir, list[str]()
 
     def then_others_complete_it(path: Path) -> bool:
         found = exists(path)
@@ -95,7 +95,7 @@ def test_a_part_that_finds_all_done_ends_well_while_another_does_too(
             (partial / "late").touch()
         rmdir(path, *given, **named)
 
-    monkeypatch.setattr(Path, "exists", then_others_complete_it)
+    monkeypatch.setattr(os.path, "lexists", then_others_complete_it)
     monkeypatch.setattr(os, "rmdir", another_writes)
     assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=0, count=2)) == []
     assert done == ["parts", "late"]
@@ -123,7 +123,7 @@ def test_a_part_whose_book_is_removed_by_another_late_one_ends_well(
     hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both begin the hidden folder again behind its rename; the other removes it before this one reads its book."""
-    out, exists, write, done = tmp_path / "out", Path.exists, writing.write_atomically, list[str]()
+    out, exists, write, done = tmp_path / "out", os.path.lexists, writing.write_atomically, list[str]()
 
     def then_others_complete_it(path: Path) -> bool:
         found = exists(path)
@@ -139,7 +139,7 @@ def test_a_part_whose_book_is_removed_by_another_late_one_ends_well(
             done.append("late")
             shutil.rmtree(tmp_path / ".out.partial")
 
-    monkeypatch.setattr(Path, "exists", then_others_complete_it)
+    monkeypatch.setattr(os.path, "lexists", then_others_complete_it)
     monkeypatch.setattr(writing, "write_atomically", and_another_removes_it)
     assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=0, count=2)) == []
     assert done == ["parts", "late"]
@@ -165,6 +165,21 @@ def test_a_conversion_is_continued_only_with_its_own_source_and_options(hf: Path
     (tmp_path / ".foreign.partial" / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match="was left by another version or program; remove it"):
         convert.hf_to_megatron(hf, tmp_path / "foreign")
+
+
+@pytest.mark.parametrize("share", [Share(), Share(index=0, count=2)])
+def test_a_link_to_no_folder_is_no_output(hf: Path, tmp_path: Path, share: Share) -> None:
+    out = tmp_path / "out"
+    out.symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match="out is a link to a folder that is not there; remove it or give"):
+        convert.hf_to_megatron(hf, out, share=share)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_an_output_that_another_program_makes_meanwhile_is_named(hf: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(CheckpointError, match=rf"\.out\.partial, renamed to {out}: "):
+        convert.hf_to_megatron(hf, out, on_bytes=lambda _: out.touch())
 
 
 @pytest.mark.parametrize("share", [Share(), Share(index=0, count=2)])
