@@ -28,7 +28,19 @@ from rl_megatron.models.rotary import inverse_frequencies
 _LANE = 8  # fast attention kernels need head dimensions that are multiples of it
 
 
-class PackedAttention(MegatronModule):
+class CutAlongHeads(torch.nn.Module):
+    """Its own parameters are cut by TP along their first dimension; what its parts hold is whole on all ranks."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Global tensors over all heads, its own sharded over TP."""
+        state, cut = self.state_dict(prefix="", keep_vars=True), dict.fromkeys(self._parameters, 0)
+        out: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, cut, sharded_offsets)
+        return out
+
+
+class PackedAttention(CutAlongHeads, MegatronModule):
     """Rotary embedding and causal attention over packed sequences with torch SDPA; GQA, TP (its share of heads), CP.
 
     One padded call attends sequences of similar length (packed.py), so the number of calls stays small.
@@ -132,14 +144,6 @@ class PackedAttention(MegatronModule):
         )
         return out[..., :size]
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """The sinks, sharded over TP."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        out: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
-        return out
-
 
 class AllHeadsAttention(SelfAttention):
     """Megatron's attention with MiniMax-M2's norms of queries and keys.
@@ -155,7 +159,7 @@ class AllHeadsAttention(SelfAttention):
         self.k_layernorm = AllHeadsNorm(config, size, eps, num_heads=shape.num_kv_heads)
 
 
-class AllHeadsNorm(torch.nn.Module):
+class AllHeadsNorm(CutAlongHeads):
     """The RMS norm of all heads of q or k at once (MiniMax-M2, OLMoE); ``weight`` [heads * d / tp] cut as heads."""
 
     def __init__(self, config: DecoderConfig, hidden_size: int, eps: float, *, num_heads: int) -> None:
@@ -173,14 +177,6 @@ class AllHeadsNorm(torch.nn.Module):
             squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
         normed = wide * (squares / self.size + self.eps).rsqrt()
         return normed.to(x.dtype) * self.weight.view(x.shape[-2:])
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """One global tensor over all heads, sharded over TP."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        out: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
-        return out
 
 
 def _split(x: Tensor, sizes: list[int]) -> Sequence[Tensor]:

@@ -23,6 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from rl_megatron.learner.model.attention import CutAlongHeads
 from rl_megatron.learner.model.decoder_config import DecoderConfig, device_of
 from rl_megatron.learner.model.delta.chunks import Chunks, cut_into_chunks
 from rl_megatron.learner.model.delta.rule import convolve, gated_delta_rule
@@ -32,20 +33,12 @@ from rl_megatron.learner.packed import PackedAttentionParams
 from rl_megatron.models.shape import ModelShape
 
 
-class CutParameter(torch.nn.Module):
+class CutParameter(CutAlongHeads):
     """``weight``, cut by TP along its first dimension."""
 
     def __init__(self, config: DecoderConfig, *size: int) -> None:
         super().__init__()
         self.weight = _cut(config, *size)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """One global tensor, sharded over TP."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        out: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
-        return out
 
 
 class HeadNorm(torch.nn.Module):
