@@ -105,7 +105,7 @@ def points_of(study: Study, cell: Cell, run: Run) -> list[tuple[float, float, fl
             f"{cell.folder}: evaluation.compute={name}, but no row has {SPENT[name]}, as those of older versions; take "
             "another measure, or run the cell again"
         )
-    without = [f"{row['step']}" for row in made if name == "flops" and _uncounted(cell, row)]
+    without = [f"{number(row, 'step'):.0f}" for row in made if name == "flops" and _uncounted(cell, row)]
     if without:
         raise DataError(
             f"{cell.folder}: evaluation.compute=flops, but {len(without)} of {len(made)} rows have no {SPENT[name]}, "

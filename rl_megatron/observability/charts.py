@@ -186,19 +186,20 @@ def thinned(points: Sequence[T], value: Callable[[T], float | None]) -> Sequence
     return [points[i] for i in (*kept, len(points) - 1)]
 
 
-def averaged(points: Sequence[Point]) -> list[Point]:
-    """At most MAX_MEANS of the RL steps' points, each the mean of several: among many lines spikes hide the others."""
-    warm, rest = [p for p in points if p.x < 0], [p for p in points if p.x >= 0]
+def averaged(values: Sequence[tuple[float, str, float | None]]) -> list[Point]:
+    """Points of (x, label, value). Of the RL steps at most MAX_MEANS, each the mean of several: among many lines spikes
+    hide the others."""
+    warm, rest = [one for one in values if one[0] < 0], [one for one in values if one[0] >= 0]
     size = math.ceil(len(rest) / MAX_MEANS)
     if size <= 1:
-        return list(points)
-    means = []
+        return [Point(x=x, y=value, label=label) for x, label, value in values]
+    means = [Point(x=x, y=value, label=label) for x, label, value in warm]
     for part in (rest[i : i + size] for i in range(0, len(rest), size)):
-        values = [p.y for p in part if p.y is not None]
-        mean = math.fsum(values) / len(values) if values else None
-        x = math.fsum(p.x for p in part) / len(part)
-        means.append(Point(x=x, y=mean, label=f"{part[0].label} to {part[-1].label}, mean"))
-    return [*warm, *means]
+        there = [value for _, _, value in part if value is not None]
+        mean = math.fsum(there) / len(there) if there else None
+        x = math.fsum(x for x, _, _ in part) / len(part)
+        means.append(Point(x=x, y=mean, label=f"{part[0][1]} to {part[-1][1]}, mean"))
+    return means
 
 
 def histogram_chart(title: str, unit: str, what: str, weights: Sequence[float]) -> Chart:

@@ -14,8 +14,9 @@ import yaml
 from rl_megatron.errors import DataError
 from rl_megatron.json_text import parse
 from rl_megatron.observability.charts import number_text
-from rl_megatron.observability.files import JsonRow, number, read_jsonl
+from rl_megatron.observability.files import JsonRow, JsonValue, number, rows_from
 from rl_megatron.observability.log import last_warnings
+from rl_megatron.observability.metrics.columns import MetricColumns
 from rl_megatron.observability.metrics.table import STEPS
 from rl_megatron.observability.samples import SampleRow, samples_between
 
@@ -115,17 +116,16 @@ def _load(folder: Path, label: str, left_out: Callable[[str], None] | None) -> R
     metrics = folder / "metrics.jsonl"
     if not (folder / "config.yaml").is_file():
         raise DataError(f"{folder}: it has no config.yaml; give run folders, for example runs/<name>")
-    rows = read_jsonl(metrics) if metrics.is_file() else []
-    if not rows:
+    if not metrics.is_file() or next(rows_from(metrics), None) is None:
         raise DataError(f"{metrics}: no step is recorded yet; wait for the run's first row")
     samples = folder / "samples.jsonl"
-    warm_start, rl = [row for row in rows if row.get("phase") == "warm_start"], _with_evaluations(rows)
+    warm_start, rl = _steps(metrics)
     return Run(
         label=label,
-        warm_start=warm_start,
-        rl=rl,
-        places=[(number(row, "step") or 0, f"step {row['step']}") for row in rl],
-        names=tuple(dict.fromkeys(name for row in (*warm_start, *rl) for name in row)),
+        warm_start=warm_start.rows,
+        rl=rl.rows,
+        places=[(step, f"step {step:.0f}") for row in rl.rows for step in [number(row, "step") or 0.0]],
+        names=tuple(dict.fromkeys((*warm_start.names, *rl.names))),
         config=_config(folder / "config.yaml", (folder / "config.yaml").stat().st_mtime_ns),
         samples=samples_between(samples) if samples.is_file() else [],  # log.samples_per_step=0 writes none
         plan=unless_damaged(_plan, folder / "plan.json", left_out) or {},
@@ -133,14 +133,22 @@ def _load(folder: Path, label: str, left_out: Callable[[str], None] | None) -> R
     )
 
 
-def _with_evaluations(rows: Sequence[JsonRow]) -> list[JsonRow]:
-    """Rows of steps, each with the figures of its step's row of phase ``eval``, written when that evaluation ended."""
-    evaluated = {
-        row["step"]: {name: value for name, value in row.items() if name.startswith(("eval/", "seconds/pin"))}
-        for row in rows
-        if row.get("phase") == "eval"
-    }
-    return [{**row, **evaluated.get(row["step"], {})} for row in rows if row.get("phase") in STEPS]
+def _steps(metrics: Path) -> tuple[MetricColumns, MetricColumns]:
+    """The warm start's rows, and those of steps, each with the figures of its step's row of phase ``eval``, which is
+    written when that evaluation ended."""
+    warm_start, rl, evaluated = MetricColumns(), MetricColumns(), dict[JsonValue, JsonRow]()
+    for row in rows_from(metrics):
+        if row.get("phase") == "warm_start":
+            warm_start.append(row)
+        elif row.get("phase") in STEPS:
+            rl.append(row)
+        elif row.get("phase") == "eval":
+            evaluated[row["step"]] = {
+                name: value for name, value in row.items() if name.startswith(("eval/", "seconds/pin"))
+            }
+    for at, step in enumerate(rl.rows):
+        rl.put(at, evaluated.get(step["step"], {}))
+    return warm_start, rl
 
 
 def _plan(path: Path) -> dict[str, float]:

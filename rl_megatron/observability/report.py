@@ -266,7 +266,7 @@ def _lines(curve: Curve, arm: Arm, num_arms: int, *, several: bool) -> list[Seri
         lines.append(Series(label="plan", style=arm.style + DOTTED, points=points))
     band = not several and num_arms <= MAX_BANDS
     if len(rows) == 1 and num_arms > MAX_BANDS:
-        points = averaged([_point(curve, x, label, row, band=False) for x, label, row in rows[0]])
+        points = averaged([(x, label, number(row, curve.metric)) for x, label, row in rows[0]])
     elif len(rows) == 1:
         drawn = thinned(rows[0], lambda one: number(one[2], curve.metric))
         points = [_point(curve, x, label, row, band=band) for x, label, row in drawn]
@@ -289,7 +289,7 @@ def _rows_of(curve: Curve, run: Run, *, warm_start: bool) -> list[tuple[float, s
         if curve.warm_start and steps and warm_start:
             share = 1 / (max(steps) or 1)
             rows = [(s * share - 1, f"warm-start step {s}", r) for s, r in zip(steps, run.warm_start, strict=True)]
-        rows += [(*place, row) for place, row in zip(run.places, run.rl, strict=True) if curve.metric in row]
+        rows += [(*place, row) for place, row in zip(run.places, run.rl, strict=True)]
     return [row for row in rows if curve.metric in row[2]]
 
 
@@ -332,11 +332,12 @@ def _idle(run: Run) -> str:
 def _staleness(run: Run, *, named: bool) -> Chart | None:
     """The run's completions by the pushes since their oldest token, where some were sampled before the last push."""
     shares: dict[int, float] = {}
-    for row in run.rl:
+    ages = {name: int(found[1]) for name in run.names if (found := _AGE.fullmatch(name))}
+    for row in run.rl if ages else ():
         groups = number(row, "groups/trained") or 0.0
-        for name in row if groups else ():
-            if age := _AGE.fullmatch(name):
-                shares[int(age[1])] = shares.get(int(age[1]), 0.0) + groups * (number(row, name) or 0.0)
+        for name, age in ages.items() if groups else ():
+            if name in row:
+                shares[age] = shares.get(age, 0.0) + groups * (number(row, name) or 0.0)
     if max(shares, default=0) == 0:
         return None
     title = "Completions by staleness" + (f": {run.label}" if named else "")

@@ -95,14 +95,14 @@ def test_a_long_run_is_thinned_without_losing_its_spikes_or_ends() -> None:
 
 
 def test_many_long_lines_are_drawn_by_means_of_their_steps() -> None:
-    points = [Point(x=-0.5, y=9.0, label="warm"), *(Point(x=x, y=float(x % 2), label=f"step {x}") for x in range(1000))]
-    warm, *means = averaged(points)
-    assert warm == points[0]
+    values = [(-0.5, "warm", 9.0), *((float(x), f"step {x}", float(x % 2)) for x in range(1000))]
+    warm, *means = averaged(values)
+    assert warm == Point(x=-0.5, y=9.0, label="warm")
     assert len(means) == MAX_MEANS
     assert {p.y for p in means} == {0.5}
     assert means[1] == Point(x=14.5, y=0.5, label="step 10 to step 19, mean")
-    assert averaged(points[:101]) == points[:101]
-    gap = averaged([Point(x=x, y=None if x < 10 else 1.0, label="") for x in range(1000)])
+    assert averaged(values[:101]) == [Point(x=x, y=y, label=label) for x, label, y in values[:101]]
+    gap = averaged([(float(x), "", None if x < 10 else 1.0) for x in range(1000)])
     assert [p.y for p in gap[:2]] == [None, 1.0]
 
 
