@@ -6,9 +6,11 @@ Format: huggingface/safetensors (8 bytes of header length, a JSON header, then t
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,12 +19,19 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter, ValidationError
 
 from rl_megatron.errors import CheckpointError
 from rl_megatron.weights.boxes import Shape
 from rl_megatron.weights.bytes.dtypes import Bits, DType
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_FAILED = ctypes.c_void_p(-1).value
 _ALIGNMENT = 8
 _MAX_HEADER_BYTES = 100_000_000  # as safetensors' own readers allow
 _MAX_DIMS = 8
@@ -30,7 +39,10 @@ _Size = Annotated[int, Field(ge=0, le=1 << 60)]
 
 
 class MappedFile:
-    """A mapped file. Writes to a view do not reach the file. Raises CheckpointError for an empty one."""
+    """A mapped file, of which no descriptor stays open. Writes to a view do not reach the file.
+
+    Raises CheckpointError for one that is empty or cannot be read.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,22 +52,22 @@ class MappedFile:
                 self.size = self._found.st_size
                 if not self.size:
                     raise CheckpointError(f"{path} is empty, perhaps after a full disk; fetch or write it again")
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch needs writable memory
+                self._map = _mapped(file.fileno(), self.size)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
     def bytes(self, start: int, stop: int) -> bytes:
         """A copy of a range."""
-        return self._map[start:stop]
+        return self._map[start:stop].tobytes()
 
     def array(self, dtype: DType, shape: Shape, start: int) -> Bits:
         """A contiguous view of the map; asks the kernel to read it ahead."""
         count = prod(shape)
         if count == 0:
             return np.empty(shape, dtype.bits)
+        flat = self._map[start : start + count * dtype.itemsize]
         page = start // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_WILLNEED, page, start - page + count * dtype.itemsize)
-        flat = np.frombuffer(self._map, np.uint8, count * dtype.itemsize, start)
+        _LIBC.madvise(self._map.ctypes.data + page, start - page + flat.nbytes, mmap.MADV_WILLNEED)
         return flat.view(dtype.bits).reshape(shape)
 
     def changed(self) -> str | None:
@@ -72,7 +84,19 @@ class MappedFile:
 
     def forget(self) -> None:
         """Drop touched pages; views stay valid and read them again."""
-        self._map.madvise(mmap.MADV_DONTNEED)
+        _LIBC.madvise(self._map.ctypes.data, self.size, mmap.MADV_DONTNEED)
+
+
+def _mapped(descriptor: int, size: int) -> NDArray[np.uint8]:
+    """As mmap.mmap with ACCESS_COPY, which before Python 3.13 keeps a descriptor: of a checkpoint in 1,000 files more
+    than a process may usually have. Unmapped when it and its views are gone."""
+    writable = mmap.PROT_READ | mmap.PROT_WRITE  # torch needs it
+    address = _LIBC.mmap(None, size, writable, mmap.MAP_PRIVATE, descriptor, 0)
+    if address == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    made = (ctypes.c_uint8 * size).from_address(address)
+    weakref.finalize(made, _LIBC.munmap, address, size).atexit = False  # threads may read until the end
+    return np.frombuffer(memoryview(made), np.uint8)
 
 
 def _time(seconds: float) -> str:

@@ -24,6 +24,7 @@ from rl_megatron.models.families.fields import ConfigFields
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.bytes.bits import to_tensor
 from rl_megatron.weights.bytes.dtypes import DType
+from rl_megatron.weights.bytes.mapped import MappedFile
 from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.safetensors_io import HFFolder, read_boxes
 from rl_megatron.weights.layouts.families import FAMILIES, hf_layout, megatron_layout, read_shape
@@ -293,9 +294,26 @@ def test_numbers_are_told_from_others_as_torch_does(dtype: DType) -> None:
         assert dtype.all_numbers(one) == bool(to_tensor(one, dtype).double().isfinite().all())
 
 
-def test_an_empty_or_unreadable_file_says_so(tmp_path: Path) -> None:
-    from rl_megatron.weights.bytes.mapped import MappedFile
+def test_mapped_files_keep_no_descriptor_and_go_with_their_last_view(tmp_path: Path) -> None:
+    """A checkpoint has thousands of files, and a process may usually open 1,024."""
+    path = tmp_path / "mapped"
+    path.write_bytes(bytes(range(256)))
 
+    def maps() -> int:
+        return Path("/proc/self/maps").read_text().count(str(path))
+
+    files = [MappedFile(path) for _ in range(20)]
+    assert maps() == 20
+    assert not [link for link in Path("/proc/self/fd").iterdir() if link.resolve() == path]
+    view = files[3].array(DType.F8_E4M3, (4,), 8)[1:].view(np.uint8)
+    del files
+    assert view.tolist() == [9, 10, 11]
+    assert maps() == 1
+    del view
+    assert maps() == 0
+
+
+def test_an_empty_or_unreadable_file_says_so(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with pytest.raises(CheckpointError, match="empty is empty, perhaps after a full disk"):
         MappedFile(tmp_path / "empty")
