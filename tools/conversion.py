@@ -22,6 +22,7 @@ from rl_megatron.weights.checkpoints import convert
 from rl_megatron.weights.checkpoints.contents import contents
 from rl_megatron.weights.checkpoints.kind import is_megatron, newest_in, total_bytes
 from rl_megatron.weights.checkpoints.megatron import held_lora
+from rl_megatron.weights.checkpoints.streaming import OnProgress
 from rl_megatron.weights.checkpoints.writing import Share, must_be_new
 from rl_megatron.weights.formats.hf_folder import chat_template, has_tokenizer
 
@@ -68,8 +69,8 @@ def run(
         variables = _template_variables(source, config, family)
         making = partial(convert.megatron_to_hf, config=config, family=family, variables=variables)
     making = making or partial(convert.hf_to_megatron, family=family)
-    with display(source, 1 / share.count) as progress:
-        missing = making(source, out, dtype=kind, on_bytes=progress, share=share, **options)
+    with display(source.name) as progress:
+        missing = making(source, out, dtype=kind, on_progress=progress, share=share, **options)
     if missing:
         others = ", ".join(str(index + 1) for index in missing)
         print(
@@ -170,14 +171,13 @@ def found(folder: Path) -> Path:
 
 
 @contextmanager
-def display(folder: Path, share: float = 1.0) -> Iterator[Callable[[int], None]]:
-    """A bar over a share of the bytes of a checkpoint, with rate and time left, on stderr."""
-    name = TextColumn("{task.description}", markup=False)
-    columns = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+def display(name: str) -> Iterator[OnProgress]:
+    """A bar with rate and time left, on stderr."""
+    text = TextColumn("{task.description}", markup=False)
+    columns = (text, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(folder.name, total=round(total_bytes(folder) * share))
-        yield lambda count: bar.advance(task, count)
-        bar.update(task, completed=bar.tasks[0].total)
+        task = bar.add_task(name, total=None)
+        yield lambda count, total: bar.update(task, advance=count, total=total)
 
 
 def say(work: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ import typer
 from rl_megatron.digests import Digest
 from rl_megatron.errors import CheckpointError
 from rl_megatron.training import checkpoints
-from rl_megatron.weights.checkpoints.kind import is_megatron, total_bytes
+from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.verify import verify
 from tools import conversion
 from tools.options import OwnFamily
@@ -47,9 +47,8 @@ def run(folder: Path, *, against: Path | None = None, config: Path | None = None
     folder = conversion.found(folder)
     against = None if against is None else conversion.found(against)
     problems, written = _of_run(folder.resolve()) if is_megatron(folder) else ([], None)
-    more = sum(digest.bytes for digest in (written or {}).values()) / max(total_bytes(folder), 1)
-    with conversion.display(folder, 1 + more) as progress:
-        problems += verify(folder, against=against, config=config, family=family, written=written, on_bytes=progress)
+    with conversion.display(folder.name) as progress:
+        problems += verify(folder, against=against, config=config, family=family, written=written, on_progress=progress)
     for line in problems[:MAX_LINES]:
         print(line)
     if len(problems) > MAX_LINES:

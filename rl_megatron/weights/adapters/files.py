@@ -15,7 +15,7 @@ from rl_megatron.weights.checkpoints.convert import options_of
 from rl_megatron.weights.checkpoints.hugging_face import write_safetensors
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.megatron import adapter_copies, held_lora
-from rl_megatron.weights.checkpoints.streaming import OnBytes, Sink
+from rl_megatron.weights.checkpoints.streaming import OnProgress, Sink
 from rl_megatron.weights.checkpoints.writing import Share, write_files
 from rl_megatron.weights.formats.hf_folder import INDEX, SINGLE
 from rl_megatron.weights.layouts.families import megatron_layout, read_shape
@@ -38,7 +38,7 @@ def adapters_to_peft(
     *,
     config: Path,
     family: str | None = None,
-    on_bytes: OnBytes = lambda n: None,
+    on_progress: OnProgress = lambda n, total: None,
     share: Share | None = None,
 ) -> list[int]:
     """Write the adapters of a run's checkpoint as the folder that peft loads, in their stored dtype.
@@ -62,7 +62,7 @@ def adapters_to_peft(
 
     sink = Sink(name="adapter_model.safetensors", tensors=named, write=write_safetensors)
     options = options_of(config, family, None, 0)
-    return write_files(source, out, [sink], files, on_bytes, finish, options=options, share=share or Share())
+    return write_files(source, out, [sink], files, on_progress, finish, options=options, share=share or Share())
 
 
 def of_unknown_base(source: Path, base: Path) -> str | None:

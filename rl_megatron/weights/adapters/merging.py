@@ -17,7 +17,7 @@ from rl_megatron.weights.bytes.dtypes import Bits, DType
 from rl_megatron.weights.checkpoints.convert import converted_shape, in_dtype, options_of, write_hf
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies
 from rl_megatron.weights.checkpoints.megatron import adapter_copies, held_lora
-from rl_megatron.weights.checkpoints.streaming import Copy, OnBytes, Sliceable
+from rl_megatron.weights.checkpoints.streaming import Copy, OnProgress, Sliceable
 from rl_megatron.weights.checkpoints.writing import Share, fingerprint
 from rl_megatron.weights.formats.hf_folder import config_text
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
@@ -48,7 +48,7 @@ def merge_adapters(
     family: str | None = None,
     dtype: DType | None = None,
     shard_bytes: int = 2 * 10**9,
-    on_bytes: OnBytes = lambda n: None,
+    on_progress: OnProgress = lambda n, total: None,
     share: Share | None = None,
 ) -> list[int]:
     """Write the Hugging Face folder ``base`` with the adapters of the checkpoint ``source`` merged into its weights.
@@ -79,7 +79,7 @@ def merge_adapters(
         config=config_text(base, {str(dtype)} if dtype else set(), drafts=shape.drafts),
         options=options_of(base, family, dtype, shard_bytes) | {"adapters": fingerprint(source)},
         shard_bytes=shard_bytes,
-        on_bytes=on_bytes,
+        on_progress=on_progress,
         share=share or Share(),
     )
 

@@ -28,7 +28,7 @@ from rl_megatron.weights.checkpoints.streaming import (
     Copy,
     Files,
     Fragment,
-    OnBytes,
+    OnProgress,
     Sink,
     Streamed,
     in_files,
@@ -60,7 +60,7 @@ def hf_to_megatron(
     family: str | None = None,
     dtype: DType | None = None,
     shard_bytes: int = 1 << 30,
-    on_bytes: OnBytes = lambda n: None,
+    on_progress: OnProgress = lambda n, total: None,
     share: Share = _ALL,
 ) -> list[int]:
     """Write the Hugging Face folder as a ``torch_dist`` checkpoint that loads at any TP, PP, EP and ETP.
@@ -93,7 +93,7 @@ def hf_to_megatron(
         write_atomically(folder / "config.json", config.encode())
 
     options = options_of(source, family, dtype, shard_bytes)
-    return write_files(source, out, sinks, files, on_bytes, finish, options=options, share=share)
+    return write_files(source, out, sinks, files, on_progress, finish, options=options, share=share)
 
 
 def _to_megatron(tensors: Sequence[Copy], hf: Layout, megatron: Layout) -> list[Copy]:
@@ -124,7 +124,7 @@ def megatron_to_hf(
     family: str | None = None,
     dtype: DType | None = None,
     shard_bytes: int = 2 * 10**9,
-    on_bytes: OnBytes = lambda n: None,
+    on_progress: OnProgress = lambda n, total: None,
     share: Share = _ALL,
     variables: Mapping[str, TemplateValue] | None = None,
 ) -> list[int]:
@@ -156,7 +156,7 @@ def megatron_to_hf(
         ),
         options=options_of(companion, family, dtype, shard_bytes),
         shard_bytes=shard_bytes,
-        on_bytes=on_bytes,
+        on_progress=on_progress,
         share=share,
         variables=variables,
     )
@@ -172,7 +172,7 @@ def write_hf(
     config: str,
     options: Mapping[str, object],
     shard_bytes: int,
-    on_bytes: OnBytes,
+    on_progress: OnProgress,
     share: Share,
     variables: Mapping[str, TemplateValue] | None = None,
 ) -> list[int]:
@@ -197,7 +197,7 @@ def write_hf(
         copy_companions(companion, folder, variables)
         write_atomically(folder / "config.json", config.encode())
 
-    return write_files(source, out, sinks, files, on_bytes, finish, options=options, share=share)
+    return write_files(source, out, sinks, files, on_progress, finish, options=options, share=share)
 
 
 def options_of(companion: Path, family: str | None, dtype: DType | None, shard_bytes: int) -> dict[str, object]:

@@ -15,7 +15,7 @@ _SMALL = 1 << 20  # bytes that are read of a small file
 
 
 def total_bytes(folder: Path) -> int:
-    """Bytes of weights in a checkpoint of either kind, for a progress display."""
+    """Bytes of weights in a checkpoint of either kind."""
     return sum(path.stat().st_size for pattern in ("*.safetensors", "*.distcp") for path in folder.glob(pattern))
 
 

@@ -25,6 +25,9 @@ FORGET_BYTES = 128 << 20  # a thread drops the pages of its input after so many 
 OnBytes = Callable[[int], None]
 """Called with the bytes of output since its last call."""
 
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes of output, or of what is verified, since its last call, and with those of all of it."""
+
 
 class Sliceable(Protocol):
     """A stored tensor, or one that is computed when it is read."""

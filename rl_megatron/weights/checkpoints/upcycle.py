@@ -29,7 +29,7 @@ from rl_megatron.weights.checkpoints.convert import in_dtype, options_of, write_
 from rl_megatron.weights.checkpoints.hugging_face import hf_copies
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.made_up import STD, MadeUp
-from rl_megatron.weights.checkpoints.streaming import Copy, Fragment, OnBytes, Sliceable
+from rl_megatron.weights.checkpoints.streaming import Copy, Fragment, OnProgress, Sliceable
 from rl_megatron.weights.checkpoints.writing import Share
 from rl_megatron.weights.formats.hf_folder import config_text
 from rl_megatron.weights.layouts.families import hf_layout, read_shape
@@ -104,7 +104,7 @@ def upcycle(
     *,
     dtype: DType | None = None,
     shard_bytes: int = 2 * 10**9,
-    on_bytes: OnBytes = lambda n: None,
+    on_progress: OnProgress = lambda n, total: None,
     share: Share = _ALL,
 ) -> list[int]:
     """Write a Qwen3 folder, or a Qwen3-MoE one of one expert, as Qwen3-MoE. Returns and raises as `megatron_to_hf`.
@@ -135,7 +135,7 @@ def upcycle(
         config=_config(config_text(source, {str(dtype)} if dtype else set()), shape, width, given),
         options=options_of(source, None, dtype, shard_bytes) | {"upcycle": given.model_dump(mode="json")},
         shard_bytes=shard_bytes,
-        on_bytes=on_bytes,
+        on_progress=on_progress,
         share=share,
     )
 

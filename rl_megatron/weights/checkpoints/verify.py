@@ -15,7 +15,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors, own_left_out
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.megatron import adapter_copies, held_lora
-from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Copy, Files, OnBytes
+from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Copy, Files, OnBytes, OnProgress
 from rl_megatron.weights.checkpoints.torch_dist import open_chunk, read_index
 from rl_megatron.weights.formats.hf_folder import is_draft
 from rl_megatron.weights.layouts.families import read_shape
@@ -28,7 +28,7 @@ def verify(
     config: Path | None = None,
     family: str | None = None,
     written: Mapping[str, Digest] | None = None,
-    on_bytes: OnBytes = lambda n: None,
+    on_progress: OnProgress = lambda n, total: None,
 ) -> Iterator[str]:
     """Yield a line for each problem; none for a sound checkpoint of either kind, or of adapters beside the model of
     ``config``.
@@ -45,6 +45,11 @@ def verify(
             "adapters first (rl-megatron convert --merge)"
         )
     tensors, files = _tensors(folder, config, family)
+    total = sum(tensor.num_bytes for tensor in tensors) + sum(digest.bytes for digest in (written or {}).values())
+
+    def on_bytes(count: int) -> None:
+        on_progress(count, total)
+
     if written is not None:
         for name, digest in written.items():
             yield from misfits(folder.resolve().parent, {name: digest}, read=True)

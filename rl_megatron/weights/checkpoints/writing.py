@@ -25,7 +25,7 @@ from rl_megatron.digests import Digest, digest_file
 from rl_megatron.durable import sync, write_atomically
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.json_text import parse
-from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Files, OnBytes, Sink
+from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Files, OnBytes, OnProgress, Sink
 
 Notes = Mapping[str, list[dict[str, object]]]
 """What each file's writer said of its tensors."""
@@ -54,7 +54,7 @@ def write_files(
     out: Path,
     sinks: Sequence[Sink],
     files: Files,
-    on_bytes: OnBytes,
+    on_progress: OnProgress,
     finish: Callable[[Path, Notes], None],
     *,
     options: Mapping[str, object],
@@ -77,7 +77,9 @@ def write_files(
         if _is_made(out, book, share):  # between the two lines above
             shutil.rmtree(partial, ignore_errors=True)  # another part may write there now, and will remove it too
             return []
-        _write_own(partial, sinks[share.index :: share.count], files, on_bytes)
+        own = sinks[share.index :: share.count]
+        total = sum(tensor.num_bytes for sink in own for tensor in sink.tensors)
+        _write_own(partial, own, files, lambda n: on_progress(n, total))
         _raise_changed(files, "" if share.count == 1 else f"remove {partial}, ")
         missing = {i % share.count for i, sink in enumerate(sinks) if not _is_there(partial, sink)}
         if not missing:

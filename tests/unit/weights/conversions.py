@@ -54,7 +54,7 @@ def killed_at(step: int, work: Work) -> None:
 
     for name in STEPS:
         setattr(os, name, partial(then, getattr(os, name)))
-    work(on_bytes=counted)
+    work(on_progress=counted)
 
 
 def tree(folder: Path) -> dict[str, str]:

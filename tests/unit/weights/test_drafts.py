@@ -266,7 +266,7 @@ def test_a_merge_of_adapters_that_change_while_they_are_read_is_refused(
     adapters = save_adapters(tmp_path / "adapters", read_shape(saved[0]))
     file = next(adapters.glob("*.distcp"))
     with pytest.raises(CheckpointError, match=f"the source changed while it was read: {file}: "):
-        merge_adapters(adapters, saved[0], tmp_path / "merged", on_bytes=lambda _: os.utime(file, (0, 0)))
+        merge_adapters(adapters, saved[0], tmp_path / "merged", on_progress=lambda *_: os.utime(file, (0, 0)))
     assert not (tmp_path / "merged").exists()
 
 

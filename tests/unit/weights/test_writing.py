@@ -179,7 +179,7 @@ def test_a_link_to_no_folder_is_no_output(hf: Path, tmp_path: Path, share: Share
 def test_an_output_that_another_program_makes_meanwhile_is_named(hf: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(CheckpointError, match=rf"\.out\.partial, renamed to {out}: "):
-        convert.hf_to_megatron(hf, out, on_bytes=lambda _: out.touch())
+        convert.hf_to_megatron(hf, out, on_progress=lambda *_: out.touch())
 
 
 @pytest.mark.parametrize("share", [Share(), Share(index=0, count=2)])
@@ -190,7 +190,7 @@ def test_a_source_that_changes_while_it_is_read_is_not_published(hf: Path, tmp_p
     (source / "log").touch()
     os.utime(file, (0, 0))
 
-    def fill(_: int) -> None:
+    def fill(*_: int) -> None:
         (source / "log").write_text("no file that is read")
         with file.open("r+b") as opened:
             opened.seek(-8, os.SEEK_END)
@@ -198,13 +198,28 @@ def test_a_source_that_changes_while_it_is_read_is_not_published(hf: Path, tmp_p
 
     told = rf"source changed while it was read: {file}: {file.stat().st_size} bytes of 1970-01-01 00:00:00.000"
     with pytest.raises(CheckpointError, match=told):
-        convert.hf_to_megatron(source, out, shard_bytes=6_000, on_bytes=fill, share=share)
+        convert.hf_to_megatron(source, out, shard_bytes=6_000, on_progress=fill, share=share)
     assert not out.exists()
     if share.count > 1:  # others may write there still
         with pytest.raises(CheckpointError, match="a conversion with another source; "):
             convert.hf_to_megatron(source, out, shard_bytes=6_000, share=share)
         shutil.rmtree(tmp_path / ".out.partial")
     assert convert.hf_to_megatron(source, out, shard_bytes=6_000) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share"), [(None, Share()), (DType.F32, Share(index=1, count=2)), (DType.F8_E4M3, Share())]
+)
+def test_progress_ends_at_the_total_that_it_began_with(
+    megatron: Path, tmp_path: Path, dtype: DType | None, share: Share
+) -> None:
+    told = list[tuple[int, int]]()
+
+    def tell(count: int, total: int) -> None:
+        told.append((count, total))
+
+    convert.megatron_to_hf(megatron, tmp_path / "out", dtype=dtype, shard_bytes=6_000, on_progress=tell, share=share)
+    assert {total for _, total in told} == {sum(count for count, _ in told)}
 
 
 def test_a_kept_file_of_another_digest_is_written_again(hf: Path, tmp_path: Path) -> None:
