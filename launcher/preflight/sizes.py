@@ -64,8 +64,8 @@ def _servers(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
     """Yields what servers of the configured engine cannot do for the model; those of a user's own say so at a start."""
     server, engine = config.rollout.server, config.rollout.engine
     given = {config.rollout.temperature, config.eval.temperature, *map(config.eval.temperature_of, config.eval.sets)}
-    asked = config.weights.push == "adapters" or server.batch_invariant or server.draft_tokens or given - {0.0, 1.0}
-    if not (config.rollout.served and asked):
+    asked = config.weights.push == "adapters" or server.batch_invariant or server.draft_tokens or server.options
+    if not (config.rollout.served and (asked or given - {0.0, 1.0})):
         return
     from launcher.servers.engines import KNOWN, engine_problems  # imports torch
 

@@ -38,7 +38,8 @@ def adapter_of(engine: str, shape: ModelShape) -> Adapter:
 def engine_problems(config: RunConfig, adapter: Adapter, shape: ModelShape) -> list[str]:
     """A line for each key that servers of the adapter's engine cannot follow for the model."""
     server, device = config.rollout.server, config.learner.device
-    out = [adapter.batch_problem(words_of(server.options or ""))] if server.batch_invariant else []
+    extra = words_of(server.options or "")
+    out = [adapter.options_problem(extra), adapter.batch_problem(extra) if server.batch_invariant else ""]
     places = adapter_places(config, shape)
     if places and places.ranks and (why := adapter.adapter_problem(places, device, server.dp)):
         out.append(f"weights.push=adapters: {why}; or set weights.push=merged")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,8 +63,22 @@ _NOT_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
 )
 """Options of engines that are refused, each with the reason and what to do."""
-_ABBREVIATED = 5  # characters with which engines may know an option: --hos
+_ABBREVIATED = 4  # characters with which engines may know an option: --ho
 _NOT_OFFERED = {"nvfp4", "mxfp4", "mxfp8", "int4", "awq", "gptq", "fp4"}
+
+
+def stands_for(word: str, option: str) -> bool:
+    """Whether engines may read ``word`` of a command line as ``option``: by its name, by the name's first letters, or
+    with a value right behind one letter (-n2). A key of the value may follow the name (--option.key)."""
+    name = _name_of(word)
+    if name.startswith("--"):
+        return name == option or (len(name) >= _ABBREVIATED and option.startswith(name))
+    letter = len(option) == 2 and name.startswith(option)
+    return letter or (len(name) > 1 and option.startswith(name) and not option.startswith("--"))
+
+
+def _name_of(word: str) -> str:
+    return re.split("[=.]", word, maxsplit=1)[0].replace("_", "-")
 
 
 class ServerSection(Section):
@@ -169,11 +184,11 @@ class ServerSection(Section):
             raise PydanticCustomError(
                 "words", "Input should be options as in a shell: {why}", {"why": str(error).lower()}
             ) from error
-        for name in (word.partition("=")[0].replace("_", "-") for word in words):
-            for reason, refused in _NOT_OPTIONS if len(name) >= _ABBREVIATED else ():
-                if any(option.startswith(name) for option in refused):
-                    message = "Input should be without {name}: {reason}"
-                    raise PydanticCustomError("of_the_run", message, {"name": name, "reason": reason})
+        for word in words:
+            for reason, refused in _NOT_OPTIONS:
+                if any(stands_for(word, option) for option in refused):
+                    given = {"name": _name_of(word), "reason": reason}
+                    raise PydanticCustomError("of_the_run", "Input should be without {name}: {reason}", given)
         return options
 
     @field_validator("addresses")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from rl_megatron.config.sections.rollout import RunningRequests
-from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.config.sections.rollout import RunningRequests, stands_for
+from rl_megatron.errors import EngineError
 from rl_megatron.rollout.servers.decoding import Judged
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
@@ -69,18 +69,6 @@ class StartOptions:
     def ranks(self) -> int:
         """Processes of the whole server."""
         return self.tp * self.pp * self.dp
-
-    def refuse_extra(self, keys: Mapping[str, str]) -> None:
-        """Raises ConfigError if ``extra`` has an option that a key sets, ``keys`` by option, or one of a draft
-        model."""
-        for given in self.extra:
-            if given.startswith("--speculative"):
-                raise ConfigError(
-                    f"rollout.server.options has {given}: pushes reach the model's own draft layer alone, which "
-                    "rollout.server.draft_tokens has a server use; set that, and leave the option out"
-                )
-            if (key := keys.get(given.partition("=")[0])) is not None:
-                raise ConfigError(f"rollout.server.options has {given}, which rollout.server.{key} sets; use that key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +264,10 @@ class Adapter(Sampling, Loading, Running, Protocol):
             "rollout.server.options, and leave the key out"
         )
 
+    def options_problem(self, extra: Sequence[str]) -> str:
+        """Why its servers cannot be started with ``extra`` options; or empty."""
+        return ""
+
     def adapter_problem(self, places: AdapterPlaces, device: str, dp: int) -> str:
         """Why it cannot hold adapters beside its model; or empty."""
         return f"{self.name} holds no adapters beside a model"
@@ -297,6 +289,20 @@ def words_of(options: str) -> tuple[str, ...]:
 
 def _hyphened(name: re.Match[str]) -> str:
     return name[0].replace("_", "-")
+
+
+def set_by_keys(extra: Sequence[str], keys: Mapping[str, str], drafts: tuple[str, ...]) -> str:
+    """Why ``extra`` cannot have an option that a key sets, ``keys`` of ``rollout.server`` by option, or one of a draft
+    model, which begins with one of ``drafts``; or empty."""
+    for given in extra:
+        if given.startswith(drafts):
+            return (
+                f"rollout.server.options has {given}: pushes reach the model's own draft layer alone, which "
+                "rollout.server.draft_tokens has a server use; set that, and leave the option out"
+            )
+        if (key := next((keys[option] for option in keys if stands_for(given, option)), None)) is not None:
+            return f"rollout.server.options has {given}, which rollout.server.{key} sets; use that key"
+    return ""
 
 
 def value_given(extra: Sequence[str], option: str) -> str | None:

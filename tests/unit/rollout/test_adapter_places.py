@@ -127,6 +127,7 @@ def test_a_run_on_such_an_engine_is_refused_before_a_server_starts(tmp_path: Pat
             ),
             "rollout.server.batch_invariant=true with --attention-backend X: vLLM 0.32.0 has no kernel of it",
         ),
+        (("weights.push=merged", "rollout.server.options='-q fp8'"), "rollout.server.options has -q, which"),
         (("rollout=sglang", "learner.lora.targets=attention"), None),
         (("weights.push=merged",), None),
     ],

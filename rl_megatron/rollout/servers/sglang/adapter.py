@@ -33,7 +33,14 @@ from rl_megatron.rollout.servers.http import AttemptFailed, Server, read_beside
 from rl_megatron.rollout.servers.sglang import answer as form
 from rl_megatron.rollout.servers.sglang import drafts, loras, orders, priorities
 from rl_megatron.rollout.servers.sglang import request as ask
-from rl_megatron.rollout.servers.sglang.options import KEYS, ON_CPU, cores, degrees, most_cached, outliving_pushes
+from rl_megatron.rollout.servers.sglang.options import (
+    ON_CPU,
+    cores,
+    degrees,
+    most_cached,
+    outliving_pushes,
+    refused_options,
+)
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.reports import Report, of_one_rank
@@ -81,7 +88,6 @@ class SGLangAdapter(Adapter):
                 "model_type='olmoe': SGLang 0.5.21 has norms over all heads on each rank, which has its own alone; set "
                 "rollout.server.tp=1, or use rollout=vllm"
             )
-        options.refuse_extra(KEYS)
         if options.pp > 1:
             raise ConfigError(
                 f"rollout.server.pp={options.pp}: a stage of SGLang 0.5.21 hands a push on to the next after its own "
@@ -130,6 +136,10 @@ class SGLangAdapter(Adapter):
                 "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # the margin may lie beyond the model's positions
             },
         )
+
+    @override
+    def options_problem(self, extra: Sequence[str]) -> str:
+        return refused_options(extra)
 
     @override
     def batch_problem(self, extra: Sequence[str]) -> str:

@@ -4,21 +4,23 @@ say."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers.adapter import StartOptions, value_given
+from rl_megatron.rollout.servers.adapter import StartOptions, set_by_keys, value_given
 
 KEYS = {
     **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "tp"),
     **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--pp"), "pp"),
     **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp", "--enable-dp-attention"), "dp"),
     **dict.fromkeys(("--expert-parallel-size", "--ep-size", "--ep"), "ep"),
-    **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr"), "nodes"),
+    **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"), "nodes"),
     "--enable-deterministic-inference": "batch_invariant",
 }
 """By option, the key of ``rollout.server`` that sets it."""
+DRAFTS = ("--specu",)
+"""How options of a draft model begin."""
 
 _WATCHDOG_SECONDS = 300.0  # SGLang's own
 _PARTS = 8
@@ -29,6 +31,11 @@ ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.5"),
 )
+
+
+def refused_options(extra: Sequence[str]) -> str:
+    """Why a server cannot have ``extra`` options; or empty."""
+    return set_by_keys(extra, KEYS, DRAFTS)
 
 
 def degrees(options: StartOptions) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from typing_extensions import override
 
-from rl_megatron.config.sections.rollout import RunningRequests
+from rl_megatron.config.sections.rollout import RunningRequests, stands_for
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.limits import limits_of
 from rl_megatron.models.shape import ModelShape
@@ -24,6 +24,7 @@ from rl_megatron.rollout.servers.adapter import (
     EngineGauges,
     StartOptions,
     candidate,
+    set_by_keys,
     value_given,
     version_of,
 )
@@ -33,7 +34,7 @@ from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.vllm import answer as form
 from rl_megatron.rollout.servers.vllm import drafts, loras
 from rl_megatron.rollout.servers.vllm import request as ask
-from rl_megatron.rollout.servers.vllm.options import KEYS, options_of_ranks, profiler
+from rl_megatron.rollout.servers.vllm.options import DRAFTS, KEYS, options_of_ranks, profiler
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.packed import REPORT_FORM
@@ -76,12 +77,6 @@ class VLLMAdapter(Adapter):
                 "them only from its second model runner, which needs Triton and so does not run on CPUs; set "
                 "rollout=local or sglang, or routing_replay=r2 or off and route_flips=false"
             )
-        options.refuse_extra(KEYS)
-        if "--enable-eplb" in options.extra:
-            raise ConfigError(
-                "rollout.server.options has --enable-eplb, which moves experts between ranks, but pushes send them "
-                "to where they were; leave it out"
-            )
         # Else a processor with AMX tiles uses kernels for latent attention that take bfloat16 alone.
         reference = options.device == "cpu" and self._shape.latent is not None and options.dtype != "bfloat16"
         return Command(
@@ -122,6 +117,15 @@ class VLLMAdapter(Adapter):
                 "HF_HUB_OFFLINE": "1",
             },
         )
+
+    @override
+    def options_problem(self, extra: Sequence[str]) -> str:
+        if moved := next((given for given in extra if stands_for(given, "--enable-eplb")), None):
+            return (
+                f"rollout.server.options has {moved}, which moves experts between ranks, but pushes send them to where "
+                "they were; leave it out"
+            )
+        return set_by_keys(extra, KEYS, DRAFTS)
 
     @override
     def batch_problem(self, extra: Sequence[str]) -> str:

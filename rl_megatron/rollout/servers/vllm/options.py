@@ -13,8 +13,12 @@ KEYS = {
     **dict.fromkeys(("--data-parallel-size", "-dp"), "dp"),
     **dict.fromkeys(("--enable-expert-parallel", "-ep"), "ep"),
     **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--headless"), "nodes"),
+    "-q": "quantization",
 }
 """By option, the key of ``rollout.server`` that sets it."""
+DRAFTS = ("--specu", "--spec-", "-s")
+"""How options of a draft model begin: --speculative-config, which is -sc, --spec-method, --spec-model, --spec-tokens.
+"""
 
 
 def profiler(folder: Path) -> str:

@@ -1,0 +1,99 @@
+"""Which options of engines a user may give to servers."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from launcher.servers.engines import SERVERS
+from rl_megatron.config.io import load_config
+from rl_megatron.errors import ConfigError
+from rl_megatron.models.named import NAMED
+
+MOE = NAMED["qwen3-235b-a22b"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "extra", "said"),
+    [
+        ("vllm", "-tp=8", r"has -tp=8, which rollout\.server\.tp sets; use that key"),
+        ("vllm", "-t=8", r"has -t=8, which rollout\.server\.tp sets; use that key"),
+        ("vllm", "-n2", r"has -n2, which rollout\.server\.nodes sets"),
+        ("vllm", "--tensor-par", r"has --tensor-par, which rollout\.server\.tp sets"),
+        ("vllm", "-q", r"has -q, which rollout\.server\.quantization sets; use that key"),
+        ("vllm", "-qfp8", r"has -qfp8, which rollout\.server\.quantization sets"),
+        ("vllm", "-sc", r"which rollout\.server\.draft_tokens has a server use; set that"),
+        ("vllm", "-s.method=ngram", r"which rollout\.server\.draft_tokens has a server use"),
+        ("vllm", "--spec-method", r"which rollout\.server\.draft_tokens has a server use"),
+        ("vllm", "--headless", r"has --headless, which rollout\.server\.nodes sets"),
+        ("vllm", "--enable-eplb", r"has --enable-eplb, which moves experts between ranks"),
+        ("vllm", "--speculative-config={}", r"which rollout\.server\.draft_tokens has a server use; set that"),
+        ("sglang", "--speculative-algorithm", r"which rollout\.server\.draft_tokens has a server use; set that"),
+        ("sglang", "--specul", r"which rollout\.server\.draft_tokens has a server use"),
+        ("sglang", "--nccl-init-addr", r"which rollout\.server\.nodes sets"),
+        ("sglang", "--ep", r"has --ep, which rollout\.server\.ep sets"),
+        ("sglang", "--enable-dp-attention", r"which rollout\.server\.dp sets"),
+    ],
+)
+def test_degrees_have_one_key(engine: str, extra: str, said: str) -> None:
+    assert re.search(said, SERVERS[engine](MOE).options_problem((extra,)))
+    assert not SERVERS[engine](MOE).options_problem(("--seed", "-1", "--enforce-eager", "-asc", "1"))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--host 0.0.0.0",
+        "--host=0.0.0.0",
+        "--hos 0.0.0.0",
+        "--ho 0.0.0.0",
+        "--port 80",
+        "--api-key k",
+        "--api_key=k",
+        "--admin-api-key k",
+    ],
+)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_options_decide_neither_who_reaches_a_server_nor_by_which_key(engine: str, option: str) -> None:
+    said = r"without --(ho|hos|host|port|api-key|admin-api-key): the run gives each server its address"
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_config("tiny_cpu", [f"rollout={engine}", f"rollout.server.options=--seed 1 {option}"])
+    load_config("tiny_cpu", [f"rollout={engine}", "rollout.server.options=--api-server-count 1 --h"])
+    assert "rollout.server.options=" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--trust-remote-code", "it runs code that a model's folder brings; leave it out, or install the code"),
+        ("--trust_remote_code", "it runs code that a model's folder brings"),
+        ("--trust-r", "it runs code that a model's folder brings"),
+        ("--config engine.yaml", "a file of options would replace what the run starts a server with"),
+        ("--config=engine.yaml", "a file of options would replace"),
+        ("--enable-custom-logit-processor", "requests could bring code"),
+        ("--middleware mine.Open", "the run gives each server its model, what loads it, and what asks for the token"),
+        ("--load-format auto", "the run gives each server its model"),
+        ("--model-path other", "the run gives each server its model"),
+        ("--max-num-seqs 4", r"rollout\.slots sets it; use that key"),
+        ("--context-length=99", r"rollout\.max_prompt_tokens and max_new_tokens set it"),
+        ("--dtype auto", r"learner\.dtype sets it"),
+        ("--dt auto", r"learner\.dtype sets it"),
+        ("--weight-transfer-config.backend nccl", "the run gives each server its model"),
+        ("--mem-fraction-static 0.5", r"rollout\.server\.memory_fraction sets it"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_options_bring_no_code_of_strangers_and_replace_nothing_of_the_runs(
+    engine: str, option: str, said: str
+) -> None:
+    name = re.split("[=. ]", option)[0].replace("_", "-")
+    with pytest.raises(ConfigError, match=rf"options='--seed 1 .*: must be without {name}: {said}"):
+        load_config("tiny_cpu", [f"rollout={engine}", f"rollout.server.options=--seed 1 {option}"])
+
+
+@pytest.mark.parametrize(
+    "option", ["--config-format hf", "--language-model-only", "--fp8-gemm-backend triton", "-asc 1 -O3"]
+)
+def test_other_options_are_taken(option: str) -> None:
+    load_config("tiny_cpu", ["rollout=vllm", f"rollout.server.options={option}"])
