@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import permutations, repeat
 from math import prod
 from pathlib import Path
@@ -16,7 +16,7 @@ from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors,
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.megatron import adapter_copies, held_lora
 from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Copy, Files, OnBytes, OnProgress
-from rl_megatron.weights.checkpoints.torch_dist import open_chunk, read_index
+from rl_megatron.weights.checkpoints.torch_dist import Chunk, open_chunk, read_index
 from rl_megatron.weights.formats.hf_folder import is_draft
 from rl_megatron.weights.layouts.families import read_shape
 
@@ -45,7 +45,9 @@ def verify(
             "adapters first (rl-megatron convert --merge)"
         )
     tensors, files = _tensors(folder, config, family)
-    total = sum(tensor.num_bytes for tensor in tensors) + sum(digest.bytes for digest in (written or {}).values())
+    chunks = read_index(folder)[1] if written is None and is_megatron(folder) else []
+    total = sum(chunk.length for chunk in chunks)
+    total += sum(tensor.num_bytes for tensor in tensors) + sum(digest.bytes for digest in (written or {}).values())
 
     def on_bytes(count: int) -> None:
         on_progress(count, total)
@@ -54,8 +56,7 @@ def verify(
         for name, digest in written.items():
             yield from misfits(folder.resolve().parent, {name: digest}, read=True)
             on_bytes(digest.bytes)
-    elif is_megatron(folder):
-        yield from _bad_sums(folder, files)
+    yield from _bad_sums(folder, chunks, files, on_bytes)
     others: dict[str, Copy] = {}
     other_files = files
     if against is not None:
@@ -115,16 +116,23 @@ def _wrong(tensor: Copy, other: Copy | None, on_bytes: OnBytes) -> Iterator[str]
         yield f"{tensor.name}: {different} of {tensor.num_bytes} bytes differ"
 
 
-def _bad_sums(folder: Path, files: Files) -> Iterator[str]:
+def _bad_sums(folder: Path, chunks: Sequence[Chunk], files: Files, on_bytes: OnBytes) -> Iterator[str]:
     """Chunks whose bytes do not match the zip's checksum. torch may be set to write none, which reads as 0."""
-    _, chunks = read_index(folder)
+    unforgotten = 0
     for chunk in chunks:
+        left = chunk.length
         archive = open_chunk(files[folder / chunk.file], chunk)
         summed = [entry for entry in archive.infolist() if entry.CRC]
         for entry in summed:
             try:
                 with archive.open(entry) as data:
-                    while data.read(1 << 20):
-                        pass
+                    while count := len(data.read(1 << 20)):
+                        left -= count
+                        on_bytes(count)
+                        unforgotten += count
+                        if unforgotten > FORGET_BYTES:
+                            files.forget()
+                            unforgotten = 0
             except zipfile.BadZipFile as error:
                 yield f"{folder / chunk.file}, {chunk.key} {chunk.offsets}: {error}"
+        on_bytes(left)

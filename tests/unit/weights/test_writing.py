@@ -18,7 +18,8 @@ from rl_megatron.config.run import TinyModelSection
 from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.models.tiny import make_tiny_model
 from rl_megatron.weights.bytes.dtypes import DType
-from rl_megatron.weights.checkpoints import convert, writing
+from rl_megatron.weights.checkpoints import convert, verify, writing
+from rl_megatron.weights.checkpoints.streaming import Files
 from rl_megatron.weights.checkpoints.writing import Share
 from tests.unit.weights.conversions import tree
 from tools.conversion import read_share
@@ -220,6 +221,26 @@ def test_progress_ends_at_the_total_that_it_began_with(
 
     convert.megatron_to_hf(megatron, tmp_path / "out", dtype=dtype, shard_bytes=6_000, on_progress=tell, share=share)
     assert {total for _, total in told} == {sum(count for count, _ in told)}
+
+
+def test_the_progress_of_verify_has_the_pass_over_the_checksums(
+    megatron: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, forgotten, forget = list[tuple[int, int]](), list[int](), Files.forget
+
+    def tell(count: int, total: int) -> None:
+        told.append((count, total))
+
+    def noted(files: Files) -> None:
+        forgotten.append(sum(count for count, _ in told))
+        forget(files)
+
+    monkeypatch.setattr(verify, "FORGET_BYTES", 10_000)
+    monkeypatch.setattr(Files, "forget", noted)
+    assert not list(verify.verify(megatron, on_progress=tell))
+    stored = sum(path.stat().st_size for path in megatron.glob("*.distcp"))
+    assert {total for _, total in told} == {sum(count for count, _ in told)}
+    assert told[0][1] > stored > forgotten[0]
 
 
 def test_a_kept_file_of_another_digest_is_written_again(hf: Path, tmp_path: Path) -> None:
