@@ -190,7 +190,7 @@ def test_an_array_is_a_run_for_each_index_in_a_container_and_others_can_wait_for
     assert [len(each) for each in numbers] == [3, 3]  # of the warm start and of the step
     assert numbers[0] != numbers[1]
     given = (stand_in.parent / "given.txt").read_text().splitlines()
-    assert given == 2 * [f"exec --bind=/data:/data /images/rl.sif {sys.executable} -m launcher.worker.node"]
+    assert given == 2 * [f"exec --bind=/data:/data /images/rl.sif {sys.executable} -P -m launcher.worker.node"]
     whole, parts = cluster.local(), four.record()
     assert [row["step"] for row in parts] == [row["step"] for row in whole]
     assert numbers_of(parts) == pytest.approx(numbers_of(whole), rel=1e-3, abs=1e-5)  # another layout rounds otherwise

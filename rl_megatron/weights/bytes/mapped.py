@@ -71,9 +71,12 @@ class MappedFile:
         return flat.view(dtype.bits).reshape(shape)
 
     def changed(self) -> str | None:
-        """What is another than when the file was mapped, of its size and time; None if neither is."""
+        """What is another than when the file was mapped, of its size and time; None if neither is, or if it is removed,
+        of which the map keeps the bytes."""
         try:
             now = self.path.stat()
+        except FileNotFoundError:
+            return None
         except OSError as error:
             return f"{self.path}: {error.strerror or error}"
         was = self._found

@@ -8,7 +8,8 @@ import pytest
 
 from rl_megatron.config.sections.data import FileKeys
 from rl_megatron.scaling.estimates import estimate
-from rl_megatron.scaling.memory import GB, fullest
+from rl_megatron.scaling.hardware import GB
+from rl_megatron.scaling.memory import fullest
 from tests.unit.launcher.test_memory import CONF, RECIPES, recipe
 
 

@@ -208,6 +208,22 @@ def test_a_source_that_changes_while_it_is_read_is_not_published(hf: Path, tmp_p
     assert convert.hf_to_megatron(source, out, shard_bytes=6_000) == []
 
 
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_converted(megatron: Path, hf: Path, tmp_path: Path) -> None:
+    """As by a run that keeps its newest ones alone."""
+    source = Path(shutil.copytree(megatron, tmp_path / "source"))
+
+    def remove(*_: int) -> None:
+        shutil.rmtree(source, ignore_errors=True)
+
+    assert convert.megatron_to_hf(source, tmp_path / "out", config=hf, shard_bytes=6_000, on_progress=remove) == []
+    assert convert.megatron_to_hf(megatron, tmp_path / "kept", config=hf, shard_bytes=6_000) == []
+    files = [
+        sorted((path.name, path.read_bytes()) for path in (tmp_path / each).glob("*.safetensors"))
+        for each in ("out", "kept")
+    ]
+    assert files[0] == files[1] != []
+
+
 @pytest.mark.parametrize(
     ("dtype", "share"), [(None, Share()), (DType.F32, Share(index=1, count=2)), (DType.F8_E4M3, Share())]
 )
