@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY
@@ -12,8 +14,23 @@ from rl_megatron.placement.seats import seats_of
 
 
 def engines_apart(config: RunConfig) -> bool:
-    """Whether a run starts servers on nodes that no learner rank is on. Raises ConfigError if they do not fit."""
-    return any(node is None for node in _nodes_of_servers(config))
+    """Whether servers are on nodes that no learner rank is on: a run starts them there, or an address is not of this
+    machine. Raises ConfigError if they do not fit."""
+    elsewhere = any(not is_here(host) for host in hosts_of(config.rollout.server.addresses or ""))
+    return elsewhere or any(node is None for node in _nodes_of_servers(config))
+
+
+def hosts_of(addresses: str) -> list[str]:
+    """The hosts of the servers at ``addresses``."""
+    return [urlsplit(address.strip()).hostname or "" for address in addresses.split(",") if address]
+
+
+def is_here(host: str) -> bool:
+    """Whether a host is this machine by its name alone."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def weights_folder(config: RunConfig) -> Path | None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY, TRANSPORT_KINDS, TransportKind
-from rl_megatron.placement.files import weights_folder, writers_of_files
+from rl_megatron.placement.files import hosts_of, is_here, weights_folder, writers_of_files
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.placement.seats import seats_of
@@ -71,8 +69,8 @@ def engine_nodes(config: RunConfig) -> list[int]:
     only one each, as their ranks are not known. Raises ConfigError if servers do not fit the job's nodes."""
     section = config.rollout.server
     if section.addresses is not None:
-        hosts = _hosts(section.addresses)
-        return [0 if _is_here(host) else config.slurm.nodes + i for i, host in enumerate(hosts)]
+        hosts = hosts_of(section.addresses)
+        return [0 if is_here(host) else config.slurm.nodes + i for i, host in enumerate(hosts)]
     if config.run.launcher == "local":
         return [0] * (section.count * section.ranks)
     by_role = made_up_nodes(config)
@@ -100,8 +98,7 @@ def _served_file(config: RunConfig) -> tuple[str, bool]:
     """The files that servers read, in words, and whether it is one on a file system that several nodes share."""
     folder, nodes = weights_folder(config), engine_nodes(config)
     if any(node >= config.slurm.nodes for node in nodes):
-        usual = "weights.folder (not given)" if config.rollout.server.addresses else "the run's folder"
-        return _file(config.weights.folder or usual, shared=True), True
+        return _file(config.weights.folder or "the run's folder", shared=True), True
     if folder is not None and folder.is_relative_to(NODE_MEMORY) and any(nodes):
         return f"a file in {folder} on each of {len(writers_of_files(config))} nodes", False
     return _file(folder or "the run's folder", shared=any(nodes)), any(nodes)
@@ -109,16 +106,3 @@ def _served_file(config: RunConfig) -> tuple[str, bool]:
 
 def _file(folder: Path | str, shared: bool) -> str:
     return f"a file in {folder}, " + ("on a shared file system" if shared else "on one node")
-
-
-def _hosts(addresses: str) -> list[str]:
-    """The hosts of the servers at ``addresses``."""
-    return [urlsplit(address.strip()).hostname or "" for address in addresses.split(",")]
-
-
-def _is_here(host: str) -> bool:
-    """Whether a host is this machine by its name alone."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

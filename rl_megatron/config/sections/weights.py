@@ -132,7 +132,8 @@ class WeightsSection(Section):
     folder: Path | None = None
     """transport=file, or any with servers: the folder of the weights' files, which every reader must see; a run has a
     folder of its own there, while it lasts. null: ``weights`` in the run's folder; for servers /dev/shm, where each of
-    the learner's nodes with servers has a file of its own, or the run's folder if they have nodes of their own."""
+    the learner's nodes with servers has a file of its own, or the run's folder if they have nodes of their own or are
+    by address elsewhere than on this machine."""
     meeting_host: str | None = None
     """Servers with a transport other than file: the controller's address for the rendezvous of learner and server
     ranks. null: loopback, or the address at which a job's other nodes reach the controller."""

@@ -14,10 +14,12 @@ import torch
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.slurm import SpeedsSection
+from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.models.tiny import tiny_shape
+from rl_megatron.placement.files import weights_folder, writers_of_files
 from rl_megatron.scaling.estimates import estimate, floor_seconds
 from rl_megatron.scaling.memory import WINDOW_LAYERS, check_memory, server_weights
 from rl_megatron.scaling.pushes import Push, engine_layout, push_cost, served_bytes
@@ -136,6 +138,23 @@ def test_the_route_says_what_bytes_cross(keys: Sequence[str], route: str) -> Non
     found = route_of(tiny(*keys))
     assert found.describe() == route
     assert not found.shared
+
+
+@pytest.mark.parametrize(
+    ("addresses", "folder"),
+    [
+        ("http://10.0.0.7:8000", None),
+        ("http://localhost:1,http://node7:8000", None),
+        ("http://[::1]:1,http://127.0.0.1:2", NODE_MEMORY),
+    ],
+)
+def test_servers_by_address_elsewhere_find_their_weights_in_the_runs_folder(
+    addresses: str, folder: Path | None
+) -> None:
+    """They do not see this machine's /dev/shm."""
+    config = tiny("rollout=sglang", f"rollout.server.addresses={addresses}")
+    assert weights_folder(config) == folder
+    assert writers_of_files(config) == [range(2 if folder else 1)]
 
 
 def test_a_run_on_this_machine_has_its_file_here() -> None:
