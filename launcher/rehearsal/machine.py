@@ -47,16 +47,18 @@ def describe() -> dict[str, float | int | str]:
     }
 
 
-def gpus() -> list[dict[str, str]]:
-    """What the driver says of each GPU of ``CUDA_VISIBLE_DEVICES``, of all where it names none, or parts of one (MIG).
+def gpus(given: str = "") -> list[dict[str, str]]:
+    """What the driver says of each GPU; of those alone that ``given`` names, as ``CUDA_VISIBLE_DEVICES``, if it names
+    whole GPUs.
 
     None if there is no driver. Raises OSError if it does not answer. A cluster whose cgroups leave out no device shows
     those of other jobs to the driver.
     """
     if shutil.which("nvidia-smi") is None:
         return []
-    asked, given = f"--query-gpu={','.join(_GPU.values())}", os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    own = [] if not given or "MIG" in given else [f"--id={given}"]
+    asked = f"--query-gpu={','.join(_GPU.values())}"
+    named = all(one.isdecimal() or one.startswith("GPU-") for one in given.split(","))  # not -1, nor parts (MIG)
+    own = [f"--id={given}"] if named else []
     try:
         done = subprocess.run(
             ["nvidia-smi", asked, *own, "--format=csv,noheader,nounits"],

@@ -28,7 +28,7 @@ def main() -> None:
     limits.raise_open_files()
     found: dict[str, object] = {"node": node, "machine": machine.describe(), "problems": (problems := [])}
     try:
-        found["gpus"] = machine.gpus()
+        found["gpus"] = machine.gpus(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     except OSError as error:
         problems.append(str(error))
     disks: dict[str, object] = {}

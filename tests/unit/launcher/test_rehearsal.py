@@ -187,16 +187,15 @@ def test_the_driver_is_asked_for_each_gpu(tmp_path: Path, monkeypatch: pytest.Mo
         machine.gpus()
 
 
-@pytest.mark.parametrize(("visible", "asked"), [("4,GPU-5a", "--id=4,GPU-5a"), ("", ""), (None, ""), ("MIG-1b", "")])
+@pytest.mark.parametrize(
+    ("visible", "asked"), [("4,GPU-5a", "--id=4,GPU-5a"), ("", ""), ("-1", ""), ("NoDevFiles", ""), ("MIG-1b", "")]
+)
 def test_the_driver_is_asked_for_the_jobs_gpus_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, asked: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, asked: str
 ) -> None:
     """Of a cluster that hides no device from a job, others are at work on the rest."""
     driver(tmp_path / "bin", 'echo "$2, 550.54" | grep -o "^--id=[^ ]*" || echo "all, 550.54"', monkeypatch)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    names = ",".join(machine.gpus()[0].values())
+    names = ",".join(machine.gpus(visible)[0].values())
     assert names.startswith(asked or "all")
 
 
