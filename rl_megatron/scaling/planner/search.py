@@ -81,7 +81,7 @@ def search(wanted: Wanted) -> SearchResult:
     if wanted.goal == "memory":
         found.plans = _near(places, found.plans)
     else:
-        found.plans.sort(key=lambda plan: plan.step.seconds)
+        found.plans.sort(key=lambda plan: (plan.step.seconds, plan.learner))  # servers may set the step of several
     found.planned = sum(place.planned for place in places)
     return found
 

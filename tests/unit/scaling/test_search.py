@@ -70,6 +70,13 @@ def test_the_best_layout_is_that_of_trying_all(arguments: tuple[str, ...]) -> No
     assert search(wanted).plans[0].step.seconds == pytest.approx(fastest, rel=1e-9)
 
 
+def test_of_plans_whose_step_the_servers_set_the_best_has_the_fastest_learner() -> None:
+    plans = search(asked("qwen3-235b-a22b", "gpus=128", "gpu=h100").wanted).plans
+    tied = [plan.learner for plan in plans if plan.step.seconds == plans[0].step.seconds]
+    assert len(tied) > 1
+    assert tied[0] == min(tied)
+
+
 def test_a_plan_fits_by_the_projects_own_plan_and_fills_the_gpus() -> None:
     given = asked(*SMALL)
     for plan in search(given.wanted).plans[:3]:
