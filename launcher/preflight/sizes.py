@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from launcher.preflight.subject import Found, Subject, problem
+from launcher.preflight.subject import Found, Subject, problem, unchecked
 from launcher.servers.degrees import degree_problems
 from rl_megatron.config.beside import frozen_folders, in_words_of
 from rl_megatron.config.run import RunConfig
@@ -67,8 +67,11 @@ def _servers(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
     asked = config.weights.push == "adapters" or server.batch_invariant or server.draft_tokens or server.options
     if not (config.rollout.served and (asked or given - {0.0, 1.0})):
         return
-    from launcher.servers.engines import KNOWN, engine_problems  # imports torch
-
+    try:
+        from launcher.servers.engines import KNOWN, engine_problems
+    except ImportError:  # no torch on a login node
+        yield unchecked(f"whether {engine} takes what servers are given: torch cannot be imported here")
+        return
     if engine in KNOWN:
         yield from map(problem, engine_problems(config, KNOWN[engine](shape), shape))
 

@@ -298,11 +298,13 @@ def test_no_shared_memory_is_left_where_all_processes_of_a_server_are_killed_at_
     one, two = (Path(f"/dev/shm/test-{os.getpid()}-{name}") for name in ("one", "two"))
     process = started("-c", SAYS, "127.0.0.1", sys.executable, "-c", SHARES, str(one), str(two))
     assert process.stdout is not None
-    limit = threading.Timer(30, process.kill)
+    limit = threading.Timer(300, process.kill)
     limit.start()
     names, mapped = set[str](), set[str]()
     while not names or not names <= mapped:
-        first, *others = process.stdout.readline().split()
+        line = process.stdout.readline()
+        assert line, "neither the server nor its guard says a thing"
+        first, *others = line.split()
         if first == "mapped":
             mapped |= set(others)
         else:
