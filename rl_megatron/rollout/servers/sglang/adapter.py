@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 from typing_extensions import override
 
 from rl_megatron.config.sections.rollout import RunningRequests
-from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.errors import EngineError
 from rl_megatron.limits import limits_of
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import (
@@ -39,6 +39,7 @@ from rl_megatron.rollout.servers.sglang.options import (
     degrees,
     most_cached,
     outliving_pushes,
+    refuse_start,
     refused_options,
 )
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
@@ -78,26 +79,7 @@ class SGLangAdapter(Adapter):
 
     @override
     def command(self, options: StartOptions) -> Command:
-        if options.device == "cpu" and self._shape.latent is not None:
-            raise ConfigError(
-                f"model_type={self._shape.family!r}: without AMX, SGLang's attention on CPUs takes the cached latents "
-                "for keys, and crashes at the first request; use rollout=vllm, or a GPU"
-            )
-        if self._shape.family == "olmoe" and options.tp > 1:
-            raise ConfigError(
-                "model_type='olmoe': SGLang 0.5.21 has norms over all heads on each rank, which has its own alone; set "
-                "rollout.server.tp=1, or use rollout=vllm"
-            )
-        if options.pp > 1:
-            raise ConfigError(
-                f"rollout.server.pp={options.pp}: a stage of SGLang 0.5.21 hands a push on to the next after its own "
-                "part, so stages cannot receive together; raise rollout.server.tp, dp and ep, or use rollout=vllm"
-            )
-        if options.quantization == "int8":
-            raise ConfigError(
-                "rollout.server.quantization=int8: SGLang 0.5.21 has compressed-tensors' int8 experts for NPUs only, "
-                "and its int8 linear layers can load weights only once; use fp8, or rollout=vllm"
-            )
+        refuse_start(options, self._shape)
         cached = options.slots * (options.max_length + _MARGIN)
         return Command(
             arguments=(

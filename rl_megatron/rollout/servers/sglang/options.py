@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers.adapter import StartOptions, set_by_keys, value_given
 
@@ -36,6 +37,30 @@ ON_CPU = (
 def refused_options(extra: Sequence[str]) -> str:
     """Why a server cannot have ``extra`` options; or empty."""
     return set_by_keys(extra, KEYS, DRAFTS)
+
+
+def refuse_start(options: StartOptions, shape: ModelShape) -> None:
+    """Raises ConfigError for what SGLang cannot do with the model, or over a push."""
+    if options.device == "cpu" and shape.latent is not None:
+        raise ConfigError(
+            f"model_type={shape.family!r}: without AMX, SGLang's attention on CPUs takes the cached latents "
+            "for keys, and crashes at the first request; use rollout=vllm, or a GPU"
+        )
+    if shape.family == "olmoe" and options.tp > 1:
+        raise ConfigError(
+            "model_type='olmoe': SGLang 0.5.21 has norms over all heads on each rank, which has its own alone; set "
+            "rollout.server.tp=1, or use rollout=vllm"
+        )
+    if options.pp > 1:
+        raise ConfigError(
+            f"rollout.server.pp={options.pp}: a stage of SGLang 0.5.21 hands a push on to the next after its own "
+            "part, so stages cannot receive together; raise rollout.server.tp, dp and ep, or use rollout=vllm"
+        )
+    if options.quantization == "int8":
+        raise ConfigError(
+            "rollout.server.quantization=int8: SGLang 0.5.21 has compressed-tensors' int8 experts for NPUs only, "
+            "and its int8 linear layers can load weights only once; use fp8, or rollout=vllm"
+        )
 
 
 def degrees(options: StartOptions) -> tuple[str, ...]:
