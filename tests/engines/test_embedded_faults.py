@@ -40,7 +40,7 @@ class Deadly:
 
         def command(adapter: EmbeddedAdapter, options: StartOptions) -> Command:
             given = real(adapter, options)
-            python, _, _, *rest = given.arguments
+            python, _, _, _, *rest = given.arguments  # -P -m MODULE
             environment = {**given.environment, "DEADLY": str(self.folder)}
             return replace(given, arguments=(python, deadly, *rest), environment=environment)
 
