@@ -77,6 +77,15 @@ def test_a_job_ends_where_a_module_or_its_setup_fails(tmp_path: Path, module: st
     assert done.returncode == (said != "begins\n")
 
 
+def test_a_setup_keeps_its_own_trap_on_exit(tmp_path: Path) -> None:
+    """As one that removes a scratch folder."""
+    config = config_of("slurm.setup=trap 'echo cleaned' EXIT")
+    made = submit.job_script(config, folder=tmp_path, python="python", package=Path("/c"))
+    script = f"{made.partition('# One attempt of a run')[0]}\necho begins"
+    done = subprocess.run(["bash"], input=script, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.stdout, done.returncode) == ("begins\ncleaned\n", 0)
+
+
 def test_the_plain_script_is_read_by_bash_and_has_its_options_before_its_commands() -> None:
     path = REPO / "slurm" / "train.sbatch"
     subprocess.run(["bash", "-n", path], check=True)
