@@ -63,7 +63,7 @@ def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
 def _servers(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
     """Yields what servers of the configured engine cannot do for the model; those of a user's own say so at a start."""
     server, engine = config.rollout.server, config.rollout.engine
-    given = {config.rollout.temperature, config.eval.temperature, *map(config.eval.temperature_of, config.eval.sets)}
+    given = {config.rollout.temperature, *config.eval.temperatures.values()}
     asked = config.weights.push == "adapters" or server.batch_invariant or server.draft_tokens or server.options
     if not (config.rollout.served and (asked or given - {0.0, 1.0})):
         return

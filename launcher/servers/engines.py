@@ -46,24 +46,14 @@ def engine_problems(config: RunConfig, adapter: Adapter, shape: ModelShape) -> l
     if server.draft_tokens and (why := adapter.draft_problem(device)):
         out.append(f"rollout.server.draft_tokens={server.draft_tokens}: {why}")
     least, most = adapter.temperatures
-    for key, given in _temperatures(config).items():
+    temperatures = {"rollout.temperature": config.rollout.temperature, **config.eval.temperatures}
+    for key, given in temperatures.items():
         if given and not least <= given <= most:
             allowed = f"{least:g} to {most:g}" if most < math.inf else f"{least:g} or more"
             out.append(
                 f"{key}={given:g}: {adapter.name} {adapter.tested} samples at {allowed}, and greedily at 0; set that"
             )
     return [line for line in out if line]
-
-
-def _temperatures(config: RunConfig) -> dict[str, float]:
-    """By key, the temperatures at which the run samples."""
-    out = {"rollout.temperature": config.rollout.temperature}
-    if not config.eval.sets:
-        out["eval.temperature"] = config.eval.temperature
-    for name, one in config.eval.sets.items():
-        key = "eval.temperature" if one.temperature is None else f"eval.sets.{name}.temperature"
-        out[key] = config.eval.temperature_of(name)
-    return out
 
 
 def longest_sequence(config: RunConfig, shape: ModelShape) -> int:

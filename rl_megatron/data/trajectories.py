@@ -43,14 +43,19 @@ def single_turns(
     return RolloutGroup(prompt=prompt, trajectories=tuple(_trajectory(before, *part) for part in parts))
 
 
-def _trajectory(prompt: TokenIds, completion: Completion, text: str, reward: float) -> Trajectory:
-    turn = Turn(
-        start=len(prompt),
+def turn_at(start: int, completion: Completion, text: str) -> Turn:
+    """The completion as the turn whose first token has place ``start`` in its row."""
+    return Turn(
+        start=start,
         logprobs=completion.logprobs,
         finish_reason=completion.finish_reason,
         spans=completion.spans,
         text=text,
     )
+
+
+def _trajectory(prompt: TokenIds, completion: Completion, text: str, reward: float) -> Trajectory:
+    turn = turn_at(len(prompt), completion, text)
     tokens = np.concatenate((prompt, completion.token_ids))
     chain = Chain(token_ids=tokens, turns=(turn,), routes=completion.routes)
     return Trajectory(chains=(chain,), reward=reward, stop=STOPS[completion.finish_reason])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from ipaddress import ip_address
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from rl_megatron.errors import ConfigError
@@ -31,6 +32,14 @@ def is_plain_address(text: str) -> bool:
         return bool(fits) and not (url.query or url.fragment or "@" in url.netloc or _UNWRITTEN.search(text))
     except ValueError:
         return False
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine by its name alone."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def secret_in(url: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY
+from rl_megatron.http.urls import is_loopback
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.placement.seats import seats_of
@@ -16,21 +16,13 @@ from rl_megatron.placement.seats import seats_of
 def engines_apart(config: RunConfig) -> bool:
     """Whether servers are on nodes that no learner rank is on: a run starts them there, or an address is not of this
     machine. Raises ConfigError if they do not fit."""
-    elsewhere = any(not is_here(host) for host in hosts_of(config.rollout.server.addresses or ""))
+    elsewhere = any(not is_loopback(host) for host in hosts_of(config.rollout.server.addresses or ""))
     return elsewhere or any(node is None for node in _nodes_of_servers(config))
 
 
 def hosts_of(addresses: str) -> list[str]:
     """The hosts of the servers at ``addresses``."""
     return [urlsplit(address.strip()).hostname or "" for address in addresses.split(",") if address]
-
-
-def is_here(host: str) -> bool:
-    """Whether a host is this machine by its name alone."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def weights_folder(config: RunConfig) -> Path | None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY, TRANSPORT_KINDS, TransportKind
-from rl_megatron.placement.files import hosts_of, is_here, weights_folder, writers_of_files
+from rl_megatron.http.urls import is_loopback
+from rl_megatron.placement.files import hosts_of, weights_folder, writers_of_files
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.placement.seats import seats_of
@@ -70,7 +71,7 @@ def engine_nodes(config: RunConfig) -> list[int]:
     section = config.rollout.server
     if section.addresses is not None:
         hosts = hosts_of(section.addresses)
-        return [0 if is_here(host) else config.slurm.nodes + i for i, host in enumerate(hosts)]
+        return [0 if is_loopback(host) else config.slurm.nodes + i for i, host in enumerate(hosts)]
     if config.run.launcher == "local":
         return [0] * (section.count * section.ranks)
     by_role = made_up_nodes(config)

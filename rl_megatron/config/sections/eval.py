@@ -106,6 +106,14 @@ class EvalSection(Section):
         return self.temperature if own is None else own
 
     @property
+    def temperatures(self) -> dict[str, float]:
+        """By key, those at which evaluations sample."""
+        if not self.sets:
+            return {"eval.temperature": self.temperature}
+        own = {name: f"eval.sets.{name}.temperature" for name, one in self.sets.items() if one.temperature is not None}
+        return {own.get(name, "eval.temperature"): self.temperature_of(name) for name in self.sets}
+
+    @property
     def servers(self) -> int:
         """Servers to start for evaluations alone."""
         return (self.replicas or 1) if self.mode == "pinned" else 0

@@ -8,10 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import model_validator
 
-from rl_megatron.http.urls import secret_in
+from rl_megatron.http.urls import is_loopback, secret_in
 from rl_megatron.section import Positive, PositiveFloat, Section
-
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class SandboxSection(Section):
@@ -64,9 +62,9 @@ class SandboxSection(Section):
                 )
             if not parts.hostname or parts.scheme not in ("http", "https"):
                 raise ValueError(f"sandbox.url={self.url!r:.200}: write it as https://host:port/path")
-            if parts.scheme == "http" and parts.hostname not in LOOPBACK:
+            if parts.scheme == "http" and not is_loopback(parts.hostname):
                 raise ValueError(
                     f"sandbox.url={self.url!r:.200}: programs and the token would cross the network in the clear; use "
-                    f"https, or an address of this machine ({', '.join(LOOPBACK)})"
+                    "https, or an address of this machine (localhost, 127.0.0.1, ::1)"
                 )
         return self

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +13,7 @@ import httpx2
 from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.errors import ConfigError
 from rl_megatron.http.client import describe_transport, new_client, read_bounded
-from rl_megatron.http.urls import split_url
+from rl_megatron.http.urls import is_loopback, split_url
 from rl_megatron.services import ServiceAddress, Services
 
 MOST_BYTES = 1 << 22  # of one answer
@@ -37,19 +36,12 @@ def check_url(url: str) -> None:
         raise ConfigError(f"{given}: write it as http://127.0.0.1:port, https://host, or service:<name>")
     if parts.username is not None:
         raise ConfigError(f"{_KEY}: remove user name and password from the URL; it is written to logs")
-    if parts.scheme == "http" and not _is_loopback(parts.hostname):
+    if parts.scheme == "http" and not is_loopback(parts.hostname):
         raise ConfigError(
             f"{given}: {parts.hostname} is not on loopback, and without TLS others on the network could write its "
             "rewards; have the run start the server (service:<name>), give an https:// URL, or a port of 127.0.0.1 "
             "that is forwarded"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def server_address(url: str, services: Services) -> ServiceAddress:

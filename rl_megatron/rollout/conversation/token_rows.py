@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_megatron.columns import TokenIds
+from rl_megatron.data.trajectories import turn_at
 from rl_megatron.types import Chain, Completion, Turn
 
 
@@ -28,13 +29,7 @@ class TokenRows:
         """Take what was sampled after the ``prompt``, [L] int32. The turn at its place; None if nothing was sampled."""
         if not len(completion.token_ids):
             return None
-        turn = Turn(
-            start=len(prompt),
-            logprobs=completion.logprobs,
-            finish_reason=completion.finish_reason,
-            spans=completion.spans,
-            text=text,
-        )
+        turn = turn_at(len(prompt), completion, text)
         begun = [row for row in self._rows if np.array_equal(row.tokens, prompt[: len(row.tokens)])]
         row = max(begun, key=lambda one: len(one.tokens), default=None)
         if row is None:

@@ -71,8 +71,8 @@ class MappedFile:
         return flat.view(dtype.bits).reshape(shape)
 
     def changed(self) -> str | None:
-        """What is another than when the file was mapped, of its size and time; None if neither is, or if it is removed,
-        of which the map keeps the bytes."""
+        """The file's size and time, then and now, if they differ; None if they do not, or if somebody removed the file,
+        since the map keeps its bytes."""
         try:
             now = self.path.stat()
         except FileNotFoundError:

@@ -40,7 +40,7 @@ def refused_options(extra: Sequence[str]) -> str:
 
 
 def refuse_start(options: StartOptions, shape: ModelShape) -> None:
-    """Raises ConfigError for what SGLang cannot do with the model, or over a push."""
+    """Raises ConfigError for a model or an option with which SGLang fails at its start, a request or a push."""
     if options.device == "cpu" and shape.latent is not None:
         raise ConfigError(
             f"model_type={shape.family!r}: without AMX, SGLang's attention on CPUs takes the cached latents "

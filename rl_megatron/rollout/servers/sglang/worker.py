@@ -40,7 +40,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     path, rank = Path(order["path"]), get_parallel().tp_rank
     said = Path(f"{order['answer']}.{rank}")
     if not os.access(said.parent, os.W_OK):
-        logger.error("%s is not there, or may not be written: an order of a run is not followed", said.parent)
+        logger.error("this server follows no order of a run whose folder it cannot write: %s", said.parent)
         return
     answer, report = dict[str, object](), None
     _, param = next(iter(model.named_parameters()))
