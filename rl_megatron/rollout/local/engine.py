@@ -37,7 +37,6 @@ class LocalEngine:
         self._tensors = {**self.model.tensors, **_draft_tensors(shape, dtype, device)}
         self.version: int | None = 0
         self._slots, self.max_length = slots, max_length
-        self._cache: KVCache | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -73,7 +72,7 @@ class LocalEngine:
         with self.model.packed():
             every, width = continuations_of(wanted), max(request.params.max_new_tokens for request in wanted)
             places = sum(request.num_completions for request in wanted)
-            decoding = Decoding(self.model, self._reserve(wanted), places=places, width=width)
+            decoding = Decoding(self.model, self._cache(wanted), places=places, width=width)
             decoding.add(every)
             while decoding.unfinished:
                 decoding.step()
@@ -102,14 +101,13 @@ class LocalEngine:
         own, best, most = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
         return own, best, most
 
-    def _reserve(self, requests: Sequence[GenerationRequest]) -> KVCache:
-        """A cache just large enough for ``requests``; the last one if it is."""
+    def _cache(self, requests: Sequence[GenerationRequest]) -> KVCache:
+        """A new cache just large enough: with one of before, products had shapes and idle rows that depend on what was
+        sampled before, so a run that was resumed would sample other bits."""
         rows = min(self._slots, sum(request.num_completions for request in requests))
         columns = max(len(request.token_ids) + request.params.max_new_tokens - 1 for request in requests)
-        if self._cache is None or self._cache.rows < rows or self._cache.columns < columns:
-            model = self.model
-            self._cache = KVCache(model.shape, rows=rows, columns=columns, dtype=model.dtype, device=model.device)
-        return self._cache
+        model = self.model
+        return KVCache(model.shape, rows=rows, columns=columns, dtype=model.dtype, device=model.device)
 
     def check(self, request: GenerationRequest) -> None:
         """Raises EngineError for a request that cannot be served."""

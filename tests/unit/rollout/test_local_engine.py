@@ -81,6 +81,16 @@ def test_greedy_tokens_equal_transformers_generate(
         assert got.token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
 
 
+@pytest.mark.parametrize("num", [1, 4, 5])
+def test_what_was_sampled_before_changes_no_bit(make_engine: MakeEngine, num: int) -> None:
+    fresh, used = make_engine(64), make_engine(64)
+    used.generate(ragged(num=2, max_new_tokens=40))
+    for first, again in zip(
+        *(engine.generate([request("few", (3, 4), num, max_new_tokens=9)])[0] for engine in (fresh, used)), strict=True
+    ):
+        assert plain(first) == plain(again)
+
+
 def test_a_completion_does_not_depend_on_what_else_is_in_the_batch(make_engine: MakeEngine) -> None:
     wide, narrow = make_engine(64), make_engine(3)
     requests = [
