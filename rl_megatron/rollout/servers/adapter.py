@@ -305,13 +305,20 @@ def set_by_keys(extra: Sequence[str], keys: Mapping[str, str], drafts: tuple[str
     return ""
 
 
-def value_given(extra: Sequence[str], option: str) -> str | None:
-    """The value that a command line's ``option`` has, as ``--option value`` or ``--option=value``; None: not given."""
+def values_given(extra: Sequence[str], option: str) -> list[tuple[str, str]]:
+    """Each word of a command line that engines may read as ``option``, with its keys (``--option.key``) and without its
+    value, and that value: behind a space or an equals sign."""
+    out = []
     for given, after in itertools.pairwise((*extra, "")):
-        name, equals, value = given.partition("=")
-        if name == option:
-            return value if equals else after
-    return None
+        if stands_for(given, option):
+            name, equals, value = given.partition("=")
+            out.append((name, value if equals else after))
+    return out
+
+
+def value_given(extra: Sequence[str], option: str) -> str | None:
+    """The value that a command line's ``option`` has, of several the last, as engines read it; None: not given."""
+    return next((value for _, value in reversed(values_given(extra, option))), None)
 
 
 class ForeignWeights(EngineError):

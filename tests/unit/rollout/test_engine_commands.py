@@ -58,9 +58,10 @@ def test_the_first_node_alone_answers_requests() -> None:
     assert "--nnodes" not in options_of("sglang", nodes=1, node=0)
 
 
-def test_sglang_does_not_take_lower_priorities_first() -> None:
+@pytest.mark.parametrize("option", ["--schedule-low-priority-values-first", "--schedule-low"])
+def test_sglang_does_not_take_lower_priorities_first(option: str) -> None:
     with pytest.raises(ConfigError, match=r"its cache adds 1 where its scheduler overlaps, and ends"):
-        SERVERS["sglang"](MOE).command(replace(TWO_NODES, extra=("--schedule-low-priority-values-first",)))
+        SERVERS["sglang"](MOE).command(replace(TWO_NODES, extra=(option,)))
 
 
 def test_names_of_options_have_hyphens_however_they_are_given() -> None:
@@ -116,6 +117,7 @@ def test_sglangs_watchdog_outlives_a_pause_and_a_load(limit: float, least: float
         (LATENT, {"dtype": "bfloat16"}, "triton"),
         (MOE, {"extra": ("--moe-runner-backend", "flashinfer_cutlass")}, "flashinfer_cutlass"),
         (MOE, {"extra": ("--moe-a2a-backend=deepep",)}, None),  # which has kernels of its own
+        (MOE, {"extra": ("--moe-a2a", "deepep")}, None),
         (MOE, {"quantization": "fp8"}, None),
         (MOE, {"device": "cpu"}, None),
         (replace(MOE, num_experts=0, family="qwen3"), {}, None),
@@ -139,6 +141,12 @@ def _last(options: StartOptions, name: str, shape: ModelShape = MOE) -> str | No
     ("engine", "shape", "extra", "said"),
     [
         ("vllm", MOE, ("--attention-backend", "FLASHINFER"), r"backend FLASHINFER: vLLM 0\.32\.0 has no kernel of it"),
+        ("vllm", MOE, ("--attention-back", "FLASHINFER"), "with --attention-backend FLASHINFER"),
+        ("vllm", MOE, ("--attention-config.backend", "FLASHINFER"), "with --attention-backend FLASHINFER"),
+        ("vllm", MOE, ("-ac.backend=FLASHINFER",), "with --attention-backend FLASHINFER"),
+        ("vllm", MOE, ("-ac", '{"backend": "FLASHINFER"}'), "with --attention-backend FLASHINFER"),
+        ("vllm", MOE, ("-ac.backend", "triton_attn", "-ac.flash_attn_version", "3"), None),
+        ("vllm", MOE, ("-ac", '{"flash_attn_version": 3}'), None),
         ("vllm", MOE, ("--attention-backend=triton_attn",), None),
         ("vllm", MOE, (), None),
         ("sglang", MOE, ("--attention-backend=flashinfer",), None),
@@ -148,6 +156,9 @@ def _last(options: StartOptions, name: str, shape: ModelShape = MOE) -> str | No
             ("--attention-backend=flashinfer",),
             r"'deepseek_v3' that does not depend .* fa3, fa4, triton",
         ),
+        ("sglang", MOE, ("--attention-b", "torch_native"), "with --attention-backend torch_native"),
+        ("sglang", MOE, ("--decode-attention-backend", "torch_native"), "--decode-attention-backend torch_native: "),
+        ("sglang", MOE, ("--attention-backend=fa3", "--attention-backend=torch_native"), "backend torch_native"),
         ("sglang", MOE, ("--attention-backend", "torch_native"), "set one of them, or leave it to SGLang"),
     ],
 )

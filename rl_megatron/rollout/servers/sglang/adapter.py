@@ -58,6 +58,7 @@ _NEEDED = (
 _INVARIANT_LATENTS = ("fa3", "fa4", "triton")
 _INVARIANT = (*_INVARIANT_LATENTS, "flashinfer")
 """Attention on Nvidia's GPUs that SGLang 0.5.21 takes with --enable-deterministic-inference (arg_groups/choices.py)."""
+_ATTENTION = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
 _LOADER = "rl_megatron.rollout.servers.sglang.worker.load"
 _OTHERS = 8  # behind the ports of the ranks' store and of dp attention
 _BLACKWELL = 10.0  # compute capability
@@ -126,22 +127,19 @@ class SGLangAdapter(Adapter):
     @override
     def batch_problem(self, extra: Sequence[str]) -> str:
         known = _INVARIANT if self._shape.latent is None else _INVARIANT_LATENTS
-        given = value_given(extra, "--attention-backend")
-        if given is None or given in known:
-            return ""
-        return (
-            f"rollout.server.batch_invariant=true with --attention-backend {given}: SGLang 0.5.21 has no kernel of it "
-            f"for model_type={self._shape.family!r} that does not depend on the batch, but of {', '.join(known)}; set "
-            "one of them, or leave it to SGLang"
-        )
+        for option in _ATTENTION:
+            given = value_given(extra, option)
+            if given is not None and given not in known:
+                return (
+                    f"rollout.server.batch_invariant=true with {option} {given}: SGLang 0.5.21 has no kernel of it for "
+                    f"model_type={self._shape.family!r} that does not depend on the batch, but of {', '.join(known)}; "
+                    "set one of them, or leave it to SGLang"
+                )
+        return ""
 
     @override
     def gpu_problem(self, quantization: str, extra: Sequence[str], capability: float) -> str:
-        if (
-            quantization != "fp8"
-            or capability < _BLACKWELL
-            or any(one.startswith("--fp8-gemm-backend") for one in extra)
-        ):
+        if quantization != "fp8" or capability < _BLACKWELL or value_given(extra, "--fp8-gemm-backend") is not None:
             return ""
         return (
             "rollout.server.quantization=fp8: on Blackwell, SGLang 0.5.21 packs the scales of float8 for DeepGEMM and "

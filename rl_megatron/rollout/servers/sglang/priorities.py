@@ -18,7 +18,7 @@ _OVERFLOWS = (
 def started_with(extra: Sequence[str]) -> tuple[str, ...]:
     """The options for it, unless ``extra`` has a policy of its own. Raises ConfigError if by ``extra`` lower priorities
     go first, with which a server ends."""
-    if f"--{_LOW_FIRST.replace('_', '-')}" in extra:
+    if value_given(extra, f"--{_LOW_FIRST.replace('_', '-')}") is not None:
         raise ConfigError(f"rollout.server.options has {_OVERFLOWS}")
     own = value_given(extra, "--schedule-policy") is not None
     return () if own else ("--enable-priority-scheduling", "--disable-priority-preemption")

@@ -25,7 +25,6 @@ from rl_megatron.rollout.servers.adapter import (
     StartOptions,
     candidate,
     set_by_keys,
-    value_given,
     version_of,
 )
 from rl_megatron.rollout.servers.answers import sampled_with, spans_of
@@ -34,7 +33,7 @@ from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.vllm import answer as form
 from rl_megatron.rollout.servers.vllm import drafts, loras
 from rl_megatron.rollout.servers.vllm import request as ask
-from rl_megatron.rollout.servers.vllm.options import DRAFTS, KEYS, options_of_ranks, profiler
+from rl_megatron.rollout.servers.vllm.options import DRAFTS, KEYS, attention_given, options_of_ranks, profiler
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.packed import REPORT_FORM
@@ -129,7 +128,7 @@ class VLLMAdapter(Adapter):
 
     @override
     def batch_problem(self, extra: Sequence[str]) -> str:
-        given = value_given(extra, "--attention-backend")
+        given = attention_given(extra)
         if given is None or given.upper() in _INVARIANT:
             return ""
         return (

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from rl_megatron.rollout.servers.adapter import StartOptions
+from rl_megatron.rollout.servers.adapter import StartOptions, value_given, values_given
 
 KEYS = {
     **dict.fromkeys(("--tensor-parallel-size", "-tp"), "tp"),
@@ -19,6 +20,26 @@ KEYS = {
 DRAFTS = ("--specu", "--spec-", "-s")
 """How options of a draft model begin: --speculative-config, which is -sc, --spec-method, --spec-model, --spec-tokens.
 """
+
+
+def attention_given(extra: Sequence[str]) -> str | None:
+    """The attention that options name: by --attention-backend, or by the key ``backend`` of --attention-config, which
+    is -ac, in its JSON or behind its name. None: they leave it to vLLM."""
+    named = [value_given(extra, "--attention-backend")]
+    for name, value in (*values_given(extra, "--attention-config"), *values_given(extra, "-ac")):
+        if name.endswith(".backend"):
+            named.append(value)
+        elif "." not in name:
+            named.append(_backend_of(value))
+    return next((one for one in named if one is not None), None)
+
+
+def _backend_of(attention: str) -> str | None:
+    try:
+        config = json.loads(attention)
+    except ValueError:
+        return None  # which vLLM refuses
+    return str(config["backend"]) if isinstance(config, dict) and config.get("backend") else None
 
 
 def profiler(folder: Path) -> str:
