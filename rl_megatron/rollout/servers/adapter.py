@@ -291,9 +291,11 @@ def _hyphened(name: re.Match[str]) -> str:
     return name[0].replace("_", "-")
 
 
-def set_by_keys(extra: Sequence[str], keys: Mapping[str, str], drafts: tuple[str, ...]) -> str:
-    """Why ``extra`` cannot have an option that a key sets, ``keys`` of ``rollout.server`` by option, or one of a draft
-    model, which begins with one of ``drafts``; or empty."""
+def refused_option(
+    extra: Sequence[str], *, keys: Mapping[str, str], drafts: tuple[str, ...], reasons: Mapping[str, str]
+) -> str:
+    """Why ``extra`` cannot have an option that a key sets, ``keys`` of ``rollout.server`` by option, one of a draft
+    model, which begins with one of ``drafts``, or one for which there are ``reasons``; or empty."""
     for given in extra:
         if given.startswith(drafts):
             return (
@@ -302,7 +304,13 @@ def set_by_keys(extra: Sequence[str], keys: Mapping[str, str], drafts: tuple[str
             )
         if (key := next((keys[option] for option in keys if stands_for(given, option)), None)) is not None:
             return f"rollout.server.options has {given}, which rollout.server.{key} sets; use that key"
+        if (why := next((reasons[option] for option in reasons if stands_for(given, option)), None)) is not None:
+            return f"rollout.server.options has {given}: {why}; leave it out"
     return ""
+
+
+MOVES_EXPERTS = "it moves experts between ranks, but pushes send them to where they were"
+"""The reason of an option by which an engine balances experts."""
 
 
 def values_given(extra: Sequence[str], option: str) -> list[tuple[str, str]]:

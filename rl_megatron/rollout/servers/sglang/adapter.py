@@ -24,6 +24,7 @@ from rl_megatron.rollout.servers.adapter import (
     EngineGauges,
     StartOptions,
     candidate,
+    refused_option,
     value_given,
     version_of,
 )
@@ -34,13 +35,15 @@ from rl_megatron.rollout.servers.sglang import answer as form
 from rl_megatron.rollout.servers.sglang import drafts, loras, orders, priorities
 from rl_megatron.rollout.servers.sglang import request as ask
 from rl_megatron.rollout.servers.sglang.options import (
+    DRAFTS,
+    KEYS,
     ON_CPU,
+    REASONS,
     cores,
     degrees,
     most_cached,
     outliving_pushes,
     refuse_start,
-    refused_options,
 )
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 from rl_megatron.weights.boxes import Box
@@ -122,7 +125,7 @@ class SGLangAdapter(Adapter):
 
     @override
     def options_problem(self, extra: Sequence[str]) -> str:
-        return refused_options(extra)
+        return refused_option(extra, keys=KEYS, drafts=DRAFTS, reasons=REASONS)
 
     @override
     def batch_problem(self, extra: Sequence[str]) -> str:

@@ -4,12 +4,12 @@ say."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers.adapter import StartOptions, set_by_keys, value_given
+from rl_megatron.rollout.servers.adapter import MOVES_EXPERTS, StartOptions, value_given
 
 KEYS = {
     **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "tp"),
@@ -17,9 +17,15 @@ KEYS = {
     **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp", "--enable-dp-attention"), "dp"),
     **dict.fromkeys(("--expert-parallel-size", "--ep-size", "--ep"), "ep"),
     **dict.fromkeys(("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"), "nodes"),
+    **dict.fromkeys(("--modelopt-quant", "--quantize-and-serve", "--rl-quant-profile"), "quantization"),
     "--enable-deterministic-inference": "batch_invariant",
 }
 """By option, the key of ``rollout.server`` that sets it."""
+REASONS = {
+    "--enable-eplb": MOVES_EXPERTS,
+    "--kt-weight-path": "experts on CPUs come from that folder, and no push reaches them",
+}
+"""By option, why servers cannot have it."""
 DRAFTS = ("--specu",)
 """How options of a draft model begin."""
 
@@ -32,11 +38,6 @@ ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule", "--mem-fraction-static", "0.5"),
 )
-
-
-def refused_options(extra: Sequence[str]) -> str:
-    """Why a server cannot have ``extra`` options; or empty."""
-    return set_by_keys(extra, KEYS, DRAFTS)
 
 
 def refuse_start(options: StartOptions, shape: ModelShape) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from typing_extensions import override
 
-from rl_megatron.config.sections.rollout import RunningRequests, stands_for
+from rl_megatron.config.sections.rollout import RunningRequests
 from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.limits import limits_of
 from rl_megatron.models.shape import ModelShape
@@ -24,7 +24,7 @@ from rl_megatron.rollout.servers.adapter import (
     EngineGauges,
     StartOptions,
     candidate,
-    set_by_keys,
+    refused_option,
     version_of,
 )
 from rl_megatron.rollout.servers.answers import sampled_with, spans_of
@@ -33,7 +33,15 @@ from rl_megatron.rollout.servers.http import AttemptFailed, Server
 from rl_megatron.rollout.servers.vllm import answer as form
 from rl_megatron.rollout.servers.vllm import drafts, loras
 from rl_megatron.rollout.servers.vllm import request as ask
-from rl_megatron.rollout.servers.vllm.options import DRAFTS, KEYS, attention_given, options_of_ranks, profiler
+from rl_megatron.rollout.servers.vllm.options import (
+    DRAFTS,
+    KEYS,
+    REASONS,
+    attention_given,
+    options_of_ranks,
+    profiler,
+    quantises,
+)
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 from rl_megatron.weights.boxes import Box
 from rl_megatron.weights.checks.packed import REPORT_FORM
@@ -119,12 +127,7 @@ class VLLMAdapter(Adapter):
 
     @override
     def options_problem(self, extra: Sequence[str]) -> str:
-        if moved := next((given for given in extra if stands_for(given, "--enable-eplb")), None):
-            return (
-                f"rollout.server.options has {moved}, which moves experts between ranks, but pushes send them to where "
-                "they were; leave it out"
-            )
-        return set_by_keys(extra, KEYS, DRAFTS)
+        return refused_option(extra, keys=KEYS, drafts=DRAFTS, reasons=REASONS) or quantises(extra)
 
     @override
     def batch_problem(self, extra: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_megatron.rollout.servers.adapter import StartOptions, value_given, values_given
+from rl_megatron.rollout.servers.adapter import MOVES_EXPERTS, StartOptions, value_given, values_given
 
 KEYS = {
     **dict.fromkeys(("--tensor-parallel-size", "-tp"), "tp"),
@@ -14,12 +14,25 @@ KEYS = {
     **dict.fromkeys(("--data-parallel-size", "-dp"), "dp"),
     **dict.fromkeys(("--enable-expert-parallel", "-ep"), "ep"),
     **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--headless"), "nodes"),
-    "-q": "quantization",
+    **dict.fromkeys(("-q", "--quantization-config"), "quantization"),
 }
 """By option, the key of ``rollout.server`` that sets it."""
+REASONS = {"--enable-eplb": MOVES_EXPERTS}
+"""By option, why servers cannot have it."""
 DRAFTS = ("--specu", "--spec-", "-s")
 """How options of a draft model begin: --speculative-config, which is -sc, --spec-method, --spec-model, --spec-tokens.
 """
+
+
+def quantises(extra: Sequence[str]) -> str:
+    """Why options cannot have --hf-overrides of the model's quantization_config; or empty."""
+    for name, value in values_given(extra, "--hf-overrides"):
+        if "quantization_config" in f"{name} {value}":
+            return (
+                f"rollout.server.options has {name} of quantization_config, which rollout.server.quantization sets; "
+                "use that key"
+            )
+    return ""
 
 
 def attention_given(extra: Sequence[str]) -> str | None:
