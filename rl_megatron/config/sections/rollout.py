@@ -27,7 +27,10 @@ RunningRequests = Literal["recompute", "keep_cache", "abort"]
 """What a push does to running requests."""
 _LETS_IN = (
     "the run gives each server its address, its port and a token that is on no command line; leave it out",
-    ("--host", "--port", "--api-key", "--admin-api-key"),
+    (
+        *("--host", "--port", "--api-key", "--admin-api-key", "--uds"),
+        *("--grpc", "--grpc-port", "--grpc-mode", "--smg-grpc-mode", "--sidecar"),  # which ask for no token
+    ),
 )
 _LENGTHS = "rollout.max_prompt_tokens and max_new_tokens set it; use those keys"
 _NOT_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (

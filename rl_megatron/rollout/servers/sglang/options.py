@@ -22,6 +22,9 @@ KEYS = {
 }
 """By option, the key of ``rollout.server`` that sets it."""
 REASONS = {
+    "--tokenizer-worker-num": "its processes ask for no token, and have no path for aborts",
+    "--json-model-override-args": "with those of the run no end-of-sequence token of the model's ends a completion",
+    "--preferred-sampling-params": "requests would be sampled by what they do not say, as log-probs would not be",
     "--enable-eplb": MOVES_EXPERTS,
     "--kt-weight-path": "experts on CPUs come from that folder, and no push reaches them",
 }

@@ -17,7 +17,10 @@ KEYS = {
     **dict.fromkeys(("-q", "--quantization-config"), "quantization"),
 }
 """By option, the key of ``rollout.server`` that sets it."""
-REASONS = {"--enable-eplb": MOVES_EXPERTS}
+REASONS = {
+    **dict.fromkeys(("--api-server-count", "-asc"), "an abort reaches one process, and its request may be in another"),
+    "--enable-eplb": MOVES_EXPERTS,
+}
 """By option, why servers cannot have it."""
 DRAFTS = ("--specu", "--spec-", "-s")
 """How options of a draft model begin: --speculative-config, which is -sc, --spec-method, --spec-model, --spec-tokens.
