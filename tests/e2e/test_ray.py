@@ -161,10 +161,14 @@ def test_a_head_that_does_not_come_up_is_not_waited_for(
 def test_servers_in_actors_end_with_them_and_with_the_controller(tmp_path: Path) -> None:
     """Each in its own place, which is free for the next once it is gone; by SIGKILL too, no server is left.
 
-    In the environment of ``ray job submit``, whose files another cluster has.
+    In the environment of ``ray job submit``, whose files another cluster has, and in a folder with packages of our
+    packages' names.
     """
+    for name in ("launcher", "rl_megatron"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('of the project')\n")
     controller = subprocess.Popen(
-        [sys.executable, "-c", SERVERS],
+        [sys.executable, "-P", "-c", SERVERS],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         text=True,

@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+from typing_extensions import override
+
 from launcher.hosts.ray.node import (
     OBJECT_STORE_BYTES,
     ONE_MACHINE,
@@ -30,12 +32,21 @@ if "SLURM_JOB_ID" not in os.environ:
     os.environ.update(ONE_MACHINE)
 
 import ray
+from ray.job_config import JobConfig
 
 for _name in ("RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK"):  # of the cluster of a `ray job submit`
     os.environ.pop(_name, None)
 logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it does not handle SIGTERM, which is intended
 
 _LOOK_SECONDS = 0.2
+
+
+class _Job(JobConfig):
+    """A job whose actors do not have the driver's folder before our packages: `run_worker` puts the user's behind."""
+
+    @override
+    def _runtime_env_has_working_dir(self) -> bool:
+        return True  # for else Ray 2.60.0 puts the driver's script and current folder first (connect, worker.py)
 
 
 async def await_health(call: NodeCall) -> None:
@@ -70,7 +81,12 @@ def join_cluster(call: NodeCall, wanted: set[str], given_up: threading.Event) ->
     while not ray.is_initialized():
         try:
             with _holding(call.token):
-                ray.init(address=f"{call.host}:{call.port}", log_to_driver=False, configure_logging=False)
+                ray.init(
+                    address=f"{call.host}:{call.port}",
+                    job_config=_Job(),
+                    log_to_driver=False,
+                    configure_logging=False,
+                )
         except ConnectionError:
             if given_up.wait(1.0) or time.monotonic() > end:
                 raise
@@ -89,6 +105,7 @@ def start_here(has: Bundle, token: str, folder: str) -> None:
     with _holding(token):
         ray.init(
             address="local",
+            job_config=_Job(),
             include_dashboard=False,
             num_cpus=int(has["CPU"]),
             num_gpus=0,
