@@ -228,11 +228,13 @@ class Supervisor:
         return self.section.health_seconds / _CHECKS
 
     async def _cannot_serve(self, replica: Replica) -> str:
-        """Wait until it cannot be refitted with the served weights."""
+        """Wait until it cannot be refitted with the served weights. Raises OutOfFiles, of which it is not the cause."""
         if replica.health is Health.STALE:
             try:
                 async with self.engine.weights.refitting:
                     await self.refit(replica.server.url)
+            except OutOfFiles:
+                raise
             except (AttemptFailed, EngineError, SyncError) as error:
                 return f"{replica.server.url} cannot be refitted: {error}"
         return await _never()

@@ -13,7 +13,7 @@ from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import EngineError, ReplicasLost, SyncError
 from rl_megatron.rollout.servers.adapter import Adapter
 from rl_megatron.rollout.servers.attempts import Attempts
-from rl_megatron.rollout.servers.http import AttemptFailed, Server
+from rl_megatron.rollout.servers.http import AttemptFailed, OutOfFiles, Server
 from rl_megatron.rollout.servers.replicas import PRESENT, Event, Health, Replica, ReplicaSet
 from rl_megatron.rollout.servers.slot_use import DraftUse
 from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
@@ -267,7 +267,7 @@ class ReplicaWeights:
     ) -> dict[str, T]:
         """Apply ``order`` to all replicas concurrently; leave out those that die meanwhile.
 
-        Raises SyncError that names the replicas on which it failed, ReplicasLost if all died.
+        Raises SyncError that names the replicas on which it failed, ReplicasLost if all died, OutOfFiles.
         """
         answers = await asyncio.gather(*(r.while_alive(order(r)) for r in replicas), return_exceptions=True)
         for (replica, server), answer in zip(replicas.items(), answers, strict=True):
@@ -280,7 +280,7 @@ class ReplicaWeights:
         for (replica, server), answer in zip(replicas.items(), answers, strict=True):
             if not isinstance(answer, BaseException):
                 done[server.url] = answer
-            elif not isinstance(answer, AttemptFailed | EngineError | SyncError):
+            elif isinstance(answer, OutOfFiles) or not isinstance(answer, AttemptFailed | EngineError | SyncError):
                 raise answer
             elif replica.health in PRESENT and replica.server is server:
                 problems.append(f"{server.url}: {answer}")

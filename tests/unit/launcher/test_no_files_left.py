@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 
 import pytest
@@ -34,6 +35,26 @@ def test_it_ends_the_run_with_advice_and_no_server_counts_as_dead() -> None:
                 finally:
                     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
                 assert replica.health is Health.HEALTHY
+                await before.close()
+
+    run(test)
+
+
+def test_a_server_that_it_cannot_refit_is_not_dead() -> None:
+    async def test() -> None:
+        with running(1) as fakes:
+            async with bed(fakes, []) as it:
+                await it.push(4)
+                (replica,) = it.engine.replicas.all
+                before, replica.server = replica.server, Server(fakes[0].url, token="t", timeout_seconds=LIMIT)
+                replica.health = Health.STALE
+                soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+                try:
+                    with pytest.raises(OutOfFiles, match=r"open files.*ulimit -Hn"):
+                        await asyncio.wait_for(it.fleet._supervisor._cannot_serve(replica), LIMIT)
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
                 await before.close()
 
     run(test)
