@@ -1,17 +1,24 @@
-"""Checks that the packages of the user's own layers, objective, advantages and pair loss exist, without importing them:
-that may take seconds, or need a GPU."""
+"""Checks that the user's own layers, objective, advantages and pair loss exist, without importing their packages: that
+may take seconds, or need a GPU."""
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib.util
 from collections.abc import Collection, Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config.reads.choices import READS
 
+_BIND_UNSEEN = frozenset({"__getattr__", "exec", "globals", "locals", "setattr", "vars"})
+"""Names of a module's text by which it may have others that are not written in it."""
+
 
 def check(subject: Subject) -> Iterator[Found]:
-    """Yields a problem if ranks could not find a package, as far as that shows without an import."""
+    """Yields a problem if ranks could not find a module or its object, as far as that shows without an import."""
     config = subject.config
     named = {"learner.layers": config.learner.own_layers, "dpo.loss": _own(config.dpo.loss, ("dpo",))}
     for key in ("objective", "advantage_mean"):
@@ -19,9 +26,8 @@ def check(subject: Subject) -> Iterator[Found]:
     for key, own in named.items():
         if own is None:
             continue
-        package = own.partition(":")[0].partition(".")[0]
-        if subject.other_python is None and not _is_there(package):
-            yield problem(f"{key}={own}: no module {package!r}; install it or put its folder on PYTHONPATH")
+        if subject.other_python is None and (said := _not_there(own)):
+            yield problem(f"{key}={own}: {said}")
         else:
             yield unchecked(f"{key}={own}, which ranks import")
 
@@ -30,6 +36,37 @@ def _own(name: str, known: Collection[str]) -> str | None:
     return None if name in known else name
 
 
-def _is_there(package: str) -> bool:
-    """Whether ranks would find it; ``__main__`` is another module in ranks."""
-    return package != "__main__" and importlib.util.find_spec(package) is not None
+def _not_there(own: str) -> str:
+    """What of ``package.module:name`` ranks would not find, and what to do; or empty. ``__main__`` is another module in
+    ranks."""
+    module, _, name = own.partition(":")
+    spec: ModuleSpec | None = None
+    for end in (place for place, sign in enumerate(f"{module}.") if sign == "."):
+        part = module[:end]
+        spec = PathFinder.find_spec(part, spec.submodule_search_locations or []) if spec else _top(part)
+        if spec is None:
+            return f"no module {part!r}; install it or put its folder on PYTHONPATH"
+    assert spec is not None
+    names = _names(Path(spec.origin)) if spec.origin and spec.origin.endswith(".py") else None
+    if names is None or name in names:
+        return ""
+    near = difflib.get_close_matches(name, names, 1)
+    return f"{name!r} of {module} is not there" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _top(package: str) -> ModuleSpec | None:
+    return None if package == "__main__" else importlib.util.find_spec(package)
+
+
+def _names(file: Path) -> set[str] | None:
+    """What a module's text binds anywhere; None where it may bind more, or cannot be read, as an import would say."""
+    try:
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (OSError, SyntaxError, ValueError):
+        return None
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    aliases = [one for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for one in node.names]
+    names |= {one.asname or one.name.partition(".")[0] for one in aliases}
+    read = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return None if "*" in names or _BIND_UNSEEN & (names | read) else names

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from launcher.preflight import own_modules
 from launcher.preflight.checks import preflight
+from launcher.preflight.subject import Subject
 from rl_megatron.config.io import load_config
 
 
@@ -18,6 +24,43 @@ def test_an_objective_of_a_package_that_is_not_there_is_found_before_ranks_start
     assert (
         found == "algorithm.objective=nowhere.of:mine: no module 'nowhere'; install it or put its folder on PYTHONPATH"
     )
-    there = preflight(load_config("tiny_cpu", ["algorithm=gmpo", "algorithm.objective=tests.of:mine"]))
+    there = preflight(load_config("tiny_cpu", ["algorithm=gmpo", "algorithm.objective=tests.shares:share_of"]))
     assert there.texts("problem") == []
-    assert "algorithm.objective=tests.of:mine, which ranks import" in there.texts("unchecked")
+    assert "algorithm.objective=tests.shares:share_of, which ranks import" in there.texts("unchecked")
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ("its.layers:norms", "'norms' of its.layers is not there; did you mean 'norm'?"),
+        ("its.layer:norm", "no module 'its.layer'; install it or put its folder on PYTHONPATH"),
+        ("its.layers.deep:norm", "no module 'its.layers.deep'; install it or put its folder on PYTHONPATH"),
+        ("its:norm", "'norm' of its is not there"),
+        ("its.layers:norm", None),
+        ("its.layers:other", None),
+        ("its.layers:given", None),
+        ("its.layers:late", None),
+        ("its.all:anything", None),
+        ("its.made:anything", None),
+        ("its.broken:anything", None),  # as ranks say, with the line
+    ],
+)
+def test_a_name_that_is_not_in_its_module_is_found_without_an_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, said: str | None
+) -> None:
+    texts = {
+        "__init__": "raise SystemExit('imported')",
+        "layers": "from a import b as other\nif other:\n    given = late = 1\ndef norm(shape, layer): ...",
+        "all": "from a import *",
+        "made": "globals()['any' + 'thing'] = 1",
+        "broken": "def (",
+    }
+    (tmp_path / "its").mkdir()
+    for name, text in texts.items():
+        (tmp_path / "its" / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = own_modules.check(Subject(load_config("tiny_cpu", [f"learner.layers={own}"]), False))
+    wanted = ("problem", f"learner.layers={own}: {said}") if said else None
+    assert [(one.kind, one.text) for one in found] == [
+        wanted or ("unchecked", f"learner.layers={own}, which ranks import")
+    ]
