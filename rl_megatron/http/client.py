@@ -1,9 +1,10 @@
-"""Requests to servers that the user runs or names: without redirects and proxies, and of bounded answers."""
+"""Requests to servers: without redirects and proxies. Answers of servers that others write are bounded."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
@@ -12,6 +13,9 @@ import httpx2
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_SECONDS = 2.0  # uvicorn closes an idle connection after 5: a request must not meet that
 _PASSING = (408, 429)  # statuses below 500 after which another attempt may succeed
 
 
@@ -20,7 +24,7 @@ class TryAgain(Exception):
 
 
 def new_client(**options: Any) -> httpx2.AsyncClient:
-    """A client without time limits: its user's limits bound the waits."""
+    """A client without time limits: its user's limits bound the waits. ``options`` are httpx's."""
     return httpx2.AsyncClient(timeout=None, trust_env=False, verify=_trusted(), **options)
 
 
@@ -80,11 +84,11 @@ async def retried(
     *,
     retries: int,
     wait: float,
-    waiting: Callable[[TryAgain, float], None] = lambda error, wait: None,
+    about: str | None = None,
 ) -> T:
     """What ``attempt`` returns, after at most ``retries`` more attempts, each after a wait that doubles.
 
-    Calls ``waiting`` before each wait. Raises the last TryAgain, which then tells the number of attempts.
+    With ``about`` it logs each wait, and of what. Raises the last TryAgain, which then tells the number of attempts.
     """
     for left in range(retries, -1, -1):
         try:
@@ -92,7 +96,8 @@ async def retried(
         except TryAgain as error:
             if not left:
                 raise TryAgain(f"{error}; attempts made: {retries + 1}") from error
-            waiting(error, wait)
+            if about is not None:
+                logger.warning("%s: %s; retrying in %g s", about, error, wait)
         await asyncio.sleep(wait)
         wait *= 2
     raise AssertionError("the last attempt returns or raises")

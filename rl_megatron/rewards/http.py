@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 from collections.abc import Sequence
 
@@ -16,8 +15,6 @@ from rl_megatron.http.urls import split_url
 from rl_megatron.rewards.scoring import turn_of
 from rl_megatron.services import Services
 from rl_megatron.types import Completion, Prompt, Scored
-
-logger = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 1 << 20
 
@@ -41,13 +38,9 @@ class HttpReward:
     async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Scored]:
         """Raises RewardError that names the URL, the prompt and the answer."""
         body, about = _request(prompt, completions, texts), f"{self._url}, prompt {prompt.id!r}"
-
-        def waiting(error: TryAgain, wait: float) -> None:
-            logger.warning("%s: %s; retrying in %g s", about, error, wait)
-
         retries, wait = self._section.retries, self._section.backoff_seconds
         try:
-            answer = await retried(lambda: self._attempt(body), retries=retries, wait=wait, waiting=waiting)
+            answer = await retried(lambda: self._attempt(body), retries=retries, wait=wait, about=about)
             return _rewards(answer, len(completions))
         except (TryAgain, ServiceError, ValueError, OverflowError) as error:  # OverflowError: an integer over any float
             raise RewardError(f"{about}: {error}") from error

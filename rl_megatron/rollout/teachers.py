@@ -6,7 +6,6 @@ Letters: S sequences, N positions of all of them, D data-parallel ranks, M micro
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,14 +17,13 @@ from typing_extensions import override
 from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.errors import ConfigError, EngineError, ServiceError
+from rl_megatron.http.client import TryAgain, retried
 from rl_megatron.interfaces import FrozenModel
 from rl_megatron.rollout.servers.adapter import Sampling
 from rl_megatron.rollout.servers.decoding import Judged
-from rl_megatron.rollout.servers.http import AttemptFailed, Server
+from rl_megatron.rollout.servers.http import Server
 from rl_megatron.services import ServiceAddress, Services
 from rl_megatron.types import Batch, Samples, Scores, Want
-
-logger = logging.getLogger(__name__)
 
 _TRIED = (1, 2, 3)  # a text of tokens that every vocabulary has
 
@@ -51,24 +49,21 @@ class Teacher(FrozenModel):
 
     async def judge(self, text: Sequence[int], top: int) -> Judged:
         """What it says of the text, with its ``top`` most probable tokens at each place. Raises EngineError."""
-        wait, given = 1.0, f"algorithm.kl.teachers.{self.name}"
-        for left in range(self.section.retries, -1, -1):
+        given, retries = f"algorithm.kl.teachers.{self.name}", self.section.retries
+        try:
+            return await retried(lambda: self._attempt(text, top), retries=retries, wait=1.0, about=given)
+        except (TryAgain, EngineError, ServiceError) as error:
+            raise EngineError(f"{given}: {error}") from error
+
+    async def _attempt(self, text: Sequence[int], top: int) -> Judged:
+        limit = self.section.timeout_seconds
+        async with self._slots:
+            server = await self._server()
             try:
-                async with self._slots:
-                    server = await self._server()
-                    async with asyncio.timeout(self.section.timeout_seconds):
-                        return await self.adapter.judge(server, text, top)
-            except TimeoutError:
-                said = f"no answer within timeout_seconds={self.section.timeout_seconds:g}"
-            except AttemptFailed as error:
-                said = str(error)
-            except (EngineError, ServiceError) as error:
-                raise EngineError(f"{given}: {error}") from error
-            if left:
-                logger.warning("%s: %s; retrying in %g s", given, said, wait)
-                await asyncio.sleep(wait)
-                wait *= 2
-        raise EngineError(f"{given}: {said}; attempts made: {self.section.retries + 1}")
+                async with asyncio.timeout(limit):
+                    return await self.adapter.judge(server, text, top)
+            except TimeoutError as error:
+                raise TryAgain(f"no answer within timeout_seconds={limit:g}") from error
 
     async def _server(self) -> Server:
         """The server whose turn it is, once one serves that is being restarted. Raises ServiceError if none is."""

@@ -12,12 +12,11 @@ import httpx2
 
 from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.errors import ConfigError
-from rl_megatron.http.client import describe_transport, new_client, read_bounded
+from rl_megatron.http.client import KEEP_ALIVE_SECONDS, describe_transport, new_client, read_bounded
 from rl_megatron.http.urls import is_loopback, split_url
 from rl_megatron.services import ServiceAddress, Services
 
 MOST_BYTES = 1 << 22  # of one answer
-_KEEP_ALIVE_SECONDS = 2.0  # uvicorn closes an idle connection after 5: a request must not meet that
 _KEY = "environment.options.url"
 
 
@@ -57,7 +56,7 @@ class JsonServer:
     def __init__(self, address: ServiceAddress) -> None:
         self._url = address.url
         headers = {"Accept-Encoding": "identity", **address.headers}
-        self._client = new_client(headers=headers, limits=httpx2.Limits(keepalive_expiry=_KEEP_ALIVE_SECONDS))
+        self._client = new_client(headers=headers, limits=httpx2.Limits(keepalive_expiry=KEEP_ALIVE_SECONDS))
 
     async def ask(self, method: str, path: str, body: object = None) -> tuple[int, str]:
         """Status and text of the answer. Raises ServerFailed without one, and for one that is too long."""

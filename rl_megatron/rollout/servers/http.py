@@ -14,19 +14,19 @@ import httpx2
 import msgspec
 
 from rl_megatron.errors import EngineError
+from rl_megatron.http.client import KEEP_ALIVE_SECONDS, TryAgain, describe_transport, new_client
 from rl_megatron.json_text import parse
 from rl_megatron.rollout.servers.engine_token import authorization
 
 T = TypeVar("T")
 
-KEEP_ALIVE_SECONDS = 2.0  # uvicorn closes an idle connection after 5: a request must not meet that
 _PASSING = (408, 429, 503)
 _SHOWN = 2000  # characters of an answer in an error
 _beside = ThreadPoolExecutor(1, thread_name_prefix="decoding")  # the event loop would have to wait for each of several
 
 
-class AttemptFailed(Exception):
-    """There was no connection, no answer in time, or a server error: another attempt may succeed."""
+class AttemptFailed(TryAgain):
+    """There was no connection, no answer in time, or a server error."""
 
 
 class NoAnswer(AttemptFailed):
@@ -72,15 +72,10 @@ class Server:
         self.salt: str | None = None  # names the weights in each request, where prefixes of others stay in the cache
         self.reclaimed = False  # whether that of weights is allocated again, and the cache's is not yet
         self.checked = asyncio.Lock()  # held while its health is asked for, and while its memory is released
-        self._client = httpx2.AsyncClient(
-            base_url=self.url,
-            headers=authorization(token) if token else {},
-            timeout=None,  # `_ask` limits a request as a whole
-            limits=httpx2.Limits(
-                max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS
-            ),
-            trust_env=False,
+        limits = httpx2.Limits(
+            max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS
         )
+        self._client = new_client(base_url=self.url, headers=authorization(token) if token else {}, limits=limits)
 
     @contextlib.contextmanager
     def busy(self, completions: int = 1) -> Iterator[None]:
@@ -144,7 +139,7 @@ class Server:
         except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
             raise _unreachable(what, error) from error
         except httpx2.TransportError as error:
-            raise Broken(f"{what}: {type(error).__name__}: {error}") from error
+            raise Broken(f"{what}: {describe_transport(error)}") from error
         status, answer = response.status_code, response.content
         if status in _PASSING:
             raise Busy(f"{what}: status {status}: {_shown(answer)}")
@@ -183,9 +178,9 @@ class Server:
 
     async def open_to_strangers(self) -> bool:
         """Whether it answers requests without a token. Raises AttemptFailed."""
-        async with httpx2.AsyncClient(base_url=self.url, timeout=self._limit, trust_env=False) as stranger:
+        async with new_client(base_url=self.url) as stranger:
             try:
-                return (await stranger.get("/openapi.json")).status_code not in (401, 403)
+                return (await stranger.get("/openapi.json", timeout=self._limit)).status_code not in (401, 403)
             except httpx2.TransportError as error:
                 raise _unreachable(self.url, error) from error
 
@@ -210,7 +205,7 @@ def _unreachable(what: str, error: httpx2.TransportError) -> Unreachable | OutOf
             )
         behind = one.__cause__ or one.__context__
         causes += [*getattr(one, "exceptions", ()), *([behind] if behind else [])]  # a group: an error of each address
-    return Unreachable(f"{what}: {type(error).__name__}: {error}")
+    return Unreachable(f"{what}: {describe_transport(error)}")
 
 
 def _shown(answer: bytes) -> str:
