@@ -15,7 +15,7 @@ from rl_megatron.evaluation.figures import all_at, majority, pass_at
 from rl_megatron.evaluation.rates import rate_interval
 from rl_megatron.observability.intervals import Interval
 from rl_megatron.rollout.batch import Answered
-from rl_megatron.rollout.policy_sampler import PolicySampler, Tell
+from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler, Tell
 from rl_megatron.types import Prompt, Turn
 
 logger = logging.getLogger(__name__)
@@ -82,9 +82,8 @@ async def measure(
         min_p=one.min_p,
         max_new_tokens=one.max_new_tokens,
     )
-    answered = await sampler.held_out(
-        problems.prompts, params, purpose=problems.purpose, samples=one.samples, tell=tell
-    )
+    asked = HeldOut(prompts=problems.prompts, params=params, purpose=problems.purpose, samples=one.samples, tell=tell)
+    answered = await sampler.held_out(asked)
     judged = [_judged(answer, one.samples, section.success_reward) for answer in answered]
     samples = [trajectory for a in answered if a.group is not None for trajectory in a.group.trajectories]
     total = len(problems.prompts) * one.samples

@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.rollout.batch import Answered, Drawn
-from rl_megatron.rollout.policy_sampler import PolicySampler, Tell
-from rl_megatron.types import Completion, Prompt, SamplingParams
+from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler
+from rl_megatron.types import Completion, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,23 +46,13 @@ class SamplerBySource(PolicySampler):
         return self._of(drawn.prompt).so_far(drawn)
 
     @override
-    async def held_out(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        purpose: str = "evaluation",
-        samples: int = 1,
-        tell: Tell | None = None,
-    ) -> list[Answered]:
+    async def held_out(self, asked: HeldOut) -> list[Answered]:
         """As `PolicySampler.held_out`; the share that may be poison is that of each source's prompts."""
         found = dict[int, Answered]()
-        for sampler, places in self._parts(prompts):
-            part = await sampler.held_out(
-                [prompts[place] for place in places], params, purpose=purpose, samples=samples, tell=tell
-            )
+        for sampler, places in self._parts(asked.prompts):
+            part = await sampler.held_out(replace(asked, prompts=[asked.prompts[place] for place in places]))
             found |= dict(zip(places, part, strict=True))
-        return [found[place] for place in range(len(prompts))]
+        return [found[place] for place in range(len(asked.prompts))]
 
     @override
     async def closed(self) -> None:

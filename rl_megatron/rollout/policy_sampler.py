@@ -18,6 +18,17 @@ Tell = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """``samples`` of each of a set's prompts. ``purpose`` names the set; seeds depend on it."""
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    purpose: str = "evaluation"
+    samples: int = 1
+    tell: Tell | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySampler(GroupSource):
     """A GroupSource that samples held-out problems too. Seeds are functions of ``seed``."""
 
@@ -55,32 +66,24 @@ class PolicySampler(GroupSource):
         return replace(self, engine=engine)
 
     @abstractmethod
-    async def held_out(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        purpose: str = "evaluation",
-        samples: int = 1,
-        tell: Tell | None = None,
-    ) -> list[Answered]:
-        """``samples`` of each prompt, not to train on: log-probs may be of another distribution.
+    async def held_out(self, asked: HeldOut) -> list[Answered]:
+        """Samples not to train on: log-probs may be of another distribution.
 
-        ``purpose`` names the set; seeds depend on it. What is poison is not asked again. Raises EngineError if more
-        than 1 % of the prompts, and more than one, are, and what `groups` raises.
+        What is poison is not asked again. Raises EngineError if more than 1 % of the prompts, and more than one, are,
+        and what `groups` raises.
         """
 
     async def closed(self) -> None:
         """Wait for what it still releases of samples that failed. Runs and evaluations call it at their end."""
 
-    def askable(self, prompts: Sequence[Prompt], purpose: str) -> list[int]:
-        """The places of those that are not known as poison."""
-        return [place for place, prompt in enumerate(prompts) if f"{purpose}: {prompt.id}" not in self.poison]
+    def askable(self, asked: HeldOut) -> list[int]:
+        """The places of the prompts that are not known as poison."""
+        known = self.poison
+        return [i for i, prompt in enumerate(asked.prompts) if f"{asked.purpose}: {prompt.id}" not in known]
 
-    def among_poison(
-        self, prompts: Sequence[Prompt], purpose: str, places: Sequence[int], answered: Sequence[Answered]
-    ) -> list[Answered]:
+    def among_poison(self, asked: HeldOut, places: Sequence[int], answered: Sequence[Answered]) -> list[Answered]:
         """Of each prompt what those at ``places`` gave, and of the others that they are poison. Raises EngineError."""
+        prompts, purpose = asked.prompts, asked.purpose
         found = dict(zip(places, answered, strict=True))
         for place, one in found.items():
             if one.reason == "poison":

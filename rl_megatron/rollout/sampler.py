@@ -21,7 +21,7 @@ from rl_megatron.observability.timeline.spans import FreeLanes
 from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.rollout.batch import Answered, Drawn, reason_of, sampled_tokens
 from rl_megatron.rollout.interruption import Interruption
-from rl_megatron.rollout.policy_sampler import PolicySampler, Tell
+from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler, Tell
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, SamplingParams
 
@@ -89,20 +89,14 @@ class RolloutSampler(PolicySampler):
         return tuple(known) if any(one is not None for one in known) else ()
 
     @override
-    async def held_out(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        purpose: str = "evaluation",
-        samples: int = 1,
-        tell: Tell | None = None,
-    ) -> list[Answered]:
+    async def held_out(self, asked: HeldOut) -> list[Answered]:
         """As `PolicySampler.held_out`, of completions that are scored."""
-        places, names = self.askable(prompts, purpose), list(_told_apart(purpose, prompts))
-        asked = [(prompts[place], names[place]) for place in places]
-        answered = await self._run(asked, samples, params, ahead=True, exact_logprobs=False, tell=tell)
-        return self.among_poison(prompts, purpose, places, answered)
+        places, names = self.askable(asked), list(_told_apart(asked.purpose, asked.prompts))
+        named = [(asked.prompts[place], names[place]) for place in places]
+        answered = await self._run(
+            named, asked.samples, asked.params, ahead=True, exact_logprobs=False, tell=asked.tell
+        )
+        return self.among_poison(asked, places, answered)
 
     async def _run(
         self,

@@ -38,7 +38,7 @@ from rl_megatron.rollout.environments.playing import EnvironmentFault, Playing, 
 from rl_megatron.rollout.environments.threads import Threads
 from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.rollout.parsers.parsed import Parser
-from rl_megatron.rollout.policy_sampler import PolicySampler, Tell
+from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler, Tell
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Completion, Prompt, RolloutGroup, SamplingParams, Scored, Trajectory
 
@@ -118,23 +118,15 @@ class EnvironmentSampler(PolicySampler):
         return ()
 
     @override
-    async def held_out(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        purpose: str = "evaluation",
-        samples: int = 1,
-        tell: Tell | None = None,
-    ) -> list[Answered]:
+    async def held_out(self, asked: HeldOut) -> list[Answered]:
         """As `PolicySampler.held_out`, of trajectories."""
-        places = self.askable(prompts, purpose)
+        places, prompts, samples = self.askable(asked), asked.prompts, asked.samples
         numbered = [(prompts[place], place * samples + i) for place in places for i in range(samples)]
-        members = [(self._place(prompt, purpose, number), iter(())) for prompt, number in numbered]
-        played = await self._play(members, params, ahead=True, exact_logprobs=False, tell=tell)
+        members = [(self._place(prompt, asked.purpose, number), iter(())) for prompt, number in numbered]
+        played = await self._play(members, asked.params, ahead=True, exact_logprobs=False, tell=asked.tell)
         parts = [played[first : first + samples] for first in range(0, len(played), samples)]
         answered = [_answered(prompts[place], part, samples) for place, part in zip(places, parts, strict=True)]
-        return self.among_poison(prompts, purpose, places, answered)
+        return self.among_poison(asked, places, answered)
 
     @override
     async def closed(self) -> None:

@@ -19,6 +19,7 @@ from rl_megatron.environments.protocol import Model
 from rl_megatron.environments.registry import Agent, EnvironmentMaker
 from rl_megatron.models.tiny import CHAT_TEMPLATE, byte_tokenizer
 from rl_megatron.rollout.environments.source import EnvironmentSampler
+from rl_megatron.rollout.policy_sampler import HeldOut
 from rl_megatron.types import Prompt, Scored
 from tests.completions import drawn
 from tests.scripted_engine import EOS, Scripted, trajectories
@@ -127,7 +128,7 @@ def test_prompts_of_a_source_with_an_environment_are_led_by_it_and_others_are_ju
     params = ours.params(temperature=1.0)
     for found in (
         trajectories(asyncio.run(ours.groups(drawn(prompts)))),
-        trajectories(asyncio.run(ours.held_out(prompts, params))),
+        trajectories(asyncio.run(ours.held_out(HeldOut(prompts=prompts, params=params)))),
     ):
         assert [(one.reward, len(one.turns)) for one in found] == [(1.0, 2), (-1.0, 1)] * 2
         assert [bytes(one.chains[0].token_ids[:4].tolist()).decode() for one in found] == [p.text for p in prompts]

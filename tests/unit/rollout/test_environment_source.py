@@ -22,6 +22,7 @@ from rl_megatron.rollout.environments.figures import environment_row
 from rl_megatron.rollout.environments.source import EnvironmentSampler
 from rl_megatron.rollout.environments.threads import Threads
 from rl_megatron.rollout.environments.waves import Waves
+from rl_megatron.rollout.policy_sampler import HeldOut
 from rl_megatron.types import Chain, Completion, GenerationRequest, Prompt, Span, Trajectory, Turn
 from tests.completions import drawn
 from tests.scripted_engine import EOS, Scripted, sampler, trajectories
@@ -152,7 +153,7 @@ def test_seeds_name_run_batch_task_member_and_turn() -> None:
 def test_evaluation_counts_right_trajectories() -> None:
     halves = Scripted(lambda text: calculates(text) if text.startswith("3") else "!1")
     ours = sampler(Waves(halves))
-    found = asyncio.run(ours.held_out(PROMPTS, ours.params(temperature=0.0), samples=2))
+    found = asyncio.run(ours.held_out(HeldOut(prompts=PROMPTS, params=ours.params(temperature=0.0), samples=2)))
     assert [one.rewards for one in found] == [(1.0, 1.0), (0.0, 0.0)]
     assert {one.params.temperature for one in halves.asked} == {0.0}
 
@@ -254,7 +255,9 @@ def test_what_fails_is_counted(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_each_trajectory_of_a_held_out_problem_is_told() -> None:
     told, ours = list[int](), sampler(Scripted(calculates))
-    found = asyncio.run(ours.held_out(PROMPTS, ours.params(temperature=0.0), samples=2, tell=told.append))
+    found = asyncio.run(
+        ours.held_out(HeldOut(prompts=PROMPTS, params=ours.params(temperature=0.0), samples=2, tell=told.append))
+    )
     assert [len(one.rewards) for one in found] == [2, 2]
     assert told == [1] * 4
 
@@ -272,13 +275,13 @@ def test_a_held_out_prompt_that_is_poison_is_asked_once_and_more_than_one_in_a_h
     engine = Poisoned(lambda text: "!132")
     ours = sampler(engine)
     for _ in range(3):
-        bad, good = asyncio.run(ours.held_out(PROMPTS, ours.params(temperature=0.0), samples=2))
+        bad, good = asyncio.run(ours.held_out(HeldOut(prompts=PROMPTS, params=ours.params(temperature=0.0), samples=2)))
         assert (bad.group, bad.reason, good.rewards) == (None, "poison", (1.0, 1.0))
     assert sum("3*4" in request.id for request in engine.asked) == 2
     assert len({request.params.seed for request in engine.asked}) == 4
     engine.bad = ("3*4=", "12*11=")
     with pytest.raises(EngineError, match="2 of 2 held-out prompts ended servers or were refused"):
-        asyncio.run(ours.held_out(PROMPTS, ours.params(temperature=0.0)))
+        asyncio.run(ours.held_out(HeldOut(prompts=PROMPTS, params=ours.params(temperature=0.0))))
 
 
 async def edits(task: Prompt, model: Model) -> float:

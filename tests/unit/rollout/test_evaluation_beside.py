@@ -13,6 +13,7 @@ from rl_megatron.config.sections.rollout import RolloutSection, RunningRequests,
 from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.rewards.own import Plain
 from rl_megatron.rollout.ledger import Ledger
+from rl_megatron.rollout.policy_sampler import HeldOut
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.rollout.servers.engine import ServedEngine
 from rl_megatron.rollout.servers.http import Server
@@ -85,7 +86,7 @@ async def trained(path: Path, *, evaluates: bool) -> tuple[list[object], list[in
     for step in range(1, STEPS + 1):
         if evaluates:
             assert stream._tasks  # something is sampled, and waits
-            answers = await sampler.held_out(PROMPTS[:7], sampler.params(temperature=1.0))
+            answers = await sampler.held_out(HeldOut(prompts=PROMPTS[:7], params=sampler.params(temperature=1.0)))
             assert all(one.rewards[0] >= 1.0 for one in answers)
         adapter.go.set()
         while stream._tasks:  # each draws and sends the next group

@@ -21,6 +21,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.rewards.own import Plain
 from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.local.engine import LocalEngine
+from rl_megatron.rollout.policy_sampler import HeldOut
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.training.group_job import interrupted_row
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup
@@ -198,7 +199,7 @@ def test_nothing_is_interrupted_where_no_token_would_follow_and_in_evaluations(m
     late = groups(sampler(engine, {"earliest": 11}))
     assert all(len(one.turns) == 1 for group in late for one in group.trajectories)
     ours = sampler(engine, {"earliest": 5})
-    held = asyncio.run(ours.held_out(PROMPTS, ours.params(temperature=1.0)))
+    held = asyncio.run(ours.held_out(HeldOut(prompts=PROMPTS, params=ours.params(temperature=1.0))))
     assert all(len(one.turns) == 1 for each in held if each.group for one in each.group.trajectories)
 
 

@@ -18,6 +18,7 @@ from rl_megatron.evaluation.sets import ProblemSet, measure
 from rl_megatron.rewards.own import Plain
 from rl_megatron.rollout.batch import RolloutBatch
 from rl_megatron.rollout.local.engine import LocalEngine
+from rl_megatron.rollout.policy_sampler import HeldOut
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGroup, Scored
 from tests.completions import completion, drawn
@@ -81,7 +82,7 @@ def test_steps_of_a_reward_are_turns_of_what_is_trained_on_and_not_of_evaluation
             assert [len(turn.logprobs) for turn in row.turns] == [1] * (len(old.token_ids) - 2)
             assert one.reward == 0.5 * len(row.turns)
     params = ours.params(temperature=0.0)
-    (held, *_) = asyncio.run(ours.held_out(PROMPTS[:1], params))
+    (held, *_) = asyncio.run(ours.held_out(HeldOut(prompts=PROMPTS[:1], params=params)))
     assert held.group is not None
     assert [len(one.turns) for one in held.group.trajectories] == [1]
 
@@ -291,5 +292,5 @@ def test_accuracy_is_the_share_of_greedy_successes(make_engine: MakeEngine) -> N
 
 
 def _greedy_requests(ours: RolloutSampler) -> list[GenerationRequest]:
-    asyncio.run(ours.held_out(PROMPTS, ours.params(temperature=0.0)))
+    asyncio.run(ours.held_out(HeldOut(prompts=PROMPTS, params=ours.params(temperature=0.0))))
     return list(ours.engine.asked)
