@@ -26,6 +26,7 @@ from launcher.servers.supervisor import Attached, Standing, Started, Supervisor
 from launcher.servers.versions import compare_environments, container_of, shared_settings
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.http.token_file import read_token
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.rollout.servers import engine_token
 from rl_megatron.rollout.servers.adapter import Adapter, StartOptions, words_of
@@ -155,8 +156,7 @@ class ServedEngines:
             yield
 
     def _attached(self) -> list[Server]:
-        file = self._section.token_file
-        token = file.read_text().strip() if file else None
+        token = read_token(self._section.token_file, key="rollout.server.token_file") or None
         urls = [url.strip() for url in str(self._section.addresses).split(",")]
         bad = [url for url in urls if not url.startswith(("http://", "https://"))]
         if bad:

@@ -16,8 +16,9 @@ from typing_extensions import override
 
 from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.config.sections.teachers import TeacherSection
-from rl_megatron.errors import ConfigError, EngineError, ServiceError
+from rl_megatron.errors import EngineError, ServiceError
 from rl_megatron.http.client import TryAgain, retried
+from rl_megatron.http.token_file import read_token
 from rl_megatron.interfaces import FrozenModel
 from rl_megatron.rollout.servers.adapter import Sampling
 from rl_megatron.rollout.servers.decoding import Judged
@@ -72,7 +73,8 @@ class Teacher(FrozenModel):
         if given.startswith(SERVICE):
             address = await self.services.serving(given.removeprefix(SERVICE))
         else:
-            address = ServiceAddress(url=given, key=_token(self.section.token_file))
+            key = f"algorithm.kl.teachers.{self.name}.token_file"
+            address = ServiceAddress(url=given, key=read_token(self.section.token_file, key=key))
         if address not in self._servers:
             limit = self.section.timeout_seconds
             self._servers[address] = Server(address.url, token=address.key or None, timeout_seconds=limit)
@@ -136,12 +138,3 @@ def _in_micro_batches(batch: Batch, of_sequences: Mapping[int, Tensor]) -> Score
     return [
         [torch.cat([nothing, *(of_sequences[int(one)] for one in part)]) for part in row] for row in batch.sequences
     ]
-
-
-def _token(file: Path | None) -> str:
-    if file is None:
-        return ""
-    try:
-        return file.expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"token_file={file}: {error}") from error

@@ -7,14 +7,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, get_args
 
 from typing_extensions import override
 
 from rl_megatron.config.sections.sandbox import SandboxSection
-from rl_megatron.errors import ConfigError, SandboxError
+from rl_megatron.errors import SandboxError
 from rl_megatron.http.client import TryAgain, beginning_of, check_status, post_json, retried
+from rl_megatron.http.token_file import read_token
 from rl_megatron.sandbox.protocol import Executor, Limits, ProgramEnd, Ran, SandboxProgram
 
 _SLACK_SECONDS = 30.0  # of an answer, beyond the program's limit
@@ -30,7 +30,7 @@ class RemoteExecutor(Executor):
 
     def __init__(self, section: SandboxSection) -> None:
         assert section.url is not None
-        token = _token(section.token_file)
+        token = read_token(section.token_file, key="sandbox.token_file", private=True)
         self._url, self._headers = section.url, {"Authorization": f"Bearer {token}"} if token else {}
 
     @override
@@ -81,17 +81,3 @@ def _ran(answer: bytes, limits: Limits) -> Ran:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
         raise ValueError(f"seconds is {seconds!r:.80}; it must be a number")
     return Ran(ended=ended, exit=status, stdout=str(texts[0]), stderr=str(texts[1]), seconds=float(seconds))
-
-
-def _token(path: Path | None) -> str:
-    if path is None:
-        return ""
-    try:
-        if path.stat().st_mode & 0o077:
-            raise ConfigError(f"sandbox.token_file={path}: others can read it; chmod 600 it")
-        token = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"sandbox.token_file={path}: {error}") from error
-    if not token.isascii() or not token.isprintable() or " " in token or not token:
-        raise ConfigError(f"sandbox.token_file={path}: it holds no token: one line of printable ASCII")
-    return token
