@@ -2,7 +2,8 @@
 
     python tools/hf_to_megatron.py HF_DIR MEGATRON_DIR [--dtype bfloat16] [--shard-gb 1]
 
-The conversion streams: no GPU, no process group, no model in memory. If killed and restarted, it continues.
+`rl-megatron convert` in one direction: it refuses a checkpoint that is megatron's already. Streams, and continues after
+a kill.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import typer
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from tools import conversion
-from tools.options import OnePart, OwnFamily
+from tools.options import FileSize, NewDtype, OnePart, OwnFamily
 
 
 def main(
     hf_dir: Annotated[Path, typer.Argument(help="Hugging Face folder to read", show_default=False)],
     megatron_dir: Annotated[Path, typer.Argument(help="folder to make; must not exist", show_default=False)],
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as stored when not given")] = None,
-    shard_gb: Annotated[float, typer.Option(help="size of a file")] = 1.0,
+    dtype: NewDtype = None,
+    shard_gb: FileSize = None,
     family: OwnFamily = None,
     part: OnePart = None,
 ) -> None:

@@ -2,8 +2,8 @@
 
     python tools/megatron_to_hf.py MEGATRON_DIR HF_DIR [--config HF_DIR] [--dtype bfloat16] [--shard-gb 2]
 
-Reads what tools/hf_to_megatron.py wrote and the learner/ folder of a run's checkpoint (give ``--config`` then: a folder
-with the model's config.json and tokenizer). Streams, and continues after a kill.
+`rl-megatron convert` in one direction: it refuses a Hugging Face folder. For the learner/ folder of a run's checkpoint
+give ``--config``: a folder with the model's config.json and tokenizer. Streams, and continues after a kill.
 """
 
 from __future__ import annotations
@@ -16,18 +16,15 @@ import typer
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from tools import conversion
-from tools.options import OnePart, OwnFamily
+from tools.options import ConfigFolder, FileSize, NewDtype, OnePart, OwnFamily
 
 
 def main(
     megatron_dir: Annotated[Path, typer.Argument(help="torch_dist checkpoint to read", show_default=False)],
     hf_dir: Annotated[Path, typer.Argument(help="folder to make; must not exist", show_default=False)],
-    config: Annotated[Path | None, typer.Option(help="folder with config.json, where the checkpoint has none")] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16, float16, or float8_e4m3fn in blocks; as stored when not given"),
-    ] = None,
-    shard_gb: Annotated[float | None, typer.Option(help="size of a file, each one thread's work [default: 2]")] = None,
+    config: ConfigFolder = None,
+    dtype: NewDtype = None,
+    shard_gb: FileSize = None,
     family: OwnFamily = None,
     part: OnePart = None,
 ) -> None:

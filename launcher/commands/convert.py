@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tools.options import OnePart, OwnFamily
+from tools.options import ConfigFolder, FileSize, NewDtype, OnePart, OwnFamily
 
 
 def convert(
@@ -18,12 +18,9 @@ def convert(
         typer.Argument(help="Hugging Face folder, megatron torch_dist, or where Megatron-LM saved", show_default=False),
     ],
     out: Annotated[Path, typer.Argument(help="new folder for the checkpoint of the other kind", show_default=False)],
-    config: Annotated[Path | None, typer.Option(help="folder with config.json, if SOURCE has none")] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16, float16, or to HF float8_e4m3fn in blocks; as stored when not given"),
-    ] = None,
-    shard_gb: Annotated[float | None, typer.Option(help="size of a file [default: 1 to megatron, 2 to HF]")] = None,
+    config: ConfigFolder = None,
+    dtype: NewDtype = None,
+    shard_gb: FileSize = None,
     family: OwnFamily = None,
     upcycle: Annotated[
         str | None,

@@ -59,7 +59,7 @@ def hf_to_megatron(
     *,
     family: str | None = None,
     dtype: DType | None = None,
-    shard_bytes: int = 1 << 30,
+    shard_bytes: int = 10**9,
     on_progress: OnProgress = lambda n, total: None,
     share: Share = _ALL,
 ) -> list[int]:
