@@ -55,7 +55,7 @@ class WeightGroup(WeightSync):
             raise failures[0]
         with spans.during(spans.PUSHES, "commit"):
             await self._group.each(commit, version)
-        return _joined(version, updates)
+        return _one_update(version, updates)
 
     async def held(self) -> list[dict[str, int]]:
         """The checksum of each tensor that each rank holds for its engine."""
@@ -88,7 +88,7 @@ class WeightGroup(WeightSync):
             if isinstance(answer, SyncError):
                 raise answer
         said = [answer for answer in answers if not isinstance(answer, SyncError)]
-        return _joined(version, [update for update, _ in said]), [report for _, report in said]
+        return _one_update(version, [update for update, _ in said]), [report for _, report in said]
 
     @override
     async def export(self, folder: Path) -> None:
@@ -96,7 +96,7 @@ class WeightGroup(WeightSync):
         await self._group.ask("export", {0: (folder,)})
 
 
-def _joined(version: int, updates: Sequence[WeightUpdate]) -> WeightUpdate:
+def _one_update(version: int, updates: Sequence[WeightUpdate]) -> WeightUpdate:
     return WeightUpdate(
         version=version,
         num_bytes=sum(u.num_bytes for u in updates),

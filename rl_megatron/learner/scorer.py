@@ -166,15 +166,15 @@ class MegatronScorer:
         """Scatters this rank's [t] to the samples' positions [N], and sums over CP."""
         source = packed.source.to(self._device)
         real = source >= 0
-        return self._joined(scores[real], source[real], len(samples.input_ids))
+        return self._summed(scores[real], source[real], len(samples.input_ids))
 
     def _restore_masked_in(self, logits: Tensor, packed: PackedMicroBatch, samples: Samples) -> Tensor:
         """Scatters this rank's [masked-in, V] to the samples' masked-in positions, and sums over CP."""
         places = packed.source.to(self._device)[packed.columns["mask"]]
         rows = samples.mask.long().cumsum(0).to(self._device)[places] - 1  # among the masked-in positions
-        return self._joined(logits, rows, int(samples.mask.sum()))
+        return self._summed(logits, rows, int(samples.mask.sum()))
 
-    def _joined(self, mine: Tensor, rows: Tensor, count: int) -> Tensor:
+    def _summed(self, mine: Tensor, rows: Tensor, count: int) -> Tensor:
         out = mine.new_zeros((count, *mine.shape[1:]), dtype=torch.float32)
         out[rows] = mine
         if self._dims.cp > 1:

@@ -117,7 +117,7 @@ class WaveUpdate(Update):
         row: Row = {"tokens/train": 0}
         if not trained.found:
             return row
-        found, samples = await to_thread(lambda: (_joined_measured(trained.found), _joined(trained.samples)))
+        found, samples = await to_thread(lambda: (_cat_measured(trained.found), _cat_samples(trained.samples)))
         row |= await to_thread(self._gaps, found)
         if not trained.batches:
             return row
@@ -169,18 +169,18 @@ def _rows(waves: Sequence[Batch]) -> list[list[Samples]]:
     return [[one for wave in waves for one in wave.micro_batches[d]] for d in range(len(waves[0].micro_batches))]
 
 
-def _joined(parts: Sequence[Samples]) -> Samples:
+def _cat_samples(parts: Sequence[Samples]) -> Samples:
     columns = {name: torch.cat([part.columns[name] for part in parts]) for name in parts[0].columns}
     lengths = torch.cat([part.cu_seqlens.diff() for part in parts])
     return Samples(
         **columns,
         cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-        group_of=_joined_ids([part.group_of for part in parts], parts),
-        trajectory_of=_joined_ids([part.trajectory_of for part in parts], parts),
+        group_of=_cat_ids([part.group_of for part in parts], parts),
+        trajectory_of=_cat_ids([part.trajectory_of for part in parts], parts),
     )
 
 
-def _joined_ids(every: Sequence[Tensor | None], parts: Sequence[Samples]) -> Tensor | None:
+def _cat_ids(every: Sequence[Tensor | None], parts: Sequence[Samples]) -> Tensor | None:
     """Ids that are not those of another part; a part without any has one for each sequence."""
     if all(ids is None for ids in every):
         return None
@@ -189,12 +189,12 @@ def _joined_ids(every: Sequence[Tensor | None], parts: Sequence[Samples]) -> Ten
     return torch.cat([ids + int(first) for ids, first in zip(each, after, strict=False)])
 
 
-def _joined_measured(parts: Sequence[Measured]) -> Measured:
+def _cat_measured(parts: Sequence[Measured]) -> Measured:
     tensors = {one.name: [getattr(part, one.name) for part in parts] for one in fields(Measured)}
-    samples = _joined(tensors.pop("samples"))
-    return Measured(samples, **{name: _joined_column(column) for name, column in tensors.items()})
+    samples = _cat_samples(tensors.pop("samples"))
+    return Measured(samples, **{name: _cat_column(column) for name, column in tensors.items()})
 
 
-def _joined_column(column: Sequence[Tensor | None]) -> Tensor | None:
+def _cat_column(column: Sequence[Tensor | None]) -> Tensor | None:
     present = [part for part in column if part is not None]
     return torch.cat(present) if present else None

@@ -67,26 +67,26 @@ class PlainText(Template):
 
     @override
     def begin(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[TokenIds, Rendered]:
-        text = _joined(messages)
+        text = _text_of(messages)
         return tokens_of_text(self._tokenizer, text, begins=True), Rendered(text=text, messages=messages, tools=tools)
 
     @override
     def proceed(
         self, before: Rendered, messages: Sequence[ChatMessage], tools: Tools, ended: int | None
     ) -> tuple[TokenIds, Rendered]:
-        new = _joined(messages[len(before.messages) + 1 :])
+        new = _text_of(messages[len(before.messages) + 1 :])
         return tokens_of_text(self._tokenizer, new), Rendered(text=new, messages=messages, tools=tools)
 
     @override
     def shows_alike(self, one: Sequence[ChatMessage], other: Sequence[ChatMessage], tools: Tools) -> bool:
-        return _joined(one) == _joined(other)
+        return _text_of(one) == _text_of(other)
 
     @override
     def decode(self, token_ids: TokenIds, *, special: bool = False) -> str:
         return text_of(self._tokenizer, token_ids, special=special)
 
 
-def _joined(messages: Sequence[ChatMessage]) -> str:
+def _text_of(messages: Sequence[ChatMessage]) -> str:
     return "".join(message["content"] for message in messages)
 
 

@@ -98,7 +98,7 @@ class Copy:
         step = max(BLOCK_BYTES // row // unit, 1) * unit
         fragments = sorted(self.fragments, key=lambda fragment: fragment.box)
         straight = multiple is None and self._is_stack(fragments)
-        for block in self._runs(fragments, step) if straight else self._joined(fragments, step):
+        for block in self._runs(fragments, step) if straight else self._assembled(fragments, step):
             on_bytes(block.nbytes)
             yield block
 
@@ -115,7 +115,7 @@ class Copy:
             for low in range(first, last, step):
                 yield np.ascontiguousarray(self._taken(source, ((low, min(low + step, last)), *rest)))
 
-    def _joined(self, fragments: Sequence[Fragment], step: int) -> Iterator[Bits]:
+    def _assembled(self, fragments: Sequence[Fragment], step: int) -> Iterator[Bits]:
         sources = [(fragment, fragment.source()) for fragment in fragments]
         for low in range(0, self.shape[0], step):
             high = min(low + step, self.shape[0])

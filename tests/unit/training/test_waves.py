@@ -212,7 +212,7 @@ def test_what_visits_every_token_runs_beside_the_event_loop(kind: type[Update]) 
     finally:
         sys.setprofile(None)
     assert {"mismatch/k1", "advantage/std", "kl/reference"} <= row.keys()
-    whole = {"to_samples", "assign_credit", "_joined", "mismatch_row", "advantage_row", "metrics", "tokens_of"}
+    whole = {"to_samples", "assign_credit", "_cat_samples", "mismatch_row", "advantage_row", "metrics", "tokens_of"}
     assert not in_loops_thread & (whole | {"unpack", "plan_packing", "reference_kl"})
     assert "shape_rewards" in in_loops_thread  # of completions, not of tokens
 
