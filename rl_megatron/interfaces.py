@@ -256,7 +256,7 @@ class Roles:
     servers: a step asks them, and frees what they hold of it."""
     engine: RolloutEngine
     weights: WeightSync
-    judges: Mapping[str, FrozenModel] = field(default_factory=dict)
+    reward_models: Mapping[str, FrozenModel] = field(default_factory=dict)
     """``reward_<name>`` of each of ``reward_models``, on ranks of its own: rewards ask them, while engines sample."""
     together: Sequence[Together] = ()
     """Models that are asked by one request, by the ranks that hold them; one that is in none is asked by itself."""
@@ -280,7 +280,7 @@ class Roles:
     @property
     def models(self) -> dict[str, Scorer]:
         """Every model, by its role."""
-        return {**self.learners, **self.frozen, **self.judges}
+        return {**self.learners, **self.frozen, **self.reward_models}
 
 
 def unheard(text: str) -> None:

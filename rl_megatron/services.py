@@ -13,6 +13,8 @@ from rl_megatron.config.sections.reward import RankedModelSection
 from rl_megatron.config.sections.services import SERVICE, ServiceSection
 from rl_megatron.errors import ServiceError
 
+_LOOK_SECONDS = 0.1
+
 
 class TextScores(Protocol):
     """A reward model's scores of texts."""
@@ -23,9 +25,6 @@ class TextScores(Protocol):
 
     async def __call__(self, texts: Sequence[Sequence[int]], /) -> Sequence[float]:
         """Of each text, given its tokens."""
-
-
-_LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

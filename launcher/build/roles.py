@@ -22,7 +22,7 @@ from launcher.runs.stop import Stop
 from launcher.servers.engines import adapter_of
 from launcher.servers.launcher import ServedLauncher
 from launcher.servers.site import HERE, MoreSites
-from rl_megatron.config.beside import ranked_rewards
+from rl_megatron.config.beside import reward_model_roles
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.teachers import teacher_role
 from rl_megatron.data.packing import causal_attention_cost, packer_of
@@ -101,9 +101,9 @@ async def load_reward_models(
     config: RunConfig, shape: ModelShape, roles: Roles, services: Services, tell: Callable[[str], None] = unheard
 ) -> None:
     """Have ranks load the reward models, before any job asks for a reward. The policy has ``shape``."""
-    for role, name in ranked_rewards(config).items():
+    for role, name in reward_model_roles(config).items():
         tell(f"loading the reward model {name}")
-        model, sizes = roles.judges[role], role_shape(config, shape, role)
+        model, sizes = roles.reward_models[role], role_shape(config, shape, role)
         await model.start_from(config.reward_models[name].path)
         packer = packer_of(config.learner_of(role), attention_cost=attention_cost(sizes))
         services.holds(name, RankedScores(model=model, packer=packer, vocab_size=sizes.vocab_size))

@@ -11,7 +11,7 @@ from launcher.controller.learner import LearnerGroup, LearnerGroups
 from launcher.controller.plane import Plane
 from launcher.controller.speeds import Speeds
 from launcher.controller.weights import WeightGroup
-from rl_megatron.config.beside import frozen_folders, ranked_rewards
+from rl_megatron.config.beside import frozen_folders, reward_model_roles
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Roles
 from rl_megatron.placement.names import LEARNER
@@ -21,18 +21,18 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig, speeds: Speed
     """The trainer's view of ready ranks: roles without their own ranks are on the learner's."""
     group = groups[LEARNER]
     trained = {"policy": True, "critic": config.algorithm.needs_critic}
-    judging = dict.fromkeys(ranked_rewards(config), True)
-    frozen = {role: role not in judging for role in frozen_folders(config)}
+    scoring = dict.fromkeys(reward_model_roles(config), True)
+    frozen = {role: role not in scoring for role in frozen_folders(config)}
     planes = {role: Plane(its, config.learner_of(role).dims) for role, its in groups.items()}
-    learners, others, judges = (
+    learners, others, reward_models = (
         {
             role: LearnerGroup(groups.get(role, group), role, planes.get(role, planes[LEARNER]))
             for role, needed in roles.items()
             if needed
         }
-        for roles in (trained, frozen, judging)
+        for roles in (trained, frozen, scoring)
     )
-    models = [*learners.values(), *others.values(), *judges.values()]
+    models = [*learners.values(), *others.values(), *reward_models.values()]
     together = [
         LearnerGroups([one for one in models if (one.role if one.role in groups else LEARNER) == name], plane)
         for name, plane in planes.items()
@@ -45,7 +45,7 @@ def roles_of(groups: Mapping[str, WorkerGroup], config: RunConfig, speeds: Speed
     return Roles(
         learners=learners,
         frozen=others,
-        judges=judges,
+        reward_models=reward_models,
         engine=EngineGroup(group),
         weights=WeightGroup(group),
         together=together,

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, found_by, note, problem, unchecked
-from rl_megatron.config.beside import frozen_folders, in_words_of, ranked_rewards, separate
+from rl_megatron.config.beside import frozen_folders, in_words_of, reward_model_roles, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.errors import ConfigError, RLMegatronError
@@ -35,7 +35,7 @@ def check(subject: Subject) -> Iterator[Found]:
     if subject.config.kind.scores:
         yield from found_by("model files", _classifier(subject))
     for role, (folder, key) in frozen_folders(subject.config).items():
-        if role in ranked_rewards(subject.config):
+        if role in reward_model_roles(subject.config):
             assert folder is not None
             yield from found_by("model files", _scoring(subject, role, folder, key))
         elif folder is not None:

@@ -17,7 +17,7 @@ from rl_megatron.types import Batch, Counts, Loss, Metric, Scores, SkippedStep, 
 
 def colocated(roles: Roles, servers: ReplicaWeights) -> Roles:
     """The roles, with models that make ``servers`` release their memory before they compute, and a push of weights
-    that makes the models release theirs. Judges score while servers sample, and take no turns with them."""
+    that makes the models release theirs. Reward models score while servers sample, and take no turns with them."""
     return replace(
         roles,
         weights=_Weights(inner=roles.weights, models=(*roles.learners.values(), *roles.frozen.values())),

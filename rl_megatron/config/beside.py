@@ -24,14 +24,14 @@ def taught_on_ranks(c: RunConfig) -> dict[str, TeacherSection]:
     return {teacher_role(name): one for name, one in teachers.items() if one.server is None}
 
 
-def ranked_rewards(c: RunConfig) -> dict[str, str]:
+def reward_model_roles(c: RunConfig) -> dict[str, str]:
     """The names of the reward models on ranks, by their roles."""
     return {f"{REWARD}{name}": name for name in c.reward_models} if c.kind.samples else {}
 
 
 def separate(c: RunConfig) -> tuple[str, ...]:
     """The roles with ranks of their own, in the order of a job's nodes."""
-    return (*c.roles.separate, *taught_on_ranks(c), *ranked_rewards(c))
+    return (*c.roles.separate, *taught_on_ranks(c), *reward_model_roles(c))
 
 
 def frozen_folders(c: RunConfig) -> dict[str, tuple[Path | None, str]]:
@@ -42,7 +42,7 @@ def frozen_folders(c: RunConfig) -> dict[str, tuple[Path | None, str]]:
         for role, one in taught_on_ranks(c).items()
     }
     of_rewards = {
-        role: (c.reward_models[name].path, f"reward_models.{name}.path") for role, name in ranked_rewards(c).items()
+        role: (c.reward_models[name].path, f"reward_models.{name}.path") for role, name in reward_model_roles(c).items()
     }
     return ({"reference": (c.reference, c.reference_key)} if c.needs_reference else {}) | of_teachers | of_rewards
 
@@ -76,7 +76,7 @@ def problems_of_services(c: RunConfig) -> Iterator[str]:
         )
 
 
-def problems_of_ranked_rewards(c: RunConfig) -> Iterator[str]:
+def problems_of_reward_models(c: RunConfig) -> Iterator[str]:
     """A line for each reward model on ranks that nobody asks, or that is asked and not there or too small."""
     if not c.kind.samples:
         return
@@ -172,7 +172,7 @@ def _of_layout(c: RunConfig, role: str) -> Iterator[str]:
     if role not in separate(c) and role not in ("critic", "reference"):
         yield (
             f"roles.layouts.{role}: no teacher of algorithm.kl.teachers, and none of reward_models, that ranks hold "
-            f"has this role; allowed: {', '.join((*taught_on_ranks(c), *ranked_rewards(c))) or 'none'}"
+            f"has this role; allowed: {', '.join((*taught_on_ranks(c), *reward_model_roles(c))) or 'none'}"
         )
     elif role not in separate(c):
         yield (

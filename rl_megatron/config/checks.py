@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.beside import (
-    problems_of_ranked_rewards,
+    problems_of_reward_models,
     problems_of_separate,
     problems_of_services,
     problems_of_teachers,
@@ -49,7 +49,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *problems_of_environments(config),
         *problems_of_services(config),
         *problems_of_teachers(config),
-        *problems_of_ranked_rewards(config),
+        *problems_of_reward_models(config),
         *problems_of_keeping(config),
         *problems_of_evaluating(config),
         *problems_of_job(config),

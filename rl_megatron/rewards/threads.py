@@ -1,4 +1,4 @@
-"""Runs scorers off the event loop: blocking ones in threads, the user's ``async`` ones on a separate loop.
+"""Runs reward functions off the event loop: blocking ones in threads, the user's ``async`` ones on a separate loop.
 
 Threads that compute in Python take turns with the event loop's, which so many of them would starve: beside 64 it gets
 its turn every half second (bench/reward_threads.py). So few that compute run at once, and any number that wait.
@@ -34,7 +34,7 @@ async def in_daemon_thread(call: Callable[[], T]) -> T:
     event loop become a RewardError.
 
     Cancelling stops the waiting, not the thread, which no longer counts. It is a daemon, unlike the threads of
-    ``asyncio.to_thread``: a scorer that never returns must not keep the process alive.
+    ``asyncio.to_thread``: a reward that never returns must not keep the process alive.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -136,10 +136,10 @@ _places: WeakKeyDictionary[asyncio.AbstractEventLoop, _Places] = WeakKeyDictiona
 
 
 async def on_loop_apart(call: Callable[[], Coroutine[None, None, T]]) -> T:
-    """Run the coroutine of ``call`` on the event loop of a daemon thread that all ``async`` scorers share.
+    """Run the coroutine of ``call`` on the event loop of a daemon thread that all ``async`` rewards share.
 
     Cancelling stops the waiting at once and cancels the coroutine without waiting for its end. A coroutine that blocks
-    or exits delays only other ``async`` scorers.
+    or exits delays only other ``async`` rewards.
     """
 
     async def outcome() -> tuple[T | None, Exception | None]:

@@ -17,7 +17,7 @@ from itertools import accumulate
 from math import prod
 from typing import Literal
 
-from rl_megatron.config.beside import frozen_folders, in_words_of, ranked_rewards, separate
+from rl_megatron.config.beside import frozen_folders, in_words_of, reward_model_roles, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError
@@ -290,7 +290,7 @@ def _phases(config: RunConfig, role: str, terms: Terms, critic: Terms, servers: 
     """What ``terms`` are in each phase, beside so many ``servers``. Ranks of separate roles keep theirs on the GPU;
     reward models score while servers sample."""
     turns = config.rollout.served and config.rollout.server.colocated and (role == LEARNER or servers > 0)
-    if not turns or role in ranked_rewards(config):
+    if not turns or role in reward_model_roles(config):
         yield "", terms
         return
     yield "training", {**terms, "engine": min(terms["engine"], servers * ASLEEP)}

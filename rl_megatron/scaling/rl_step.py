@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf
 
-from rl_megatron.config.beside import frozen_folders, ranked_rewards, separate
+from rl_megatron.config.beside import frozen_folders, reward_model_roles, separate
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.config.sections.rollout import ServerSection
@@ -202,7 +202,7 @@ def rl_step(
         parts["log-probs"] = forward_seconds(work, batches)
     roles = ("critic", *frozen_folders(config))
     others = {role: learner_work(config.of_role(role), role_shape(config, shape, role), gpu, mean) for role in roles}
-    judged = max((forward_seconds(others.pop(role), batches) for role in ranked_rewards(config)), default=0.0)
+    scored = max((forward_seconds(others.pop(role), batches) for role in reward_model_roles(config)), default=0.0)
     parts |= _others(config, others, parts)
     section = config.rollout.server
     server = server_shape(config, section, weights_served(config, shape), shape, gpu)
@@ -214,16 +214,16 @@ def rl_step(
     sample = partial(sample, sharing=_servers_on_a_gpu(config))
     engines = sample(concurrency=section.concurrency)
     learner = sum(parts.values())
-    slower = max(learner, engines.steady, judged)
+    slower = max(learner, engines.steady, scored)
     least = max(1, ceil(engines.longest / slower)) if apart else 0
     k = (min(MOST_STALENESS, least) if staleness is None else staleness) if apart else 0
     rollout = parts["rollout"] = engines.steady if k else engines.alone
     if engines.held_back:  # or not, where the step's completions all fit
         free = sample(concurrency=inf)
         engines = replace(engines, held_back=(free.steady if k else free.alone) < rollout)
-    if judged > rollout:
-        parts["reward models"] = judged - rollout
-    seconds = max(slower, engines.longest / k) if k else learner + max(rollout, judged)
+    if scored > rollout:
+        parts["reward models"] = scored - rollout
+    seconds = max(slower, engines.longest / k) if k else learner + max(rollout, scored)
     if k and seconds > slower:
         parts["waiting for the longest"] = seconds - slower
     return RlStep(

@@ -119,7 +119,7 @@ class Update:
         return row
 
     async def forget(self) -> None:
-        """Free what ranks hold of the step's batch. Judges hold none, and may be at work on later ones."""
+        """Free what ranks hold of the step's batch. Reward models hold none, and may be at work on later ones."""
         for model in (*self.roles.learners.values(), *self.roles.frozen.values()):
             await model.forget()
 

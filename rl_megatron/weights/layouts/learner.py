@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from rl_megatron.config.beside import frozen_folders, in_words_of, ranked_rewards
+from rl_megatron.config.beside import frozen_folders, in_words_of, reward_model_roles
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
@@ -68,7 +68,7 @@ def role_shape(config: RunConfig, shape: ModelShape, role: str, base: Path | Non
         found = read_shape((base or Path()) / folder, config.learner.model)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{key}=")) from error
-    if role in ranked_rewards(config):
+    if role in reward_model_roles(config):
         if found.scores:
             return found
         raise ConfigError(
