@@ -122,7 +122,7 @@ def upcycle(
     shape = read_shape(source)
     width = _width(source, shape, given)
     stored, files = hf_copies(source, shape, dtype)
-    tensors = [new for tensor in stored for new in _of(tensor, shape, width, given)]
+    tensors = [new for tensor in stored for new in _of(tensor, width, given)]
     tensors += [_router(layer, shape, given, _dtype_of_mlp(stored)) for layer in range(shape.num_layers)]
 
     tensors = in_dtype(sorted(tensors, key=lambda tensor: tensor.name), dtype, hf_layout(shape))
@@ -160,7 +160,7 @@ def _width(source: Path, shape: ModelShape, given: Upcycling) -> int:
 _PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
 
-def _of(tensor: Copy, shape: ModelShape, width: int, given: Upcycling) -> list[Copy]:
+def _of(tensor: Copy, width: int, given: Upcycling) -> list[Copy]:
     """The new tensors that are made of one of the dense model: experts of an MLP's, none of a router, else itself."""
     layer, is_mlp, part = tensor.name.partition(".mlp.")
     if not is_mlp:
