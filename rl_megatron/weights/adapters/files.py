@@ -62,7 +62,9 @@ def adapters_to_peft(
 
     sink = Sink(name="adapter_model.safetensors", tensors=named, write=write_safetensors)
     options = options_of(config, family, None, 0)
-    return write_files(source, out, [sink], files, on_progress, finish, options=options, share=share or Share())
+    return write_files(
+        source, out, [sink], files, on_progress, finish, companion=config, options=options, share=share or Share()
+    )
 
 
 def of_unknown_base(source: Path, base: Path) -> str | None:

@@ -79,11 +79,7 @@ class MappedFile:
             return None
         except OSError as error:
             return f"{self.path}: {error.strerror or error}"
-        was = self._found
-        if (now.st_size, now.st_mtime_ns) == (was.st_size, was.st_mtime_ns):
-            return None
-        before, after = (f"{one.st_size} bytes of {_time(one.st_mtime)}" for one in (was, now))
-        return f"{self.path}: {before}, then {after}"
+        return change(self.path, self._found, now)
 
     def forget(self) -> None:
         """Drop touched pages; views stay valid and read them again."""
@@ -102,8 +98,17 @@ def _mapped(descriptor: int, size: int) -> NDArray[np.uint8]:
     return np.frombuffer(memoryview(made), np.uint8)
 
 
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(sep=" ", timespec="milliseconds")
+def change(path: Path, was: os.stat_result | None, now: os.stat_result | None) -> str | None:
+    """The file's size and time, then and now, if they differ; ``None`` is of a file that is not there."""
+    kept = was and now and (now.st_size, now.st_mtime_ns) == (was.st_size, was.st_mtime_ns)
+    return None if kept else f"{path}: {_told(was)}, then {_told(now)}"
+
+
+def _told(stat: os.stat_result | None) -> str:
+    if stat is None:
+        return "not there"
+    time = datetime.fromtimestamp(stat.st_mtime, UTC).isoformat(sep=" ", timespec="milliseconds")
+    return f"{stat.st_size} bytes of {time}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

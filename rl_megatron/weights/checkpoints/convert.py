@@ -93,7 +93,7 @@ def hf_to_megatron(
         write_atomically(folder / "config.json", config.encode())
 
     options = options_of(source, family, dtype, shard_bytes)
-    return write_files(source, out, sinks, files, on_progress, finish, options=options, share=share)
+    return write_files(source, out, sinks, files, on_progress, finish, companion=source, options=options, share=share)
 
 
 def _to_megatron(tensors: Sequence[Copy], hf: Layout, megatron: Layout) -> list[Copy]:
@@ -197,7 +197,9 @@ def write_hf(
         copy_companions(companion, folder, variables)
         write_atomically(folder / "config.json", config.encode())
 
-    return write_files(source, out, sinks, files, on_progress, finish, options=options, share=share)
+    return write_files(
+        source, out, sinks, files, on_progress, finish, companion=companion, options=options, share=share
+    )
 
 
 def options_of(companion: Path, family: str | None, dtype: DType | None, shard_bytes: int) -> dict[str, object]:

@@ -25,7 +25,9 @@ from rl_megatron.digests import Digest, digest_file
 from rl_megatron.durable import sync, write_atomically
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.json_text import parse
+from rl_megatron.weights.bytes.mapped import change
 from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Files, OnBytes, OnProgress, Sink
+from rl_megatron.weights.formats.hf_folder import companions
 
 Notes = Mapping[str, list[dict[str, object]]]
 """What each file's writer said of its tensors."""
@@ -57,6 +59,7 @@ def write_files(
     on_progress: OnProgress,
     finish: Callable[[Path, Notes], None],
     *,
+    companion: Path,
     options: Mapping[str, object],
     share: Share,
 ) -> list[int]:
@@ -64,14 +67,15 @@ def write_files(
 
     Returns the indices of the shares that lack files; none if ``out`` is complete. Files that an earlier process wrote
     are kept if they have their digests. Raises CheckpointError if ``out`` exists, the disk is full, one of ``files``
-    changed since it was mapped, or an earlier process began with another source or other ``options``; WeightError as
-    `numbers`.
+    changed since it was mapped, config.json or one of the `companions` of ``companion`` since the call, or an earlier
+    process began with another source or other ``options``; WeightError as `numbers`.
     """
+    beside = _beside(companion)
     book = json.loads(json.dumps({"source": fingerprint(source), "files": [sink.name for sink in sinks], **options}))
     partial = out.with_name(f".{out.name}.partial")
     if _is_made(out, book, share):
         return []
-    _raise_changed(files, "")  # what is mapped is what the book names
+    _raise_changed(files.changed(), "")  # what is mapped is what the book names
     try:
         _begin(partial, out, book)
         if _is_made(out, book, share):  # between the two lines above
@@ -80,7 +84,10 @@ def write_files(
         own = sinks[share.index :: share.count]
         total = sum(tensor.num_bytes for sink in own for tensor in sink.tensors)
         _write_own(partial, own, files, lambda n: on_progress(n, total))
-        _raise_changed(files, "" if share.count == 1 else f"remove {partial}, ")
+        _raise_changed(
+            [*files.changed(), *_changes(beside, _beside(companion))],
+            "" if share.count == 1 else f"remove {partial}, ",
+        )
         missing = {i % share.count for i, sink in enumerate(sinks) if not _is_there(partial, sink)}
         if not missing:
             _publish(partial, out, book, finish)
@@ -117,8 +124,16 @@ def fingerprint(folder: Path) -> list[list[object]]:
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
 
 
-def _raise_changed(files: Files, first: str) -> None:
-    if changed := files.changed():
+def _beside(companion: Path) -> dict[Path, os.stat_result]:
+    return {path: path.stat() for path in (*companions(companion), companion / "config.json") if path.is_file()}
+
+
+def _changes(was: Mapping[Path, os.stat_result], now: Mapping[Path, os.stat_result]) -> list[str]:
+    return [line for path in sorted({*was, *now}) if (line := change(path, was.get(path), now.get(path)))]
+
+
+def _raise_changed(changed: Sequence[str], first: str) -> None:
+    if changed:
         raise _SourceChanged(
             f"the source changed while it was read: {'; '.join(changed[:20])}. Wait until nothing writes there, {first}"
             "and convert again"

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,27 @@ def test_a_source_that_changes_while_it_is_read_is_not_published(hf: Path, tmp_p
     assert convert.hf_to_megatron(source, out, shard_bytes=6_000) == []
 
 
+def rewrite(path: Path) -> None:
+    path.write_text("{}")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja"])
+@pytest.mark.parametrize("change", [rewrite, Path.unlink])
+def test_a_source_whose_small_files_change_while_it_is_read_is_not_published(
+    hf: Path, tmp_path: Path, name: str, change: Callable[[Path], None]
+) -> None:
+    source, out = Path(shutil.copytree(hf, tmp_path / "source")), tmp_path / "out"
+    os.utime(source / name, (0, 0))
+
+    def fill(*_: int) -> None:
+        if (source / name).exists():
+            change(source / name)
+
+    with pytest.raises(CheckpointError, match=rf"source changed while it was read: {source / name}: \d+ bytes of 1970"):
+        convert.hf_to_megatron(source, out, on_progress=fill)
+    assert not out.exists()
+
+
 def test_a_checkpoint_that_is_removed_while_it_is_read_is_converted(megatron: Path, hf: Path, tmp_path: Path) -> None:
     """As by a run that keeps its newest ones alone."""
     source = Path(shutil.copytree(megatron, tmp_path / "source"))
@@ -283,13 +305,13 @@ def test_the_part_is_an_option_or_the_task_of_a_step() -> None:
 
 
 def test_the_command_says_what_the_other_parts_have_to_write(hf: Path, tmp_path: Path) -> None:
-    def run(part: str) -> str:
+    def said(part: str) -> str:
         command = [sys.executable, "-m", "launcher", "convert", str(hf), str(tmp_path / "out")]
         done = subprocess.run(
             [*command, "--shard-gb", "6e-6", "--part", part], cwd=ROOT, capture_output=True, text=True, check=True
         )
         return done.stdout
 
-    assert run("2/3").startswith("part 2 of 3 is written; not yet: 1, 3. The part that ends last completes")
-    assert run("3/3").startswith("part 3 of 3 is written; not yet: 1. ")
-    assert f"{tmp_path / 'out'}: megatron torch_dist" in run("1/3")
+    assert said("2/3").startswith("part 2 of 3 is written; not yet: 1, 3. The part that ends last completes")
+    assert said("3/3").startswith("part 3 of 3 is written; not yet: 1. ")
+    assert f"{tmp_path / 'out'}: megatron torch_dist" in said("1/3")
