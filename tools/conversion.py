@@ -26,6 +26,7 @@ from rl_megatron.weights.checkpoints.streaming import OnProgress
 from rl_megatron.weights.checkpoints.writing import Share, must_be_new
 from rl_megatron.weights.formats.hf_folder import chat_template, has_tokenizer
 
+_NAMED_PARTS = 20
 _PART = re.compile(r"(\d{1,6})/(\d{1,6})")
 DTYPES = (DType.F32, DType.BF16, DType.F16, DType.F8_E4M3)
 
@@ -72,7 +73,9 @@ def run(
     with display(source.name) as progress:
         missing = making(source, out, dtype=kind, on_progress=progress, share=share, **options)
     if missing:
-        others = ", ".join(str(index + 1) for index in missing)
+        others = ", ".join(str(index + 1) for index in missing[:_NAMED_PARTS])
+        if more := len(missing[_NAMED_PARTS:]):
+            others += f" and {more} more"
         print(
             f"part {share.index + 1} of {share.count} is written; not yet: {others}. The part that ends last completes "
             f"{out}. If one fails, run it again"

@@ -88,7 +88,8 @@ def write_files(
             [*files.changed(), *_changes(beside, _beside(companion))],
             "" if share.count == 1 else f"remove {partial}, ",
         )
-        missing = {i % share.count for i, sink in enumerate(sinks) if not _is_there(partial, sink)}
+        there = set(os.listdir(partial)) & {name.removesuffix(".json") for name in os.listdir(partial / _NOTES)}
+        missing = {i % share.count for i, sink in enumerate(sinks) if sink.name not in there}
         if not missing:
             _publish(partial, out, book, finish)
         return sorted(missing)
@@ -244,10 +245,6 @@ def _is_kept(final: Path, notes_path: Path) -> bool:
             "output and convert again"
         ) from error
     return False
-
-
-def _is_there(folder: Path, sink: Sink) -> bool:
-    return (folder / sink.name).is_file() and _notes_path(folder, sink.name).is_file()
 
 
 def _notes_path(folder: Path, name: str) -> Path:

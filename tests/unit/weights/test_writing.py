@@ -23,7 +23,7 @@ from rl_megatron.weights.checkpoints import convert, verify, writing
 from rl_megatron.weights.checkpoints.streaming import Files
 from rl_megatron.weights.checkpoints.writing import Share
 from tests.unit.weights.conversions import tree
-from tools.conversion import read_share
+from tools.conversion import read_share, run
 
 ROOT = Path(__file__).parents[3]
 SPEC = TinyModelSection(hidden_size=16, expert_width=8, num_layers=1, num_experts=2, head_dim=8, num_heads=2)
@@ -119,6 +119,23 @@ def test_a_part_whose_hidden_folder_is_renamed_while_it_looks_at_it_ends_well(
     monkeypatch.setattr(Path, "is_file", then_another_completes_it)
     assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=0, count=2)) == []
     assert done
+
+
+def test_a_part_whose_hidden_folder_is_renamed_before_it_looks_for_the_others_files_ends_well(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, changed, done = tmp_path / "out", Files.changed, list[Files]()
+    assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=1, count=2)) == [0]
+
+    def then_another_completes_it(files: Files) -> list[str]:
+        done.append(files)
+        if len(done) == 2:  # this part's files are written
+            assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=0, count=2)) == []
+        return changed(files)
+
+    monkeypatch.setattr(Files, "changed", then_another_completes_it)
+    assert convert.hf_to_megatron(hf, out, shard_bytes=6_000, share=Share(index=0, count=2)) == []
+    assert len(done) > 2
 
 
 def test_a_part_whose_book_is_removed_by_another_late_one_ends_well(
@@ -315,3 +332,11 @@ def test_the_command_says_what_the_other_parts_have_to_write(hf: Path, tmp_path:
     assert said("2/3").startswith("part 2 of 3 is written; not yet: 1, 3. The part that ends last completes")
     assert said("3/3").startswith("part 3 of 3 is written; not yet: 1. ")
     assert f"{tmp_path / 'out'}: megatron torch_dist" in said("1/3")
+
+
+def test_of_many_parts_to_write_the_command_names_twenty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make_tiny_model(SPEC.model_copy(update={"num_layers": 4}), tmp_path / "models", seed=4)
+    run(source, tmp_path / "out", shard_gb=1e-9, part="768/768")
+    told = re.search(r"not yet: ((?:\d+, ){19}\d+) and (\d+) more\. The part", capsys.readouterr().out)
+    assert told
+    assert told[1].split(", ") == [str(part) for part in range(1, 21)]
