@@ -52,6 +52,14 @@ def held_shape(source: Path, shape: ModelShape) -> ModelShape:
     return as_held(replace(shape, stacked_experts=False, stacked_drafts=False), read_index(source)[0])
 
 
+def held_files(folder: Path, names: Sequence[str]) -> Files:
+    """A checkpoint's files by their names. Raises CheckpointError if some are not there."""
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{folder}: files that should be there are not: {', '.join(missing)}")
+    return Files([folder / name for name in names])
+
+
 def raise_other_model(source: Path, shape: ModelShape, *, of_critic: bool) -> None:
     """Raises as `megatron_copies` for tensors that a model of ``shape`` lacks, needs or has in another size; megatron
     itself loads too few rows of a vocabulary, and leaves the others at 0. ``of_critic``: a model that scores has the
@@ -73,7 +81,7 @@ def copies_between(source: Path, hf: Layout, megatron: Layout) -> tuple[list[Cop
     homes, chunks = _homes(source, megatron)
     depths = {home.key: len(home.index) for found in homes.values() for home in found}
     held = [chunk for chunk in chunks if chunk.key in depths]
-    files = _opened(source, sorted({chunk.file for chunk in held}))
+    files = held_files(source, sorted({chunk.file for chunk in held}))
     at: dict[tuple[str, Shape], list[Chunk]] = {}
     for chunk in held:
         for index in _indices(chunk, depths[chunk.key]):
@@ -138,13 +146,6 @@ def adapter_copies(source: Path, shape: ModelShape, lora: LoraSection) -> tuple[
     hf = hf_adapters(hf_layout(shape), ranks_of_parts(ranks, lora))
     tensors, files = copies_between(source, hf, learner_adapters(ranks, lora))
     return {tensor.name: tensor for tensor in tensors}, files
-
-
-def _opened(folder: Path, names: Sequence[str]) -> Files:
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise CheckpointError(f"{folder}: files that should be there are not: {', '.join(missing)}")
-    return Files([folder / name for name in names])
 
 
 def _indices(chunk: Chunk, depth: int) -> Iterator[Shape]:

@@ -14,7 +14,7 @@ from rl_megatron.digests import Digest, misfits
 from rl_megatron.errors import ConfigError
 from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors, own_left_out
 from rl_megatron.weights.checkpoints.kind import is_megatron
-from rl_megatron.weights.checkpoints.megatron import adapter_copies, held_lora
+from rl_megatron.weights.checkpoints.megatron import adapter_copies, held_files, held_lora
 from rl_megatron.weights.checkpoints.streaming import FORGET_BYTES, Copy, Files, OnBytes, OnProgress
 from rl_megatron.weights.checkpoints.torch_dist import Chunk, open_chunk, read_index
 from rl_megatron.weights.formats.hf_folder import is_draft
@@ -46,6 +46,7 @@ def verify(
         )
     tensors, files = _tensors(folder, config, family)
     chunks = read_index(folder)[1] if written is None and is_megatron(folder) else []
+    files = held_files(folder, sorted({chunk.file for chunk in chunks})) | files  # some may hold no weights
     total = sum(chunk.length for chunk in chunks)
     total += sum(tensor.num_bytes for tensor in tensors) + sum(digest.bytes for digest in (written or {}).values())
 

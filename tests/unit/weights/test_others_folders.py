@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rl_megatron.config.run import TinyModelSection
-from rl_megatron.errors import RLMegatronError, WeightError
+from rl_megatron.errors import CheckpointError, RLMegatronError, WeightError
 from rl_megatron.models.tiny import make_tiny_model, tiny_shape
 from rl_megatron.weights.bytes.dtypes import DType
 from rl_megatron.weights.checkpoints import convert
@@ -20,6 +20,7 @@ from rl_megatron.weights.checkpoints.kind import newest_in
 from rl_megatron.weights.checkpoints.megatron import copies_between
 from rl_megatron.weights.checkpoints.megatron_names import find_homes
 from rl_megatron.weights.checkpoints.torch_dist import Chunk, read_index, write_index, write_tensor
+from rl_megatron.weights.checkpoints.verify import verify
 from rl_megatron.weights.layouts.families import megatron_layout, read_shape
 from rl_megatron.weights.layouts.layout import Layout, ParamSpec, Piece
 
@@ -162,3 +163,23 @@ def test_parts_of_one_tensor_in_several_dtypes_are_refused(odd: DType, tmp_path:
     for number, dtypes in enumerate([{"a": odd, "b": DType.BF16}, {"a": DType.BF16, "b": odd}]):
         with pytest.raises(WeightError, match=rf"save them again in one:\n  fused: bfloat16 and {odd}$"):
             copies_between(saved_in(tmp_path / f"mixed_{number}", dtypes), hf, parts)
+
+
+def test_verify_reads_files_that_hold_an_optimizers_state_alone(megatron: Path, tmp_path: Path) -> None:
+    """As each data parallel rank but the first writes them."""
+    folder = Path(shutil.copytree(megatron, tmp_path / "other"))
+    sizes, chunks = read_index(folder)
+    key, size, name = "optimizer.state.exp_avg.output_layer.weight", (64, 3), "__1_0.distcp"
+    with (folder / name).open("wb") as file:
+        length = write_tensor(file, DType.F32, size, [np.ones(size, DType.F32.bits)])
+    state = Chunk(key=key, offsets=(0, 0), sizes=size, dtype=DType.F32, file=name, start=0, length=length)
+    write_index(folder, [*chunks, state], {**sizes, key: size})
+    assert list(verify(folder)) == []
+    data = bytearray((folder / name).read_bytes())
+    data[length // 2] ^= 1
+    (folder / name).write_bytes(data)
+    (line,) = verify(folder)
+    assert line.startswith(f"{folder / name}, {key} (0, 0): Bad CRC-32")
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=f"files that should be there are not: {name}"):
+        list(verify(folder))
