@@ -15,7 +15,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.resume import flat
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import ConfigError
-from rl_megatron.experiments.outcomes import never_recorded
+from rl_megatron.experiments.outcomes import never_recorded, recorded_by_none
 from rl_megatron.experiments.study import Study, levels_of
 from rl_megatron.placement.ranks import ranks_by_role
 
@@ -66,7 +66,8 @@ def cells_of(study: Study) -> list[Cell]:
     """All cells, the first seed of every arm first, so that a study that is stopped has something of each.
 
     Raises one ConfigError that names the cells whose configuration is refused, or never records what the study
-    compares, and why; also for two cells of one configuration, and for names of arms that are not there.
+    compares, and why; also for a metric of a critic or of experts that no cell records, for two cells of one
+    configuration, and for names of arms that are not there.
     """
     arms = arms_of(study)
     if len(arms) * len(study.seeds) > _MOST_CELLS:
@@ -82,7 +83,11 @@ def cells_of(study: Study) -> list[Cell]:
                     refused.setdefault(line, []).append(f"{arm} seed={own}")
     lines = [f"{_listed(names)}: {line}" for line, names in refused.items()]
     if not lines:
-        lines = [*_equal(cells), *_unknown(study, arms)]
+        lines = [
+            *_equal(cells),
+            *_unknown(study, arms),
+            *recorded_by_none(study, [cell.config for cell in cells]),
+        ]
     if lines:
         more = [f"... and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
         raise ConfigError("\n".join([*lines[:_MOST_LINES], *more]))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import MixtureData
 from rl_megatron.config.sections.eval import EvalSetSection
 from rl_megatron.config.sections.jobs import JobKind
+from rl_megatron.errors import ConfigError
 from rl_megatron.experiments.study import Study
 from rl_megatron.observability.metrics.environments import ENVIRONMENTS
 from rl_megatron.observability.metrics.sampling import SAMPLING
 from rl_megatron.observability.metrics.table import documented
+from rl_megatron.weights.layouts.families import read_shape
 
 _OF_ENTRY = re.compile(r"(eval|source)/([^/]+)/([^/]+).*")
 _OF_PAIRS, _OF_TEXT = ("eval/preference_accuracy", "eval/preference_margin"), ("eval/perplexity",)
@@ -25,15 +29,60 @@ def never_recorded(study: Study, config: RunConfig) -> list[str]:
 
     ``collapse.metric`` counts where the file names it.
     """
-    asked = {"evaluation.metric": study.evaluation.metric}
-    if "metric" in study.collapse.model_fields_set:
-        asked["collapse.metric"] = study.collapse.metric
-    found = [f"{key}={metric}: {why}" for key, metric in asked.items() for why in _why_never(metric, config)]
+    found = [f"{key}={metric}: {why}" for key, metric in _asked(study).items() for why in _why_never(metric, config)]
     if study.evaluation.compute == "tokens" and not config.kind.samples:
         found.append(
             f"evaluation.compute=tokens: job={config.job} samples no tokens; take steps, device_seconds or flops"
         )
     return found
+
+
+def recorded_by_none(study: Study, configs: Sequence[RunConfig]) -> list[str]:
+    """A line for each metric of a critic or of experts that the study asks for, and that a run of none of ``configs``
+    records: an arm without them may be beside one that has them."""
+    found = []
+    for key, metric in _asked(study).items():
+        lacking = {_lacking(metric, config) for config in configs}
+        if lacking and None not in lacking:
+            found.append(f"{key}={metric}: no cell records it: {'; '.join(sorted(filter(None, lacking)))}")
+    return found
+
+
+def _asked(study: Study) -> dict[str, str]:
+    watched = {"collapse.metric": study.collapse.metric} if "metric" in study.collapse.model_fields_set else {}
+    return {"evaluation.metric": study.evaluation.metric, **watched}
+
+
+def _lacking(metric: str, config: RunConfig) -> str | None:
+    """What a run lacks to record a metric of a critic or of experts; None for what it has, and others."""
+    room, _, name = metric.partition("/")
+    if room == "critic":
+        section = config.algorithm
+        if config.kind.samples and (section.needs_critic or section.is_own_critic):
+            return None
+        return f"job={config.job} with algorithm.credit={section.credit} has no critic; take algorithm=ppo"
+    if room != "moe":
+        return None
+    if (dense := _dense(config.model.path, config.learner.model)) is not None:
+        return f"model.path={config.model.path}: model_type={dense!r} has no experts"
+    if name.endswith("_loss") and name not in config.learner.router.losses:
+        return f"learner.router.{name}=0; set a coefficient"
+    if name.startswith(("flips_update", "first_flip")) and not config.train.route_flips:
+        return "train.route_flips=false; set it to true"
+    if name == "rerouted_fraction" and config.algorithm.routing_replay == "off":
+        return "algorithm.routing_replay=off; set r2 or r3"
+    return None
+
+
+@cache
+def _dense(folder: Path | None, family: str | None) -> str | None:
+    """The family of a model without experts; None for others, and for a folder that cannot be read, which the run's
+    checks report."""
+    try:
+        shape = None if folder is None else read_shape(folder, family)
+    except ConfigError:
+        return None
+    return shape.family if shape is not None and not shape.num_experts else None
 
 
 def _why_never(metric: str, config: RunConfig) -> Iterator[str]:

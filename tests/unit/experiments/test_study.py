@@ -193,6 +193,33 @@ def test_what_a_job_records_can_be_compared(tmp_path: Path, base: str, metric: s
     assert cells_of(study_of(tmp_path, base=base, evaluation={"metric": metric}))
 
 
+DENSE = """{"model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 260, "max_position_embeddings": 512,
+"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": false}"""
+
+
+@pytest.mark.parametrize(
+    ("metric", "override", "why"),
+    [
+        ("critic/explained_variance", "algorithm=ppo", r"credit=completion has no critic; take algorithm=ppo$"),
+        ("moe/z_loss", "learner.router.z_loss=0.1", r"learner\.router\.z_loss=0; set a coefficient$"),
+        ("moe/flips_update/layer0", "train.route_flips=true", r"train\.route_flips=false; set it to true$"),
+        ("moe/rerouted_fraction", "algorithm.routing_replay=r2", r"routing_replay=off; set r2 or r3$"),
+        ("moe/dead_experts", "model.path=null", r"dense: model_type='qwen3' has no experts$"),
+    ],
+)
+def test_a_metric_of_parts_that_no_cell_has_is_refused_and_one_that_an_arm_has_is_not(
+    tmp_path: Path, metric: str, override: str, why: str
+) -> None:
+    (tmp_path / "dense").mkdir()
+    (tmp_path / "dense/config.json").write_text(DENSE)
+    plain = f"model.path={tmp_path / 'dense'}" if "dense" in why else "algorithm=grpo"
+    asked = {"evaluation": {"metric": metric}, "seeds": [0]}
+    assert len(cells_of(study_of(tmp_path, axes={"a": [plain, override]}, **asked))) == 2
+    with pytest.raises(ConfigError, match=rf"^evaluation\.metric={metric}: no cell records it: .*{why}"):
+        cells_of(study_of(tmp_path, overrides=[plain], **asked))
+
+
 def test_more_cells_than_allowed_are_refused_not_left_out(tmp_path: Path) -> None:
     axes = {"a": [f"train.steps={i}" for i in range(1, 74)], "b": [f"eval.every={i}" for i in range(137)]}
     assert 73 * 137 == 10_001
@@ -297,7 +324,12 @@ def test_overrides_of_the_command_line_come_after_the_files_and_make_other_cells
 def test_a_report_of_another_outcome_lies_in_a_folder_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    study = study_of(tmp_path, axes={"a": ALGORITHMS}, seeds=[0, 1], overrides=["train.steps=3", "learner.ep=1"])
+    study = study_of(
+        tmp_path,
+        axes={"a": ALGORITHMS},
+        seeds=[0, 1],
+        overrides=["train.steps=3", "learner.ep=1", "train.route_flips=true"],
+    )
     for cell in cells_of(study):
         cell.folder.mkdir(parents=True)
         save_resolved(cell.config, cell.folder / "config.yaml")
