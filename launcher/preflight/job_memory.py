@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,7 +18,10 @@ from launcher.preflight.devices import count_visible_gpus
 from launcher.preflight.subject import Found, Subject, found_by, problem, unchecked
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY
-from rl_megatron.placement.files import weights_folder
+from rl_megatron.errors import ConfigError
+from rl_megatron.http.urls import is_loopback
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.placement.files import hosts_of, weights_folder
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.host_memory import (
@@ -29,16 +33,20 @@ from rl_megatron.scaling.host_memory import (
     why_off_gpus,
 )
 from rl_megatron.scaling.memory import check_memory
+from rl_megatron.scaling.pushes import served_bytes
 
 _UNITS: Mapping[str, int] = {"K": 2**10, "": 2**20, "M": 2**20, "G": 2**30, "T": 2**40}  # of Slurm's --mem
 
 
 def check(subject: Subject) -> Iterator[Found]:
     """Compares the learner's memory with ``slurm.gpu_memory_gb``, what a run keeps in a node's memory with that, and
-    the file of weights with the file system that it is in, if that is this machine's."""
+    the file of weights with the file system that it is in, if that is this machine's, and who reads it."""
+    config = subject.config
     if _is_here(subject):
-        yield from found_by("memory", _in_files(subject))
-    if subject.config.learner.device != "cpu":
+        when = " at the run's end, and when a server is restarted" if sent_straight(config) else ""
+        yield from found_by("memory", _fits(config, filled_bytes(config, subject.shape), when))
+    yield from _seen(config)
+    if config.learner.device != "cpu":
         yield from found_by("memory", _on_gpus(subject))
         yield from _on_nodes(subject)
 
@@ -69,20 +77,43 @@ def _on_nodes(subject: Subject) -> Iterator[Found]:
         )
 
 
-def _in_files(subject: Subject) -> Iterator[Found]:
-    """Yields a problem if the file of weights is in a node's memory, and can never fit there."""
-    config = subject.config
-    if not (needed := filled_bytes(config, subject.shape)):
-        return
+def _fits(config: RunConfig, needed: int, when: str = "") -> Iterator[Found]:
+    """Yields a problem if the file of weights, of ``needed`` bytes in a node's memory, can never fit there."""
     has = shutil.disk_usage(NODE_MEMORY).total
     if 0 < has < needed:  # 0: without a limit
-        when = " at the run's end, and when a server is restarted" if sent_straight(config) else ""
         yield problem(
             f"weights.folder={weights_folder(config)} needs {needed / GB:.1f} GB{when} for the file of weights, but "
             f"{NODE_MEMORY} has {has / GB:.1f} GB here; give the container more (docker run --shm-size="
             f"{math.ceil(needed / 2**30)}g; in Kubernetes a volume of memory at {NODE_MEMORY}), or set weights.folder "
             "to a folder on disk that all nodes see"
         )
+
+
+def _seen(config: RunConfig) -> Iterator[Found]:
+    """Yields a problem if servers by address on another machine are to read a file in this one's memory."""
+    folder, addresses = weights_folder(config), config.rollout.server.addresses
+    if not config.rollout.served or addresses is None or folder is None or not folder.is_relative_to(NODE_MEMORY):
+        return
+    if away := [host for host in hosts_of(addresses) if not is_loopback(host) and host not in _names_here()]:
+        yield problem(
+            f"weights.folder={folder} is in a node's own memory, which the servers of rollout.server.addresses at "
+            f"{', '.join(dict.fromkeys(away))} do not see; give a folder that all see, or leave it out; a server on "
+            f"this machine may be given as 127.0.0.1, or {socket.gethostname()}"
+        )
+
+
+def _names_here() -> set[str]:
+    addresses = {one.address for each in psutil.net_if_addrs().values() for one in each}
+    return {socket.gethostname().lower(), *addresses}
+
+
+def raise_unread_files(config: RunConfig, shape: ModelShape) -> None:
+    """Raises ConfigError if servers without a learner cannot read the file of a model of ``shape``, or if it can never
+    fit in this machine's memory, where it is there."""
+    folder = weights_folder(config) if config.rollout.served else None
+    needed = served_bytes(config, shape) if folder is not None and folder.is_relative_to(NODE_MEMORY) else 0
+    if problems := [found.text for found in (*_seen(config), *_fits(config, needed))]:
+        raise ConfigError("\n".join(problems))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from launcher.build.sampler import sampler_of, samplers_of_sets
 from launcher.build.trained import TrainedModel, hugging_face, of_folder, shown_variables
 from launcher.hosts.sites import service_sites
 from launcher.preflight import devices, engine, problems_of_data, reward
+from launcher.preflight.job_memory import raise_unread_files
 from launcher.preflight.subject import Subject, found_by
 from launcher.processes.scratch import scratch
 from launcher.runs.lock import lock
@@ -58,6 +59,7 @@ async def measure_model(target: TrainedModel, name: str | None) -> Path:
         folder = hugging_face(target, spare)
         config = of_folder(target.config, folder)
         shape = job_shape(config, read_shape(folder, config.learner.model))
+        raise_unread_files(config, shape)
         data, services = load_data(config, folder), Services(config.services)
         said = f"{target.source}: {_described(data.sets)}, by {config.rollout.engine}{shown_variables(config)}"
         print(said, flush=True)

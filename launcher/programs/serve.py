@@ -14,6 +14,7 @@ from launcher.build.data import stop_token_ids
 from launcher.build.tokenizer import read_tokenizer
 from launcher.build.trained import TrainedModel, hugging_face, of_folder, shown_variables
 from launcher.preflight import engine
+from launcher.preflight.job_memory import raise_unread_files
 from launcher.preflight.subject import Subject
 from launcher.processes.scratch import scratch
 from launcher.processes.signals import signalled
@@ -45,6 +46,7 @@ async def serve_model(target: TrainedModel, port: int, key_file: Path | None) ->
             job_shape(config, read_shape(folder, config.learner.model)),
             read_tokenizer(folder, config.model.template_variables),
         )
+        raise_unread_files(config, shape)
         async with engine_alone(config, folder, shape, target.out) as sampling:
             app = OpenApplication(
                 engine=sampling,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import socket
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from launcher.build.model import starting_folder
+from launcher.build.trained import trained_model
 from launcher.preflight import job_memory
 from launcher.preflight.subject import Found, Subject
+from launcher.programs.evaluate import measure_model
+from launcher.programs.serve import serve_model
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import TinyModelSection
+from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
 from rl_megatron.models.tiny import tiny_shape
 from rl_megatron.scaling.host_memory import copies_bytes, filled_bytes
@@ -206,3 +213,42 @@ def test_each_pipeline_stage_saves_what_it_holds_itself() -> None:
     held = {rank: 14 * sum(map(prod, layout.local_shapes(rank).values())) for rank in range(2)}
     assert bytes_by_rank(config, shape) == copied_by_rank(config, shape) == held
     assert held[0] > 1.5 * held[1]
+
+
+@pytest.mark.parametrize(
+    ("address", "folder", "seen"),
+    [
+        ("http://a:1", "/dev/shm/mine", False),
+        (f"http://127.0.0.1:1,http://{socket.gethostname()}:2", "/dev/shm/mine", True),
+        ("http://a:1", "/shared", True),
+        ("http://a:1", "null", True),
+    ],
+)
+def test_a_file_in_this_machines_memory_is_refused_for_servers_elsewhere(address: str, folder: str, seen: bool) -> None:
+    keys = ["rollout=vllm", f"rollout.server.addresses={address}", f"weights.folder={folder}"]
+    found = [
+        one.text
+        for one in job_memory.check(Subject(load_config("tiny_cpu", keys), for_job=False))
+        if one.kind == "problem"
+    ]
+    told = f"weights.folder={folder} is in a node's own memory, which the servers of rollout.server.addresses at a do"
+    assert [one.startswith(told) for one in found] == [True] * (not seen)
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_eval_and_serve_refuse_a_file_of_weights_that_servers_cannot_read_or_that_cannot_fit(
+    served: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config("tiny_cpu", [f"model.cache_dir={tmp_path / 'models'}"])
+    keys = ["rollout=vllm", "rollout.server.addresses=http://127.0.0.1:1", "weights.folder=/dev/shm/mine"]
+
+    def refused(*more: str) -> str:
+        target = trained_model(starting_folder(config), None, [*keys, *more])
+        with pytest.raises(ConfigError) as raised:
+            asyncio.run(serve_model(target, 0, None) if served else measure_model(target, None))
+        return str(raised.value)
+
+    assert "addresses at a do not see; give a folder that all see" in refused("rollout.server.addresses=http://a:1")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=1000))
+    assert re.match(r"weights\.folder=/dev/shm/mine needs 0\.0 GB for the file of weights, but /dev/shm ", refused())
