@@ -232,7 +232,7 @@ class WrittenJob:
         `made_units`, as `fitted`, with the number of long rows in front, and for a new run of which no row is left."""
         before, left_out, batch = self.prompts.state(), tuple(self.prompts.left_out), self.config.written.batch_size
         count = min(self.size, (self.config.train.steps - self.number) * batch, _LOOKED_AT)
-        first, long, rows, tokens, drawn, note = None, 0, 0, 0, 0, seldom(self.note)
+        long, rows, tokens, drawn, note = list[WrittenRow](), 0, 0, 0, seldom(self.note)
         without, is_any = LeftOut(), False
         self._ahead.clear()
         while drawn < count and tokens < TOKENS_KEPT:
@@ -241,18 +241,24 @@ class WrittenJob:
             found = [row for unit in units for row in unit]
             drawn, rows, tokens = drawn + some, rows + len(found), tokens + sum(len(row.token_ids) for row in found)
             note(f"looking for rows that are too long: {drawn} of {count}")
-            without, is_any = without + others, is_any or bool(units)
-            for row in (one for one in found if len(one.token_ids) > _most(self.config)):
-                first, long = first or row, long + 1
+            without, is_any = without + others, is_any or self._is_any_left(units)
+            long += [row for row in found if len(row.token_ids) > _most(self.config)]
         self.prompts.restore(before, left_out)
         of = f"the first {drawn} rows to train on"
         told = without.told(of, self.config)
+        if long:
+            said = f"{len(long)} of the first {rows} sequences to train on are too long: "
+            told.append(self._told_long(long[0], said))
         if drawn and not is_any and not self.number:
+            if long:
+                longest = max(len(row.token_ids) for row in long) - int(self.config.kind.scores)
+                told.append(f"the longest has {longest} tokens: raise {self.config.job}.max_tokens")
             raise DataError(f"none of {of} is left: {'; '.join(told)}")
-        if first is not None:
-            told.append(self._told_long(first, f"{long} of the first {rows} sequences to train on are too long: "))
         for one in told:
             logger.warning("%s", one)
+
+    def _is_any_left(self, units: Sequence[Unit]) -> bool:
+        return bool(units if self.config.written.on_long == "fail" else fitted(units, self.config).units)
 
     def _told_long(self, row: WrittenRow, told: str) -> str:
         """What happens to rows that are as long as ``row``. Raises as `fitted`, with ``told`` in front."""

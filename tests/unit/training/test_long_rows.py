@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -80,6 +81,22 @@ def test_what_happens_to_them_is_logged_and_rows_are_drawn_as_without_the_look(
         asyncio.run(its.start(fresh=True))
     assert caplog.messages == [f"3 of the first 10 sequences to train on are too long: {TOLD}; sft.on_long={on_long}"]
     assert [one.id for one in its.prompts.take(len(DATA))] == ORDER
+
+
+@pytest.mark.parametrize("on_long", ["drop", "cut"])
+def test_a_run_of_which_every_row_is_too_long_ends_before_its_first_step(on_long: str) -> None:
+    """Prompts alone have more tokens than a row may have, so that nothing of them can be cut."""
+    data = [replace(one, token_ids=(63,) * 11) for one in DATA if int(one.id.split(":")[1]) in LONG]
+    its = job(on_long, 400, data)
+    said = (
+        r"^none of the first 3 rows to train on is left: 3 of the first 3 sequences to train on are too long: prompt "
+        rf"'train:\d' has \d+ tokens with its answers, sft\.max_tokens=10; sft\.on_long={on_long}; the longest has 31 "
+        r"tokens: raise sft\.max_tokens$"
+    )
+    with pytest.raises(DataError, match=said):
+        asyncio.run(its.start(fresh=True))
+    its.number = 1  # a resume goes on, as its data had rows that fit
+    asyncio.run(its.start(fresh=False))
 
 
 def test_rows_that_no_step_draws_are_not_looked_at(caplog: pytest.LogCaptureFixture) -> None:
