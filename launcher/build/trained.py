@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from launcher.build.model import starting_folder
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.checkpoint import CHECKPOINT
 from rl_megatron.config.sections.jobs import DpoSection, SftSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.training import checkpoints
@@ -22,7 +22,6 @@ from rl_megatron.weights.checkpoints.convert import megatron_to_hf
 from rl_megatron.weights.checkpoints.kind import is_megatron
 from rl_megatron.weights.checkpoints.megatron import held_lora
 
-_STEP = re.compile(r"(step|warm_start)_\d{6,}")
 _DEFAULT = "tiny_cpu"
 _NAMES_MODEL = ("model.path=", "model.tiny.", "learner.model=")
 _VARIABLES = "model.template_variables."
@@ -47,9 +46,9 @@ def trained_model(model: Path, config: str | None, overrides: Sequence[str]) -> 
 
     Raises ConfigError, and CheckpointError that names torn files.
     """
-    if model.name == "learner" and _STEP.fullmatch(model.parent.name) and _is_run(model.parents[2]):
+    if model.name == "learner" and CHECKPOINT.fullmatch(model.parent.name) and _is_run(model.parents[2]):
         model = model.parent
-    run = model.parent.parent if _STEP.fullmatch(model.name) else model
+    run = model.parent.parent if CHECKPOINT.fullmatch(model.name) else model
     if _is_run(run):
         checkpoint = checkpoints.latest(run / "checkpoints") if model == run else model
         if checkpoint is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from launcher.preflight.subject import Found, Subject, found_by, note, problem, unchecked
 from rl_megatron.config.beside import frozen_folders, in_words_of, reward_model_roles, separate
 from rl_megatron.config.run import RunConfig
+from rl_megatron.config.sections.checkpoint import CHECKPOINT
 from rl_megatron.config.sections.data import FileKeys, data_sources
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.json_text import parse
@@ -51,7 +52,8 @@ def check(subject: Subject) -> Iterator[Found]:
 
 def _goes_on(config: RunConfig) -> bool:
     """Whether the run has a checkpoint of reinforcement, and so its critic's."""
-    return any((config.run.dir / str(config.run.name) / "checkpoints").glob("step_*"))
+    found = (config.run.dir / str(config.run.name) / "checkpoints").glob("step_*")
+    return any(CHECKPOINT.fullmatch(path.name) and path.is_dir() for path in found)
 
 
 def _served(subject: Subject, key: str, folder: Path) -> Iterator[Found]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from typing import ClassVar, Literal
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 
 from rl_megatron.columns import ColumnReader, ColumnWriter
+from rl_megatron.config.sections.checkpoint import CHECKPOINT
 from rl_megatron.data.problems.mixture import MixtureState
 from rl_megatron.data.problems.prompt_table import TableState
 from rl_megatron.digests import KIND, Digest, digest_of, digests, misfits
@@ -35,7 +35,6 @@ from rl_megatron.training.credit.state import AlgorithmState
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"(warm_start|step)_(\d{6,})")
 _TEMPORARY = ".writing-"
 _STATE_FILE, _MANIFEST_FILE, _COLUMNS = "trainer.json", "manifest.json", "stream"
 _MAX_LINES = 20
@@ -305,13 +304,13 @@ def latest(folder: Path) -> Path | None:
 def _all(folder: Path) -> list[Path]:
     """Oldest first; a warm start comes before the steps."""
     found = folder.iterdir() if folder.is_dir() else ()
-    named = [(match[1] == "step", int(match[2]), p) for p in found if (match := _NAME.fullmatch(p.name))]
+    named = [(match[1] == "step", int(match[2]), p) for p in found if (match := CHECKPOINT.fullmatch(p.name))]
     return [path for _, _, path in sorted(named)]
 
 
 def _step_of(folder: Path) -> int | None:
     """The step of reinforcement after which a checkpoint was written; None in a warm start."""
-    match = _NAME.fullmatch(folder.name)
+    match = CHECKPOINT.fullmatch(folder.name)
     return int(match[2]) if match is not None and match[1] == "step" else None
 
 

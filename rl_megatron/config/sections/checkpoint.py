@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from rl_megatron.section import NonNegative, Positive, Section
+
+CHECKPOINT = re.compile(r"(warm_start|step)_(\d{6,})")
+"""The names of checkpoints in a run's ``checkpoints`` folder, whose other files are the user's."""
 
 
 class CheckpointSection(Section):

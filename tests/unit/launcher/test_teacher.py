@@ -153,10 +153,14 @@ def test_a_critic_of_other_sizes_or_of_no_folder_is_refused(folders: dict[str, P
         assert found.startswith(f"algorithm.critic.path={path}: its {apart} differ from the policy's, which the critic")
     (found,) = problems(critic_of(folders, tmp_path / "none"))
     assert found.startswith(f"algorithm.critic.path={tmp_path}/none: it has neither config.json nor .metadata; give")
-    gone_on = tmp_path / "runs" / "x" / "checkpoints" / "step_000002"
-    gone_on.mkdir(parents=True)
-    after = critic_of(folders, tmp_path / "none")
-    assert problems(after.model_copy(update={"run": after.run.model_copy(update={"dir": tmp_path / "runs"})})) == []
+    checkpoints, after = tmp_path / "runs" / "x" / "checkpoints", critic_of(folders, tmp_path / "none")
+    after = after.model_copy(update={"run": after.run.model_copy(update={"dir": tmp_path / "runs"})})
+    (checkpoints / "step_000002.old").mkdir(parents=True)
+    (checkpoints / "step_notes").mkdir()
+    (checkpoints / "step_000001").touch()
+    assert problems(after) == [found]
+    (checkpoints / "step_000002").mkdir()
+    assert problems(after) == []
     (other / "model.safetensors").unlink()
     assert [found for found in problems(critic_of(folders, other)) if found.startswith("algorithm.critic.path: ")]
 
