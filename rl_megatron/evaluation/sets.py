@@ -52,8 +52,8 @@ class MeasuredSet:
     right: tuple[int, ...]  # [P], samples whose own reward is at least eval.success_reward
     votes: tuple[float, ...] | None  # [P], maj@n of each; None where the reward reads no answers, or n is 1
     errors: int  # samples without a finite reward; they count as wrong
-    length: float  # mean tokens of a sample, of all its turns
-    truncated: float  # share of samples of which a turn reached max_new_tokens
+    length: float | None  # mean tokens of a sample, of all its turns; None: no group was sampled whole
+    truncated: float | None  # share of samples of which a turn reached max_new_tokens
     seconds: float
     versions: Mapping[int, int] = field(default_factory=dict)  # sampled tokens by the version of the weights
 
@@ -91,6 +91,9 @@ async def measure(
     if errors:
         said = "%s: %d of %d samples have no reward and count as wrong; the lines above say why"
         logger.warning(said, problems.purpose, errors, total)
+    if missing := total - len(samples):
+        said = "%s: length and truncated are of %d of %d samples; the other %d are of prompts of which one is missing"
+        logger.warning(said, problems.purpose, len(samples), total, missing)
     cut = sum(any(turn.finish_reason == "length" for turn in one.turns) for one in samples)
     return MeasuredSet(
         problems=tuple(prompt.id for prompt in problems.prompts),
@@ -98,8 +101,8 @@ async def measure(
         right=tuple(map(sum, judged)),
         votes=_votes(answered, judged) if one.samples > 1 else None,
         errors=errors,
-        length=sum(one.num_sampled for one in samples) / max(1, len(samples)),
-        truncated=cut / max(1, len(samples)),
+        length=sum(one.num_sampled for one in samples) / len(samples) if samples else None,
+        truncated=cut / len(samples) if samples else None,
         seconds=time.perf_counter() - began,
         versions=_versions([turn for one in samples for turn in one.turns]),
     )

@@ -91,8 +91,12 @@ LEARNING = (
         for figure in ("mean", "pass", "all", "maj")
         for end, which in (("low", "lower"), ("high", "upper"))
     ),
-    ("eval/<name>/length", "tokens", "mean length of a sample of that set, all its turns together"),
-    ("eval/<name>/truncated", "", "share of its samples of which a turn reached max_new_tokens"),
+    (
+        "eval/<name>/length",
+        "tokens",
+        "mean length of a sample of that set, all its turns together; of prompts whose samples are all there",
+    ),
+    ("eval/<name>/truncated", "", "share of these samples of which a turn reached max_new_tokens"),
     ("eval/<name>/errors", "completions", "its samples without a finite reward; they count as wrong"),
     ("eval/<name>/seconds", "s", "time that the set took to sample and score"),
     ("loss", "", "policy loss under the algorithm's aggregation, mean over the step's minibatches"),

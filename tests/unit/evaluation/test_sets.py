@@ -24,7 +24,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.evaluation.bounds import share_interval
 from rl_megatron.evaluation.chances import chance_interval
 from rl_megatron.evaluation.rates import rate_interval
-from rl_megatron.evaluation.sets import ProblemSet, measure
+from rl_megatron.evaluation.sets import ProblemSet, measure, row_of
 from rl_megatron.interfaces import RolloutEngine
 from rl_megatron.limits import limits_of
 from rl_megatron.models.tiny import byte_tokenizer
@@ -200,6 +200,11 @@ def test_samples_without_a_turn_are_counted_beside_the_accuracy(caplog: pytest.L
     row = asyncio.run(Evaluation(sampler=ours, sets=(one,), section=EvalSection(), last_step=1).row(0))
     assert row == {"eval/accuracy": 3 / 4, "eval/errors": 1}
     assert "evaluation: 1 of 4 samples have no reward and count as wrong" in caplog.text
+    assert "evaluation: length and truncated are of 2 of 4 samples; the other 2 are of prompts of" in caplog.text
+    alone = replace(one, name="products", prompts=tasks[:1], section=EvalSetSection(samples=3))
+    measured = asyncio.run(measure(ours, alone, EvalSection()))
+    assert (measured.length, measured.truncated, measured.errors) == (None, None, 1)
+    assert not {"eval/products/length", "eval/products/truncated"} & row_of("products", measured, ()).keys()
 
 
 def test_each_set_is_due_at_its_own_steps() -> None:
