@@ -54,7 +54,8 @@ def trained_model(model: Path, config: str | None, overrides: Sequence[str]) -> 
         if checkpoint is None:
             raise ConfigError(f"{run}: no checkpoint is complete; train on, or give a Hugging Face folder")
         own = str(run / "config.yaml")
-        loaded, of_run = _sampling(load_config(config or own, overrides)), load_config(own, [])
+        of_run = _runs_own(own)
+        loaded = _sampling(load_config(config or own, overrides))
         source = checkpoints.read(checkpoint).folder / "learner"
         return TrainedModel(
             config=_with_model_of(of_run, loaded, source, overrides),
@@ -68,8 +69,9 @@ def trained_model(model: Path, config: str | None, overrides: Sequence[str]) -> 
     shards, around = is_megatron(model), model.resolve().parent
     if _is_run(around):
         own = str(around / "config.yaml")
+        of_run = _runs_own(own)
         loaded = _sampling(load_config(config or own, overrides))
-        variables = _variables(load_config(own, []), loaded, overrides)
+        variables = _variables(of_run, loaded, overrides)
         loaded = _changed(loaded, model={"template_variables": variables})
         config = config or own
     else:
@@ -80,6 +82,17 @@ def trained_model(model: Path, config: str | None, overrides: Sequence[str]) -> 
             "as model.path=FOLDER or their run's configuration as --config"
         )
     return TrainedModel(config=loaded, run=loaded, source=model, out=Path("eval"), name=model.resolve().name)
+
+
+def _runs_own(file: str) -> RunConfig:
+    """The configuration that a run wrote. Raises ConfigError that names the file."""
+    try:
+        return load_config(file, [])
+    except ConfigError as error:
+        raise ConfigError(
+            f"{file}, by which the run trained the model, cannot be read here: {error}; if another version of "
+            "rl_megatron wrote it, use that version, or change these keys in a copy of the run's folder"
+        ) from error
 
 
 def _with_model_of(run: RunConfig, loaded: RunConfig, source: Path, overrides: Sequence[str]) -> RunConfig:

@@ -238,6 +238,22 @@ def test_prompts_have_the_variables_of_the_runs_template_whatever_sets_are_given
     assert shown_variables(trained_model(folder, str(sets), []).config) == '; variables of its chat template: who="it"'
 
 
+def test_a_runs_configuration_of_another_version_is_named(folder: Path, tmp_path: Path) -> None:
+    """Also where another is given: the model's own keys are the run's."""
+    run = tmp_path / "run"
+    (run / "checkpoints/step_000001").mkdir(parents=True)
+    exported = Path(shutil.copytree(folder, run / "hf"))
+    (run / "config.yaml").write_text("rollout: {removed_key: 3}")
+    for model in (run / "checkpoints/step_000001", exported):
+        for config in (None, "tiny_cpu"):
+            with pytest.raises(ConfigError) as raised:
+                trained_model(model, config, ["eval.every=7"])
+            said = str(raised.value)
+            assert said.startswith(f"{run / 'config.yaml'}, by which the run trained the model, cannot be read here: ")
+            assert "rollout.removed_key=3: no such key" in said
+            assert "if another version of rl_megatron wrote it" in said
+
+
 def test_of_two_at_once_with_one_name_the_second_is_refused(folder: Path, here: Path) -> None:
     target = trained_model(folder, None, ["data.num_eval=2", "rollout.max_new_tokens=2"])
 
