@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -17,6 +18,7 @@ from rl_megatron.scaling.memory import RESERVED, Footprint, advice, fullest
 from rl_megatron.scaling.parameters import rank_parameters
 from rl_megatron.scaling.planner.layouts import CHANGES_TOGETHER, Timed, Wanted, learner_seconds, with_keys
 from rl_megatron.scaling.rl_step import RlStep, rl_step
+from rl_megatron.scaling.saves import save_cost
 
 LayoutKeys = Mapping[str, object]
 _OF_HOST = 0.8  # of a node's memory that the learner may take; processes, files in /dev/shm and caches have the rest
@@ -34,8 +36,8 @@ class PlannedRun:
 
     @property
     def learner(self) -> float:
-        """Seconds of training and log-probs in a step."""
-        return self.step.parts["training"] + self.step.parts.get("log-probs", 0.0)
+        """Seconds of training and log-probs in a step, and of checkpoints that training waits for."""
+        return sum(self.step.parts.get(part, 0.0) for part in ("training", "log-probs", "checkpoints"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """A layout with some of the savings; ``seconds`` of training and log-probs."""
+    """A layout with some of the savings; ``seconds`` as `PlannedRun.learner`."""
 
     seconds: float
     saved: LayoutKeys
@@ -64,7 +66,7 @@ class _Trial:
     @property
     def on_host(self) -> object:
         """What the host's memory depends on."""
-        return self.saved.get("learner.offload.optimizer")
+        return self.saved.get("learner.offload.optimizer"), self.config.checkpoint.async_save
 
     def more_than(self, other: _Trial) -> bool:
         """Whether it saves what the other does and more, with the same kind of layers."""
@@ -121,6 +123,8 @@ class PlacedLayouts:
                 if any(other.more_than(trial) for other in near):
                     continue
                 found = self._planned(trial, least)
+                if isinstance(found, Rejected) and found.lacks == "host" and (waits := self._without_copies(trial)):
+                    found = self._planned(waits, least)
                 if isinstance(found, PlannedRun) and found.step.seconds <= most and found.footprint.total < least:
                     least = found.footprint.total
                     yield found
@@ -156,18 +160,30 @@ class PlacedLayouts:
         if isinstance(of_last, Rejected) and of_last.lacks == "state":
             return of_last
         full = set[object]()  # what is kept in a host's memory that does not hold it
-        for trial in sorted(trials, key=lambda trial: trial.seconds):
-            if trial.seconds >= limit:
+        queue = sorted(trials, key=lambda trial: trial.seconds)
+        while queue:
+            if (trial := queue.pop(0)).seconds >= limit:
                 return None
-            if trial.on_host in full:
-                continue
-            found = of_last if trial is last else self._planned(trial)
-            if isinstance(found, PlannedRun):
-                return found
-            if found.lacks == "host":
+            if trial.on_host not in full:
+                found = of_last if trial is last else self._planned(trial)
+                if isinstance(found, PlannedRun):
+                    return found
+                if found.lacks != "host":
+                    continue
                 nearest = found
                 full.add(trial.on_host)
+            if waits := self._without_copies(trial):
+                insort(queue, waits, key=lambda trial: trial.seconds)
         return nearest
+
+    def _without_copies(self, trial: _Trial) -> _Trial | None:
+        """The trial with checkpoints that training waits for; None where it does so, or the user's keys say not."""
+        name = "checkpoint.async_save"
+        if not trial.config.checkpoint.async_save or name in self.wanted.given:
+            return None
+        config = with_keys(trial.config, {name: False})
+        seconds = trial.seconds + save_cost(config, self.wanted.shape).seconds_a_step
+        return replace(trial, seconds=seconds, config=config, keys={**trial.keys, name: False})
 
     def _planned(self, trial: _Trial, least: float | None = None) -> PlannedRun | Rejected:
         """The plan of a layout with savings, or why there is none: an option refuses it, a degree does not divide, it

@@ -79,7 +79,7 @@ def with_keys(base: RunConfig, keys: Mapping[str, object]) -> RunConfig:
         "slurm": base.slurm.model_copy(update=slurm),
         "rollout": base.rollout.model_copy(update={"server": base.rollout.server.model_copy(update=server)}),
     }
-    for section in ("weights", "train"):
+    for section in ("weights", "train", "checkpoint"):
         if section in sections:
             update[section] = getattr(base, section).model_copy(update=sections[section])
     return base.model_copy(update=update)
@@ -209,4 +209,5 @@ def described(keys: Mapping[str, object]) -> str:
         for name in keys
         if name.startswith(("learner.recompute", "learner.offload.optimizer", "learner.head_dtype"))
     ]
-    return ", ".join([*filter(None, [learner]), where, *(["with " + ", ".join(saved)] if saved else [])])
+    waits = ["without async_save"] if "checkpoint.async_save" in keys else []
+    return ", ".join([*filter(None, [learner]), where, *(["with " + ", ".join(saved)] if saved else []), *waits])

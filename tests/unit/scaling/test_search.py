@@ -26,6 +26,7 @@ from rl_megatron.scaling.planner.places import placements
 from rl_megatron.scaling.planner.savings import savings
 from rl_megatron.scaling.planner.search import NEAR, search
 from rl_megatron.scaling.rl_step import filled, learner_work, rl_step
+from rl_megatron.scaling.saves import save_cost
 from rl_megatron.scaling.time import step_terms
 from rl_megatron.types import ParallelDims
 
@@ -37,7 +38,8 @@ def asked(*arguments: str) -> Asked:
 
 
 def fitting(wanted: Wanted) -> Iterator[tuple[float, float]]:
-    """The seconds of every layout of all placements with each of the savings that fits, and its bytes of a GPU."""
+    """The seconds of every layout of all placements with each of the savings that fits, and its bytes of a GPU; with
+    checkpoints that training waits for where the host's memory holds no copies."""
     room, host = wanted.gpu.memory * GB, 0.8 * wanted.gpu.host * GB
     for _, placed in placements(wanted):
         base = with_keys(wanted.base, placed)
@@ -46,10 +48,13 @@ def fitting(wanted: Wanted) -> Iterator[tuple[float, float]]:
                 config = with_keys(base, {**keys, **saved})
                 try:
                     held = fullest(config, wanted.shape).total
-                    on_host = [of(config, wanted.shape) for of in (host_bytes, copies_bytes, file_bytes)]
+                    copied = copies_bytes(config, wanted.shape)
+                    kept = host_bytes(config, wanted.shape) + file_bytes(config, wanted.shape)
                 except ConfigError:
                     continue
-                if held <= room and sum(on_host) <= host:
+                if kept + copied > host:
+                    config = with_keys(config, {"checkpoint.async_save": False})
+                if held <= room and kept <= host:
                     step = rl_step(config, wanted.shape, wanted.gpu, wanted.lengths, prompt=wanted.prompt)
                     yield step.seconds, held
 
@@ -123,6 +128,24 @@ def test_what_the_hosts_memory_does_not_hold_is_rejected(tmp_path: Path) -> None
         search(asked(*keys, f"gpu={tmp_path / 'small.yaml'}").wanted)
     found = search(asked(*keys, "gpu=h100").wanted).plans[0]
     assert 30.5e9 * 16 < host_bytes(found.config, NAMED["qwen3-30b-a3b"]) < 0.8 * 2000e9
+
+
+def test_training_waits_for_checkpoints_where_the_hosts_memory_holds_no_copies(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text("like: h200\nhost: 300\n")
+    keys = (*SMALL, f"gpu={tmp_path / 'small.yaml'}", "slurm.engines.nodes=1", "learner.pp=2", "learner.vpp=1")
+    given = asked(*keys)
+    best = search(given.wanted).plans[0]
+    assert best.keys["checkpoint.async_save"] is False
+    assert best.step.seconds == pytest.approx(min(seconds for seconds, _ in fitting(given.wanted)), rel=1e-9)
+    saved = save_cost(best.config, given.wanted.shape)
+    assert best.step.parts["checkpoints"] == pytest.approx(saved.seconds / 20)
+    assert "without async_save" in described(best.keys)
+    assert "async_save: false" in configuration_file(given, best)
+    with pytest.raises(ConfigError, match=r"copies of what it saves \(\d+, checkpoint.async_save\)"):
+        search(asked(*keys, "checkpoint.async_save=true").wanted)
+    least = search(asked(*keys, "goal=memory").wanted).plans[0]
+    assert least.config.checkpoint.async_save is False
+    assert search(asked(*keys, "gpu=h200").wanted).plans[0].config.checkpoint.async_save is True
 
 
 def test_experts_are_not_spread_over_groups_that_deepep_refuses() -> None:
