@@ -23,7 +23,7 @@ import numpy as np
 
 from bench.results import parse, write
 from rl_megatron.scaling.constants import PRIOR, Constants
-from rl_megatron.scaling.points import Prediction, interval, ordered_pairs, predictions, read_points
+from rl_megatron.scaling.published.points import Prediction, interval, ordered_pairs, predictions, read_points
 
 POINTS = Path(__file__).with_name("published_runs.json")
 FREE = ("gemm", "gemm_fp8", "attention", "links", "imbalance", "fixed")

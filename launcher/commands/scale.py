@@ -25,7 +25,7 @@ from rl_megatron.scaling.planner.explained import explain_term
 from rl_megatron.scaling.planner.fitting import PlannedRun
 from rl_megatron.scaling.planner.layouts import described
 from rl_megatron.scaling.planner.search import SearchResult, search
-from rl_megatron.scaling.points import Prediction, predictions, read_points, summary
+from rl_megatron.scaling.published.points import Prediction, predictions, read_points, summary
 from rl_megatron.scaling.published.rl import rl_predictions
 
 _SHOWN = 8  # rejected layouts

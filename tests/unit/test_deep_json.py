@@ -19,7 +19,7 @@ from rl_megatron.observability.timeline import kernels
 from rl_megatron.observability.timeline.trace import read_trace
 from rl_megatron.rewards.tests import _tests
 from rl_megatron.rollout.servers.http import Server
-from rl_megatron.scaling.points import read_points
+from rl_megatron.scaling.published.points import read_points
 from rl_megatron.types import Prompt
 
 DEEP = "[" * 100_000

@@ -26,7 +26,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.scaling.hardware import GB, GPUS
 from rl_megatron.scaling.memory import weights_served
-from rl_megatron.scaling.points import Prediction, section_of_point, shape_of_point
+from rl_megatron.scaling.published.points import Prediction, section_of_point, shape_of_point
 from rl_megatron.scaling.rl_step import rl_step
 from rl_megatron.scaling.rollouts import lengths_of
 

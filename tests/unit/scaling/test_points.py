@@ -12,7 +12,7 @@ import pytest
 from bench.step_time import POINTS, described, fit, left_out, usable
 from rl_megatron.errors import ConfigError
 from rl_megatron.scaling.constants import FITTED, LEFT_OUT
-from rl_megatron.scaling.points import (
+from rl_megatron.scaling.published.points import (
     Prediction,
     interval,
     ordered_pairs,
