@@ -20,6 +20,7 @@ from launcher.programs.exact import show_dry_runs
 from launcher.programs.scale import Asked, asked_of, configuration_file
 from rl_megatron.errors import ConfigError
 from rl_megatron.scaling.constants import RANGE
+from rl_megatron.scaling.evaluations import evaluation_cost
 from rl_megatron.scaling.hardware import GB, GPUS
 from rl_megatron.scaling.planner.explained import explain_term
 from rl_megatron.scaling.planner.fitting import PlannedRun
@@ -186,6 +187,7 @@ def _rates(asked: Asked, best: PlannedRun) -> list[str]:
             f"train.max_staleness={step.staleness}: the longest completion takes {step.sampled.longest:,.0f} s; "
             f"{step.least} is the least at which no step waits for it"
         )
+    lines += [line.strip() for line in evaluation_cost(best.config, asked.wanted.shape, asked.wanted.gpu).lines()]
     if (dispatcher := best.keys.get("learner.dispatcher")) in ("deepep", "hybridep"):
         lines.append(f"learner.dispatcher={dispatcher} needs its package, and has not been run here")
     return lines

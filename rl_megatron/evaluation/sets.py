@@ -35,13 +35,6 @@ class ProblemSet:
         """The name in requests, on which seeds depend."""
         return "evaluation" if self.name is None else f"evaluation {self.name}"
 
-    def due(self, step: int, *, every: int, last: bool) -> bool:
-        """Whether it is evaluated after ``step``; 0 is before the first. ``every``: eval.every."""
-        if self.section.at_steps:
-            return step in self.section.at_steps
-        every = every if self.section.every is None else self.section.every
-        return last or step == 0 or (every > 0 and step % every == 0)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSet:

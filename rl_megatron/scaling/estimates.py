@@ -12,6 +12,7 @@ from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.nodes import made_up_nodes
 from rl_megatron.placement.ranks import ranks_by_role
 from rl_megatron.scaling.constants import RANGE
+from rl_megatron.scaling.evaluations import Evaluations, evaluation_cost
 from rl_megatron.scaling.flops import training_flops
 from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.machines.calibration import machine_named
@@ -36,6 +37,7 @@ class Predicted:
     gpus: int
     mean: float
     peak_seconds: float
+    evaluations: Evaluations
 
     @property
     def mfu(self) -> float:
@@ -65,6 +67,7 @@ class Predicted:
                 "  rollout.server.concurrency holds the servers back: raise it; "
                 f"{step.sampled.requests:,} requests, each of a group, fill their places"
             )
+        yield from self.evaluations.lines()
         yield (
             f"  expect training at {low:g} to {high:g} times its rate, whole steps less surely (docs/scaling.md); "
             f"completions of {self.mean:,.0f} tokens in the mean are assumed (slurm.speeds.mean_tokens)"
@@ -235,6 +238,7 @@ def predicted(config: RunConfig, shape: ModelShape, push: Push) -> Predicted:
         gpus=sum(gpus_by_role(config).values()),
         mean=mean,
         peak_seconds=flops / (config.learner.dims.world_size * gpu.peak.bfloat16 * 1e12),
+        evaluations=evaluation_cost(config, shape, gpu),
     )
 
 

@@ -214,7 +214,7 @@ def rl_step(
     if not config.checkpoint.async_save and config.checkpoint.every:
         parts["checkpoints"] = save_cost(config, shape).seconds_a_step
     sample = partial(rollout_seconds, config, shape, server, gpu, lengths, replicas=section.count, prompt=prompt)
-    sample = partial(sample, sharing=_servers_on_a_gpu(config))
+    sample = partial(sample, sharing=servers_on_a_gpu(config))
     engines = sample(concurrency=section.concurrency)
     learner = sum(parts.values())
     slower = max(learner, engines.steady, scored)
@@ -241,7 +241,7 @@ def rl_step(
     )
 
 
-def _servers_on_a_gpu(config: RunConfig) -> float:
+def servers_on_a_gpu(config: RunConfig) -> float:
     """In the mean, of those that sample for training."""
     servers = beside_ranks(config)[: config.rollout.server.count]
     gpus = {gpu for server in servers for gpu in server}

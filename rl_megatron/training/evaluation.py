@@ -50,4 +50,4 @@ class Evaluation:
 
     def _due(self, step: int) -> list[ProblemSet]:
         last = step == self.last_step
-        return [one for one in self.sets if one.due(step, every=self.section.every, last=last)]
+        return [one for one in self.sets if one.section.due(step, every=self.section.every, last=last)]

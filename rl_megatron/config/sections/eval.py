@@ -64,6 +64,13 @@ class EvalSetSection(Section):
     pass_at: Annotated[tuple[Positive, ...], LISTED] = ()
     """The k of pass@k and all@k to report, each at most ``samples``: a list, or text as 1,8."""
 
+    def due(self, step: int, *, every: int, last: bool) -> bool:
+        """Whether it is evaluated after ``step``; 0 is before the first. ``every``: eval.every."""
+        if self.at_steps:
+            return step in self.at_steps
+        every = every if self.every is None else self.every
+        return last or step == 0 or (every > 0 and step % every == 0)
+
     @model_validator(mode="before")
     @classmethod
     def _nothing_to_train_on(cls, given: object) -> object:

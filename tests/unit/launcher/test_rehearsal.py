@@ -327,7 +327,7 @@ def test_of_all_sets_a_rehearsal_samples_few_problems_of_the_first_once() -> Non
     sets = {
         name: ProblemSet(name=name, prompts=(), section=one, temperature=1.0) for name, one in run.eval.sets.items()
     }
-    assert [name for name, one in sets.items() if one.due(0, every=run.eval.every, last=False)] == ["first"]
+    assert [name for name, one in sets.items() if one.section.due(0, every=run.eval.every, last=False)] == ["first"]
     assert (run.eval.sets["first"].limit, run.eval.sets["first"].samples) == (8, 1)
     assert run.eval.sets["other"].samples == 16
     assert run_of(rehearsal_of(config("run.name=x", *keys, "eval.sets.first.limit=3"))).eval.sets["first"].limit == 3
