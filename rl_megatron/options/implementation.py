@@ -30,8 +30,8 @@ def uses_transformer_engine(learner: LearnerSection, shape: ModelShape) -> bool:
 
 def wants_transformer_engine(learner: LearnerSection, shape: ModelShape) -> bool:
     """Whether to use TransformerEngine's layers where it is installed: for plans, which a login node makes."""
-    able = torch_only(shape) is None and not half_attention_alone(learner)
-    return able and learner.device == "cuda" and learner.layers in ("auto", "transformer_engine")
+    wanted = learner.device == "cuda" and learner.layers in ("auto", "transformer_engine")
+    return wanted and torch_only(shape) is None and not half_attention_alone(learner)
 
 
 def multiplies_at_once(learner: LearnerSection, shape: ModelShape) -> bool:

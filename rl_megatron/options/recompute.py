@@ -142,7 +142,7 @@ def _useless(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
     layers, longest = range(shape.num_layers), learner.max_tokens_per_micro_batch
     for module in learner.recompute.modules:
         shares = (freed(learner, shape, n, longest).get(module, 0.0) / kept(learner, shape, n, longest) for n in layers)
-        if max(shares) < _LEAST:
+        if all(share < _LEAST for share in shares):
             yield f"learner.recompute.{module}=true would free nothing: {reasons[module]}; leave it out"
 
 

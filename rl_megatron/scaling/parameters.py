@@ -22,6 +22,11 @@ def elements(layout: Layout, stage: int, bytes_of: Callable[[str], int] = lambda
     return _by_stage(layout, bytes_of)[0][stage]
 
 
+def elements_by_stage(layout: Layout) -> Sequence[Elements]:
+    """`elements` of all stages, at the cost of one."""
+    return _by_stage(layout, lambda hf: 1)[0]
+
+
 def layers_held(layout: Layout, stage: int) -> Iterator[tuple[ParamSpec, tuple[int, ...], int]]:
     """Each row of the table that can be trained, the shape that a rank holds of it, and in how many layers of the
     stage."""

@@ -18,7 +18,7 @@ from rl_megatron.options.option import BYTES
 from rl_megatron.placement.files import writers_of_files
 from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.memory import NUMBER, SCALE, bytes_served
-from rl_megatron.scaling.parameters import elements
+from rl_megatron.scaling.parameters import elements_by_stage
 from rl_megatron.scaling.routes import Route, engine_nodes, route_of
 from rl_megatron.types import ParallelDims
 from rl_megatron.weights.formats.scaled import BLOCKS, with_scales
@@ -154,7 +154,7 @@ def _into_every_rank(config: RunConfig, shape: ModelShape, route: Route) -> Hop:
     """Into a whole copy of the model on each of the learner's ranks, which lack what other ranks hold."""
     layout, world, links = learner_layout(config, shape), config.learner.dims.world_size, _links(config, {})
     each, whole = BYTES[config.learner.dtype], sum(map(prod, hf_layout(shape).local_shapes(0).values()))
-    lacks = [max(0, whole - elements(layout, stage).both) * each for stage in range(layout.dims.pp)]
+    lacks = [max(0, whole - held.both) * each for held in elements_by_stage(layout)]
     total, across = sum(lacks) * world // layout.dims.pp, world > links.per_node
     return Hop(
         where=f"over {route.over}",

@@ -12,7 +12,7 @@ from rl_megatron.models.shape import ModelShape
 from rl_megatron.options.option import BYTES, Elements
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.scaling.hardware import GB
-from rl_megatron.scaling.parameters import elements, trained_elements, trained_matrices
+from rl_megatron.scaling.parameters import elements_by_stage, trained_elements, trained_matrices
 from rl_megatron.weights.layouts.learner import learner_layout
 
 _STATE = 12  # bytes: a float32 copy of the parameter, and both moments
@@ -67,10 +67,10 @@ def bytes_by_rank(config: RunConfig, shape: ModelShape) -> dict[int, int]:
     each, inner = BYTES[config.learner.dtype], d.world_size // d.pp
     muon = config.learner.optimizer.name == "muon"
     of_stages = trained_elements(config, layout)
+    held_by = of_stages if config.learner.lora.rank is not None else elements_by_stage(layout)
     spared_of = trained_matrices(config, layout) if muon else [Elements(dense=0, experts=0)] * d.pp
     out: dict[int, int] = {}
-    for stage, (trained, spared) in enumerate(zip(of_stages, spared_of, strict=True)):
-        held = trained if config.learner.lora.rank is not None else elements(layout, stage)
+    for stage, (held, trained, spared) in enumerate(zip(held_by, of_stages, spared_of, strict=True)):
         for rank in range(max(d.tp, d.etp * d.ep)):
             dense, experts = rank < d.tp, rank < d.etp * d.ep
             of_dense = held.dense * each + trained.dense * _STATE - spared.dense * _MOMENT

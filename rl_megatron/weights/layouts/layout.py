@@ -123,6 +123,15 @@ def _places(dims: ParallelDims, axis: Axis | None, by_expert: bool) -> Mapping[t
     return {key: tuple(ranks) for key, ranks in out.items()}
 
 
+@lru_cache(maxsize=256)
+def _layers_of_stages(sizes: tuple[int, ...], pp: int, drafted: range) -> tuple[tuple[int, ...], ...]:
+    """Layers of each stage: a chunk, of ``sizes``, of every stage in turn; ``drafted`` are on the last."""
+    ends = list(itertools.accumulate(sizes))
+    out = [[n for i in range(stage, len(sizes), pp) for n in range(ends[i] - sizes[i], ends[i])] for stage in range(pp)]
+    out[-1] += drafted
+    return tuple(map(tuple, out))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """``table`` laid out over ``dims``. Raises ConfigError that names every size that a degree does not divide.
@@ -159,7 +168,10 @@ class Layout:
         if "{layer}" not in spec.name and not spec.alone:
             return {0: {None: tuple(range(self.dims.pp)), "first": (0,), "last": (self.dims.pp - 1,)}[spec.stage]}
         layers = spec.layers(self.shape)
-        return {layer: (stage,) for stage in range(self.dims.pp) for layer in self._layers(stage) if layer in layers}
+        chunks = self.dims.pp * self.dims.vpp
+        sizes = self.stages if self.stages is not None else (self.shape.num_layers // chunks,) * chunks
+        held = _layers_of_stages(sizes, self.dims.pp, self.shape.drafted)
+        return {layer: (stage,) for stage, of in enumerate(held) for layer in of if layer in layers}
 
     def expert_rank(self, spec: ParamSpec, expert: int) -> int:
         """An expert's coordinate on the ``ep`` axis; 0 for a row without experts."""
@@ -216,15 +228,6 @@ class Layout:
             return range(1)
         count = self.shape.num_experts // self.dims.ep
         return range(ep * count, (ep + 1) * count)
-
-    def _layers(self, stage: int) -> list[int]:
-        """Layers of a stage: a chunk of every stage in turn, ``vpp`` times; draft layers are on the last."""
-        chunks = self.dims.pp * self.dims.vpp
-        sizes = self.stages if self.stages is not None else (self.shape.num_layers // chunks,) * chunks
-        ends = list(itertools.accumulate(sizes))
-        mine = range(stage, chunks, self.dims.pp)
-        drafted = self.shape.drafted if stage == self.dims.pp - 1 else ()
-        return [layer for chunk in mine for layer in range(ends[chunk] - sizes[chunk], ends[chunk])] + [*drafted]
 
     def _boxes(self, spec: ParamSpec, chunk: int) -> list[tuple[str, Box, Box]]:
         """(HF name pattern, HF box, local box) of each piece that overlaps the ``chunk``-th share of its band."""
