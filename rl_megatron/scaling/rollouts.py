@@ -101,6 +101,11 @@ def cache_bytes(shape: ModelShape, context: float) -> float:
     return 4.0 * shape.num_kv_heads * shape.head_dim * held
 
 
+def rows_that_fit(shape: ModelShape, server: ServerShape, context: float) -> float:
+    """Rows of ``context`` tokens that a server's cache holds at once."""
+    return server.cache * server.dp * _cache_ranks(shape, server) / cache_bytes(shape, context)
+
+
 def sampled(
     shape: ModelShape,
     server: ServerShape,
@@ -122,8 +127,7 @@ def sampled(
     flight, held = concurrency * group / replicas, completions > concurrency * group
     ending = _longest_of(group, lengths) / mean  # of a group's completions on average one of so many still decodes
     live = flight / ending
-    room = server.cache * server.dp * _cache_ranks(shape, server) / cache_bytes(shape, prompt + mean)
-    most = max(1.0, min(slots, room))
+    most = max(1.0, min(slots, rows_that_fit(shape, server, prompt + mean)))
     rows = min(each, most, flight) if held else min(each, most)
     busy = max(1.0, min(rows, live)) if held else rows
     full = max(1.0, min(most, live))

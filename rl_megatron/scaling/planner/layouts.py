@@ -77,7 +77,9 @@ def with_keys(base: RunConfig, keys: Mapping[str, object]) -> RunConfig:
     update: dict[str, Any] = {
         "learner": base.learner.model_copy(update=learner),
         "slurm": base.slurm.model_copy(update=slurm),
-        "rollout": base.rollout.model_copy(update={"server": base.rollout.server.model_copy(update=server)}),
+        "rollout": base.rollout.model_copy(
+            update={**sections.get("rollout", {}), "server": base.rollout.server.model_copy(update=server)}
+        ),
     }
     for section in ("weights", "train", "checkpoint"):
         if section in sections:

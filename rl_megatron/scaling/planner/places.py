@@ -8,12 +8,14 @@ from itertools import product
 
 from rl_megatron.scaling.hardware import GB
 from rl_megatron.scaling.memory import weights_on_gpu, weights_served
-from rl_megatron.scaling.planner.layouts import CUTS, Wanted
+from rl_megatron.scaling.planner.layouts import CUTS, Wanted, with_keys
 from rl_megatron.scaling.rl_step import MOST_STALENESS, rollout_seconds, server_shape
-from rl_megatron.scaling.rollouts import Sampled
+from rl_megatron.scaling.rollouts import Sampled, ServerShape, rows_that_fit
 
 MOST_SERVER_DP = 32
 """The highest degree of a server's data parallelism that is tried."""
+SLOTS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+"""The values of ``rollout.slots`` that are tried beside the default, as far as a server's cache holds so many rows."""
 _SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the nodes that servers may have for themselves
 _FRACTIONS = (0.6, 0.4, 0.25)  # of a GPU for a server that takes turns with the learner
 _CACHE = 0.12  # of a GPU that a server's cache and kernels take at least
@@ -54,15 +56,16 @@ def placements(wanted: Wanted) -> Iterator[tuple[float, dict[str, object]]]:
             continue
         if "rollout.server.colocated" not in keys and wanted.given.get("rollout.server.colocated"):
             continue
-        if (servers := _servers(wanted, gpus, fraction)) is not None:
-            overlaps = "rollout.server.colocated" not in keys and wanted.goal != "step"
-            engines = servers[0].steady if overlaps else servers[0].alone
-            yield engines, keys | servers[1]
+        overlaps = "rollout.server.colocated" not in keys and wanted.goal != "step"
+        staleness = int(str(wanted.given.get("train.max_staleness", MOST_STALENESS))) if overlaps else 0
+        if (servers := _servers(wanted, gpus, fraction, staleness)) is not None:
+            yield servers[0], keys | servers[1]
 
 
-def _servers(wanted: Wanted, gpus: int, fraction: float) -> tuple[Sampled, dict[str, object]] | None:
-    """Degrees and number of servers that sample fastest on ``gpus``; None if the weights do not fit them."""
-    best: tuple[Sampled, dict[str, object]] | None = None
+def _servers(wanted: Wanted, gpus: int, fraction: float, staleness: int) -> tuple[float, dict[str, object]] | None:
+    """Seconds that a step takes at least, degrees and number of servers that sample fastest on ``gpus``, with at most
+    ``staleness``; None if the weights do not fit them."""
+    best: tuple[float, dict[str, object]] | None = None
     shape, base, each = wanted.shape, wanted.base, wanted.per_node
     weights = weights_served(base, shape)
     for tp, dp in product(CUTS, range(1, MOST_SERVER_DP + 1)):
@@ -80,20 +83,47 @@ def _servers(wanted: Wanted, gpus: int, fraction: float) -> tuple[Sampled, dict[
         if any(wanted.given.get(key, value) != value for key, value in keys.items()):
             continue
         server = server_shape(base, section, weights, shape, wanted.gpu)
-        own = wanted.given.get("rollout.server.concurrency")
-        here = rollout_seconds(
-            base,
-            shape,
-            server,
-            wanted.gpu,
-            wanted.lengths,
-            replicas=gpus // ranks,
-            prompt=wanted.prompt,
-            concurrency=math.inf if own is None else float(str(own)),
-        )
-        if own is None:  # enough for places of servers, but no more than there can be
-            useful = min(here.requests, base.rollout.prompts_per_step * (1 + MOST_STALENESS))
-            keys["rollout.server.concurrency"] = max(useful, base.rollout.server.concurrency)
-        if best is None or here.alone < best[0].alone:
-            best = here, keys
+        for slots in _slots(wanted, server, replicas=gpus // ranks, staleness=staleness):
+            here = _sampled(wanted, server, replicas=gpus // ranks, slots=slots)
+            seconds = max(here.steady, here.longest / staleness) if staleness else here.alone
+            if best is None or seconds < best[0]:
+                best = seconds, {**keys, **_requests(wanted, here, slots)}
     return best
+
+
+def _slots(wanted: Wanted, server: ServerShape, *, replicas: int, staleness: int) -> list[int]:
+    """Values of ``rollout.slots``, the default first: of those that the server's cache holds, which are all if it
+    never has more rows. That of the user alone."""
+    usual = wanted.base.rollout.slots
+    if "rollout.slots" in wanted.given:
+        return [usual]
+    room = rows_that_fit(wanted.shape, server, wanted.mean)
+    needed = wanted.base.completions_per_step * (1 + staleness) / replicas
+    fitting = [slots for slots in SLOTS if slots <= room] or [max(1, int(room))]
+    first = [usual] if min(usual, needed) <= room else []
+    return [*first, *(slots for slots in reversed(fitting) if slots != usual)]
+
+
+def _sampled(wanted: Wanted, server: ServerShape, *, replicas: int, slots: int) -> Sampled:
+    own = wanted.given.get("rollout.server.concurrency")
+    return rollout_seconds(
+        with_keys(wanted.base, {"rollout.slots": slots}),
+        wanted.shape,
+        server,
+        wanted.gpu,
+        wanted.lengths,
+        replicas=replicas,
+        prompt=wanted.prompt,
+        concurrency=math.inf if own is None else float(str(own)),
+    )
+
+
+def _requests(wanted: Wanted, here: Sampled, slots: int) -> dict[str, object]:
+    """The keys with which servers have so many slots, and requests for all their places, but no more than there are."""
+    base, keys = wanted.base.rollout, dict[str, object]()
+    if slots != base.slots:
+        keys["rollout.slots"] = slots
+    if "rollout.server.concurrency" not in wanted.given:
+        useful = min(here.requests, base.prompts_per_step * (1 + MOST_STALENESS))
+        keys["rollout.server.concurrency"] = max(useful, base.server.concurrency)
+    return keys

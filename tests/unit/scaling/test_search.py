@@ -18,14 +18,15 @@ from rl_megatron.models.named import NAMED
 from rl_megatron.placement.seats import seat
 from rl_megatron.scaling.hardware import GB, GPUS
 from rl_megatron.scaling.host_memory import copies_bytes, file_bytes, host_bytes
-from rl_megatron.scaling.memory import check_memory, fullest
+from rl_megatron.scaling.memory import check_memory, fullest, weights_served
 from rl_megatron.scaling.planner.explained import explain_term
 from rl_megatron.scaling.planner.fitting import PlannedRun
 from rl_megatron.scaling.planner.layouts import Wanted, described, layouts, stage_layers, with_keys
-from rl_megatron.scaling.planner.places import placements
+from rl_megatron.scaling.planner.places import SLOTS, placements
 from rl_megatron.scaling.planner.savings import savings
 from rl_megatron.scaling.planner.search import NEAR, search
-from rl_megatron.scaling.rl_step import filled, learner_work, rl_step
+from rl_megatron.scaling.rl_step import filled, learner_work, rl_step, server_shape
+from rl_megatron.scaling.rollouts import rows_that_fit
 from rl_megatron.scaling.saves import save_cost
 from rl_megatron.scaling.time import step_terms
 from rl_megatron.types import ParallelDims
@@ -174,7 +175,8 @@ def test_the_servers_of_our_recipe_are_planned_where_they_share_out_experts_that
     """Of Kimi-K2, which has 384 experts a layer: no other servers hold it on 12 nodes."""
     own = load_config("kimi_k2", ["model.path=/models/given"])
     nodes, server = own.slurm.engines.nodes, own.rollout.server
-    best = search(asked("kimi-k2", "gpus=480", "gpu=h100", f"slurm.engines.nodes={nodes}").wanted).plans[0]
+    given = (f"slurm.engines.nodes={nodes}", f"rollout.slots={own.rollout.slots}")
+    best = search(asked("kimi-k2", "gpus=480", "gpu=h100", *given).wanted).plans[0]
     keys = ("replicas", "tp", "dp", "ep")
     assert [best.keys[f"rollout.server.{key}"] for key in keys] == [getattr(server, key) for key in keys]
 
@@ -199,6 +201,35 @@ def test_servers_of_a_plan_have_as_many_requests_as_they_can_take() -> None:
     few = search(asked(*SMALL, "rollout.server.concurrency=4").wanted).plans[0]
     assert few.config.rollout.server.concurrency == 4
     assert few.step.sampled.held_back
+
+
+def room_of(plan: PlannedRun, wanted: Wanted) -> float:
+    """The rows that the cache of a plan's server holds."""
+    config, shape = plan.config, wanted.shape
+    server = server_shape(config, config.rollout.server, weights_served(config, shape), shape, wanted.gpu)
+    return rows_that_fit(shape, server, wanted.mean)
+
+
+def test_servers_have_the_slots_that_take_the_least_time_of_those_that_their_cache_holds() -> None:
+    keys = ("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.prompts_per_step=256", "learner.pp=2", "learner.vpp=1")
+    given = asked(*keys)
+    best = search(given.wanted).plans[0]
+    each = {slots: search(asked(*keys, f"rollout.slots={slots}").wanted).plans[0] for slots in SLOTS}
+    fitting = [plan.step.seconds for slots, plan in each.items() if slots <= room_of(plan, given.wanted)]
+    assert best.step.seconds <= min(fitting)
+    assert best.step.seconds < 0.9 * each[512].step.seconds
+    slots = best.config.rollout.slots
+    assert best.keys["rollout.slots"] == slots > 512
+    assert f"slots: {slots}\n" in configuration_file(given, best)
+    assert "rollout.slots" not in each[512].keys
+
+
+def test_servers_get_no_more_slots_than_their_cache_holds() -> None:
+    """Of long completions, of which it holds fewer than the default's 512."""
+    keys = ("qwen3-30b-a3b", "gpus=16", "gpu=h100", "rollout.max_new_tokens=65536", "slurm.engines.nodes=1")
+    wanted = asked(*keys).wanted
+    best = search(wanted).plans[0]
+    assert best.config.rollout.slots <= room_of(best, wanted) < 512
 
 
 @pytest.mark.parametrize(
