@@ -66,7 +66,7 @@ class Stream:
     """The groups that a run trains on, sampled ahead by the rule above. Controller process only.
 
     ``keep_tokens``: whether its state has what is sampled of groups that are not finished; else they start over.
-    ``teaches`` says of groups whether they have a gradient; ``rollout.dynamic_sampling`` leaves others out, for the
+    ``teaches`` says of groups whether to train on them; ``rollout.dynamic_sampling`` leaves others out, for the
     reason ``untaught``, and draws the next prompt: in all at most ``rollout.max_refills`` times what a step needs.
     """
 

@@ -308,9 +308,10 @@ class RolloutSection(Section):
     ignore_eos: bool = False
     """Whether to sample ``max_new_tokens`` tokens even after a stop token (for measurements)."""
     dynamic_sampling: Literal["off", "refill", "drop"] = "off"
-    """What to do with groups of equal rewards (after shaping), which give no gradient, unless there is no baseline
-    (REINFORCE-Rej), or with groups to which advantages of your own are all 0: keep them (off), drop them and draw
-    another prompt for each, until the batch is full (refill), or drop them and train on the rest."""
+    """What to do with groups whose rewards are equal, before the overlong penalty or after all shaping, or to which
+    advantages of your own are all 0: keep them (off), drop them and draw another prompt for each, until the batch is
+    full (refill), or drop them and train on the rest. They give no gradient, or that of lengths alone, unless there is
+    no baseline (REINFORCE-Rej)."""
     max_refills: Positive = 8
     """dynamic_sampling=refill, drop: most prompts to draw for one step, as multiples of prompts_per_step; the step then
     trains on the groups that it has."""

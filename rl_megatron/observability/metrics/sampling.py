@@ -96,7 +96,8 @@ SAMPLING = (
     (
         "groups/filtered",
         "groups",
-        "groups of equal shaped rewards, or of own advantages that are all 0, left out by rollout.dynamic_sampling",
+        "groups of equal rewards, before the overlong penalty or after it, or of own advantages that are all 0, left "
+        "out by rollout.dynamic_sampling",
     ),
     (
         "groups/zero_advantage_fraction",

@@ -82,7 +82,7 @@ def _clipped(rewards: Tensor, section: AlgorithmSection) -> Tensor:
 
 
 def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int) -> list[bool]:
-    """Whether each group has two different shaped rewards; dynamic sampling keeps these groups (DAPO).
+    """Whether each group has two different shaped rewards, and so a gradient.
 
     With credit=turn, whether two of its turns that have one baseline differ. Ignores running moments and the range of
     the batch, which shift all rewards alike and would make the choice depend on when it is made. Where advantages are
@@ -102,6 +102,16 @@ def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection
     if not section.whiten_rewards and section.normalise_rewards != "batch":
         judged = _clipped(judged, section)
     return _teaching(judged, ids, section).tolist()
+
+
+def groups_to_train_on(groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int) -> list[bool]:
+    """Which groups dynamic sampling keeps (DAPO): `groups_that_differ`, before the overlong penalty too."""
+    found = groups_that_differ(groups, section, max_new_tokens=max_new_tokens)
+    if not section.overlong_buffer:
+        return found
+    unpenalised = section.model_copy(update={"overlong_buffer": 0.0})
+    before = groups_that_differ(groups, unpenalised, max_new_tokens=max_new_tokens)
+    return [one and other for one, other in zip(found, before, strict=True)]
 
 
 def _teaching(rewards: Tensor, ids: Tensor, section: AlgorithmSection) -> Tensor:

@@ -16,7 +16,7 @@ from rl_megatron.errors import DataError
 from rl_megatron.rollout.batch import UNTAUGHT, GroupSource, Reason, RolloutBatch
 from rl_megatron.rollout.ledger import Ledger
 from rl_megatron.rollout.stream import Stream
-from rl_megatron.training.credit.shaping import groups_that_differ
+from rl_megatron.training.credit.shaping import groups_to_train_on
 from rl_megatron.training.group_job import GroupJob
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def stream_of(config: RunConfig, prompts: PromptStream, source: GroupSource, led
         section=config.rollout,
         max_staleness=config.train.max_staleness,
         last_step=config.train.steps,
-        teaches=partial(groups_that_differ, section=config.algorithm, max_new_tokens=limit),
+        teaches=partial(groups_to_train_on, section=config.algorithm, max_new_tokens=limit),
         untaught="zero_advantages" if config.algorithm.own_decides else "equal_rewards",
         ledger=ledger,
         keep_tokens=config.checkpoint.in_flight == "tokens",

@@ -19,7 +19,7 @@ from rl_megatron.data.samples import to_samples
 from rl_megatron.data.trajectories import single_turns
 from rl_megatron.errors import DataError
 from rl_megatron.training.credit.assign import assign_credit
-from rl_megatron.training.credit.shaping import Rewards, groups_that_differ, shape_rewards
+from rl_megatron.training.credit.shaping import Rewards, groups_that_differ, groups_to_train_on, shape_rewards
 from rl_megatron.training.credit.state import AlgorithmState, mean_over_completions, reference_kl
 from rl_megatron.training.measures import explained_variance
 from rl_megatron.training.selection import selection_of
@@ -286,6 +286,27 @@ def test_groups_differ_by_the_rewards_that_the_algorithm_takes() -> None:
         assert groups_that_differ(wide, row, max_new_tokens=4) == found
 
 
+def test_dynamic_sampling_keeps_no_group_whose_rewards_differ_by_the_overlong_penalty_alone() -> None:
+    """Nor one whose rewards the penalty makes equal, which has no advantages."""
+    groups = [
+        group("right", [1.0, 1.0, 1.0], [2, 3, 4]),
+        group("wrong", [0.0, 0.0], [2, 4]),
+        group("mixed", [1.0, 0.0], [4, 2]),
+        group("levelled", [1.0, 0.5], [4, 2]),
+    ]
+
+    def kept(**section: object) -> list[bool]:
+        row = AlgorithmSection.model_validate({"overlong_factor": 0.5, **section})
+        return groups_to_train_on(groups, row, max_new_tokens=4)
+
+    assert kept() == [False, False, True, True]
+    assert kept(overlong_buffer=2) == [False, False, True, False]
+    assert kept(overlong_buffer=2, normalise_rewards="group") == [False, False, True, False]
+    cut = [group("c", [1.0, 1.0], [4, 4], "length"), group("w", [0.0, 1.0], [4, 4], "length")]
+    row = AlgorithmSection.model_validate({"unfinished_reward": 0.0, "overlong_buffer": 2})
+    assert groups_to_train_on(cut, row, max_new_tokens=4) == [False, False]
+
+
 def test_the_row_of_dapo_shapes_rewards_as_its_paper_does_and_draws_until_groups_differ() -> None:
     """Equation 13 with a fifth of the length as its cache, on its rewards of 1 and -1 and on ours of 1 and 0."""
     config = load_config("tiny_cpu", ["algorithm=dapo", "rollout.max_new_tokens=20"])
@@ -299,7 +320,7 @@ def test_the_row_of_dapo_shapes_rewards_as_its_paper_does_and_draws_until_groups
     samples, _ = credit(config.algorithm.model_dump(), groups, max_new_tokens=config.most_sampled)
     mean, std = statistics.fmean(papers), statistics.stdev(papers)
     assert [one[0] for one in by_completion(samples)[:4]] == pytest.approx([(r - mean) / std for r in papers], rel=1e-5)
-    assert groups_that_differ(groups, config.algorithm, max_new_tokens=config.most_sampled) == [True, False]
+    assert groups_to_train_on(groups, config.algorithm, max_new_tokens=config.most_sampled) == [True, False]
     assert config.rollout.dynamic_sampling == "refill"
     assert (
         load_config("tiny_cpu", ["rollout.dynamic_sampling=drop", "algorithm=dapo"]).rollout.dynamic_sampling == "drop"
