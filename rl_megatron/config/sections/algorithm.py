@@ -119,7 +119,8 @@ class AlgorithmSection(Section):
     entropy_step: PositiveFloat = 0.005
     """By how much the adaptive weight of the entropy bonus changes a step; it is never below 0."""
     nll_coefficient: NonNegativeFloat = 0.0
-    """Weight of -log pi on the tokens of right completions (VAPO), whose reward is at least eval.success_reward."""
+    """Weight of -log pi on the tokens of right completions (VAPO), whose reward is at least eval.success_reward and is
+    not replaced by ``unfinished_reward``."""
     preference_beta: PositiveFloat | None = None
     """Train by DPO with this beta on the best and the worst completion of each group, in place of the policy gradient
     above; null: the policy gradient."""

@@ -68,6 +68,8 @@ def assign_credit(
         samples = replace(samples, mask=drop_truncated(samples.mask, cut, samples.cu_seqlens))
     if section.nll_coefficient:
         right = torch.tensor([r >= success_reward for g in groups for r in g.rewards])
+        if section.unfinished_reward is not None:
+            right &= ~truncated(groups)
         marks = _of_sequences(right, samples)[sequence_ids(samples.cu_seqlens)] & samples.mask
         samples = replace(samples, nll_weights=section.nll_coefficient * marks.float())
     return samples, state

@@ -237,7 +237,7 @@ class PlainUpdate:
             mean = sum((-(x.exp() * x).sum() for x in of_tables), start=total) / tokens
             self.entropies.append(float(mean.detach()))
             total = total - self.bonus * self.bonus_acts * mean
-        right = sum(len(s.targets) for s in trained if s.raw >= self.config.eval.success_reward)
+        right = sum(len(s.targets) for s in trained if self._right(s))
         for s in trained:
             for t, logp in enumerate(logprobs(policy, s, routed=self.routed)):
                 old, now = s.old[t], float(logp.detach())
@@ -258,9 +258,14 @@ class PlainUpdate:
                 total = total + term / tokens
                 if a.kl.placement == "loss" and self.beta:  # k1, weighted by who sampled
                     total = total + self.beta * (logp - s.engine[t]).exp() * (logp - s.ref[t]) / tokens
-                if s.raw >= self.config.eval.success_reward:
+                if self._right(s):
                     total = total - a.nll_coefficient * logp / right
         return total
+
+    def _right(self, s: Said) -> bool:
+        """Whether a completion is imitated."""
+        replaced = s.cut and self.a.unfinished_reward is not None
+        return s.raw >= self.config.eval.success_reward and not replaced
 
     def _old_kl(self, said: list[Said]) -> float:
         """k3 of KL(old‖current), the mean over the tokens that are trained on."""

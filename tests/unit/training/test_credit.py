@@ -240,6 +240,13 @@ def test_right_completions_tokens_share_the_nll_weight_of_a_minibatch() -> None:
     assert sorted(by_completion(whole, "nll_weights")) == [[0.0] * 2, [0.0] * 4, [each], [each] * 2, [each] * 3]
 
 
+def test_a_cut_completion_that_counts_as_unfinished_is_not_imitated_as_right() -> None:
+    cut = [group("a", [1.0, 0.0], [2, 2], "length"), group("b", [1.0, 0.0], [1, 1])]
+    for section, of_cut in (({}, [0.1] * 2), ({"unfinished_reward": 0.0}, [0.0] * 2)):
+        samples, _ = credit({"nll_coefficient": 0.1, **section}, cut)
+        assert by_completion(samples, "nll_weights") == [pytest.approx(of_cut), [0.0] * 2, [pytest.approx(0.1)], [0.0]]
+
+
 def pairs_of(groups: list[RolloutGroup], **section: object) -> tuple[Sequence[RolloutGroup], Rewards]:
     algorithm = AlgorithmSection.model_validate({"preference_beta": 0.1, **section})
     rewards = shape_rewards(groups, algorithm, AlgorithmState(kl_coefficient=0.0), max_new_tokens=4)
