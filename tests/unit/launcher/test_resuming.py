@@ -78,6 +78,8 @@ def test_every_section_is_marked_and_every_mark_is_of_a_key() -> None:
     assert not is_free("reward.parts.correct.weight")
     assert is_free("rollout.server.replicas")
     assert not is_free("rollout.server.quantization")
+    assert is_free("eval.every")
+    assert not is_free("eval.success_reward")
 
 
 def test_the_docs_have_the_table() -> None:
