@@ -83,6 +83,21 @@ def credited(
     return assign_credit(samples, [group], shaped, section, success_reward=1.0)[0]
 
 
+def test_topr_weighs_a_bad_completion_by_its_product_to_the_policy_that_sampled() -> None:
+    """Its taper (arXiv:2503.14286), in the first minibatch of stale samples: the policy is the learner's old one."""
+    fresh = batch(spread=0.0)
+    rollout = fresh.old_logprobs + 0.1
+    old = {"rollout": rollout, "learner": fresh.old_logprobs}
+    chosen = load_config("tiny_cpu", ["algorithm=topr"]).algorithm.old_logprobs
+    signs = torch.tensor([0.7, -0.4, -1.1, 0.9], dtype=torch.float64)[fresh.segment_ids]
+    x = replace(fresh, rollout_logprobs=rollout, old_logprobs=old[chosen], advantages=signs)
+    _, gradient = evaluate(row("algorithm=topr"), x)
+    slopes = [
+        [-a * (1.0 if a > 0 else math.exp(-0.1 * len(of))) / len(LENGTHS) for a in of] for of in cut(x.advantages)
+    ]
+    assert gradient.tolist() == pytest.approx([slope for of in slopes for slope in of], rel=1e-6)
+
+
 def test_gspo_token_is_gspo_where_the_advantage_is_constant_in_a_sequence() -> None:
     x = batch()
     assert_same(evaluate(row("algorithm=gspo_token"), x), evaluate(row("algorithm=gspo"), x))
