@@ -29,15 +29,11 @@ NAMES = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"
 PLAIN = ("learner.ep=1", "learner.threads=1", "log.progress=plain", "log.tensorboard=false")
 ENOUGH = 0.9
 STEPS = load_config("tiny_cpu", []).train.steps
-ON_POLICY = ("train.minibatches=1",)  # no ratio: right only for samples of the current policy
 LONG_LAMBDA = ("algorithm.lam_length_factor=5",)  # the paper's 0.05 makes lambda 0 below 20 tokens; answers have 4
 AS_MANY = ("rollout.prompts_per_step=1024",)  # completions as of groups
 SLOWER = ("train.learning_rate=3e-4",)  # samples are eight optimizer steps old
 DIGITS = ("reward.function=bench.algorithms:digits",)  # a reward of steps
 SETTINGS = {
-    "reinforce": ON_POLICY,
-    "rloo": ON_POLICY,
-    "remax": ON_POLICY,
     "vapo": LONG_LAMBDA,
     "spo": AS_MANY,
     "grpo_process": DIGITS,

@@ -1,6 +1,6 @@
 """Compares the sequences of a step with the data-parallel ranks that share them, with its waves, with what environments
-and servers have at once, and with those that the algorithm learns from; and the steps of the run with those that train
-the policy."""
+and servers have at once, with those that the algorithm learns from, and the policy of an objective without a ratio;
+and the steps of the run with those that train the policy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rl_megatron.config.waves import micro_batches_filled
 
 def check(subject: Subject) -> Iterator[Found]:
     """Yields notes if an optimizer step has fewer sequences than data-parallel ranks, or a mean batch no early wave, if
-    trajectories wait for servers or servers for trajectories, if groups are left out that have a gradient, or if no
-    step trains the policy."""
+    trajectories wait for servers or servers for trajectories, if groups are left out that have a gradient, if samples
+    of an older policy have no ratio, or if no step trains the policy."""
     config, ranks = subject.config, subject.config.learner.dims.dp
     sequences = config.completions_per_step // config.train.minibatches
     if not config.kind.samples:
@@ -44,11 +44,30 @@ def check(subject: Subject) -> Iterator[Found]:
             f"{mean_of} learns from where they are not 0 (REINFORCE-Rej); to train on them, set "
             "rollout.dynamic_sampling=off"
         )
+    yield from _without_ratio(config)
     alone = config.algorithm.critic.only_steps
     if config.algorithm.needs_critic and alone >= config.train.steps:
         yield note(
             f"algorithm.critic.only_steps={alone} covers all of train.steps={config.train.steps}, so only the critic "
             "is trained and the policy stays as it is; raise train.steps, or lower the former"
+        )
+
+
+def _without_ratio(config: RunConfig) -> Iterator[Found]:
+    """Notes samples that are not of the current policy, where the objective takes them for such."""
+    a, train = config.algorithm, config.train
+    if not config.kind.samples or a.objective != "reinforce":
+        return
+    given = "algorithm.objective=reinforce has no ratio, and takes samples for those of the current policy, but"
+    if train.minibatches * train.epochs > 1:
+        yield note(
+            f"{given} train.minibatches={train.minibatches} * train.epochs={train.epochs} are optimizer steps on one "
+            "batch, and only the first is on such; set both to 1, or algorithm.objective=importance"
+        )
+    if train.max_staleness and not a.correction.weights:
+        yield note(
+            f"{given} train.max_staleness={train.max_staleness} has them sampled by older ones; set "
+            "algorithm.correction.mode=truncate, or train.max_staleness=0"
         )
 
 

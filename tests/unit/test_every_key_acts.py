@@ -54,9 +54,12 @@ BASE = [
     "train.learning_rate=100.0",
     "learner.ep=1",
 ]
+LONGER_RANGE = ["algorithm.overlong_buffer=1", "algorithm.overlong_factor=2.0"]  # else rewards are 0 .. 1 already
+TWO_STEPS = ["train.minibatches=2"]  # in a batch's first optimizer step ratios are 1, as without them
 OF_ROWS = {
-    # rewards of 0 .. 1 are in the range of their batch already
-    **{name: ["algorithm.overlong_buffer=1", "algorithm.overlong_factor=2.0"] for name in ("dr_grpo", "rloo")},
+    "dr_grpo": LONGER_RANGE,
+    "rloo": [*LONGER_RANGE, *TWO_STEPS],
+    **dict.fromkeys(("reinforce", "remax"), TWO_STEPS),
     "grpo_process": ["reward.function=tests.toy_roles:grade_steps"],
     "luspo": ["train.learning_rate=30.0"],  # at 100 times lengths no ratio is near its limits
 }

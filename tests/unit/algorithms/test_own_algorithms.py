@@ -203,7 +203,7 @@ def advantages_of(groups: Sequence[Sequence[float]]) -> list[float]:
 
 def test_updates_by_maxrl_are_those_of_rewards_that_were_made_advantages_by_hand() -> None:
     """Weights of a toy after three steps, a group of four at a time."""
-    keys = ["algorithm=reinforce", "train.minibatches=1", "learner.ep=1", "train.lr_decay=none"]
+    keys = ["algorithm=reinforce", "learner.ep=1", "train.lr_decay=none"]
     found = []
     for name, made in (("maxrl:maxrl", list[float]), ("none", by_hand)):
         policy, unused = Toy(table(VOCABULARY, VOCABULARY, seed=1)), Toy(torch.zeros(1))

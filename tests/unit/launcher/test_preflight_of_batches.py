@@ -46,3 +46,26 @@ def test_trajectories_that_wait_for_servers_or_servers_for_them_are_noted(
     notes = [found.text for found in batches.check(Subject(config, False)) if "trajectories" in found.text]
     assert len(notes) == (said is not None), notes
     assert all(text.startswith(str(said)) for text in notes)
+
+
+@pytest.mark.parametrize(
+    ("more", "noted"),
+    [
+        (("algorithm=reinforce",), []),
+        (("algorithm=remax", "train.minibatches=3"), ["train.minibatches=3 * train.epochs=1"]),
+        (("algorithm=rloo", "train.epochs=2"), ["train.minibatches=1 * train.epochs=2"]),
+        (("algorithm=rloo", "train.max_staleness=2"), ["train.max_staleness=2"]),
+        (("algorithm=rloo", "train.max_staleness=2", "algorithm.correction.mode=truncate"), []),
+        (
+            ("algorithm=reinforce", "train.max_staleness=2", "train.minibatches=2"),
+            ["train.minibatches=2 * train.epochs=1", "train.max_staleness=2"],
+        ),
+        (("algorithm=grpo", "train.max_staleness=2", "train.epochs=2"), []),
+    ],
+)
+def test_an_objective_without_a_ratio_on_samples_of_an_older_policy_is_noted(
+    more: tuple[str, ...], noted: list[str]
+) -> None:
+    found = batches.check(Subject(load_config("tiny_cpu", list(more)), False))
+    texts = [one.text for one in found if one.text.startswith("algorithm.objective=reinforce has no ratio")]
+    assert [given for text, given in zip(texts, noted, strict=True) if given not in text] == []
