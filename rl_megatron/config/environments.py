@@ -23,6 +23,7 @@ def problems_of_environments(c: RunConfig) -> Iterator[str]:
         yield from _in_itself(key, one)
     yield from _rendered(c)
     yield from _of_sources(c)
+    yield from _lengths(c)
     if not c.training_environments:
         yield from _single_turns(c)
     for key, one in c.training_environments.items():
@@ -57,6 +58,17 @@ def _of_sources(c: RunConfig) -> Iterator[str]:
                 f"{key}.function={one.function} with algorithm.overlong_buffer={c.algorithm.overlong_buffer}: sources "
                 "have other greatest lengths, and the buffer is below one; leave it out"
             )
+
+
+def _lengths(c: RunConfig) -> Iterator[str]:
+    """An overlong penalty that every completion or trajectory has."""
+    buffer, most = c.algorithm.overlong_buffer, c.most_sampled
+    if c.kind.samples and buffer >= max(1, most):
+        limit = "environment.max_tokens" if "environment" in c.training_environments else "rollout.max_new_tokens"
+        yield (
+            f"algorithm.overlong_buffer={buffer:g} is not below {limit}={most}: every length would have a penalty; "
+            "lower the first (below 1 it is a share, as 0.2), or raise the other"
+        )
 
 
 def _single_turns(c: RunConfig) -> Iterator[str]:

@@ -29,6 +29,18 @@ def problem(*keys: str) -> str | None:
 
 
 @pytest.mark.parametrize(
+    ("preset", "limit"), [("tiny_cpu", "rollout.max_new_tokens"), ("calculator", "environment.max_tokens")]
+)
+def test_an_overlong_buffer_that_leaves_no_length_without_a_penalty_is_refused(preset: str, limit: str) -> None:
+    keys = ["algorithm.overlong_factor=0.5", "rollout.max_new_tokens=40", f"{limit}=40"]
+    for buffer in (40, 41):
+        with pytest.raises(ConfigError, match=rf"algorithm\.overlong_buffer={buffer} is not below {limit}=40"):
+            load_config(preset, [*keys, f"algorithm.overlong_buffer={buffer}"])
+    for buffer in (0.99, 1, 39):
+        load_config(preset, [*keys, f"algorithm.overlong_buffer={buffer}"])
+
+
+@pytest.mark.parametrize(
     ("keys", "reason"),
     [
         (["algorithm=grpo", ONE], "group_size=1 with algorithm.advantage_mean=group, algorithm.advantage_std=group: "),

@@ -143,7 +143,7 @@ class AlgorithmSection(Section):
     """Whether to whiten rewards by the mean and the standard deviation over all steps so far."""
     overlong_buffer: NonNegativeFloat = 0.0
     """Penalise completions that reach into the last this many tokens of the most that is sampled (see ``max_length``;
-    DAPO), or below 1, into the last this share of them; 0 is off."""
+    DAPO), fewer than that, or below 1, into the last this share of them; 0 is off."""
     overlong_factor: NonNegativeFloat = 1.0
     """Penalty of a completion of that length; it grows linearly over ``overlong_buffer``, with the length alone: one
     that rollout.max_seconds ended has none if it is short."""
