@@ -1,11 +1,13 @@
 """Turns completions into trajectories: each becomes a row of its prompt followed by one turn, or by one for each step
-that a reward tells apart."""
+that a reward tells apart. Counts the tokens of trajectories of several rows."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cmp_to_key
+from itertools import pairwise
 
 import numpy as np
 
@@ -141,3 +143,41 @@ def ends_in_tokens(token_ids: Sequence[int], ends: Sequence[int], decode: Decode
         chars = length(at)
         found.append(at)
     return found
+
+
+def tokens_behind_prompt(one: Trajectory, known: Sequence[int] | None = None) -> int:
+    """Tokens after the first row's prompt, sampled and observed, which environment.max_tokens counts: of a later row
+    those behind what is ``known`` of it (`known_beginnings`)."""
+    known = known_beginnings(one) if known is None else known
+    prompts = [row.turns[0].start for row in one.chains]
+    before = [prompts[0], *map(min, known[1:], prompts[1:])]  # a row may sample again what one before it did
+    return sum(len(row.token_ids) for row in one.chains) - sum(before)
+
+
+def known_beginnings(one: Trajectory) -> list[int]:
+    """How many tokens each row begins with in common with one before it. Of rows in the order of their tokens,
+    neighbours have most in common: the last row is compared with its two, and taken out, and so on."""
+    rows = [row.token_ids for row in one.chains]
+    keys = [*map(cmp_to_key(_compared), rows)]
+    order = sorted(range(len(rows)), key=keys.__getitem__)
+    between = [0, *(_common(rows[a], rows[b]) for a, b in pairwise(order)), 0]  # each row and the one before it
+    found = []
+    for place in reversed(range(len(rows))):
+        at = order.index(place)
+        found.append(max(between[at : at + 2]))
+        between[at : at + 2] = [min(between[at : at + 2])]
+        del order[at]
+    return found[::-1]
+
+
+def _common(one: TokenIds, other: TokenIds) -> int:
+    """How many tokens both begin with."""
+    length = min(len(one), len(other))
+    differ = np.append(one[:length] != other[:length], True)
+    return int(differ.argmax())
+
+
+def _compared(one: TokenIds, other: TokenIds) -> int:
+    """Below 0 where ``one`` is before ``other`` in the order of tokens, above 0 where it is after; copies neither."""
+    at = _common(one, other)
+    return int(one[at]) - int(other[at]) if at < min(len(one), len(other)) else len(one) - len(other)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import cmp_to_key
-from itertools import pairwise
 
 import numpy as np
 
-from rl_megatron.columns import TokenIds
+from rl_megatron.data.trajectories import known_beginnings, tokens_behind_prompt
 from rl_megatron.rollout.endpoint.keys import RequestCounts
 from rl_megatron.types import Trajectory
 
@@ -34,9 +32,9 @@ def environment_row(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     turns = np.array([len(one.turns) for one in led])
     rows = np.array([len(one.chains) for one in led])
     seconds = np.array([one.metrics[SECONDS] for one in led])
-    known = [_known(one) for one in led]
-    read = np.array([_read(*pair) for pair in zip(led, known, strict=True)])
+    known = [known_beginnings(one) for one in led]
     sampled = np.array([one.num_sampled for one in led])
+    read = np.array([tokens_behind_prompt(*pair) for pair in zip(led, known, strict=True)]) - sampled
     named = sorted({name for one in led for name in one.metrics if name.startswith((BRANCHES, OWN))})
     served = [one.metrics for one in led if f"{ENDPOINT}answered" in one.metrics]
     asked = sorted({name for one in served for name in one if name.startswith(ENDPOINT)})
@@ -74,39 +72,3 @@ def _inflation(led: Sequence[Trajectory], shared: int) -> float:
     """Tokens of all rows over those that differ, of which ``shared`` are in an earlier row too."""
     tokens = sum(len(row.token_ids) for one in led for row in one.chains)
     return tokens / (tokens - shared)
-
-
-def _known(one: Trajectory) -> list[int]:
-    """How many tokens each row begins with in common with one before it. Of rows in the order of their tokens,
-    neighbours have most in common: the last row is compared with its two, and taken out, and so on."""
-    rows = [row.token_ids for row in one.chains]
-    keys = [*map(cmp_to_key(_compared), rows)]
-    order = sorted(range(len(rows)), key=keys.__getitem__)
-    between = [0, *(_common(rows[a], rows[b]) for a, b in pairwise(order)), 0]  # each row and the one before it
-    found = []
-    for place in reversed(range(len(rows))):
-        at = order.index(place)
-        found.append(max(between[at : at + 2]))
-        between[at : at + 2] = [min(between[at : at + 2])]
-        del order[at]
-    return found[::-1]
-
-
-def _common(one: TokenIds, other: TokenIds) -> int:
-    """How many tokens both begin with."""
-    length = min(len(one), len(other))
-    differ = np.append(one[:length] != other[:length], True)
-    return int(differ.argmax())
-
-
-def _compared(one: TokenIds, other: TokenIds) -> int:
-    """Below 0 where ``one`` is before ``other`` in the order of tokens, above 0 where it is after; copies neither."""
-    at = _common(one, other)
-    return int(one[at]) - int(other[at]) if at < min(len(one), len(other)) else len(one) - len(other)
-
-
-def _read(one: Trajectory, known: Sequence[int]) -> int:
-    """Tokens of its rows that are not sampled, after the first row's prompt, or what is ``known`` of a later one's."""
-    prompts = [row.turns[0].start for row in one.chains]
-    before = [prompts[0], *map(min, known[1:], prompts[1:])]  # a row may sample again what one before it did
-    return sum(len(row.token_ids) for row in one.chains) - sum(before) - one.num_sampled

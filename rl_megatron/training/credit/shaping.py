@@ -17,6 +17,7 @@ from rl_megatron.algorithms.advantages import own_gives
 from rl_megatron.algorithms.segments import dense, differ, segment_sum
 from rl_megatron.algorithms.shaping import overlong_penalty, score_finished, to_unit_range
 from rl_megatron.config.sections.algorithm import AlgorithmSection
+from rl_megatron.data.trajectories import tokens_behind_prompt
 from rl_megatron.training.credit.state import AlgorithmState
 from rl_megatron.types import RolloutGroup
 
@@ -63,7 +64,7 @@ def _judged(groups: Sequence[RolloutGroup], section: AlgorithmSection, max_new_t
     if section.unfinished_reward is not None:
         rewards = score_finished(rewards, ~truncated(groups), unfinished_reward=section.unfinished_reward)
     if section.overlong_buffer:
-        lengths = torch.tensor([one.num_sampled for g in groups for one in g.trajectories])
+        lengths = torch.tensor([tokens_behind_prompt(one) for g in groups for one in g.trajectories])
         rewards = rewards + overlong_penalty(
             lengths, max_length=max_new_tokens, buffer=section.overlong_buffer, factor=section.overlong_factor
         )

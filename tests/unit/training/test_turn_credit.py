@@ -14,6 +14,7 @@ import torch
 
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.data.samples import to_samples
+from rl_megatron.data.trajectories import tokens_behind_prompt
 from rl_megatron.errors import DataError
 from rl_megatron.training.credit.assign import assign_credit
 from rl_megatron.training.credit.shaping import groups_that_differ, shape_rewards
@@ -118,6 +119,17 @@ def test_shaping_acts_on_the_last_turn_and_the_sum_is_the_shaped_reward() -> Non
     assert by_turn([group("a", [cut])], gamma_turn=0.0, reward_scale=0.5, **PLAIN) == [[0.5, 0.25, 0.125]]
     shaped = by_turn([group("a", [cut])], gamma_turn=0.0, unfinished_reward=-1.0, **PLAIN)
     assert shaped == [[1.0, 0.5, -2.5]]
+
+
+def test_the_overlong_penalty_is_by_all_tokens_that_the_limit_counts() -> None:
+    """Three turns of 8 and two observations of 3 tokens fill 30, in one row or in three, whose beginnings are alike."""
+    row = AlgorithmSection(overlong_buffer=10, overlong_factor=0.5)
+    whole, short = trajectory([8, 8, 8], total=1.0, finish="length"), trajectory([8, 8], total=1.0)
+    sampled = [group("a", [whole, branched(whole), short])]
+    shaped = shape_rewards(sampled, row, AlgorithmState(kl_coefficient=0.0), max_new_tokens=30)
+    assert shaped.values.tolist() == [0.5, 0.5, 1.0]
+    other = replace(whole, chains=(*branched(whole).chains[:1], *trajectory([8], total=1.0, seed=5).chains))
+    assert tokens_behind_prompt(other) == 8 + 8  # of a second row with another first token, the prompt of 2 is known
 
 
 def test_equal_rewards_of_turns_give_no_advantage() -> None:
