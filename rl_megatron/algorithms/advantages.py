@@ -8,6 +8,7 @@ in any order. Advantages from rewards or values of tokens are in returns.py.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 
 import torch
@@ -42,10 +43,12 @@ def group_advantages(
     leave_one_out: bool,
     eps: float = 1e-6,
     unbiased: bool = True,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """Advantages [n] float32 = (reward - mean) / (std + ``eps``), computed in float64.
 
-    ``mean`` is a level, or a function of the user's own that has the rewards' place less their mean (`of_each_group`).
+    ``mean`` is a level, or a function of the user's own that has the rewards' place less their mean (`of_each_group`),
+    for which are ``lengths`` [n], sampled tokens.
     ``std`` is that of the rewards of the group or the batch, or of the batch's ``advantages`` (rewards less the mean),
     its variance over n - 1, or over n if not ``unbiased``. ``group_ids`` [n] int64 are any integers, equal within a
     group. ``leave_one_out`` takes the mean of the *others*. If the rewards under the mean or the std are all equal, as
@@ -56,7 +59,7 @@ def group_advantages(
     if leave_one_out and mean_of is None:
         raise ValueError("leave_one_out=True needs a mean to leave one out of; set mean='group' or mean='batch'")
     raw = _finite(rewards).double()
-    advantages = raw if mean in LEVELS else of_each_group(mean, raw, group_ids)
+    advantages = raw if mean in LEVELS else of_each_group(mean, raw, group_ids, lengths)
     if mean_of is not None:
         ids = dense(mean_of(group_ids))
         advantages = raw - segment_mean(raw, ids)[ids]
@@ -72,14 +75,19 @@ def group_advantages(
 
 
 @functools.cache
-def own_advantages(name: str) -> Callable[[Tensor], Tensor]:
-    """The function of ``advantage_mean=package.module:name``. Raises as `load_named`."""
-    own: Callable[[Tensor], Tensor] = load_named(name, "algorithm.advantage_mean", "function", callable)
-    return own
+def _own(name: str) -> tuple[Callable[..., Tensor], bool]:
+    """The function of ``advantage_mean=package.module:name``, and whether it has an argument ``lengths``. Raises as
+    `load_named`."""
+    own: Callable[..., Tensor] = load_named(name, "algorithm.advantage_mean", "function", callable)
+    try:
+        return own, "lengths" in inspect.signature(own).parameters
+    except ValueError:  # one of C tells none
+        return own, False
 
 
-def of_each_group(name: str, rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Advantages [n] float64 by the user's function, which gets one group's rewards [n] float64 at a time.
+def of_each_group(name: str, rewards: Tensor, group_ids: Tensor, lengths: Tensor | None) -> Tensor:
+    """Advantages [n] float64 by the user's function, which gets one group's rewards [n] float64 at a time, and their
+    ``lengths`` [n] float64 where it has that argument.
 
     Raises ConfigError if it raises, or returns anything but as many finite numbers.
     """
@@ -88,7 +96,12 @@ def of_each_group(name: str, rewards: Tensor, group_ids: Tensor) -> Tensor:
         mine = group_ids == group
         told = f"{given}, of a group's rewards {rewards[mine].tolist()}"
         try:
-            found = own_advantages(name)(rewards[mine].clone())
+            own, by_length = _own(name)
+            if by_length:
+                assert lengths is not None
+                found = own(rewards[mine].clone(), lengths=lengths[mine].double())
+            else:
+                found = own(rewards[mine].clone())
         except ConfigError:
             raise
         except Exception as error:
@@ -100,10 +113,10 @@ def of_each_group(name: str, rewards: Tensor, group_ids: Tensor) -> Tensor:
     return advantages
 
 
-def own_gives(name: str, rewards: Tensor, group_ids: Tensor) -> Tensor:
+def own_gives(name: str, rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
     """Whether the user's function gives a group any advantage beyond rounding [K], of ``group_ids`` 0 .. K - 1. Raises
     as `of_each_group`."""
-    found = of_each_group(name, rewards.double(), group_ids).abs() > ROUNDING
+    found = of_each_group(name, rewards.double(), group_ids, lengths).abs() > ROUNDING
     return segment_sum(found.int(), group_ids) > 0
 
 

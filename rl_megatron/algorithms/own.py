@@ -113,7 +113,8 @@ def _advantages(row: AlgorithmSection, group: Tensor) -> Tensor:
     ids = torch.zeros(len(group), dtype=torch.int64)
     if row.normalise_rewards == "group":
         group = to_unit_range(group, ids, group, ids)
-    return group_advantages(group, ids, mean=row.advantage_mean, std="none", leave_one_out=False)
+    lengths = _group(_LENGTHS, len(group))
+    return group_advantages(group, ids, mean=row.advantage_mean, std="none", leave_one_out=False, lengths=lengths)
 
 
 def _moved_or_warned(row: AlgorithmSection, group: Tensor) -> bool:

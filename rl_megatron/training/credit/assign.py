@@ -21,7 +21,7 @@ from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.algorithms.shaping import drop_truncated
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.errors import DataError
-from rl_megatron.training.credit.shaping import RewardedTurns, Rewards, group_ids, truncated, turns_of
+from rl_megatron.training.credit.shaping import RewardedTurns, Rewards, group_ids, nums_sampled, truncated, turns_of
 from rl_megatron.training.credit.state import AlgorithmState, reference_kl
 from rl_megatron.types import RolloutGroup, Samples
 
@@ -145,6 +145,7 @@ def _by_turn(samples: Samples, turns: RewardedTurns, section: AlgorithmSection) 
         leave_one_out=section.leave_one_out,
         eps=section.std_eps,
         unbiased=section.std_unbiased,
+        lengths=turns.lengths,
     )
     of_turns = turn_advantages(above, turns.each, gamma=section.gamma_turn)
     advantages = torch.zeros_like(samples.advantages)
@@ -182,6 +183,7 @@ def _completion_advantages(groups: Sequence[RolloutGroup], rewards: Rewards, sec
         leave_one_out=section.leave_one_out,
         eps=section.std_eps,
         unbiased=section.std_unbiased,
+        lengths=nums_sampled(groups),
     )
 
 

@@ -95,14 +95,14 @@ def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection
     if section.credit == "turn":
         turns = turns_of(groups, judged, section)
         ids = dense(turns.baseline_of)
-        some = _teaching(turns.rewards, ids, section)[ids]
+        some = _teaching(turns.rewards, ids, turns.lengths, section)[ids]
         return (segment_sum(some.int(), turns.group_of, len(groups)) > 0).tolist()
     ids = group_ids(groups)
     if section.normalise_rewards == "group":
         judged = to_unit_range(judged, ids, judged, ids)
     if not section.whiten_rewards and section.normalise_rewards != "batch":
         judged = _clipped(judged, section)
-    return _teaching(judged, ids, section).tolist()
+    return _teaching(judged, ids, nums_sampled(groups), section).tolist()
 
 
 def groups_to_train_on(groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int) -> list[bool]:
@@ -115,11 +115,11 @@ def groups_to_train_on(groups: Sequence[RolloutGroup], section: AlgorithmSection
     return [one and other for one, other in zip(found, before, strict=True)]
 
 
-def _teaching(rewards: Tensor, ids: Tensor, section: AlgorithmSection) -> Tensor:
+def _teaching(rewards: Tensor, ids: Tensor, lengths: Tensor, section: AlgorithmSection) -> Tensor:
     """Of the rewards that have one baseline, [K] bool."""
     if not section.own_decides:
         return differ(rewards, ids)
-    own = own_gives(section.advantage_mean, rewards, ids)
+    own = own_gives(section.advantage_mean, rewards, ids, lengths)
     return own & differ(rewards, ids) if section.levels_equal else own
 
 
@@ -169,6 +169,11 @@ def turns_of(groups: Sequence[RolloutGroup], judged: Tensor, section: AlgorithmS
 def group_ids(groups: Sequence[RolloutGroup]) -> Tensor:
     """The group of each trajectory, [K]."""
     return torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g.rewards) for g in groups]))
+
+
+def nums_sampled(groups: Sequence[RolloutGroup]) -> Tensor:
+    """Sampled tokens of each trajectory, [K]."""
+    return torch.tensor([one.num_sampled for g in groups for one in g.trajectories])
 
 
 def truncated(groups: Sequence[RolloutGroup]) -> Tensor:

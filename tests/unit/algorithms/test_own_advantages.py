@@ -13,7 +13,7 @@ from rl_megatron.interfaces import Roles
 from rl_megatron.training.credit.shaping import groups_that_differ
 from rl_megatron.training.update import Update
 from tests.unit.algorithms.test_own_algorithms import _mine  # noqa: F401  a fixture: files of the page, and faulty.py
-from tests.unit.training.test_credit import group
+from tests.unit.training.test_credit import advantages, group
 
 ONE = "rollout.group_size=1"
 
@@ -121,3 +121,16 @@ def test_the_function_says_which_groups_teach() -> None:
     assert teach(advantage_std="group") == [False, False, True]
     assert teach(whiten_rewards=True) == [False, False, True], "what the function will get is not known yet"
     assert teach(advantage_mean="faulty:beyond_one") == [False, False, False]
+
+
+def test_a_function_of_lengths_gets_those_of_completions_and_of_turns() -> None:
+    """Dynamic sampling asks it too, of the same lengths."""
+    sampled = [group("a", [1.0, 0.0, 0.5], [2, 3, 1]), group("b", [0.5, 0.5], [2, 1])]
+    section = {"advantage_mean": "opo:opo", "advantage_std": "none"}
+    of_a = 2.5 / 6
+    for credit in ("completion", "turn"):
+        found = advantages(9, sampled, credit=credit, **section)
+        assert [one[0] for one in found] == pytest.approx([1 - of_a, -of_a, 0.5 - of_a, 0.0, 0.0], abs=1e-7)
+        row = AlgorithmSection.model_validate({"credit": credit, **section})
+        assert groups_that_differ(sampled, row, max_new_tokens=9) == [True, False]
+    made("opo:opo")

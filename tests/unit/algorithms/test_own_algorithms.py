@@ -1,4 +1,4 @@
-"""The five files of docs/own_algorithms.md: plain loops over their papers' equations, finite differences, splits; what
+"""The six files of docs/own_algorithms.md: plain loops over their papers' equations, finite differences, splits; what
 is refused before a run."""
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_page_has_one_file_for_each() -> None:
     names = [block.text.partition(".py:")[0].removeprefix("# ") for block in blocks(PAGE, "python")]
-    assert names == ["cpgd", "aspo", "maxrl", "ipo", "kto"]
+    assert names == ["cpgd", "aspo", "maxrl", "opo", "ipo", "kto"]
 
 
 def evaluate(loss: Loss, inputs: LossInputs) -> tuple[float, Tensor]:
@@ -188,6 +188,21 @@ def test_maxrl_is_the_mean_over_right_completions_less_that_over_all(right: int)
     wanted = [(1 / right if reward else 0.0) * 5 - 1 if right else 0.0 for reward in rewards]
     wanted += [(r - 0.5) / 0.5 for r in (0.0, 1.0, 0.5)] + [(r - 1.5) / 1.5 for r in (2.0, 1.0)]
     assert found == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+
+
+def test_opo_has_the_baseline_of_least_variance_of_sums_over_tokens() -> None:
+    """Of gradients whose squared norms are lengths, sum l (r - b)^2 is least where its slope in b, sum l A, is 0."""
+    groups = [([1.0, 0.0, 0.0], [3, 2, 4]), ([0.5, 2.0], [1, 7]), ([1.0, 1.0], [4, 2])]
+    rewards, lengths = (torch.tensor([x for group in groups for x in group[part]]) for part in (0, 1))
+    ids = torch.tensor([g for g, (of, _) in enumerate(groups) for _ in of])
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))
+    options: dict[str, Any] = {"mean": "opo:opo", "std": "none", "leave_one_out": False, "lengths": lengths[order]}
+    found = group_advantages(rewards[order], ids[order], **options)[order.argsort()]
+    baselines = rewards - found
+    for g in range(len(groups)):
+        mine = ids == g
+        assert float((lengths * found)[mine].sum()) == pytest.approx(0, abs=1e-6)
+        assert baselines[mine].tolist() == pytest.approx([float(baselines[mine][0])] * int(mine.sum()))
 
 
 def advantages_of(groups: Sequence[Sequence[float]]) -> list[float]:
