@@ -5,7 +5,6 @@ It refuses a push into processes that do not see the memory that they would map,
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 
@@ -48,7 +47,7 @@ def _unseen_gpus(config: RunConfig) -> Iterator[Found]:
 def _movable_segments(subject: Subject) -> Iterator[Found]:
     """Yields a problem if processes would map memory of another's allocator that it may move."""
     config = subject.config
-    kind, given = config.transport, dict(os.environ) | (dict(config.slurm.environment) if subject.for_job else {})
+    kind, given = config.transport, subject.environment
     if config.learner.device == "cpu" or not (kind.has_rings_on_gpus or kind.group == "learner"):
         return
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):

@@ -20,7 +20,7 @@ from rl_megatron.weights.layouts.learner import learner_layout, role_layout
 def check(subject: Subject) -> Iterator[Found]:
     """Yields a problem for each size of the model that the configuration does not fit. Raises ConfigError."""
     yield from size_problems(subject.config, subject.shape)
-    yield from _servers(subject.config, subject.shape)
+    yield from _servers(subject)
 
 
 def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
@@ -60,12 +60,14 @@ def size_problems(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
         )
 
 
-def _servers(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
+def _servers(subject: Subject) -> Iterator[Found]:
     """Yields what servers of the configured engine cannot do for the model; those of a user's own say so at a start."""
+    config, shape, environment = subject.config, subject.shape, subject.environment
     server, engine = config.rollout.server, config.rollout.engine
     given = {config.rollout.temperature, *config.eval.temperatures.values()}
     asked = config.weights.push == "adapters" or server.batch_invariant or server.draft_tokens or server.options
-    if not (config.rollout.served and (asked or given - {0.0, 1.0})):
+    tuned = any(name.startswith(("VLLM_", "SGLANG_")) for name in environment)
+    if not (config.rollout.served and (asked or tuned or given - {0.0, 1.0})):
         return
     try:
         from launcher.servers.engines import KNOWN, engine_problems
@@ -73,7 +75,7 @@ def _servers(config: RunConfig, shape: ModelShape) -> Iterator[Found]:
         yield unchecked(f"whether {engine} takes what servers are given: torch cannot be imported here")
         return
     if engine in KNOWN:
-        yield from map(problem, engine_problems(config, KNOWN[engine](shape), shape))
+        yield from map(problem, engine_problems(config, KNOWN[engine](shape), shape, environment))
 
 
 def _own_layouts(config: RunConfig, shape: ModelShape) -> Iterator[Found]:

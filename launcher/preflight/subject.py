@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,11 @@ class Subject:
     def shape(self) -> ModelShape:
         """The shape of the model that the run starts from. Raises ConfigError."""
         return starting_shape(self.config)
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """The controller's, as far as it is known here."""
+        return {**os.environ, **(self.config.slurm.environment if self.for_job else {})}
 
     @property
     def other_python(self) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,9 +28,8 @@ def check(subject: Subject) -> Iterator[Found]:
             yield unchecked(f"torch and NCCL in the container {container}, {_WHERE}")
         return
     learner = Path((subject.for_job and config.slurm.python) or sys.executable)
-    environment = {**os.environ, **(config.slurm.environment if subject.for_job else {})}
     try:
-        compared = compare_environments(config, environment, learner=learner, engine=rollout.python or learner)
+        compared = compare_environments(config, subject.environment, learner=learner, engine=rollout.python or learner)
     except EngineError as error:
         yield unchecked(str(error))
         return

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from rl_megatron.config.run import RunConfig
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.rollout.servers.adapter import Adapter, AdapterPlaces, words_of
+from rl_megatron.rollout.servers.adapter import Adapter, AdapterPlaces, refused_variables, words_of
 from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
 from rl_megatron.rollout.servers.sglang.adapter import SGLangAdapter
 from rl_megatron.rollout.servers.vllm.adapter import VLLMAdapter
@@ -35,11 +35,15 @@ def adapter_of(engine: str, shape: ModelShape) -> Adapter:
     return adapter
 
 
-def engine_problems(config: RunConfig, adapter: Adapter, shape: ModelShape) -> list[str]:
-    """A line for each key that servers of the adapter's engine cannot follow for the model."""
+def engine_problems(
+    config: RunConfig, adapter: Adapter, shape: ModelShape, environment: Mapping[str, str]
+) -> list[str]:
+    """A line for each key that servers of the adapter's engine cannot follow for the model, and for each variable of
+    the ``environment`` in which the run starts them that they cannot have."""
     server, device = config.rollout.server, config.learner.device
     extra = words_of(server.options or "")
     out = [adapter.options_problem(extra), adapter.batch_problem(extra) if server.batch_invariant else ""]
+    out += [] if server.addresses else refused_variables(environment, adapter.variables)
     places = adapter_places(config, shape)
     if places and places.ranks and (why := adapter.adapter_problem(places, device, server.dp)):
         out.append(f"weights.push=adapters: {why}; or set weights.push=merged")

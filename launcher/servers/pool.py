@@ -70,7 +70,7 @@ class ServedEngines:
         self._model_folder, self._run_folder, self._shape = model_folder.resolve(), run_folder, shape
         self._max_length = longest_sequence(config, shape)
         self._places = adapter_places(config, shape)
-        if problems := [*degree_problems(config, shape), *engine_problems(config, adapter, shape)]:
+        if problems := [*degree_problems(config, shape), *engine_problems(config, adapter, shape, os.environ)]:
             raise ConfigError("\n".join(problems))
         self._checks = ServerChecks(
             config=config, adapter=adapter, model_folder=self._model_folder, max_length=self._max_length

@@ -20,6 +20,7 @@ from rl_megatron.types import Completion, GenerationRequest, LoadedAdapters
 from rl_megatron.weights.checks.reports import Report
 from rl_megatron.weights.layouts.recorded import Boxes
 
+_OFF = ("", "0", "false")
 _NAME = re.compile(r"--[^.=]+")  # of an option, up to its value or a key of it
 
 
@@ -256,6 +257,7 @@ class Adapter(Sampling, Loading, Running, Protocol):
     tested: str  # the version it was tested with
     renormalises_top_p: bool  # whether log-probs are of the distribution after top_p
     temperatures: tuple[float, float] = (0.0, math.inf)  # the least and the greatest that it samples at, besides 0
+    variables: Mapping[str, str] = {}  # that its servers' environment cannot have, each with the reason
 
     def batch_problem(self, extra: Sequence[str]) -> str:
         """Why it has no kernels that do not depend on the batch, with ``extra`` options; or empty."""
@@ -307,6 +309,15 @@ def refused_option(
         if (why := next((reasons[option] for option in reasons if stands_for(given, option)), None)) is not None:
             return f"rollout.server.options has {given}: {why}; leave it out"
     return ""
+
+
+def refused_variables(environment: Mapping[str, str], reasons: Mapping[str, str]) -> list[str]:
+    """A line for each variable of a server's environment for which there are ``reasons``, unless it is off."""
+    return [
+        f"{name}={environment[name]} in the environment of servers: {why}; unset it"
+        for name, why in reasons.items()
+        if environment.get(name, "").lower() not in _OFF
+    ]
 
 
 MOVES_EXPERTS = "it moves experts between ranks, but pushes send them to where they were"

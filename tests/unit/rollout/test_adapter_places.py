@@ -199,5 +199,5 @@ def test_a_push_of_adapters_is_planned_by_their_bytes() -> None:
 )
 def test_temperatures_that_the_engine_does_not_sample_at_are_refused(keys: tuple[str, ...], said: str | None) -> None:
     config = load_config("tiny_cpu", keys)
-    problems = engine_problems(config, adapter_of(config.rollout.engine, MOE), MOE)
+    problems = engine_problems(config, adapter_of(config.rollout.engine, MOE), MOE, {})
     assert [one[: len(said or "")] for one in problems] == ([] if said is None else [said])

@@ -6,7 +6,9 @@ import re
 
 import pytest
 
-from launcher.servers.engines import SERVERS
+from launcher.preflight.sizes import check
+from launcher.preflight.subject import Subject
+from launcher.servers.engines import SERVERS, engine_problems
 from rl_megatron.config.io import load_config
 from rl_megatron.errors import ConfigError
 from rl_megatron.models.named import NAMED
@@ -112,3 +114,34 @@ def test_options_bring_no_code_of_strangers_and_replace_nothing_of_the_runs(
 @pytest.mark.parametrize("option", ["--config-format hf", "--language-model-only", "--fp8-gemm-backend triton", "-O3"])
 def test_other_options_are_taken(option: str) -> None:
     load_config("tiny_cpu", ["rollout=vllm", f"rollout.server.options={option}"])
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "said"),
+    [
+        ("sglang", "SGLANG_GRPC_PORT=40000", "the server of gRPC that it opens asks for no token; unset it"),
+        ("sglang", "SGLANG_RUST_SERVER=true", "its server asks for no token; unset it"),
+        ("sglang", "SGLANG_RETURN_ORIGINAL_LOGPROB=1", "log-probs would be those of temperature 1"),
+        ("sglang", "SGLANG_MAX_NEW_TOKENS_LIMIT=64", "rollout.max_new_tokens is the limit; use that key"),
+        ("sglang", "SGLANG_SIMULATE_ACC_LEN=2", "it accepts drafted tokens that the model did not sample"),
+        ("vllm", "VLLM_USE_RUST_FRONTEND=1", "its server asks for no token; unset it"),
+        ("vllm", "VLLM_DP_SIZE=2", "rollout.server.dp sets it; use that key"),
+        ("vllm", "VLLM_BATCH_INVARIANT=1", "rollout.server.batch_invariant sets it; use that key"),
+    ],
+)
+def test_variables_do_not_what_options_may_not(
+    engine: str, given: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config("tiny_cpu", [f"rollout={engine}"])
+    name, value = given.split("=")
+    (problem,) = engine_problems(config, SERVERS[engine](MOE), MOE, {name: value})
+    assert problem.startswith(f"{given} in the environment of servers: {said}")
+    for off in ("", "0", "False"):
+        assert not engine_problems(config, SERVERS[engine](MOE), MOE, {name: off})
+    attached = load_config("tiny_cpu", [f"rollout={engine}", "rollout.server.addresses=http://node:1"])
+    assert not engine_problems(attached, SERVERS[engine](MOE), MOE, {name: value})
+    monkeypatch.setenv(name, value)
+    assert problem in [one.text for one in check(Subject(config=config, for_job=False))]
+    monkeypatch.delenv(name)
+    job = load_config("tiny_cpu", [f"rollout={engine}", f"slurm.environment.{name}='{value}'"])
+    assert problem in [one.text for one in check(Subject(config=job, for_job=True))]

@@ -39,6 +39,7 @@ from rl_megatron.rollout.servers.sglang.options import (
     KEYS,
     ON_CPU,
     REASONS,
+    VARIABLES,
     cores,
     degrees,
     most_cached,
@@ -77,6 +78,7 @@ class SGLangAdapter(Adapter):
     tested = "0.5.21"
     renormalises_top_p = False
     temperatures = (1e-6, math.inf)  # it takes lower ones for 0
+    variables = VARIABLES
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape, self._counted, self._reader = shape, drafts.Counted(), ReportReader()

@@ -29,6 +29,14 @@ REASONS = {
     "--kt-weight-path": "experts on CPUs come from that folder, and no push reaches them",
 }
 """By option, why servers cannot have it."""
+VARIABLES = {
+    "SGLANG_GRPC_PORT": "the server of gRPC that it opens asks for no token",
+    "SGLANG_RUST_SERVER": "its server asks for no token",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "log-probs would be those of temperature 1, not of what is sampled from",
+    "SGLANG_MAX_NEW_TOKENS_LIMIT": "rollout.max_new_tokens is the limit; use that key",
+    "SGLANG_SIMULATE_ACC_LEN": "it accepts drafted tokens that the model did not sample",
+}
+"""By variable, why servers cannot have it."""
 DRAFTS = ("--specu",)
 """How options of a draft model begin."""
 

@@ -37,6 +37,7 @@ from rl_megatron.rollout.servers.vllm.options import (
     DRAFTS,
     KEYS,
     REASONS,
+    VARIABLES,
     attention_given,
     options_of_ranks,
     profiler,
@@ -72,6 +73,7 @@ class VLLMAdapter(Adapter):
     tested = "0.32.0"
     renormalises_top_p = True
     temperatures = (0.01, 2.0)  # it raises lower ones to the first without an error
+    variables = VARIABLES
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape, self._reader = shape, ReportReader()

@@ -22,6 +22,12 @@ REASONS = {
     "--enable-eplb": MOVES_EXPERTS,
 }
 """By option, why servers cannot have it."""
+VARIABLES = {
+    "VLLM_USE_RUST_FRONTEND": "its server asks for no token",
+    "VLLM_DP_SIZE": "rollout.server.dp sets it; use that key",
+    "VLLM_BATCH_INVARIANT": "rollout.server.batch_invariant sets it; use that key",
+}
+"""By variable, why servers cannot have it."""
 DRAFTS = ("--specu", "--spec-", "-s")
 """How options of a draft model begin: --speculative-config, which is -sc, --spec-method, --spec-model, --spec-tokens.
 """
