@@ -26,6 +26,8 @@ REASONS = {
     "--json-model-override-args": "with those of the run no end-of-sequence token of the model's ends a completion",
     "--preferred-sampling-params": "requests would be sampled by what they do not say, as log-probs would not be",
     "--enable-eplb": MOVES_EXPERTS,
+    "--elastic-ep-backend": "ranks leave and join while it serves, but pushes go to those of its start",
+    "--ep-num-redundant-experts": "where a rank has an expert twice, pushes straight into ranks end the server",
     "--kt-weight-path": "experts on CPUs come from that folder, and no push reaches them",
 }
 """By option, why servers cannot have it."""

@@ -12,6 +12,7 @@ KEYS = {
     **dict.fromkeys(("--tensor-parallel-size", "-tp"), "tp"),
     **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "pp"),
     **dict.fromkeys(("--data-parallel-size", "-dp"), "dp"),
+    **dict.fromkeys(("--data-parallel-size-local", "-dpl", "--data-parallel-start-rank", "-dpr"), "nodes"),
     **dict.fromkeys(("--enable-expert-parallel", "-ep"), "ep"),
     **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--headless"), "nodes"),
     **dict.fromkeys(("-q", "--quantization-config"), "quantization"),
@@ -19,7 +20,14 @@ KEYS = {
 """By option, the key of ``rollout.server`` that sets it."""
 REASONS = {
     **dict.fromkeys(("--api-server-count", "-asc"), "an abort reaches one process, and its request may be in another"),
-    "--enable-eplb": MOVES_EXPERTS,
+    **dict.fromkeys(
+        (
+            *("--data-parallel-rank", "-dpn", "--data-parallel-hybrid-lb", "-dph"),
+            *("--data-parallel-external-lb", "-dpe", "--data-parallel-multi-port-external-lb", "-dpm"),
+        ),
+        "the server would answer for some of its replicas, and the run knows of no other that answers for the rest",
+    ),
+    **dict.fromkeys(("--enable-eplb", "--enable-elastic-ep"), MOVES_EXPERTS),
 }
 """By option, why servers cannot have it."""
 VARIABLES = {
