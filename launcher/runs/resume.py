@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_megatron.config.errors import has_gone, new_name
 from rl_megatron.config.resume import changes_no_step, defaults, fixed, is_free
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import CheckpointError, shorten
 from rl_megatron.training import checkpoints
 from rl_megatron.weights.formats.hf_folder import weight_files
+
+logger = logging.getLogger(__name__)
 
 START_FOLDER = "hf_start"
 """In a run's folder: the model that training starts from, where it is the frozen reference."""
@@ -54,21 +58,32 @@ def _check_reference(config: RunConfig, folder: Path) -> None:
 
 
 def _check_same(now: Mapping[str, Any], usual: Mapping[str, Any], then: Mapping[str, Any], folder: Path) -> None:
-    lacked = {key: value for key, value in usual.items() if key in now}  # older versions lack new keys
-    then = {**lacked, **{key: value for key, value in then.items() if not is_free(key)}}  # and hold others fixed
-    changed = [
+    """Older versions lack new keys, hold free ones, and have keys that this one does not have: those must be off."""
+    lacked = {key: value for key, value in usual.items() if key in now}
+    then = {**lacked, **{key: value for key, value in then.items() if not is_free(key)}}
+    gone = {key: value for key, value in then.items() if key not in now and has_gone(key)}
+    if off := [f"{key}={shorten(value)}" for key, value in gone.items() if not value]:
+        logger.warning("%s has keys that this version lacks, and goes on as they were off: %s", folder, ", ".join(off))
+    changed = [_of_gone(key, value) for key, value in gone.items() if value] + [
         f"{key}: {_shown(then, key)} then, {_shown(now, key)} now"
         for key in {**then, **now}
-        if key not in now or key not in then or (now[key] != then[key] and not changes_no_step(key, then, now))
+        if key not in gone
+        and (key not in now or key not in then or (now[key] != then[key] and not changes_no_step(key, then, now)))
     ]
     if len(changed) > _MAX_LINES:
         changed[_MAX_LINES:] = [f"and {len(changed) - _MAX_LINES} more"]
     if changed:
+        advice = "resume with the version that wrote it" if any(gone.values()) else "give these as they were"
         raise CheckpointError(
             f"--resume with another configuration than {folder} was trained with:\n"
             + "\n".join(changed)
-            + "\ngive these as they were, or another run.name; docs/running.md says what may change"
+            + f"\n{advice}, or begin another run.name; docs/running.md says what may change"
         )
+
+
+def _of_gone(key: str, value: object) -> str:
+    named = new_name(key)
+    return f"{key}: {shorten(value)} then, now no such key{f'; it is called {named}' if named else ''}"
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

@@ -20,6 +20,10 @@ _NAME = "<name>"  # of the user's own, in a key of a mapping's section
 _MOST_KEYS = 10  # of a section; else the nearest of them
 
 
+class _Tree(dict[str, "_Tree"]):
+    """Names, each with those under it."""
+
+
 class _Place(NamedTuple):
     """The place of an error; ``variants`` are the sections, by tag, if the tag has not chosen one of them."""
 
@@ -59,6 +63,25 @@ def near_miss(given: str, names: Iterable[str]) -> str:
 def did_you_mean(names: Sequence[str]) -> str:
     """``" (did you mean 'x' or 'y'?)"``; empty if there are no names."""
     return f" (did you mean {' or '.join(map(repr, names))}?)" if names else ""
+
+
+def has_gone(key: str) -> bool:
+    """Whether no section has the key; of entries of a mapping of single values, as options are, none has."""
+    below = _tree()
+    for part in key.split("."):
+        if not below:
+            return False
+        inner = below.get(part, below.get(_NAME))
+        if inner is None:
+            return True
+        below = inner
+    return False
+
+
+def new_name(key: str) -> str | None:
+    """What a former key is called now; None if nothing replaced it."""
+    section = _locate(key.split(".")).section
+    return section.moved.get(key.rpartition(".")[2]) if section is not None else None
 
 
 def not_a_section(key: str, value: object) -> str:
@@ -154,6 +177,17 @@ def _keys_of(place: _Place, name: str) -> str:
 @functools.cache
 def _every_key() -> Sequence[str]:
     return tuple(dict.fromkeys(_dotted(RunConfig)))
+
+
+@functools.cache
+def _tree() -> _Tree:
+    """Every key, nested by its parts."""
+    top = _Tree()
+    for key in _every_key():
+        below = top
+        for part in key.split("."):
+            below = below.setdefault(part, _Tree())
+    return top
 
 
 def _dotted(section: type[Section], above: str = "") -> Iterator[str]:

@@ -129,8 +129,35 @@ def test_keys_that_an_older_version_held_fixed_are_free_and_those_it_lacked_had_
     find(now, run)
     with pytest.raises(CheckpointError, match=r"learner\.router\.frozen: False then, True now"):
         find(other, run)
-    with pytest.raises(CheckpointError, match=r"data\.gone: 1 then, not there now"):
-        find(now, run_of(tmp_path, then, {**held, "data.gone": 1}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        *(("algorithm.second_moment_limit", value, None) for value in (None, False, 0, "", [], {})),
+        ("algorithm.second_moment_limit", 0.04, "0.04 then, now no such key; it is called algorithm.tokens.limit, "),
+        ("data.gone", 1, "1 then, now no such key\nresume with the version that wrote it, or begin another run.name"),
+        ("data.gone", None, None),
+        ("gone.inner", None, None),
+        ("reward.parts.exact_match.gone", None, None),
+        ("reward.parts.exact_match.gone", 1, "1 then, now no such key\nresume with the version that wrote it"),
+        ("reward.parts.length.weight", 0, "0 then, not there now\ngive these as they were, or begin another run.name"),
+        ("environment.options.limit", 0, "0 then, not there now\ngive these as they were, or begin another run.name"),
+    ],
+)
+def test_a_key_that_this_version_lacks_was_off(
+    key: str, value: object, said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else what it did cannot be done; the name of an entry that the user left out is another matter."""
+    config = load_config("tiny_cpu", ["reward.parts.exact_match=1"])
+    run = run_of(tmp_path, config, {**fixed(config), key: value})
+    if said is None:
+        find(config, run)
+        assert key in caplog.text
+        return
+    with pytest.raises(CheckpointError) as caught:
+        find(config, run)
+    assert f"{key}: {said}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
