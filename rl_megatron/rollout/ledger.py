@@ -104,7 +104,7 @@ class Ledger:
     def _cut(self, file: JsonlFile, state: LedgerState, step: int) -> None:
         file.truncate_after(step)
         if not file.path.exists():
-            if self._trained:
+            if self._trained or self._dropped:
                 self._whole = False
                 logger.warning("%s is gone: it will have the prompts of steps after %d alone", file.path, step)
             return

@@ -311,6 +311,15 @@ def test_a_resume_reads_the_ledger_line_by_line(tmp_path: Path) -> None:
     assert peak < path.stat().st_size / 2
 
 
+def test_a_run_that_had_dropped_prompts_alone_knows_that_its_ledger_was_removed(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    dropped = LedgerState(dropped={"equal_rewards": 1}, digest=f"{1:064x}")
+    ledger.restore(dropped, 0, (), ())
+    path.write_text(json.dumps({"step": 1, "ordinal": 1, "state": "trained"}) + "\n")
+    Ledger(path).restore(ledger.state(), 1, (), ())
+
+
 def test_a_prompt_that_is_sent_twice_is_a_fault_of_the_stream() -> None:
     ledger = Ledger()
     ledger.move([0, 1], "queued")
