@@ -6,6 +6,7 @@ A line is valid once its newline is on disk. A last line without one was torn by
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -92,6 +93,16 @@ class JsonlFile:
                 file.truncate(cut)
                 os.fsync(file.fileno())
         return removed
+
+    def end(self) -> str:
+        """The file's size and a digest of its last bytes; empty if it is not there. What was only appended to and cut
+        back to an earlier ``end`` is what it was."""
+        if not self.path.exists():
+            return ""
+        with naming(self.path), self.path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _BLOCK))
+            return f"{size} {hashlib.sha256(file.read()).hexdigest()}"
 
     def close(self) -> None:
         """Release the file handle; a later append opens it again."""

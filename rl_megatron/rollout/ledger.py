@@ -1,7 +1,7 @@
 """Where every prompt is that a run drew: on its way, trained on in one step, or dropped for a reason.
 
 ``runs/<name>/ledger.jsonl`` has a line for each prompt that a step trained on, or found dropped. A resume cuts the file
-back to its checkpoint's step, and compares the lines before it with the checkpoint's digest.
+back to its checkpoint's step, and compares its end with the checkpoint's, and where that differs each line before it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +39,7 @@ class LedgerState:
     dropped: Mapping[Reason, int] = field(default_factory=dict)
     digest: str = "0" * 64  # XOR of the SHA-256 of "<ordinal> <step, or why it was dropped>" of each
     whole: bool = True  # whether the file has them all: it was not lost
+    end: str = ""  # JsonlFile.end; of older versions empty
 
 
 class Ledger:
@@ -88,7 +89,8 @@ class Ledger:
     def state(self) -> LedgerState:
         """What ``restore`` continues from."""
         dropped, digest = dict(self._dropped), f"{self._digest:064x}"
-        return LedgerState(trained=self._trained, dropped=dropped, digest=digest, whole=self._whole)
+        end = "" if self._file is None else self._file.end()
+        return LedgerState(trained=self._trained, dropped=dropped, digest=digest, whole=self._whole, end=end)
 
     def restore(self, state: LedgerState, step: int, waiting: Sequence[Waiting], left_out: Sequence[Waiting]) -> None:
         """Continue after ``step``, and cut the file back to it. Prompts without an answer are queued.
@@ -108,11 +110,11 @@ class Ledger:
                 self._whole = False
                 logger.warning("%s is gone: it will have the prompts of steps after %d alone", file.path, step)
             return
-        if not state.whole:
+        if not state.whole or file.end() == state.end:
             return
         there = Ledger()
         there._count(rows_from(file.path))
-        if there.state() != state:
+        if there.state() != replace(state, end=""):
             raise CheckpointError(
                 f"{file.path}: its {there._trained} prompts trained on and {there._dropped.total()} dropped up to step "
                 f"{step} are not the {state.trained} and {sum(state.dropped.values())} of the checkpoint; restore the "

@@ -10,7 +10,7 @@ import json
 import random
 import tracemalloc
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -309,6 +309,36 @@ def test_a_resume_reads_the_ledger_line_by_line(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < path.stat().st_size / 2
+
+
+def test_a_resume_reads_no_more_of_the_ledger_than_its_end(tmp_path: Path) -> None:
+    """By the kernel's count of bytes. A file of another end is read whole, as with a checkpoint of an older version."""
+    path, digest = tmp_path / "ledger.jsonl", 0
+
+    def lines(ordinals: Iterable[int]) -> str:
+        rows = ({"step": 1 + one // 8, "ordinal": one, "state": "trained", "spans": "0:1 " * 50} for one in ordinals)
+        return "".join(json.dumps(row) + "\n" for row in rows)
+
+    def read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    path.write_text(lines(range(4000)))
+    for ordinal in range(4000):
+        digest ^= int(hashlib.sha256(f"{ordinal} {1 + ordinal // 8}".encode()).hexdigest(), 16)
+    ledger, older = Ledger(path), LedgerState(trained=4000, digest=f"{digest:064x}")
+    ledger.restore(older, 500, (), ())
+    state, size = ledger.state(), path.stat().st_size
+    path.write_text(lines(range(4016)))  # of steps that a kill lost
+    before = read()
+    Ledger(path).restore(state, 500, (), ())
+    assert read() - before < size / 4
+    assert path.read_text() == lines(range(4000))
+    path.write_text(lines(range(4000)).replace("0:1", "0:01"))
+    Ledger(path).restore(state, 500, (), ())
+    path.write_text(lines([*range(3999), 3998]))
+    for held in (state, older):
+        with pytest.raises(CheckpointError, match="its 4000 prompts trained on"):
+            Ledger(path).restore(held, 500, (), ())
 
 
 def test_a_run_that_had_dropped_prompts_alone_knows_that_its_ledger_was_removed(tmp_path: Path) -> None:
