@@ -26,7 +26,7 @@ from launcher.runs.stop import Stop, stop_signals
 from launcher.servers.services import RunningServices, unless_given_up
 from rl_megatron.config.io import save_resolved
 from rl_megatron.config.run import RunConfig
-from rl_megatron.durable import remove_folder, write_atomically
+from rl_megatron.durable import write_atomically
 from rl_megatron.errors import RLMegatronError, Stopped
 from rl_megatron.interfaces import RewardFunction
 from rl_megatron.observability.log import run_log
@@ -189,11 +189,9 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
                 finished = await loop.run()
                 await profiling.end()
             if finished or stop.exports:
-                exported = parts.folder / f"hf_step_{loop.done:06d}"
-                remove_folder(exported)  # left by a finished run that is resumed
                 if not parts.config.kind.samples:
                     await roles.weights.push(loop.done)  # no step did
-                await roles.weights.export(exported)
+                await roles.weights.export(parts.folder / f"hf_step_{loop.done:06d}")
             return finished
 
 

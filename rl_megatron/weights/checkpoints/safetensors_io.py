@@ -15,13 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_megatron.chat_templates import TemplateValue
-from rl_megatron.durable import naming, publish_folder
+from rl_megatron.durable import naming, publish_folder, remove_folder
 from rl_megatron.errors import CheckpointError, WeightError
 from rl_megatron.weights.boxes import Box, Shape, whole_box
 from rl_megatron.weights.bytes.bits import all_numbers, raise_overflow, to_tensor
 from rl_megatron.weights.checkpoints.convert import converted_shape, hf_tensors
 from rl_megatron.weights.checkpoints.streaming import Copy, numbers
-from rl_megatron.weights.checkpoints.writing import must_be_new
 from rl_megatron.weights.checks.checksums import checksum
 from rl_megatron.weights.formats.hf_folder import (
     INDEX,
@@ -175,10 +174,13 @@ def write_folder(
 
     config.json and what `copy_companions` takes, with the ``variables``, come from ``source_folder``; the config's
     dtype is set to that of the ``tensors`` of two dimensions and more, if they share one. A file holds at most
-    ``max_shard_bytes``, or one tensor. Others can read the files as the umask says. Raises CheckpointError if ``out``
-    exists or the source has no config.json.
+    ``max_shard_bytes``, or one tensor. Others can read the files as the umask says. A folder ``out`` that is there
+    stays until the new one is written. Raises CheckpointError if ``out`` is a file or a link, or the source has no
+    config.json.
     """
-    must_be_new(out)
+    if out.is_symlink() or out.is_file():
+        what = "a link" if out.is_symlink() else "a file"
+        raise CheckpointError(f"{out} is {what}, where a folder belongs; remove it")
     if not (source_folder / "config.json").is_file():
         raise CheckpointError(f"{source_folder}: no config.json to copy; give the checkpoint that training began from")
     partial = out.with_name(f".{out.name}.partial")
@@ -191,6 +193,7 @@ def write_folder(
         copy_companions(source_folder, partial, variables)
         for file in partial.glob("*.safetensors"):  # which safetensors 0.8 makes readable by this user alone
             file.chmod((partial / "config.json").stat().st_mode)
+        remove_folder(out)
         publish_folder(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

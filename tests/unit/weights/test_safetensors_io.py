@@ -259,22 +259,31 @@ def test_the_configs_dtype_follows_the_weights(folder: Path, tmp_path: Path) -> 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "export").dtype == torch.bfloat16
 
 
-def test_an_existing_output_is_left_alone(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="exists; remove it or give another name"):
-        write_folder(file_tensors(folder), folder, tmp_path)
-    assert not os.listdir(tmp_path)
-    (link := tmp_path / "link").symlink_to("nowhere")
-    with pytest.raises(CheckpointError, match="link is a link to a folder that is not there"):
-        write_folder(file_tensors(folder), folder, link)
-    assert os.listdir(tmp_path) == ["link"]
+def test_a_file_or_a_link_of_the_outputs_name_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "linked").symlink_to(folder)
+    for name, what in (("file", "a file"), ("link", "a link"), ("linked", "a link")):
+        with pytest.raises(CheckpointError, match=f"{name} is {what}, where a folder belongs; remove it"):
+            write_folder(file_tensors(folder), folder, tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["file", "link", "linked"]
 
 
-def test_a_failed_write_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+def test_a_failed_write_leaves_nothing_and_what_was_there(folder: Path, tmp_path: Path) -> None:
+    """A finished run that is resumed has no other export."""
     tensors = file_tensors(folder)
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].to("meta")  # has no data to write
+    bad = {**tensors, "model.norm.weight": tensors["model.norm.weight"].to("meta")}  # has no data to write
     with pytest.raises(NotImplementedError):
-        write_folder(tensors, folder, tmp_path / "export", max_shard_bytes=4000)
+        write_folder(bad, folder, tmp_path / "export", max_shard_bytes=4000)
     assert not os.listdir(tmp_path)
+    write_folder(tensors, folder, tmp_path / "export", max_shard_bytes=4000)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "export").iterdir()}
+    with pytest.raises(NotImplementedError):
+        write_folder(bad, folder, tmp_path / "export", max_shard_bytes=4000)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "export").iterdir()} == before
+    write_folder(tensors, folder, tmp_path / "export")
+    assert [path.name for path in (tmp_path / "export").glob("*.safetensors")] == ["model.safetensors"]
+    assert os.listdir(tmp_path) == ["export"]
 
 
 @pytest.mark.parametrize(
