@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_megatron.config.errors import has_gone, new_name
-from rl_megatron.config.resume import changes_no_step, defaults, fixed, is_free
+from rl_megatron.config.resume import FREE_BEFORE, changes_no_step, defaults, fixed, is_free
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import CheckpointError, shorten
 from rl_megatron.training import checkpoints
@@ -59,7 +59,7 @@ def _check_reference(config: RunConfig, folder: Path) -> None:
 
 def _check_same(now: Mapping[str, Any], usual: Mapping[str, Any], then: Mapping[str, Any], folder: Path) -> None:
     """Older versions lack new keys, hold free ones, and have keys that this one does not have: those must be off."""
-    lacked = {key: value for key, value in usual.items() if key in now}
+    lacked = {key: now[key] if key in FREE_BEFORE else value for key, value in usual.items() if key in now}
     then = {**lacked, **{key: value for key, value in then.items() if not is_free(key)}}
     gone = {key: value for key, value in then.items() if key not in now and has_gone(key)}
     if off := [f"{key}={shorten(value)}" for key, value in gone.items() if not value]:

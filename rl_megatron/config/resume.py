@@ -82,6 +82,9 @@ FREE: Mapping[str, bool] = {
 Free are the layout, keys that change no number, time limits, and how later steps are sampled, logged and saved.
 """
 
+FREE_BEFORE = ("eval.success_reward",)
+"""Fixed keys that versions before left free: checkpoints of these do not hold them, and go on with any value."""
+
 COSTS: Mapping[str, bool] = {
     "environment.concurrency": True,
     "rollout": True,

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from launcher.__main__ import main
 from launcher.runs.resume import find
 from rl_megatron.config.io import load_config, save_resolved
-from rl_megatron.config.resume import COSTS, FREE, fixed, is_free, table
+from rl_megatron.config.resume import COSTS, FREE, FREE_BEFORE, fixed, is_free, table
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileRunData, FileSource
 from rl_megatron.config.sections.environment import EnvironmentSection
@@ -129,6 +129,13 @@ def test_keys_that_an_older_version_held_fixed_are_free_and_those_it_lacked_had_
     find(now, run)
     with pytest.raises(CheckpointError, match=r"learner\.router\.frozen: False then, True now"):
         find(other, run)
+
+
+def test_a_key_that_an_older_version_left_free_is_fixed_from_the_next_checkpoint_on(tmp_path: Path) -> None:
+    then, other = (load_config("tiny_cpu", [f"eval.success_reward={value}"]) for value in (0.5, 0.75))
+    find(then, run_of(tmp_path / "old", then, {key: fixed(then)[key] for key in fixed(then).keys() - FREE_BEFORE}))
+    with pytest.raises(CheckpointError, match=r"eval\.success_reward: 0\.5 then, 0\.75 now"):
+        find(other, run_of(tmp_path / "new", then))
 
 
 @pytest.mark.parametrize(
