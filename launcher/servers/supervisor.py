@@ -18,7 +18,7 @@ from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.rollout.servers.adapter import ForeignWeights, Sampling
 from rl_megatron.rollout.servers.engine import ServedEngine
-from rl_megatron.rollout.servers.http import AttemptFailed, NoAnswer, OutOfFiles, Server, Unreachable
+from rl_megatron.rollout.servers.http import AttemptFailed, NoAnswer, OutOfFiles, Server, Unreachable, out_of_files
 from rl_megatron.rollout.servers.replicas import Event, Health, Replica
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class Supervisor:
     async def _again(self, replica: Replica) -> Standing | None:
         """Restart the server; None after ``rollout.server.restarts`` attempts, each after twice the wait.
 
-        One for each death under poison does not count.
+        One for each death under poison does not count. Raises OutOfFiles, of which the server is not the cause.
         A learner that takes turns with it trains first: its GPUs have no room for a start.
         """
         while (tries := self.engine.tries(replica)) < self.section.restarts:
@@ -148,7 +148,11 @@ class Supervisor:
             replica.apply(Event.RESTARTED)
             try:
                 return await self.restart(replica)
+            except OutOfFiles:
+                raise
             except (EngineError, ConfigError, OSError) as error:
+                if isinstance(error, OSError) and (none_left := out_of_files(f"start of {replica.title}", error)):
+                    raise none_left from error
                 replica.apply(Event.DIED, str(error))
         return None
 

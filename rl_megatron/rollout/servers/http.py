@@ -194,15 +194,22 @@ async def read_beside(read: Callable[[bytes], T], text: bytes) -> T:
     return await asyncio.get_running_loop().run_in_executor(_beside, read, text)
 
 
+def out_of_files(what: str, error: OSError) -> OutOfFiles | None:
+    """The error of a process that may open no more files, if the system said that."""
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        return None
+    return OutOfFiles(
+        f"{what}: this process has no open file left: {error.strerror}; raise the hard limit of open files "
+        "(ulimit -Hn), or lower rollout.server.concurrency"
+    )
+
+
 def _unreachable(what: str, error: httpx2.TransportError) -> Unreachable | OutOfFiles:
     """The error of a request without a connection, by what the system said: httpx keeps it as a cause alone."""
     causes: list[BaseException] = [error]
     for one in causes:
-        if isinstance(one, OSError) and one.errno in (errno.EMFILE, errno.ENFILE):
-            return OutOfFiles(
-                f"{what}: this process has no connection left: {one.strerror}; raise the hard limit of open files "
-                "(ulimit -Hn), or lower rollout.server.concurrency"
-            )
+        if isinstance(one, OSError) and (none_left := out_of_files(what, one)):
+            return none_left
         behind = one.__cause__ or one.__context__
         causes += [*getattr(one, "exceptions", ()), *([behind] if behind else [])]  # a group: an error of each address
     return Unreachable(f"{what}: {describe_transport(error)}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import resource
 
 import pytest
@@ -56,5 +58,19 @@ def test_a_server_that_it_cannot_refit_is_not_dead() -> None:
                 finally:
                     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
                 await before.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+def test_a_restart_without_files_is_not_the_servers_fault(code: int) -> None:
+    async def test() -> None:
+        with running(2) as fakes:
+            async with bed(fakes[:1], fakes[1:]) as it:
+                await it.push(4)
+                it.faults.append(OSError(code, os.strerror(code)))
+                it.places[0].why.set_result("killed")
+                with pytest.raises(OutOfFiles, match=r"start of replica 0: .*open files.*ulimit -Hn"):
+                    await it.engine.generate(REQUEST)
 
     run(test)
