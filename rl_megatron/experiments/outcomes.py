@@ -58,6 +58,8 @@ def _lacking(metric: str, config: RunConfig) -> str | None:
     room, _, name = metric.partition("/")
     if room == "critic":
         section = config.algorithm
+        if section.critic.backbone == "policy" and name in ("grad_norm", "learning_rate"):
+            return f"algorithm.critic.backbone=policy trains it in the policy's own steps; take {name}"
         if config.kind.samples and (section.needs_critic or section.is_own_critic):
             return None
         return f"job={config.job} with algorithm.credit={section.credit} has no critic; take algorithm=ppo"

@@ -220,6 +220,15 @@ def test_a_metric_of_parts_that_no_cell_has_is_refused_and_one_that_an_arm_has_i
         cells_of(study_of(tmp_path, overrides=[plain], **asked))
 
 
+@pytest.mark.parametrize("name", ["grad_norm", "learning_rate"])
+def test_a_critic_on_the_policys_layers_has_no_step_of_its_own(tmp_path: Path, name: str) -> None:
+    keys = ["algorithm=ppo", "algorithm.critic.backbone=policy"]
+    asked = {"evaluation": {"metric": f"critic/{name}"}, "seeds": [0]}
+    with pytest.raises(ConfigError, match=rf"backbone=policy trains it in the policy's own steps; take {name}$"):
+        cells_of(study_of(tmp_path, overrides=keys, **asked))
+    assert cells_of(study_of(tmp_path, overrides=keys[:1], **asked))
+
+
 def test_more_cells_than_allowed_are_refused_not_left_out(tmp_path: Path) -> None:
     axes = {"a": [f"train.steps={i}" for i in range(1, 74)], "b": [f"eval.every={i}" for i in range(137)]}
     assert 73 * 137 == 10_001
