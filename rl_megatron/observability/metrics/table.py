@@ -135,3 +135,7 @@ def _row_of(name: str) -> Documented:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"metric {name!r} is not documented{hint} Add a new metric to a file of observability/metrics")
     return metric
+
+
+if __name__ == "__main__":
+    print(render_docs(), end="")

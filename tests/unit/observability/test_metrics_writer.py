@@ -32,7 +32,7 @@ def _rows(folder: Path) -> list[dict[str, object]]:
 
 def test_the_docs_are_the_table() -> None:
     docs = Path(__file__).parents[3] / "docs" / "metrics.md"
-    assert docs.read_text() == render_docs(), "docs/metrics.md is old: write render_docs() to it"
+    assert docs.read_text() == render_docs(), "run python -m rl_megatron.observability.metrics.table > docs/metrics.md"
 
 
 def test_every_metric_is_one_row_of_three_cells_in_the_docs() -> None:
