@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
 from rl_megatron.config.errors import has_gone, new_name
-from rl_megatron.config.resume import FREE_BEFORE, changes_no_step, defaults, fixed, is_free
+from rl_megatron.config.resume import FREE_BEFORE, changes_no_step, defaults, fixed, flat, is_free
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import CheckpointError, shorten
+from rl_megatron.errors import CheckpointError, cut_to, shorten
 from rl_megatron.training import checkpoints
 from rl_megatron.weights.formats.hf_folder import weight_files
 
@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 START_FOLDER = "hf_start"
 """In a run's folder: the model that training starts from, where it is the frozen reference."""
 _MAX_LINES = 20
+_MOST_PATH = 500  # characters of one, of which two may differ at the end
 
 
 def find(config: RunConfig, run_folder: Path) -> checkpoints.Checkpoint | None:
@@ -31,7 +32,8 @@ def find(config: RunConfig, run_folder: Path) -> checkpoints.Checkpoint | None:
     if latest is None:
         return None
     found = checkpoints.read(latest)
-    _check_same(fixed(config), defaults(config), found.config, latest)
+    paths = {key for key, value in flat(config.model_dump()) if isinstance(value, Path)}
+    _check_same(fixed(config), defaults(config), found.config, latest, paths)
     made, steps = found.state.step, config.train.steps
     if config.written_epochs is None and steps < made:
         raise CheckpointError(
@@ -57,23 +59,31 @@ def _check_reference(config: RunConfig, folder: Path) -> None:
         ) from error
 
 
-def _check_same(now: Mapping[str, Any], usual: Mapping[str, Any], then: Mapping[str, Any], folder: Path) -> None:
-    """Older versions lack new keys, hold free ones, and have keys that this one does not have: those must be off."""
+def _check_same(
+    now: Mapping[str, Any], usual: Mapping[str, Any], then: Mapping[str, Any], folder: Path, paths: Set[str]
+) -> None:
+    """Older versions lack new keys, hold free ones, and have keys that this one does not have: those must be off.
+
+    ``paths``: the keys whose value is one.
+    """
     lacked = {key: now[key] if key in FREE_BEFORE else value for key, value in usual.items() if key in now}
     then = {**lacked, **{key: value for key, value in then.items() if not is_free(key)}}
     gone = {key: value for key, value in then.items() if key not in now and has_gone(key)}
     if off := [f"{key}={shorten(value)}" for key, value in gone.items() if not value]:
         logger.warning("%s has keys that this version lacks, and goes on as they were off: %s", folder, ", ".join(off))
     changed = [_of_gone(key, value) for key, value in gone.items() if value] + [
-        f"{key}: {_shown(then, key)} then, {_shown(now, key)} now"
+        f"{key}: {_shown(then, key, paths)} then, {_shown(now, key, paths)} now"
         for key in {**then, **now}
         if key not in gone
         and (key not in now or key not in then or (now[key] != then[key] and not changes_no_step(key, then, now)))
     ]
+    moved = any(then.get(key) and now[key] != then[key] for key in paths & now.keys())
     if len(changed) > _MAX_LINES:
         changed[_MAX_LINES:] = [f"and {len(changed) - _MAX_LINES} more"]
     if changed:
         advice = "resume with the version that wrote it" if any(gone.values()) else "give these as they were"
+        if moved:
+            advice += " (what lies elsewhere now, by a link or a mount at the path then)"
         raise CheckpointError(
             f"--resume with another configuration than {folder} was trained with:\n"
             + "\n".join(changed)
@@ -86,5 +96,7 @@ def _of_gone(key: str, value: object) -> str:
     return f"{key}: {shorten(value)} then, now no such key{f'; it is called {named}' if named else ''}"
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    return shorten(values[key]) if key in values else "not there"
+def _shown(values: Mapping[str, Any], key: str, paths: Set[str]) -> str:
+    if key not in values:
+        return "not there"
+    return cut_to(repr(values[key]), _MOST_PATH) if key in paths else shorten(values[key])

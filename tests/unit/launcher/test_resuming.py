@@ -273,6 +273,24 @@ def test_keys_of_sections_of_another_kind_that_an_older_version_lacked_had_their
         find(other, run)
 
 
+@pytest.mark.parametrize("key", ["data.train", "data.eval", "model.path"])
+def test_a_path_that_differs_is_given_as_it_was_by_a_link_there(key: str, tmp_path: Path) -> None:
+    """Models, and the fields of rows that rewards read, are compared by their paths alone."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    files = {"data.type": "files", "data.train": "a.jsonl", "data.eval": "b.jsonl"}
+    then, now, seeded = (
+        load_config("gsm8k_tiny", [f"{name}={value}" for name, value in {**files, key: path, **more}.items()])
+        for path, more in ((old, {}), (new, {}), (old, {"seed": 1}))
+    )
+    run = run_of(tmp_path, then)
+    with pytest.raises(CheckpointError) as caught:
+        find(now, run)
+    assert f"{key}: {str(old)!r} then, {str(new)!r} now\ngive these as they were (what lies" in str(caught.value)
+    assert "by a link or a mount at the path then), or begin another run.name" in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"seed: 0 then, 1 now\ngive these as they were, or begin"):
+        find(seeded, run)
+
+
 def test_other_data_is_told_by_few_lines(tmp_path: Path) -> None:
     run = run_of(tmp_path, RunConfig())
     files = FileRunData(type="files", train=Path("x" * 10_000), eval=Path("e"))
