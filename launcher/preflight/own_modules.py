@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import sys
 from collections.abc import Collection, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -13,7 +14,9 @@ from pathlib import Path
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config.reads.choices import READS
 
-_BIND_UNSEEN = frozenset({"__getattr__", "exec", "globals", "locals", "setattr", "vars"})
+_BIND_UNSEEN = frozenset(
+    {"__dict__", "__getattr__", "exec", "f_globals", "globals", "locals", "modules", "setattr", "vars"}
+)
 """Names of a module's text by which it may have others that are not written in it."""
 
 
@@ -43,7 +46,9 @@ def _not_there(own: str) -> str:
     spec: ModuleSpec | None = None
     for end in (place for place, sign in enumerate(f"{module}.") if sign == "."):
         part = module[:end]
-        spec = PathFinder.find_spec(part, spec.submodule_search_locations or []) if spec else _top(part)
+        parent, spec = spec, _below(spec, part) if spec else _top(part)
+        if spec is None and parent and (part in sys.modules or _has_unseen(parent)):
+            return ""
         if spec is None:
             return f"no module {part!r}; install it or put its folder on PYTHONPATH"
     assert spec is not None
@@ -58,6 +63,24 @@ def _top(package: str) -> ModuleSpec | None:
     return None if package == "__main__" else importlib.util.find_spec(package)
 
 
+def _below(parent: ModuleSpec, part: str) -> ModuleSpec | None:
+    """By its last name alone: with dots, a folder without __init__.py is only found below a parent that is imported."""
+    return PathFinder.find_spec(part.rpartition(".")[2], [*(parent.submodule_search_locations or ())])
+
+
+def _has_unseen(parent: ModuleSpec) -> bool:
+    """Whether a module may have others below it that are not files in its folders."""
+    if not all(Path(folder).is_dir() for folder in parent.submodule_search_locations or ()):
+        return True
+    if parent.origin is None:
+        return False
+    try:
+        text = Path(parent.origin).read_bytes()
+    except OSError:
+        return True
+    return not parent.origin.endswith(".py") or b"__path__" in text or b"sys.modules" in text
+
+
 def _names(file: Path) -> set[str] | None:
     """What a module's text binds anywhere; None where it may bind more, or cannot be read, as an import would say."""
     try:
@@ -67,6 +90,9 @@ def _names(file: Path) -> set[str] | None:
     names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     aliases = [one for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for one in node.names]
     names |= {one.asname or one.name.partition(".")[0] for one in aliases}
+    names |= {str(node.name) for node in nodes if isinstance(node, ast.MatchAs | ast.MatchStar)}
+    names |= {str(node.rest) for node in nodes if isinstance(node, ast.MatchMapping)}
     read = {node.id for node in nodes if isinstance(node, ast.Name)}
+    read |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return None if "*" in names or _BIND_UNSEEN & (names | read) else names

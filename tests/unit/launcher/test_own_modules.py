@@ -43,6 +43,18 @@ def test_an_objective_of_a_package_that_is_not_there_is_found_before_ranks_start
         ("its.all:anything", None),
         ("its.made:anything", None),
         ("its.broken:anything", None),  # as ranks say, with the line
+        ("its.plain.deep.mod:norm", None),
+        ("its.plain.deep.mod:norms", "'norms' of its.plain.deep.mod is not there; did you mean 'norm'?"),
+        ("its.plain.mod:norm", "no module 'its.plain.mod'; install it or put its folder on PYTHONPATH"),
+        ("its.updated:anything", None),
+        ("its.matched:first", None),
+        ("its.matched:rest", None),
+        ("its.matched:others", None),
+        ("its.matched:anything", "'anything' of its.matched is not there"),
+        ("its.moved.elsewhere:anything", None),
+        ("its.registers.made:anything", None),
+        ("os.path:join", None),
+        ("plainly.deep.mod:norm", None),
     ],
 )
 def test_a_name_that_is_not_in_its_module_is_found_without_an_import(
@@ -54,10 +66,18 @@ def test_a_name_that_is_not_in_its_module_is_found_without_an_import(
         "all": "from a import *",
         "made": "globals()['any' + 'thing'] = 1",
         "broken": "def (",
+        "plain/deep/mod": "def norm(shape, layer): ...",
+        "../plainly/deep/mod": "def norm(shape, layer): ...",
+        "updated": "import sys\nsys.modules[__name__].__dict__.update(anything=1)",
+        "matched": "match a:\n    case [first, *rest]: ...\n    case {'b': 1, **others}: ...",
+        "moved/__init__": "__path__ = ['/elsewhere']",
+        "registers": "import sys\nsys.modules[__name__ + '.made'] = sys",
     }
     (tmp_path / "its").mkdir()
     for name, text in texts.items():
-        (tmp_path / "its" / f"{name}.py").write_text(text)
+        file = tmp_path / "its" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     found = own_modules.check(Subject(load_config("tiny_cpu", [f"learner.layers={own}"]), False))
     wanted = ("problem", f"learner.layers={own}: {said}") if said else None
