@@ -3,13 +3,16 @@ weights with /dev/shm."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import shutil
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from itertools import accumulate
 
 import psutil
@@ -19,7 +22,6 @@ from launcher.preflight.subject import Found, Subject, found_by, problem, unchec
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.weights import NODE_MEMORY
 from rl_megatron.errors import ConfigError
-from rl_megatron.http.urls import is_loopback
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.placement.files import hosts_of, weights_folder
 from rl_megatron.placement.ranks import ranks_by_role
@@ -45,7 +47,7 @@ def check(subject: Subject) -> Iterator[Found]:
     if _is_here(subject):
         when = " at the run's end, and when a server is restarted" if sent_straight(config) else ""
         yield from found_by("memory", _fits(config, filled_bytes(config, subject.shape), when))
-    yield from _seen(config)
+        yield from _seen(config)
     if config.learner.device != "cpu":
         yield from found_by("memory", _on_gpus(subject))
         yield from _on_nodes(subject)
@@ -94,7 +96,7 @@ def _seen(config: RunConfig) -> Iterator[Found]:
     folder, addresses = weights_folder(config), config.rollout.server.addresses
     if not config.rollout.served or addresses is None or folder is None or not folder.is_relative_to(NODE_MEMORY):
         return
-    if away := [host for host in hosts_of(addresses) if not is_loopback(host) and host not in _names_here()]:
+    if away := [host for host in hosts_of(addresses) if _is_elsewhere(host)]:
         yield problem(
             f"weights.folder={folder} is in a node's own memory, which the servers of rollout.server.addresses at "
             f"{', '.join(dict.fromkeys(away))} do not see; give a folder that all see, or leave it out; a server on "
@@ -102,9 +104,24 @@ def _seen(config: RunConfig) -> Iterator[Found]:
         )
 
 
-def _names_here() -> set[str]:
-    addresses = {one.address for each in psutil.net_if_addrs().values() for one in each}
-    return {socket.gethostname().lower(), *addresses}
+def _is_elsewhere(host: str) -> bool:
+    """Whether it has addresses, and all are another machine's. None within a second: False, as nothing is known."""
+    found: list[str] = []
+
+    def look_up() -> None:
+        with contextlib.suppress(OSError, UnicodeError):
+            found.extend(str(address[0]) for *_, address in socket.getaddrinfo(host, None))
+
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(1.0)
+    own = {one.address.partition("%")[0] for each in psutil.net_if_addrs().values() for one in each}
+    return bool(found) and not any(_is_own(ip_address(one.partition("%")[0]), own) for one in found)
+
+
+def _is_own(address: IPv4Address | IPv6Address, own: set[str]) -> bool:
+    address = getattr(address, "ipv4_mapped", None) or address
+    return address.is_loopback or address.is_unspecified or str(address) in own
 
 
 def raise_unread_files(config: RunConfig, shape: ModelShape) -> None:

@@ -218,10 +218,15 @@ def test_each_pipeline_stage_saves_what_it_holds_itself() -> None:
 @pytest.mark.parametrize(
     ("address", "folder", "seen"),
     [
-        ("http://a:1", "/dev/shm/mine", False),
+        ("http://192.0.2.1:1", "/dev/shm/mine", False),
+        ("http://[2001:db8::1]:1", "/dev/shm/mine", False),
+        ("http://0.0.0.0:1", "/dev/shm/mine", True),
+        ("http://[::ffff:127.0.0.1]:1", "/dev/shm/mine", True),
+        ("http://127.1:1", "/dev/shm/mine", True),  # a name that the system resolves
+        ("http://nowhere.invalid:1", "/dev/shm/mine", True),  # not known: the run says so
         (f"http://127.0.0.1:1,http://{socket.gethostname()}:2", "/dev/shm/mine", True),
-        ("http://a:1", "/shared", True),
-        ("http://a:1", "null", True),
+        ("http://192.0.2.1:1", "/shared", True),
+        ("http://192.0.2.1:1", "null", True),
     ],
 )
 def test_a_file_in_this_machines_memory_is_refused_for_servers_elsewhere(address: str, folder: str, seen: bool) -> None:
@@ -231,8 +236,14 @@ def test_a_file_in_this_machines_memory_is_refused_for_servers_elsewhere(address
         for one in job_memory.check(Subject(load_config("tiny_cpu", keys), for_job=False))
         if one.kind == "problem"
     ]
-    told = f"weights.folder={folder} is in a node's own memory, which the servers of rollout.server.addresses at a do"
+    told = f"weights.folder={folder} is in a node's own memory, which the servers of rollout.server.addresses at"
     assert [one.startswith(told) for one in found] == [True] * (not seen)
+
+
+def test_a_login_node_says_nothing_of_where_servers_of_a_job_are() -> None:
+    keys = ["rollout=vllm", "rollout.server.addresses=http://192.0.2.1:1", "weights.folder=/dev/shm/mine"]
+    found = job_memory.check(Subject(load_config("tiny_cpu", keys), for_job=True))
+    assert not [one.text for one in found if one.kind == "problem"]
 
 
 @pytest.mark.parametrize("served", [False, True])
@@ -249,6 +260,8 @@ def test_eval_and_serve_refuse_a_file_of_weights_that_servers_cannot_read_or_tha
             asyncio.run(serve_model(target, 0, None) if served else measure_model(target, None))
         return str(raised.value)
 
-    assert "addresses at a do not see; give a folder that all see" in refused("rollout.server.addresses=http://a:1")
+    assert "addresses at 192.0.2.1 do not see; give a folder that all see" in refused(
+        "rollout.server.addresses=http://192.0.2.1:1"
+    )
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=1000))
     assert re.match(r"weights\.folder=/dev/shm/mine needs 0\.0 GB for the file of weights, but /dev/shm ", refused())
