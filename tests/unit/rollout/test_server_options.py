@@ -27,6 +27,7 @@ MOE = NAMED["qwen3-235b-a22b"]
         ("vllm", "-qfp8", r"has -qfp8, which rollout\.server\.quantization sets"),
         ("vllm", "--quantization-config.linear=fp8", r"which rollout\.server\.quantization sets; use that key"),
         ("vllm", "--hf-overrides.quantization_config.bits=4", r"which rollout\.server\.quantization sets"),
+        ("vllm", r'--hf-overrides={"quantization_\u0063onfig":{}}', r"which rollout\.server\.quantization sets"),
         ("vllm", '--hf-over={"quantization_config": {}}', r"which rollout\.server\.quantization sets"),
         ("sglang", "--modelopt-quant", r"which rollout\.server\.quantization sets"),
         ("sglang", "--quantize-and-serve", r"which rollout\.server\.quantization sets"),

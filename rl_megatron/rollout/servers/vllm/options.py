@@ -44,12 +44,20 @@ DRAFTS = ("--specu", "--spec-", "-s")
 def quantises(extra: Sequence[str]) -> str:
     """Why options cannot have --hf-overrides of the model's quantization_config; or empty."""
     for name, value in values_given(extra, "--hf-overrides"):
-        if "quantization_config" in f"{name} {value}":
+        if "quantization_config" in f"{name} {_unescaped(value)}":
             return (
                 f"rollout.server.options has {name} of quantization_config, which rollout.server.quantization sets; "
                 "use that key"
             )
     return ""
+
+
+def _unescaped(value: str) -> str:
+    """JSON without escapes of characters, so that its keys are found as text."""
+    try:
+        return json.dumps(json.loads(value), ensure_ascii=False)
+    except ValueError:
+        return value  # which vLLM refuses
 
 
 def attention_given(extra: Sequence[str]) -> str | None:
