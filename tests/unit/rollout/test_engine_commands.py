@@ -147,6 +147,8 @@ def _last(options: StartOptions, name: str, shape: ModelShape = MOE) -> str | No
         ("vllm", MOE, ("-ac", '{"backend": "FLASHINFER"}'), "with --attention-backend FLASHINFER"),
         ("vllm", MOE, ("-ac.backend", "triton_attn", "-ac.flash_attn_version", "3"), None),
         ("vllm", MOE, ("-ac", '{"flash_attn_version": 3}'), None),
+        ("vllm", MOE, ('-ac={"backend":"FLASH_ATTN"}', '-ac={"backend":"FLASHINFER"}'), "attention-backend FLASHINFER"),
+        ("vllm", MOE, ('-ac={"backend":"FLASHINFER"}', '-ac={"backend":"FLASH_ATTN"}'), None),
         ("vllm", MOE, ("--attention-backend=triton_attn",), None),
         ("vllm", MOE, (), None),
         ("sglang", MOE, ("--attention-backend=flashinfer",), None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,13 +64,13 @@ def _unescaped(value: str) -> str:
 def attention_given(extra: Sequence[str]) -> str | None:
     """The attention that options name: by --attention-backend, or by the key ``backend`` of --attention-config, which
     is -ac, in its JSON or behind its name. None: they leave it to vLLM."""
-    named = [value_given(extra, "--attention-backend")]
-    for name, value in (*values_given(extra, "--attention-config"), *values_given(extra, "-ac")):
-        if name.endswith(".backend"):
-            named.append(value)
-        elif "." not in name:
-            named.append(_backend_of(value))
-    return next((one for one in named if one is not None), None)
+    if (named := value_given(extra, "--attention-backend")) is not None:
+        return named
+    for word, after in itertools.pairwise((*extra, "")):  # of several the last, as vLLM reads them
+        for name, value in values_given((word, after), "--attention-config") + values_given((word, after), "-ac"):
+            one = value if name.endswith(".backend") else None if "." in name else _backend_of(value)
+            named = named if one is None else one
+    return named
 
 
 def _backend_of(attention: str) -> str | None:
