@@ -105,4 +105,9 @@ async def retried(
 
 @functools.cache
 def _trusted() -> ssl.SSLContext:
-    return ssl.create_default_context()
+    """By what SSL_CERT_FILE or SSL_CERT_DIR names, else by the system's files."""
+    try:
+        return httpx2.create_ssl_context()
+    except OSError as error:  # of http:// nobody needs them
+        logger.warning("SSL_CERT_FILE or SSL_CERT_DIR cannot be read, and the system's certificates count: %s", error)
+        return httpx2.create_ssl_context(trust_env=False)

@@ -324,12 +324,12 @@ MOVES_EXPERTS = "it moves experts between ranks, but pushes send them to where t
 """The reason of an option by which an engine balances experts."""
 
 
-def values_given(extra: Sequence[str], option: str) -> list[tuple[str, str]]:
-    """Each word of a command line that engines may read as ``option``, with its keys (``--option.key``) and without its
-    value, and that value: behind a space or an equals sign."""
+def values_given(extra: Sequence[str], *options: str) -> list[tuple[str, str]]:
+    """Each word of a command line that engines may read as one of ``options``, with its keys (``--option.key``) and
+    without its value, and that value: behind a space or an equals sign."""
     out = []
     for given, after in itertools.pairwise((*extra, "")):
-        if stands_for(given, option):
+        if any(stands_for(given, option) for option in options):
             name, equals, value = given.partition("=")
             out.append((name, value if equals else after))
     return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,10 +65,9 @@ def attention_given(extra: Sequence[str]) -> str | None:
     is -ac, in its JSON or behind its name. None: they leave it to vLLM."""
     if (named := value_given(extra, "--attention-backend")) is not None:
         return named
-    for word, after in itertools.pairwise((*extra, "")):  # of several the last, as vLLM reads them
-        for name, value in values_given((word, after), "--attention-config") + values_given((word, after), "-ac"):
-            one = value if name.endswith(".backend") else None if "." in name else _backend_of(value)
-            named = named if one is None else one
+    for name, value in values_given(extra, "--attention-config", "-ac"):  # of several the last, as vLLM reads them
+        one = value if name.endswith(".backend") else None if "." in name else _backend_of(value)
+        named = named if one is None else one
     return named
 
 
