@@ -20,6 +20,7 @@ from rl_megatron.interfaces import RewardFunction
 from rl_megatron.observability.timeline.spans import FreeLanes
 from rl_megatron.rewards.scoring import errors_of, score
 from rl_megatron.rollout.batch import Answered, Drawn, reason_of, sampled_tokens
+from rl_megatron.rollout.generations import sampled_by
 from rl_megatron.rollout.interruption import Interruption
 from rl_megatron.rollout.policy_sampler import HeldOut, PolicySampler, Tell
 from rl_megatron.seeds import text_seed
@@ -27,7 +28,7 @@ from rl_megatron.types import Completion, GenerationRequest, Prompt, RolloutGrou
 
 logger = logging.getLogger(__name__)
 
-_IN_FLIGHT, _SCORING = FreeLanes("sampling", "request"), FreeLanes("sampling", "reward")
+_SCORING = FreeLanes("sampling", "reward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +177,8 @@ class RolloutSampler(PolicySampler):
     async def _generated(self, request: GenerationRequest) -> tuple[Completion, ...]:
         place = None if self.interruption is None else self.interruption.place(request)
         if self.interruption is None or place is None:
-            return await self._asked(request)
-        first = await self._asked(self.interruption.until(request, place))
+            return await sampled_by(self.engine, request)
+        first = await sampled_by(self.engine, self.interruption.until(request, place))
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._gone_on(request, place, *one)) for one in enumerate(first)]
@@ -193,14 +194,8 @@ class RolloutSampler(PolicySampler):
             return sampled
         if request.group is not None:
             self.sampled[request.id] = sampled  # a checkpoint has this much of it
-        (more,) = await self._asked(rest)
+        (more,) = await sampled_by(self.engine, rest)
         return await asyncio.to_thread(self.interruption.whole, sampled, more)
-
-    async def _asked(self, request: GenerationRequest) -> tuple[Completion, ...]:
-        with _IN_FLIGHT.during("generate", request=request.id) as span:
-            completions = tuple(await self.engine.generate(request))
-            span.say(**_said(completions))
-        return completions
 
     async def _scored(
         self, prompt: Prompt, completions: tuple[Completion, ...], request: GenerationRequest
@@ -224,13 +219,6 @@ class RolloutSampler(PolicySampler):
         if self.interruption is not None and (place := self.interruption.place(request)) is not None:
             group = await asyncio.to_thread(self.interruption.in_turns, group, completions, place)
         return Answered(group=group, rewards=rewards, scored=scored)
-
-
-def _said(completions: Sequence[Completion]) -> dict[str, int]:
-    """What the timeline says of them: tokens, and the first and the last version that sampled some."""
-    versions = [span.version for one in completions for span in one.spans]
-    tokens = sum(len(one.token_ids) for one in completions)
-    return {"tokens": tokens} | ({"oldest": min(versions), "newest": max(versions)} if versions else {})
 
 
 def _part(name: str, place: int) -> str:

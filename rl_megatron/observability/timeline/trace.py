@@ -110,7 +110,7 @@ class TraceFile:
         self._lines = _Lines()
         self._clocks: dict[str, Clock] = {}  # of processes
         self._ends: dict[Lane, int] = {}  # of lanes with a clock: the last end in the file
-        self._flows: dict[object, int] = {}  # of requests that are not over
+        self._flows: dict[object, int] = {}  # of requests that are not over, in this file
         self._flow = time.time_ns() // 1000  # the number of the latest; those of another start are others
 
     def append(self, kept: Iterable[KeptSpan]) -> None:
@@ -149,6 +149,7 @@ class TraceFile:
         if self._path.exists():
             self._path.replace(self._before)
         self._lines = _Lines()
+        self._flows.clear()
         with naming(self._path):
             self._file = self._path.open("wb")
             self._size = self._file.write(b"[\n")

@@ -21,6 +21,7 @@ from rl_megatron.rollout.conversation.messages import MessagesRefused
 from rl_megatron.rollout.conversation.templates import Template
 from rl_megatron.rollout.conversation.token_rows import TokenRows
 from rl_megatron.rollout.endpoint.served import RequestRefused, Served, ServedTokens, ServedTurn
+from rl_megatron.rollout.generations import sampled_by
 from rl_megatron.rollout.parsers.parsed import Parsed, Parser, opens_thought
 from rl_megatron.seeds import text_seed
 from rl_megatron.types import Chain, Completion, GenerationRequest, Prompt, SamplingParams, StopReason, Turn
@@ -214,7 +215,7 @@ class Episode(Served):
         request, asked = self._request(tuple(token_ids.tolist()), most), self._loop.time()
         try:
             async with asyncio.timeout(self._patience):
-                (completion,) = await self._setting.engine.generate(request)
+                (completion,) = await sampled_by(self._setting.engine, request)
         except TimeoutError as error:
             raise self._ended("seconds") from error
         self._waited += self._loop.time() - asked

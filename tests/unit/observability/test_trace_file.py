@@ -139,6 +139,19 @@ def test_threads_are_in_order_and_arrows_go_from_a_generation_to_its_requests(tm
     ]
 
 
+def test_a_request_without_a_generation_is_forgotten_with_its_file(tmp_path: Path) -> None:
+    file, replica, sampling = (
+        TraceFile(tmp_path, 1),
+        spans.Lane("replica 0", "request 0"),
+        spans.Lane("sampling", "request 0"),
+    )
+    file.append([(replica, "attempt", 0, 1 * MS, {"request": "a"})])
+    file.append([(spans.PUSHES, "push", 1 * MS, 2 * MS, {"version": 2})])  # in the next file
+    file.append([(sampling, "generate", 2 * MS, 3 * MS, {"request": "a"})])
+    file.close()
+    assert [(event.name, event.flow) for event in read_trace(tmp_path)][-1] == ("generate", None)
+
+
 def test_values_of_a_process_are_counters(tmp_path: Path) -> None:
     of_server, timeline = spans.Lane("replica 0", ""), Timeline(tmp_path)
     for running in (3, 1):
