@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from launcher.processes.guards import Guard, Order
 from launcher.processes.last_words import end_of
 from launcher.processes.scratch import scratch
+from launcher.servers import restarts
 from launcher.servers.interpreter import python_path, show_package
 from launcher.servers.site import Site
 from rl_megatron.config.run import RunConfig
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 _LOOK_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0  # of one look at health
-_BACKOFF_SECONDS = 1.0  # before a restart; it doubles
+_BACKOFF_SECONDS = 1.0  # before the first restart
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class _Replica:
     site: Site
     log: Path
     guard: Guard | None = None
-    restarts: int = 0
+    restarts: int = 0  # since it last ran for an hour
     ports: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     async def end(self) -> None:
@@ -108,17 +109,21 @@ class RunningServices:
         await asyncio.Event().wait()  # a run without services
 
     async def _keep(self, one: _Replica) -> None:
-        """Restart a replica each time that it ends. Raises ServiceError after ``restarts``."""
+        """Restart a replica each time that it ends. Raises ServiceError after ``restarts`` without an hour between."""
+        loop = asyncio.get_running_loop()
         while True:
             assert one.guard is not None
+            began = loop.time()
             said = _ended(one, await one.guard.wait())
+            if loop.time() - began >= restarts.CALM_SECONDS:
+                one.restarts = 0
             self._services.stopped(one.name, one.number)
             while True:
                 one.ports.close()
                 if one.restarts >= one.section.restarts:
                     self._services.given_up(one.name, one.number)
                     raise ServiceError(f"services.{one.name}.restarts={one.section.restarts} are used up: {said}")
-                wait = _BACKOFF_SECONDS * 2**one.restarts
+                wait = restarts.wait_before(one.restarts, _BACKOFF_SECONDS)
                 one.restarts += 1
                 logger.warning("%s\nrestart %d of %d in %g s", said, one.restarts, one.section.restarts, wait)
                 await asyncio.sleep(wait)

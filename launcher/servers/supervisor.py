@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from launcher.processes.guards import Guard
 from launcher.processes.last_words import end_of
+from launcher.servers import restarts
 from rl_megatron.config.sections.rollout import ServerSection
 from rl_megatron.errors import ConfigError, EngineError, SyncError
 from rl_megatron.rollout.servers.adapter import ForeignWeights, Sampling
@@ -111,10 +112,12 @@ class Supervisor:
 
     async def keep(self, replica: Replica, standing: Standing) -> None:
         """Supervise one replica until it is given up, or dies as it leaves."""
-        replica.supervised = True
+        replica.supervised, loop = True, asyncio.get_running_loop()
         while True:
-            self.standing[replica] = standing
+            self.standing[replica], began = standing, loop.time()
             why = await self._until_dead(replica, standing)
+            if loop.time() - began >= restarts.CALM_SECONDS:
+                replica.forgive()
             replica.apply(Event.DIED, why)
             await replica.end(standing.end())
             if replica.health is Health.GONE:
@@ -136,13 +139,15 @@ class Supervisor:
             logger.warning("%s is given up; the run goes on with %s%s", replica.title, names, self.advice)
 
     async def _again(self, replica: Replica) -> Standing | None:
-        """Restart the server; None after ``rollout.server.restarts`` attempts, each after twice the wait.
+        """Restart the server; None after ``rollout.server.restarts`` attempts since it last ran for an hour.
 
         One for each death under poison does not count. Raises OutOfFiles, of which the server is not the cause.
         A learner that takes turns with it trains first: its GPUs have no room for a start.
         """
         while (tries := self.engine.tries(replica)) < self.section.restarts:
-            await asyncio.sleep(self.section.backoff_seconds * 2**tries)
+            wait = restarts.wait_before(tries, self.section.backoff_seconds)
+            logger.warning("%s: restart %d of %d in %g s", replica.title, tries + 1, self.section.restarts, wait)
+            await asyncio.sleep(wait)
             await self.engine.weights.room()
             replica.restarts += 1
             replica.apply(Event.RESTARTED)

@@ -126,7 +126,8 @@ class ServerSection(Section):
     """Time limit for a server to answer one of three health checks or to generate a token; a server that exceeds it
     counts as dead."""
     restarts: NonNegative = 3
-    """Most restarts of a dead server; with ``addresses``, most waits for a dead server to answer again."""
+    """Most restarts of a dead server; with ``addresses``, most waits for a dead server to answer again. Once one
+    has run for an hour they count from 0 again."""
     least_replicas: Positive = 1
     """Fewest servers with which the run goes on: fewer that serve or are restarted end it. One that is given up, after
     ``restarts``, or dropped (``rl-megatron engines``) is none."""
@@ -134,7 +135,7 @@ class ServerSection(Section):
     """Most retries of a request that gets no connection, no answer, status 5xx or an end that nobody asked for, as of a
     server that shuts down; on another replica if there is one."""
     backoff_seconds: PositiveFloat = 0.5
-    """Wait before the first retry; it doubles each time."""
+    """Wait before the first retry or restart; it doubles each time, that before a restart to a minute at most."""
     concurrency: Positive = 256
     """Most groups in flight at servers: of ``group_size`` completions, whether they are one request each, as with
     train.max_staleness or in an environment, or one in all. More wait in the controller, a trajectory's turns within

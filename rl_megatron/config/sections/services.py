@@ -40,4 +40,5 @@ class ServiceSection(Section):
     start_seconds: PositiveFloat = 300.0
     """Time limit until ``health`` answers."""
     restarts: NonNegative = 3
-    """Most restarts of a replica that ended; at one more the run ends."""
+    """Most restarts of a replica that ended; at one more the run ends. Once it has run for an hour they count from 0
+    again."""

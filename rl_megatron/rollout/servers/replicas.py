@@ -88,6 +88,7 @@ class Replica:
         self.reason = ""  # why it died last
         self.restarts = 0
         self.ended = set[Server]()  # its servers that died
+        self.forgiven, self.forgiven_ended = 0, set[Server]()  # of both, those that do not count for the limit
         self.supervised = False  # whether a supervisor restarts it
         self.ending: float | None = None  # since when its dead server's processes are being ended, by the loop's clock
         self.suspicion: Exception | None = None
@@ -115,6 +116,10 @@ class Replica:
         await server
         self.ending = None
         self._changed()
+
+    def forgive(self) -> None:
+        """Count its restarts for their limit from now on."""
+        self.forgiven, self.forgiven_ended = self.restarts, set(self.ended)
 
     def suspect(self, error: Exception) -> None:
         """Report to the supervisor that it did not answer."""

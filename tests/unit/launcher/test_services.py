@@ -15,6 +15,7 @@ import pytest
 from launcher.hosts.sites import service_sites
 from launcher.preflight.checks import preflight
 from launcher.programs.submit import checked, for_slurm
+from launcher.servers import restarts
 from launcher.servers import services as module
 from launcher.servers.services import RunningServices
 from rl_megatron.config.io import load_config
@@ -136,6 +137,24 @@ def test_a_restart_that_the_system_refuses_is_one_of_its_restarts(
             os.kill(started(tmp_path / "starts")[0], signal.SIGKILL)
             with pytest.raises(ServiceError, match=r"services\.judge\.restarts=2 are used up: .*service_judge_0\.log"):
                 await watching
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_restarts_before_a_replica_ran_for_long_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_STARTS", str(tmp_path / "starts"))
+    monkeypatch.setattr(module, "_BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr(restarts, "CALM_SECONDS", 0.0)
+    here, services = running(configured(JUDGE, "services.judge.restarts=1"), tmp_path)
+
+    async def run() -> None:
+        async with here.running() as watching:
+            for died in (1, 2, 3):
+                os.kill(started(tmp_path / "starts")[-1], signal.SIGKILL)
+                while len(started(tmp_path / "starts")) == died:
+                    await asyncio.sleep(0.01)
+                await services.serving("judge")
+            assert not watching.done()
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
