@@ -36,7 +36,9 @@ fi
 for_good() { # whether no later try would change what scontrol requeue said, $1; its controller may also be busy or away
     case $1 in *"Invalid job id"* | *disabled* | *denied*) ;; *) false ;; esac
 }
-newest() { ls -1td "$RUN"/checkpoints/{step,warm_start}_[0-9]* 2>/dev/null | head -n 1; }
+newest() { # the checkpoint of the most steps, of each kind: clocks go back
+    for kind in step warm_start; do ls -1d "$RUN/checkpoints/$kind"_[0-9]* 2>/dev/null | sort -V | tail -n 1; done
+}
 before=$(newest)
 say "starts on $SLURM_JOB_NODELIST; output is in $attempt"
 used=$(cat "$RUN/jobs/$job-$((restart - 1))/minutes" 2>/dev/null)

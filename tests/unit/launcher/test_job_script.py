@@ -89,6 +89,15 @@ def test_a_run_that_twice_made_no_step_does_not_come_back(tmp_path: Path) -> Non
     assert attempt(tmp_path, 5)[0] == 0  # sent again by a person
 
 
+def test_a_step_counts_where_the_clock_went_back(tmp_path: Path) -> None:
+    """More steps are progress whatever the time of their folder says; steps may have seven digits."""
+    assert attempt(tmp_path, 0, "999999")[0] == 0
+    assert attempt(tmp_path, 1)[0] == 0
+    os.utime(tmp_path / "run" / "checkpoints" / "step_999999", (2**32, 2**32))
+    assert attempt(tmp_path, 2, "1000000")[0] == 0
+    assert attempt(tmp_path, 3)[0] == 0
+
+
 def test_only_time_limits_in_a_row_and_of_this_job_are_without_a_step(tmp_path: Path) -> None:
     """Preemption is none, nor is what ends otherwise after a checkpoint, nor what an earlier job left."""
 
