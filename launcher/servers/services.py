@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from launcher.processes import restarts
 from launcher.processes.guards import Guard, Order
 from launcher.processes.last_words import end_of
 from launcher.processes.scratch import scratch
-from launcher.servers import restarts
 from launcher.servers.interpreter import python_path, show_package
 from launcher.servers.site import Site
 from rl_megatron.config.run import RunConfig

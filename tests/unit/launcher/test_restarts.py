@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from launcher.servers import restarts
+from launcher.processes import restarts
 from rl_megatron.rollout.servers.replicas import Health
 from tests.unit.launcher.test_supervisor import LIMIT, REQUEST, bed, run, running
 

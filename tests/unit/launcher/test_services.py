@@ -14,8 +14,8 @@ import pytest
 
 from launcher.hosts.sites import service_sites
 from launcher.preflight.checks import preflight
+from launcher.processes import restarts
 from launcher.programs.submit import checked, for_slurm
-from launcher.servers import restarts
 from launcher.servers import services as module
 from launcher.servers.services import RunningServices
 from rl_megatron.config.io import load_config
