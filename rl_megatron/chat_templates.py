@@ -10,8 +10,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from jinja2 import TemplateRuntimeError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TemplateValue = bool | int | float | str
 SECONDS = 5.0
@@ -27,6 +31,18 @@ class _Late(BaseException):
 def begun_once(ids: Sequence[int], bos: int | None) -> Sequence[int]:
     """The tokens of a text without the ``bos`` that the tokenizer put before the template's own."""
     return ids[1:] if list(ids[:2]) == [bos, bos] else ids
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, begins: bool) -> list[list[int]]:
+    """Tokens of each text; if they begin rows with what the tokenizer puts in front of every text, and without what it
+    puts behind (``add_eos_token``), which would end a prompt."""
+    encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=begins)["input_ids"] if texts else []
+    if not begins:
+        return encoded
+    known, plain = (tokenizer("a", add_special_tokens=added)["input_ids"] for added in (True, False))
+    room = len(known) - len(plain)
+    behind = next((room - at for at in range(room + 1) if known[at : at + len(plain)] == plain), 0)
+    return [ids[: len(ids) - behind] for ids in encoded]
 
 
 def setting(variables: Mapping[str, TemplateValue], template: str, *, unless_given: bool = False) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2 import TemplateError
 
-from rl_megatron.chat_templates import bounded_rendering
+from rl_megatron.chat_templates import bounded_rendering, prompt_tokens
 from rl_megatron.config.sections.data import FileKeys
 from rl_megatron.data.problems.records import Record, missing_field
 from rl_megatron.errors import DataError
@@ -251,6 +251,6 @@ def _encoded(
     for start in range(0, len(problems), _AT_ONCE):
         part = problems[start : start + _AT_ONCE]
         texts = [p.text for p in part if len(p.text) <= most_characters]
-        encoded = iter(tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"] if texts else [])
+        encoded = iter(prompt_tokens(tokenizer, texts, begins=add_special_tokens))
         for problem in part:
             yield problem, next(encoded) if len(problem.text) <= most_characters else None

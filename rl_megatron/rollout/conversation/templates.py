@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from typing_extensions import override
 
+from rl_megatron.chat_templates import prompt_tokens
 from rl_megatron.columns import TokenIds
 from rl_megatron.rollout.conversation.messages import ChatMessage, MessagesRefused
 
@@ -102,7 +103,7 @@ def tokens_of_text(tokenizer: PreTrainedTokenizerBase, text: str, *, begins: boo
             f"character {error.start} of {text[max(0, error.start - 20) :]!r:.60} is half of a surrogate pair; decode "
             "bytes with errors='replace'"
         ) from error
-    return np.array(tokenizer(text, add_special_tokens=begins)["input_ids"], np.int32)
+    return np.array(prompt_tokens(tokenizer, [text], begins=begins)[0], np.int32)
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, token_ids: TokenIds, *, special: bool = False) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from rl_megatron.chat_templates import bounded_rendering
+from rl_megatron.chat_templates import bounded_rendering, prompt_tokens
 from rl_megatron.errors import EngineError
 from rl_megatron.rollout.endpoint.bodies import ReceivePart, SendPart, method_of, read_body, read_request, respond
 from rl_megatron.rollout.endpoint.open_shapes import (
@@ -145,7 +145,7 @@ class OpenApplication:
             if foreign := [token for token in prompt if not 0 <= token < len(self.tokenizer)]:
                 raise RequestRefused(400, f"prompt: token {foreign[0]} is not in [0, {len(self.tokenizer)})")
             return tuple(prompt)
-        return tuple(self.tokenizer(prompt)["input_ids"])
+        return tuple(prompt_tokens(self.tokenizer, [prompt], begins=True)[0])
 
     def _check_lengths(self, prompts: Sequence[Sequence[int]], most: int) -> None:
         longest = max(map(len, prompts))

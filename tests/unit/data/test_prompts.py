@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import ArithmeticData, FileData
@@ -18,6 +19,7 @@ from rl_megatron.data.problems.prompt_stream import PromptStream
 from rl_megatron.data.problems.prompts import load_prompts
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.models.tiny import byte_tokenizer
+from rl_megatron.rollout.conversation.templates import PlainText
 from rl_megatron.types import Prompt
 
 ROWS = [
@@ -89,6 +91,18 @@ def test_jsonl_rows_become_prompts(jsonl: Path) -> None:
     assert train[1].answer.endswith("#### 72")
     assert bytes(train[2].token_ids).decode() == train[2].text
     assert held_out == train[:2]
+
+
+@pytest.mark.parametrize("front", [(), (258,)])
+def test_an_end_that_the_tokenizer_puts_behind_every_text_is_not_a_prompts(jsonl: Path, front: tuple[int, ...]) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>" if front else "$A <eos>", special_tokens=[("<eos>", 257), ("<bos>", 258)]
+    )
+    found, _ = load_prompts(files(jsonl), tokenizer, max_prompt_tokens=100, on_long_prompt="fail", seed=0)
+    assert [prompt.token_ids for prompt in found] == [front + prompt.token_ids for prompt in load(files(jsonl))[0]]
+    begun, _ = PlainText(tokenizer).begin([{"role": "user", "content": "1+1="}], ())
+    assert tuple(begun) == (*front, *b"1+1=")
 
 
 def test_the_chat_template_is_applied(jsonl: Path) -> None:
@@ -305,8 +319,8 @@ def test_a_prompt_too_long_by_its_characters_is_never_tokenized(
     path.write_text("".join(json.dumps({"question": q, "answer": "a"}) + "\n" for q in ("fits", "x" * 1001)))
 
     class Picky:
-        def __call__(self, texts: list[str], **options: object) -> object:
-            assert texts == ["fits"]
+        def __call__(self, texts: list[str] | str, **options: object) -> object:
+            assert texts in (["fits"], "a")  # the second shows what it puts behind a text
             return byte_tokenizer()(texts, **options)
 
     options = {"max_prompt_tokens": 10, "seed": 0}
@@ -344,8 +358,8 @@ def test_prompts_are_tokenized_few_at_a_time_and_stay_in_order(tmp_path: Path) -
     sizes = []
 
     class Counting:
-        def __call__(self, texts: list[str], **options: object) -> object:
-            sizes.append(len(texts))
+        def __call__(self, texts: list[str] | str, **options: object) -> object:
+            sizes.extend([len(texts)] if isinstance(texts, list) else [])
             return byte_tokenizer()(texts, **options)
 
     train, _ = load_prompts(files(path, max_eval=1), Counting(), max_prompt_tokens=99, on_long_prompt="fail", seed=0)
