@@ -1,8 +1,10 @@
-"""Reads JSON of files and answers that anybody may have written, and writes texts that anybody may have."""
+"""Reads JSON of files and answers that anybody may have written, finds the fields of its objects, and writes texts that
+anybody may have."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -13,6 +15,21 @@ def parse(text: str | bytes | bytearray) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("values are nested too deeply") from error
+
+
+def value_at(row: Mapping[str, Any], name: str) -> Any:
+    """Of a row's field; ``a.b`` is field b of the object in a, unless the row has a field of that whole name. A field
+    of null is null. Raises KeyError."""
+    if name in row:
+        return row[name]
+    inner: Any = row
+    for part in name.split("."):
+        if inner is None:
+            return None
+        if not isinstance(inner, Mapping):
+            raise KeyError(name)
+        inner = inner[part]
+    return inner
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,11 @@ Such a function returns numbers, or with ``reward.steps`` steps of completions; 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set, Sized
 from itertools import islice, pairwise
 from math import fsum
+from typing import SupportsIndex
 
 from rl_megatron.errors import RewardError
 from rl_megatron.rewards.threads import in_daemon_thread, on_loop_apart
@@ -90,9 +92,9 @@ def scored(given: object, texts: Sequence[str], *, steps: bool = False) -> tuple
 def _of_steps(given: Sequence[object], index: int, texts: Sequence[str]) -> Scored:
     found = []
     for step in given:
-        if not isinstance(step, list | tuple) or len(step) != 2 or not isinstance(step[0], int):
+        if not isinstance(step, list | tuple) or len(step) != 2 or not isinstance(step[0], SupportsIndex):
             raise RewardError(f"returned {_a(step)} as a step of completion {index}; it must be (end, reward)")
-        found.append((step[0], float(step[1])))
+        found.append((operator.index(step[0]), float(step[1])))
     length = len(texts[index]) if index < len(texts) else 0
     ends = [0, *(end for end, _ in found)]
     if not found or ends[-1] > length or any(a >= b for a, b in pairwise(ends)):

@@ -18,7 +18,7 @@ from typing import Any
 
 from rl_megatron.config.sections.reward import TestsSection
 from rl_megatron.errors import RewardError
-from rl_megatron.json_text import parse
+from rl_megatron.json_text import parse, value_at
 from rl_megatron.rewards.scoring import queued
 from rl_megatron.sandbox.table import Sandbox
 from rl_megatron.types import Completion, Prompt, Scored
@@ -139,7 +139,13 @@ def _same_word(one: str, other: str) -> bool:
 def _tests(prompt: Prompt, field: str) -> list[_Test]:
     """Raises RewardError that names the problem and what is wrong with its tests."""
     where = f"prompt {prompt.id!r}: its field {field!r} (reward.tests.field)"
-    given = prompt.meta.get(field)
+    try:
+        given = value_at(prompt.meta, field)
+    except KeyError:
+        raise RewardError(
+            f"{where} is not among the row's others, {', '.join(sorted(prompt.meta)) or 'none'}: name one of these. "
+            "Texts of data.prompt_field and data.answer_field are not among them: have these name others"
+        ) from None
     try:
         value = parse(given) if isinstance(given, str) else given
     except ValueError as error:

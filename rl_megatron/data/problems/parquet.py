@@ -24,11 +24,11 @@ from rl_megatron.data.problems.records import (
     listed,
     record_of,
     shortened,
-    value_at,
     values_of,
     widened,
 )
 from rl_megatron.errors import DataError
+from rl_megatron.json_text import value_at
 
 _BATCH_BYTES = 16 << 20  # of decoded rows
 _BUFFER_BYTES = 1 << 20  # of a column's file that are read at once

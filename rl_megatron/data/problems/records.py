@@ -13,7 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.errors import DataError
+from rl_megatron.errors import DataError, cut_to
+from rl_megatron.json_text import value_at
 
 NESTED = "it must be text: write a message's text alone, and data.chat_template=true makes it a user's message"
 _NO_VALUE, _QUOTED = "the row has no value, so remove it", "it must be text, so quote it"
@@ -161,21 +162,6 @@ def as_json(value: object) -> object:
     return str(value)
 
 
-def value_at(row: Mapping[str, Any], name: str) -> Any:
-    """Of a row's field; ``a.b`` is field b of the object in a, unless the row has a field of that whole name. A field
-    of null is null. Raises KeyError."""
-    if name in row:
-        return row[name]
-    inner: Any = row
-    for part in name.split("."):
-        if inner is None:
-            return None
-        if not isinstance(inner, Mapping):
-            raise KeyError(name)
-        inner = inner[part]
-    return inner
-
-
 def number_at(row: Mapping[str, Any], name: str) -> float:
     """The number that `value_at` finds; NaN where it is none, or not there."""
     try:
@@ -218,4 +204,4 @@ def _leaves(row: Mapping[str, Any]) -> Iterator[str]:
 
 def shortened(text: str) -> str:
     """Its first 500 characters."""
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+    return cut_to(text, _MAX_SHOWN)

@@ -206,6 +206,15 @@ def test_a_problem_without_usable_tests_is_named(tests: Any, said: str) -> None:
         rewarded(tests, ["x"])
 
 
+@fenced
+def test_tests_may_be_a_field_of_an_object_and_what_a_row_has_is_said() -> None:
+    assert rewarded({"inner": DOUBLE}, ["print(2 * int(input()))"], field="tests.inner") == [1.0]
+    with pytest.raises(
+        RewardError, match=r"'answer' \(reward\.tests\.field\) is not among the row's others, tests: name"
+    ):
+        rewarded(DOUBLE, ["x"], field="answer")
+
+
 def test_a_sandbox_that_runs_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SandboxError, match="docker"):

@@ -192,7 +192,7 @@ def test_steps_that_cannot_be_placed_are_refused(given: Any, reason: str) -> Non
 def test_steps_without_the_key_are_refused() -> None:
     with pytest.raises(RewardError, match=r"returned a list for completion 0.*Steps are read with reward.steps=true"):
         scored([[(1, 1.0)]], ["abc"])
-    assert scored([1, [(1, 0.5), (3, 0.25)]], ["abc", "abc"], steps=True)[1].total == 0.75
+    assert scored([1, [(1, 0.5), (np.int64(3), 0.25)]], ["abc", "abc"], steps=True)[1].total == 0.75
 
 
 @pytest.mark.parametrize(
