@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Thinking = Literal["template", "keep"]
 
 _FRONT, _BACK = "\uf8a1\uf8a2", "\uf8a3\uf8a4"
+_SHOWN = "Rl0Megatron0Shown0Here"  # in any form of quoting
 _THOUGHT = "</think>"  # what templates look for in a content, to drop what is before it
 _RAISED = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
@@ -65,6 +66,9 @@ class ChatTemplate(Template):
         self._reasoning = [name for name in REASONING if name in source]
         self._asks_for_none = "content'] is none" in source or "content is none" in source
         self._stops = dict[int, str]()
+        self._roles = dict.fromkeys(
+            (("assistant", True), ("assistant", False)), "assistant"
+        )  # as what each is rendered
         self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
 
     @override
@@ -104,7 +108,31 @@ class ChatTemplate(Template):
         """The template's text, with the generation prompt if ``opened``. Raises MessagesRefused with its reason.
 
         Some templates read the arguments of calls as objects, some as text: the second is tried where the first raises.
+        A message whose role the template passes over is refused; a ``developer``'s is then tried as the system's.
         """
+        for place, message in enumerate(messages):
+            if (message["role"], place == 0) not in self._roles and message["content"]:
+                self._know_role(messages, place, tools)
+        return self._rendered(messages, tools, opened)
+
+    def _know_role(self, messages: Sequence[ChatMessage], place: int, tools: Tools) -> None:
+        """Find as what the message's role is rendered there: in the first message, or in a later one."""
+        message = messages[place]
+        role, reason = message["role"], None
+        for shown_as in (role, "system") if role == "developer" else (role,):
+            marked = {**message, "role": shown_as, "content": f"{message['content']}{_SHOWN}"}
+            try:
+                if _SHOWN in self._rendered([*messages[:place], marked, *messages[place + 1 :]], tools, True):
+                    self._roles[role, place == 0] = shown_as
+                    return
+            except MessagesRefused as error:
+                reason = error
+        raise reason or MessagesRefused(
+            f"the model's chat template passes over message {place + 1}, of the role {role!r}, which would be lost: "
+            "give it a role that the template shows there (system, user or tool), or the model a template that shows it"
+        )
+
+    def _rendered(self, messages: Sequence[ChatMessage], tools: Tools, opened: bool) -> str:
         for form in self._forms(messages):
             try:
                 with bounded_rendering():
@@ -121,10 +149,15 @@ class ChatTemplate(Template):
         return self._stops[token]
 
     def _forms(self, messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
-        shown = [self._shown(message) for message in messages]
+        shown = [self._shown(self._of_role(message, not place)) for place, message in enumerate(messages)]
         yield shown
         if any("tool_calls" in message for message in messages):
             yield [written_arguments(message) for message in shown]
+
+    def _of_role(self, message: ChatMessage, first: bool) -> ChatMessage:
+        role = message["role"]
+        known = self._roles.get((role, first), role)
+        return message if known == role else {**message, "role": known}
 
     def _shown(self, message: ChatMessage) -> ChatMessage:
         asks = self._asks_for_none and "tool_calls" in message and not message["content"]
