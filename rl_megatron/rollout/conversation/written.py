@@ -19,7 +19,7 @@ from rl_megatron.data.problems.records import listed
 from rl_megatron.data.samples import WrittenRow
 from rl_megatron.errors import DataError
 from rl_megatron.rollout.conversation.chat import ChatTemplate
-from rl_megatron.rollout.conversation.messages import REASONING, ChatMessage, MessagesRefused, tidied
+from rl_megatron.rollout.conversation.messages import REASONING, ChatMessage, MessagesRefused, reasoning_of, tidied
 from rl_megatron.rollout.conversation.templates import Tools
 from rl_megatron.types import Prompt
 
@@ -155,7 +155,13 @@ class WrittenConversations:
                 f"message there is {whole[at : at + 40]!r}, so which tokens the model would sample is not known; "
                 "write the message as the model says it (with its thinking), or give it a weight of 0"
             )
-        return prompt, whole[len(prompt) :]
+        turn = whole[len(prompt) :]
+        if lost := _lost(known[place], turn):
+            raise MessagesRefused(
+                f"message {place + 1}: the model's chat template does not write its {lost}, so a model would learn to "
+                "leave it out; give the model a template that writes it, or the message a weight of 0"
+            )
+        return prompt, turn
 
     def _ending(self, whole: str, known: Sequence[ChatMessage], place: int, tools: Tools) -> str:
         """What ends the sampling of a message and is written with the one after it: GLM's models stop by its role."""
@@ -187,6 +193,16 @@ class WrittenConversations:
                 turns.append((len(tokens), len(tokens) + int(ends[-1]) + 1))
             tokens += ids
         return WrittenRow(id=name, token_ids=np.array(tokens[: turns[-1][1]], np.int32), turns=tuple(turns))
+
+
+def _lost(message: ChatMessage, turn: str) -> str:
+    """What of a message is not in its turn's text; empty if nothing."""
+    if "function_call" in message:
+        return "function_call, which tool_calls has replaced,"
+    for call in message.get("tool_calls", ()):
+        if (name := call["function"]["name"]) not in turn:
+            return f"call of {name}"
+    return "" if reasoning_of(message).strip() in turn else "reasoning"
 
 
 def _weight(place: int, message: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from datetime import datetime, timedelta
 from itertools import count
@@ -24,6 +25,7 @@ from tests.unit.rollout.conversation.families import FAMILIES, TOOLS, Reply, mes
 CALLS = Reply(reasoning="I call.", calls=[{"a": 17}])
 SAYS = Reply(reasoning="So it is.", content="It is 17.")
 MORE = Reply(content="No: 日本 18.")
+MORE_TURNS = [{"role": "assistant", "content": "Yes."}]
 NAMES = ["qwen3", "chatml", "llama3", "glm", "gptoss"]
 
 
@@ -53,6 +55,45 @@ def rows_of(name: str, messages: list[dict[str, Any]], tools: object = ()) -> li
 
 def decoded(name: str, tokens: Any) -> str:
     return str(tokenizer_of(name).decode(tokens, skip_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "turn", "said"),
+    [
+        ("chatml", {"content": "2", "reasoning_content": "One and one."}, "does not write its reasoning, so a model"),
+        ("llama3", {"content": "2", "reasoning_content": "One and one."}, "does not write its reasoning, so a model"),
+        (
+            "qwen3",
+            {"content": None, "function_call": {"name": "add"}},
+            "its function_call, which tool_calls has replaced",
+        ),
+        (
+            "plain",
+            {"content": None, "tool_calls": [{"function": {"name": "add"}}]},
+            "does not write its call of add, so",
+        ),
+    ],
+)
+def test_a_turn_is_refused_where_the_template_leaves_something_of_it_out(
+    name: str, turn: dict[str, Any], said: str
+) -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("chatml" if name == "plain" else name))
+    if name == "plain":
+        tokenizer.chat_template = (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        )
+    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant"} | turn]
+    for weight, refused in ((1, True), (0, False)):
+        written = [messages[0], messages[1] | {"weight": weight}, messages[0], *MORE_TURNS]
+        text = json.dumps({"messages": written, "tools": ()})
+        prompt = Prompt(id="chats:1", text=text, token_ids=(), answer="")
+        rows = WrittenConversations(tokenizer, stops("chatml" if name == "plain" else name))
+        if refused:
+            with pytest.raises(DataError, match=f"prompt 'chats:1': message 2: .*{said}"):
+                rows.rows([prompt])
+        else:
+            assert rows.rows([prompt])
 
 
 @pytest.mark.parametrize("name", NAMES)
