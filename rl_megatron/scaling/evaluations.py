@@ -59,7 +59,7 @@ def evaluation_cost(config: RunConfig, shape: ModelShape, gpu: Gpu) -> Evaluatio
         if one.environment is not None:
             unknown.append(f"{key}.environment.function={one.environment.function}: its turns wait for each other")
             continue
-        if (problems := _problems(config, one)) is None:
+        if not (problems := _problems(config, one)):
             unknown.append(f"{key}, whose problems are not counted: set max_eval of its data, or a set's limit")
             continue
         rollout = config.rollout.model_copy(update={"prompts_per_step": problems, "group_size": one.samples})

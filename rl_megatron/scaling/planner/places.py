@@ -83,7 +83,7 @@ def _servers(wanted: Wanted, gpus: int, fraction: float, staleness: int) -> tupl
         if any(wanted.given.get(key, value) != value for key, value in keys.items()):
             continue
         server = server_shape(base, section, weights, shape, wanted.gpu)
-        for slots in _slots(wanted, server, replicas=gpus // ranks, staleness=staleness):
+        for slots in _slots(wanted, server, dp=dp, replicas=gpus // ranks, staleness=staleness):
             here = _sampled(wanted, server, replicas=gpus // ranks, slots=slots)
             seconds = max(here.steady, here.longest / staleness) if staleness else here.alone
             if best is None or seconds < best[0]:
@@ -91,7 +91,7 @@ def _servers(wanted: Wanted, gpus: int, fraction: float, staleness: int) -> tupl
     return best
 
 
-def _slots(wanted: Wanted, server: ServerShape, *, replicas: int, staleness: int) -> list[int]:
+def _slots(wanted: Wanted, server: ServerShape, *, dp: int, replicas: int, staleness: int) -> list[int]:
     """Values of ``rollout.slots``, the default first: of those that the server's cache holds, which are all if it
     never has more rows. That of the user alone."""
     usual = wanted.base.rollout.slots
@@ -100,7 +100,9 @@ def _slots(wanted: Wanted, server: ServerShape, *, replicas: int, staleness: int
     room = rows_that_fit(wanted.shape, server, wanted.mean)
     needed = wanted.base.completions_per_step * (1 + staleness) / replicas
     fitting = [slots for slots in SLOTS if slots <= room] or [max(1, int(room))]
-    first = [usual] if min(usual, needed) <= room else []
+    least = dp * wanted.base.most_completions  # vLLM refuses a request of more than a dp replica has
+    fitting = sorted({max(least, slots) for slots in fitting})
+    first = [usual] if least <= usual and min(usual, needed) <= room else []
     return [*first, *(slots for slots in reversed(fitting) if slots != usual)]
 
 
