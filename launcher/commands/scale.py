@@ -208,6 +208,11 @@ def _said(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _evaluations(asked: Asked, plan: PlannedRun) -> dict[str, object]:
+    cost = evaluation_cost(plan.config, asked.wanted.shape, asked.wanted.gpu)
+    return {"seconds_a_step": cost.seconds_a_step, "completions": cost.completions, "unknown": list(cost.unknown)}
+
+
 def as_tree(asked: Asked, found: SearchResult) -> dict[str, object]:
     """Plans and rejected layouts as plain values: seconds, and bytes of the fullest GPU, by term."""
     return {
@@ -225,6 +230,7 @@ def as_tree(asked: Asked, found: SearchResult) -> dict[str, object]:
                 "training": dict(plan.step.training),
                 "bytes": dict(plan.footprint.terms),
                 "stage": plan.footprint.stage,
+                "evaluations": _evaluations(asked, plan),
             }
             for plan in found.plans
         ],

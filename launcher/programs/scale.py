@@ -146,7 +146,7 @@ def value_of(config: RunConfig, key: str) -> object:
     """The value of ``section.key``; a section of its own where the key names one."""
     found: Any = config
     for part in key.split("."):
-        found = getattr(found, part)
+        found = found[part] if isinstance(found, Mapping) else getattr(found, part)
     return found
 
 

@@ -98,9 +98,13 @@ def _of_source(source: object) -> int | None:
     if not isinstance(source, FileData) or source.eval.suffix != ".jsonl" or not source.eval.is_file():
         return most
     rows = _rows(source.eval)
-    return rows if most is None else min(most, rows)
+    return most if rows is None else rows if most is None else min(most, rows)
 
 
-def _rows(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(1 for line in file if line.strip())
+def _rows(path: Path) -> int | None:
+    """Lines that are not empty; None of a file that cannot be read, which the run's checks report."""
+    try:
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+    except OSError:
+        return None

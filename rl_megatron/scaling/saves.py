@@ -102,6 +102,12 @@ def copied_by_rank(config: RunConfig, shape: ModelShape) -> dict[int, float]:
     return dict(out)
 
 
+def seconds_waited(config: RunConfig, shape: ModelShape) -> float:
+    """Seconds a step for which training waits for checkpoints. Raises as `save_cost`."""
+    waits = config.checkpoint.every and not config.checkpoint.async_save
+    return save_cost(config, shape).seconds_a_step if waits else 0.0
+
+
 def save_cost(config: RunConfig, shape: ModelShape) -> Save:
     """A checkpoint of a run, with its critic's. In a job it goes to a shared file system, else to this machine's disk.
 

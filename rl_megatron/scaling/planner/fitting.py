@@ -18,7 +18,7 @@ from rl_megatron.scaling.memory import RESERVED, Footprint, advice, fullest
 from rl_megatron.scaling.parameters import rank_parameters
 from rl_megatron.scaling.planner.layouts import CHANGES_TOGETHER, Timed, Wanted, learner_seconds, with_keys
 from rl_megatron.scaling.rl_step import RlStep, rl_step
-from rl_megatron.scaling.saves import save_cost
+from rl_megatron.scaling.saves import seconds_waited
 
 LayoutKeys = Mapping[str, object]
 _OF_HOST = 0.8  # of a node's memory that the learner may take; processes, files in /dev/shm and caches have the rest
@@ -98,7 +98,7 @@ class PlacedLayouts:
         for seconds, keys in self.timed:
             if seconds >= limit:
                 return
-            if self._is_too_large(keys):
+            if self._is_too_large(keys) or seconds + self._waited(keys) >= limit:
                 continue
             found = self._fastest_of(keys, limit)
             if isinstance(found, PlannedRun):
@@ -144,12 +144,22 @@ class PlacedLayouts:
         each = BYTES[learner.dtype] + BYTES[learner.gradient_dtype]
         return each * sum(rank_parameters(wanted.shape, learner.dims)) + RESERVED * wanted.gpu.memory * GB
 
+    def _waited(self, keys: LayoutKeys) -> float:
+        """Seconds a step that training waits for the layout's checkpoints, which no saving changes; 0 of one that is
+        refused, as `_planned` says."""
+        if self.wanted.base.checkpoint.async_save:
+            return 0.0
+        try:
+            return seconds_waited(with_keys(self.wanted.base, {**self.keys, **keys}), self.wanted.shape)
+        except ConfigError:
+            return 0.0
+
     def _trials(self, keys: LayoutKeys) -> list[_Trial]:
         """The layout with each of the savings, in their order."""
-        out, base = list[_Trial](), with_keys(self.wanted.base, self.keys)
+        out, base, waited = list[_Trial](), with_keys(self.wanted.base, self.keys), self._waited(keys)
         for saved in self.savings:
             config = with_keys(base, {**keys, **saved})
-            seconds = learner_seconds(self.wanted, config)
+            seconds = learner_seconds(self.wanted, config) + waited
             out.append(_Trial(seconds=seconds, saved=saved, config=config, keys={**self.keys, **keys, **saved}))
         return out
 
@@ -182,7 +192,7 @@ class PlacedLayouts:
         if not trial.config.checkpoint.async_save or name in self.wanted.given:
             return None
         config = with_keys(trial.config, {name: False})
-        seconds = trial.seconds + save_cost(config, self.wanted.shape).seconds_a_step
+        seconds = trial.seconds + seconds_waited(config, self.wanted.shape)
         return replace(trial, seconds=seconds, config=config, keys={**trial.keys, name: False})
 
     def _planned(self, trial: _Trial, least: float | None = None) -> PlannedRun | Rejected:

@@ -200,12 +200,18 @@ def stage_layers(layers: int, pp: int, vpp: int) -> str | None:
     return "+".join(f"{count}*{times}" if times > 1 else f"{count}" for count, times in runs)
 
 
+def _servers(keys: Mapping[str, object]) -> str:
+    degrees = [int(str(keys.get(f"rollout.server.{name}", 1))) for name in ("replicas", "tp", "dp")]
+    gpus = degrees[1] * degrees[2]
+    return f"{degrees[0]} server{'' if degrees[0] == 1 else 's'} of {gpus} GPU{'' if gpus == 1 else 's'}"
+
+
 def described(keys: Mapping[str, object]) -> str:
     """A layout in a few words."""
     d = {axis: keys.get(f"learner.{axis}", 1) for axis in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")}
     learner = " ".join(f"{axis}{degree}" for axis, degree in d.items() if degree != 1)
     apart = keys.get("slurm.engines.nodes")
-    where = f"servers on {apart} nodes" if apart else "servers on the same GPUs"
+    where = f"{_servers(keys)} on {apart} nodes" if apart else f"{_servers(keys)} on the same GPUs"
     saved = [
         name.rpartition(".")[2]
         for name in keys

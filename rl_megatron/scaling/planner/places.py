@@ -15,7 +15,8 @@ from rl_megatron.scaling.rollouts import Sampled, ServerShape, rows_that_fit
 MOST_SERVER_DP = 32
 """The highest degree of a server's data parallelism that is tried."""
 SLOTS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""The values of ``rollout.slots`` that are tried beside the default, as far as a server's cache holds so many rows."""
+"""The values of ``rollout.slots`` that are tried, beside the default and all rows of a server's cache, if it has as
+many."""
 _SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the nodes that servers may have for themselves
 _FRACTIONS = (0.6, 0.4, 0.25)  # of a GPU for a server that takes turns with the learner
 _CACHE = 0.12  # of a GPU that a server's cache and kernels take at least
@@ -99,9 +100,9 @@ def _slots(wanted: Wanted, server: ServerShape, *, dp: int, replicas: int, stale
         return [usual]
     room = rows_that_fit(wanted.shape, server, wanted.mean)
     needed = wanted.base.completions_per_step * (1 + staleness) / replicas
-    fitting = [slots for slots in SLOTS if slots <= room] or [max(1, int(room))]
+    whole = min(int(room) // dp * dp, SLOTS[-1])
     least = dp * wanted.base.most_completions  # vLLM refuses a request of more than a dp replica has
-    fitting = sorted({max(least, slots) for slots in fitting})
+    fitting = sorted({max(least, slots) for slots in (*SLOTS, whole) if slots <= room})
     first = [usual] if least <= usual and min(usual, needed) <= room else []
     return [*first, *(slots for slots in reversed(fitting) if slots != usual)]
 

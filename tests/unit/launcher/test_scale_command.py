@@ -71,7 +71,8 @@ def test_the_best_layout_comes_with_terms_and_the_others_with_reasons(said: Said
 
 
 def test_json_has_every_term_and_they_add_up(said: Said) -> None:
-    tree = json.loads(said(*ASKED, "--json"))
+    tree = json.loads(said(*ASKED, "data.max_eval=64", "--json"))
+    assert all(plan["evaluations"]["seconds_a_step"] > 0 for plan in tree["plans"])
     best = tree["plans"][0]
     assert sum(best["training"].values()) == pytest.approx(best["parts"]["training"])
     assert sum(best["bytes"].values()) <= 80e9
@@ -128,3 +129,7 @@ def test_a_dry_run_has_as_many_micro_batches_in_flight_as_there_ever_are(pp: int
 def test_options_that_another_way_reads_are_refused(given: tuple[str, ...], said: Said) -> None:
     (option,) = [word for word in given[1:] if word.startswith("--")]
     assert f"{option} does nothing with " in said(*given, status=1)
+
+
+def test_a_set_of_evaluations_is_limited_as_the_advice_says(said: Said) -> None:
+    assert "evaluations take" in said(*ASKED, "eval.sets.own.limit=16")

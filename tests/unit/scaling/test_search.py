@@ -232,6 +232,26 @@ def test_servers_get_no_more_slots_than_their_cache_holds() -> None:
     assert best.config.rollout.slots <= room_of(best, wanted) < 512
 
 
+def test_each_replica_of_a_server_has_the_slots_of_a_request_and_a_cache_is_used_whole() -> None:
+    """vLLM refuses servers of fewer; between two of the values that are tried lies up to half of a cache."""
+    keys = ("qwen3-235b-a22b", "gpus=64", "gpu=h100", "rollout.max_new_tokens=65536")
+    for group in (16, 64):
+        wanted = asked(*keys, f"rollout.group_size={group}").wanted
+        for _, placed in placements(wanted):
+            rollout = with_keys(wanted.base, placed).rollout
+            assert rollout.slots // rollout.server.dp >= group
+    few = asked(*keys, "rollout.group_size=2").wanted
+    found = {with_keys(few.base, placed).rollout.slots for _, placed in placements(few)}
+    assert any(64 < slots < 512 for slots in found - {*SLOTS})
+
+
+def test_checkpoints_that_training_waits_for_end_the_search_as_early() -> None:
+    keys = ("kimi-k2", "gpus=4096", "gpu=h100", "rollout.prompts_per_step=1024")
+    free, waits = (search(asked(*keys, f"checkpoint.async_save={value}").wanted) for value in ("true", "false"))
+    assert waits.planned <= 2 * free.planned
+    assert "checkpoints" in waits.plans[0].step.parts
+
+
 @pytest.mark.parametrize(
     "key",
     [
@@ -334,7 +354,7 @@ def test_no_advice_is_a_layout_that_the_search_refuses() -> None:
     with pytest.raises(ConfigError, match=r"most of it critic, .* GB; raise learner.tp") as caught:
         search(asked(*arguments).wanted)
     assert "roles." not in str(caught.value)
-    nearest = re.findall(r"(?:Nearest: |; )([\w ]+), servers on the same GPUs", str(caught.value))
+    nearest = re.findall(r"(?:Nearest: |; )([\w ]+), \d+ servers? of \d+ GPUs? on the same GPUs", str(caught.value))
     assert len(set(nearest)) == len(nearest) == 3
     with pytest.raises(ConfigError, match=r"or roles: scale plans .* no nodes for a critic"):
         asked(*arguments, "roles.critic=separate")
