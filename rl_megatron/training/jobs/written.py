@@ -231,7 +231,8 @@ class WrittenJob:
         least, a batch at a time, and keep them for their steps. Logs which of them are left out or cut. Raises as
         `made_units`, as `fitted`, with the number of long rows in front, and for a new run of which no row is left."""
         before, left_out, batch = self.prompts.state(), tuple(self.prompts.left_out), self.config.written.batch_size
-        count = min(self.size, (self.config.train.steps - self.number) * batch, _LOOKED_AT)
+        wanted = min(self.size, (self.config.train.steps - self.number) * batch)
+        count = min(wanted, _LOOKED_AT)
         long, rows, tokens, drawn, note = list[WrittenRow](), 0, 0, 0, seldom(self.note)
         without, is_any = LeftOut(), False
         self._ahead.clear()
@@ -249,7 +250,7 @@ class WrittenJob:
         if long:
             said = f"{len(long)} of the first {rows} sequences to train on are too long: "
             told.append(self._told_long(long[0], said))
-        if drawn and not is_any and not self.number:
+        if drawn == wanted > 0 and not is_any and not self.number:
             if long:
                 longest = max(len(row.token_ids) for row in long) - int(self.config.kind.scores)
                 told.append(f"the longest has {longest} tokens: raise {self.config.job}.max_tokens")

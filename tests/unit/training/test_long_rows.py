@@ -99,6 +99,16 @@ def test_a_run_of_which_every_row_is_too_long_ends_before_its_first_step(on_long
     asyncio.run(its.start(fresh=False))
 
 
+def test_a_run_goes_on_whose_rows_that_fit_are_behind_those_that_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = [replace(one, token_ids=(63,) * 11) for one in DATA if int(one.id.split(":")[1]) in LONG]
+    monkeypatch.setattr(written, "TOKENS_KEPT", 1)
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(job("drop", 400, data, batch_size=1).start(fresh=True))
+    assert caplog.messages[0].startswith("1 of the first 1 sequences to train on are too long")
+
+
 def test_rows_that_no_step_draws_are_not_looked_at(caplog: pytest.LogCaptureFixture) -> None:
     steps = ORDER.index(f"train:{FIRST}") // 3
     assert steps
