@@ -84,8 +84,8 @@ class WeightSync(Protocol):
         ...
 
     async def export(self, folder: Path) -> None:
-        """Write the learner's weights as a Hugging Face folder: a new name, then a rename, for which one that is there
-        goes."""
+        """Write the learner's weights as a Hugging Face folder: a new name, then a rename. A
+        folder that ``folder`` names already stays until then."""
         ...
 
 

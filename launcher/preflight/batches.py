@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from launcher.preflight.subject import Found, Subject, note
+from rl_megatron.config.reads.choices import READS
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import data_sources
 from rl_megatron.config.waves import micro_batches_filled
@@ -56,9 +57,9 @@ def check(subject: Subject) -> Iterator[Found]:
 def _without_ratio(config: RunConfig) -> Iterator[Found]:
     """Notes samples that are not of the current policy, where the objective takes them for such."""
     a, train = config.algorithm, config.train
-    if not config.kind.samples or a.objective != "reinforce":
+    if not config.kind.samples or READS["objective"].get(a.objective) != ():  # a ratio has keys
         return
-    given = "algorithm.objective=reinforce has no ratio, and takes samples for those of the current policy, but"
+    given = f"algorithm.objective={a.objective} has no ratio, and takes samples for those of the current policy, but"
     if train.minibatches * train.epochs > 1:
         yield note(
             f"{given} train.minibatches={train.minibatches} * train.epochs={train.epochs} are optimizer steps on one "

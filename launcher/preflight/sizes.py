@@ -66,7 +66,7 @@ def _servers(subject: Subject) -> Iterator[Found]:
     server, engine = config.rollout.server, config.rollout.engine
     given = {config.rollout.temperature, *config.eval.temperatures.values()}
     asked = config.weights.push == "adapters" or server.batch_invariant or server.draft_tokens or server.options
-    tuned = any(name.startswith(("VLLM_", "SGLANG_")) for name in environment)
+    tuned = any(name.startswith(f"{engine.upper()}_") for name in environment)
     if not (config.rollout.served and (asked or tuned or given - {0.0, 1.0})):
         return
     try:

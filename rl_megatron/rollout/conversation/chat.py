@@ -66,9 +66,7 @@ class ChatTemplate(Template):
         self._reasoning = [name for name in REASONING if name in source]
         self._asks_for_none = "content'] is none" in source or "content is none" in source
         self._stops = dict[int, str]()
-        self._roles = dict.fromkeys(
-            (("assistant", True), ("assistant", False)), "assistant"
-        )  # as what each is rendered
+        self._roles = {("assistant", first): "assistant" for first in (True, False)}  # as what each is rendered
         self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
 
     @override

@@ -102,8 +102,8 @@ class LocalEngine:
         return own, best, most
 
     def _cache(self, requests: Sequence[GenerationRequest]) -> KVCache:
-        """A new cache just large enough: with one of before, products had shapes and idle rows that depend on what was
-        sampled before, so a run that was resumed would sample other bits."""
+        """A cache of their own, just large enough. A kept one would give products the shapes and idle rows of earlier
+        batches, so that a resumed run samples other bits than one that went on."""
         rows = min(self._slots, sum(request.num_completions for request in requests))
         columns = max(len(request.token_ids) + request.params.max_new_tokens - 1 for request in requests)
         model = self.model
