@@ -102,7 +102,7 @@ def copied_by_rank(config: RunConfig, shape: ModelShape) -> dict[int, float]:
     return dict(out)
 
 
-def seconds_waited(config: RunConfig, shape: ModelShape) -> float:
+def save_wait(config: RunConfig, shape: ModelShape) -> float:
     """Seconds a step for which training waits for checkpoints. Raises as `save_cost`."""
     waits = config.checkpoint.every and not config.checkpoint.async_save
     return save_cost(config, shape).seconds_a_step if waits else 0.0

@@ -18,7 +18,7 @@ from rl_megatron.scaling.memory import RESERVED, Footprint, advice, fullest
 from rl_megatron.scaling.parameters import rank_parameters
 from rl_megatron.scaling.planner.layouts import CHANGES_TOGETHER, Timed, Wanted, learner_seconds, with_keys
 from rl_megatron.scaling.rl_step import RlStep, rl_step
-from rl_megatron.scaling.saves import seconds_waited
+from rl_megatron.scaling.saves import save_wait
 
 LayoutKeys = Mapping[str, object]
 _OF_HOST = 0.8  # of a node's memory that the learner may take; processes, files in /dev/shm and caches have the rest
@@ -150,7 +150,7 @@ class PlacedLayouts:
         if self.wanted.base.checkpoint.async_save:
             return 0.0
         try:
-            return seconds_waited(with_keys(self.wanted.base, {**self.keys, **keys}), self.wanted.shape)
+            return save_wait(with_keys(self.wanted.base, {**self.keys, **keys}), self.wanted.shape)
         except ConfigError:
             return 0.0
 
@@ -192,7 +192,7 @@ class PlacedLayouts:
         if not trial.config.checkpoint.async_save or name in self.wanted.given:
             return None
         config = with_keys(trial.config, {name: False})
-        seconds = trial.seconds + seconds_waited(config, self.wanted.shape)
+        seconds = trial.seconds + save_wait(config, self.wanted.shape)
         return replace(trial, seconds=seconds, config=config, keys={**trial.keys, name: False})
 
     def _planned(self, trial: _Trial, least: float | None = None) -> PlannedRun | Rejected:
