@@ -22,8 +22,10 @@ from launcher.processes.loop_watch import LoopWatch
 from launcher.rehearsal.spent import costs, planned_metrics, recorded
 from launcher.runs.name import claim
 from launcher.runs.resume import find
+from launcher.runs.starts import record_start
 from launcher.runs.stop import Stop, stop_signals
 from launcher.servers.services import RunningServices, unless_given_up
+from launcher.servers.versions import container_of
 from rl_megatron.config.io import save_resolved
 from rl_megatron.config.run import RunConfig
 from rl_megatron.durable import write_atomically
@@ -72,6 +74,10 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
             needs_differences=config.algorithm.needs_differences,
         )
         with run_log(folder, role="controller"), progress, stop_signals(progress) as stop:
+            engine = config.rollout.python if container_of(config) is None else None
+            for line in record_start(folder, step=start.state.step if start else 0, engine=engine):
+                progress.note(line)
+                logger.info(line)
             _plan(config, folder)
             loop_watch = LoopWatch(config, folder / "stacks")
             goes_on = f"rl-megatron train --config {shlex.quote(str(folder / 'config.yaml'))} --resume goes on"

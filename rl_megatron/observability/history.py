@@ -22,6 +22,9 @@ from rl_megatron.observability.samples import SampleRow, samples_between
 
 T = TypeVar("T")
 
+STARTS = "starts.jsonl"
+"""In a run's folder: a row for each time that it was started, with the step, the UTC time, and commits and versions."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
@@ -36,6 +39,21 @@ class Run:
     samples: Sequence[SampleRow]  # of its first, a middle and its last step
     plan: Mapping[str, float] = field(default_factory=dict)  # what the planner said of metrics, by name
     warnings: Sequence[str] = ()  # the last ones of its log
+    starts: Sequence[JsonRow] = ()
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Of each package and commit the version that the run started with, and each that it went on with."""
+        found = dict[str, str]()
+        last: JsonRow = {}
+        for row in self.starts:
+            for name in dict.fromkeys((*last, *row)):
+                if name in ("step", "time") or last.get(name) == (now := row.get(name)):
+                    continue
+                text = "none" if now is None else str(now)
+                found[name] = f"{found[name]}; from step {row['step']}: {text}" if name in found else text
+            last = row
+        return found
 
     def numbers(self, name: str, *, phase: str = "rl") -> list[float]:
         """The recorded values of a metric in step order, without nulls."""
@@ -130,6 +148,7 @@ def _load(folder: Path, label: str, left_out: Callable[[str], None] | None) -> R
         samples=samples_between(samples) if samples.is_file() else [],  # log.samples_per_step=0 writes none
         plan=unless_damaged(_plan, folder / "plan.json", left_out) or {},
         warnings=last_warnings(folder),
+        starts=unless_damaged(_starts, folder / STARTS, left_out) or (),
     )
 
 
@@ -149,6 +168,10 @@ def _steps(metrics: Path) -> tuple[MetricColumns, MetricColumns]:
     for at, step in enumerate(rl.rows):
         rl.put(at, evaluated.get(step["step"], {}))
     return warm_start, rl
+
+
+def _starts(path: Path) -> list[JsonRow]:
+    return [*rows_from(path)] if path.is_file() else []  # runs of older versions have none
 
 
 def _plan(path: Path) -> dict[str, float]:

@@ -117,6 +117,8 @@ def write_page(
         size=FRAME,
         styles=styles(len(arms)),
         config=list(runs[0].config.items()) if len(runs) == 1 else [],
+        versions=list(runs[0].versions.items()) if len(runs) == 1 else [],
+        other_versions=_other_versions(runs),
         differences=list(differences),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -160,6 +162,13 @@ def _rows(arms: Sequence[Arm], differences: Mapping[str, Sequence[str]]) -> list
                 {**headline_figures(run), "style": arm.style, "keys": keys, "best": is_best, "moved": _moved(run)}
             )
     return rows
+
+
+def _other_versions(runs: Sequence[Run]) -> str:
+    """Which packages and commits are not the same in all runs that have recorded theirs; empty if all are."""
+    all_of = [run.versions for run in runs if run.starts]
+    found = {name: list(dict.fromkeys(of.get(name, "none") for of in all_of)) for of in all_of for name in of}
+    return "; ".join(f"{name} {', '.join(values)}" for name, values in found.items() if len(values) > 1)
 
 
 def _moved(run: Run) -> str:

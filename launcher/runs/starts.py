@@ -1,0 +1,90 @@
+"""Records in a run's starts.jsonl, a row a start, which code and which versions it ran with, and tells a resume's."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import rl_megatron
+from rl_megatron.observability.files import JsonlFile, JsonRow, rows_from
+from rl_megatron.observability.history import STARTS
+
+PACKAGES = (
+    *("rl-megatron", "torch", "megatron-core", "transformer-engine", "transformers", "tokenizers", "safetensors"),
+    *("numpy", "ray", "vllm", "sglang"),
+)
+"""The distributions whose versions a row tells, where they are installed."""
+_GIT_SECONDS = 10.0
+
+
+def record_start(run_folder: Path, *, step: int, engine: Path | None) -> list[str]:
+    """Append the row of a start from ``step``, and return a line for each version that is not that of the start before.
+
+    ``engine``: an interpreter of this machine that servers run with, if that is another. Controller's process. Raises
+    OSError that names the file, and DataError where its rows cannot be read.
+    """
+    path = run_folder / STARTS
+    file = JsonlFile(path)
+    file.truncate_after(sys.maxsize)  # a torn last line alone
+    before = [*rows_from(path)] if path.is_file() else []
+    now: JsonRow = {"step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), **_versions(engine)}
+    file.append([now])
+    file.close()
+    return _changes(before[-1], now) if before else []
+
+
+def _changes(before: JsonRow, now: JsonRow) -> list[str]:
+    return [
+        f"{name} is {now.get(name, 'not there')}; this run's last start, from step {before['step']}, had "
+        f"{before.get(name, 'none')}"
+        for name in dict.fromkeys((*before, *now))
+        if name not in ("step", "time") and before.get(name) != now.get(name)
+    ]
+
+
+def _versions(engine: Path | None) -> dict[str, str]:
+    """By the name of what each is of; an engine's of its own environment, where that is on this machine."""
+    found = {"python": platform.python_version()}
+    commits = {"code/rl_megatron": Path(rl_megatron.__file__).parents[1], "code/here": Path.cwd()}
+    for name, folder in commits.items():
+        if (commit := _commit(folder)) and commit not in found.values():
+            found[name] = commit
+    for name in PACKAGES:
+        if version := _installed(name, sys.path):
+            found[name] = version
+    if engine is not None:
+        folders = [*map(str, engine.parents[1].glob("lib/python3.*/site-packages"))]
+        for name in PACKAGES:
+            if version := _installed(name, folders):
+                found[f"engine/{name}"] = version
+    return found
+
+
+def _installed(name: str, folders: list[str]) -> str:
+    """The version of a distribution in one of these folders; empty if there is none."""
+    return next((one.version for one in importlib.metadata.distributions(name=name, path=folders)), "")
+
+
+def _commit(folder: Path) -> str:
+    """The commit that a folder of a git repository is at, and whether files differ from it; empty where git tells
+    none, as where it is not installed, or refuses another user's folder."""
+    try:
+        commit, changed = (
+            subprocess.run(
+                ["git", "-C", str(folder), *arguments],
+                capture_output=True,
+                text=True,
+                timeout=_GIT_SECONDS,
+                check=True,
+                env=dict(os.environ),
+            ).stdout.strip()
+            for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return f"{commit}, with changes" if changed else commit
