@@ -11,7 +11,7 @@ if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then # one task of the array has the array'
 fi
 say() { echo "[$(date +%FT%T%z)] job $job, restart $restart: $*"; }
 running() { # whether a process has the run's lock, as train has it; false where the file system has no locks
-    [ -e "$RUN/log.txt" ] && { flock --nonblock "$RUN/log.txt" true 2>/dev/null; [ $? -eq 1 ]; }
+    [ -e "$RUN/lock" ] && { flock --nonblock "$RUN/lock" true 2>/dev/null; [ $? -eq 1 ]; }
 }
 # Of a job that is about to end, or after a node's loss until the file system frees what it had: minutes with leases.
 for _ in $(seq $((restart ? 48 : 12))); do running && sleep 5 || break; done

@@ -85,14 +85,15 @@ def refuse_copied(config: RunConfig, file: Path, overrides: Sequence[str]) -> No
 def claim(folder: Path, *, resume: bool) -> Iterator[None]:
     """Make the run's folder (a resume: find it) and lock it against other processes while the context is open.
 
-    Raises ConfigError if another process holds the lock. The lock ends with the process, however that ends.
+    Raises ConfigError if another process holds the lock. The lock ends with the process, however that ends. It is of a
+    file for nothing else, as logs are rotated. Not of the folder, which NFS cannot lock.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir(exist_ok=resume)
     except FileExistsError as error:
         raise ConfigError(f"{folder}: another run has just taken this name; start again") from error
-    with (folder / "log.txt").open("ab") as log:
-        if not lock(log):
+    with (folder / "lock").open("ab") as file:
+        if not lock(file):
             raise ConfigError(f"{folder}: another process runs in it; wait for its end, or end it")
         yield

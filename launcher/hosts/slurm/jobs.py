@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections import Counter
@@ -12,9 +13,11 @@ from pathlib import Path
 from launcher.control.address import Address
 from launcher.hosts.slurm.calls import ANSWER_SECONDS, call_slurm
 from rl_megatron.errors import ConfigError
-from rl_megatron.observability.files import read_jsonl
+from rl_megatron.observability.files import from_the_end
 from rl_megatron.observability.log import last_line
 from rl_megatron.observability.metrics.table import STEPS
+
+_END_BYTES = 1 << 16  # of a log, read for its last line
 
 
 def describe(run: Path) -> str:
@@ -29,14 +32,22 @@ def describe(run: Path) -> str:
     if found is not None and found[1].array:
         return f"{lines[0]}\n{runs_of(run, found[0])}"
     metrics = run / "metrics.jsonl"
-    steps = [row["step"] for row in read_jsonl(metrics) if row.get("phase") in STEPS] if metrics.is_file() else []
-    lines.append(f"step {steps[-1]}" if steps else "no step yet")
+    rows = from_the_end(metrics) if metrics.is_file() else iter(())
+    step = next((row["step"] for row in rows if row.get("phase") in STEPS), None)
+    lines.append("no step yet" if step is None else f"step {step}")
     if found is None:
         return "\n".join([*lines, *filter(None, [last_line(run)])])
     log = run / "jobs" / f"{found[0]}.txt"
-    if log.is_file() and (said := log.read_text(errors="replace").splitlines()):
-        lines.append(said[-1])
+    if log.is_file() and (said := _last_line(log)):
+        lines.append(said)
     return "\n".join(lines)
+
+
+def _last_line(log: Path) -> str:
+    """Of the end of a log, which may hold weeks; empty if there is none."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
+        return (file.read().decode(errors="replace").splitlines() or [""])[-1]
 
 
 def log_file(run: Path, which: str) -> Path:
