@@ -164,7 +164,7 @@ class Loop:
             await self.save(watch, (row or {}).get("eval/accuracy"))
             await self._finish_save(watch)  # else a failure of the first steps would lose them, too
         elif fresh:
-            await unless_stopped(self.stop, self._first_row(watch))
+            enough = await unless_stopped(self.stop, self._first_row(watch))
             self.saved = self.done
         else:
             enough = await unless_stopped(self.stop, self._make_up())
@@ -172,10 +172,14 @@ class Loop:
             raise Stopped(f"stopped before the first step ({self.job.name})")
         return enough or self.done >= self.pace.steps
 
-    async def _first_row(self, watch: Stopwatch) -> None:
+    async def _first_row(self, watch: Stopwatch) -> bool:
+        """Returns whether the job has what it is for before its first step."""
         row = await self.job.start(fresh=True)
-        if row is not None:
-            self.recorder.write(row | await self.job.evaluate(watch))
+        if row is None:
+            return False
+        row |= await self.job.evaluate(watch)
+        self.recorder.write(row)
+        return self.job.enough(row)
 
     async def _make_up(self) -> bool:
         """Begin a resume, with the evaluation that the stop put off. Returns whether the job ends with that step."""

@@ -84,6 +84,7 @@ class Steps:
     stop: asyncio.Event
     at: str
     first_step_is_saved: bool
+    least: float  # accuracy with which it has what it is for
     name: str = "steps"
     number: int = 0
     evaluated: list[int] = field(default_factory=list)
@@ -110,7 +111,7 @@ class Steps:
             return {"eval/accuracy": 1 - self.number / 10}
 
     def enough(self, row: Row) -> bool:
-        return False
+        return float(row.get("eval/accuracy") or 0) >= self.least
 
     async def before_save(self, stop: asyncio.Event) -> None:
         """Nothing is under way."""
@@ -128,12 +129,12 @@ class Steps:
         """Nothing goes on."""
 
 
-def run(folder: Path, at: str, *, saved: bool = True) -> tuple[bool | None, list[int]]:
+def run(folder: Path, at: str, *, saved: bool = True, least: float = 2.0) -> tuple[bool | None, list[int]]:
     """Whether the job made its six steps (None: stopped before the next), and the steps that it evaluated."""
 
     async def main() -> tuple[bool | None, list[int]]:
         stop = asyncio.Event()
-        job = Steps(stop, at, saved)
+        job = Steps(stop, at, saved, least)
         recorder = Recorder(folder, LogSection(tensorboard=False), Progress(6, mode="plain"))
         loop = Loop(
             job=cast(Any, job),
@@ -197,3 +198,11 @@ def test_a_stop_after_a_warm_start_saves_it_without_the_evaluation_of_step_0(tmp
 
 def test_the_last_steps_evaluation_is_made_at_a_stop_too(tmp_path: Path) -> None:
     assert run(tmp_path, "step 6", saved=False) == (True, [0, 2, 4, 6])
+
+
+@pytest.mark.parametrize(("least", "evaluated"), [(1.0, [0]), (1.1, [0, 2, 4, 6])])
+def test_a_job_that_has_what_it_is_for_before_its_first_step_makes_none(
+    tmp_path: Path, least: float, evaluated: list[int]
+) -> None:
+    assert run(tmp_path, "never", saved=False, least=least) == (True, evaluated)
+    assert [row["step"] for row in recorded(tmp_path)[0]] == [*range(evaluated[-1] + 1)]
