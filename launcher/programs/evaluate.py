@@ -108,7 +108,8 @@ def show_compared(first: Path, second: Path) -> None:
     """Print the paired differences of two files of results. Raises DataError."""
     one, other = read_results(first), read_results(second)
     rows = paired_figures(one, other)
-    table = Table("set", "figure", first.stem, second.stem, "difference", "95 %", "problems")
+    print(f"A: {first}\nB: {second}")
+    table = Table("set", "figure", "A", "B", "B - A", "95 %", "problems")
     for row in rows:
         both = f"{row.first:.4f}", f"{row.second:.4f}"
         table.add_row(row.set, row.figure, *both, f"{row.difference.value:+.4f}", *_ends(row.difference, "+"))

@@ -83,8 +83,14 @@ def find_homes(
     """The homes of every parameter of ``layout``'s only rank, among tensors of these global ``sizes`` and ``dtypes``.
 
     Raises WeightError that names each parameter that is missing, and each tensor that is misshapen, of no float dtype
-    or unknown. Optimizer state is left out, and so are draft layers of a model without them, and a value layer.
+    or unknown, and for a critic. Optimizer state is left out, and so are draft layers of a model without them, and a
+    value layer.
     """
+    if sizes.get("output_layer.bias") == (1,):
+        raise WeightError(
+            f"{source} is a critic's: one value of a token, with a bias, which no class of transformers has; give the "
+            f"policy's, {source.parent / 'learner'} in a checkpoint of a run"
+        )
     params = layout.local_shapes(0)
     homes = {param: _homes(param, layout.shape, shape, sizes) for param, shape in params.items()}
     missing = sorted({place_of(param, layout.shape)[0] for param, found in homes.items() if not found})

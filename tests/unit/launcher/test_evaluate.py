@@ -152,6 +152,7 @@ def test_two_files_are_compared_problem_by_problem(here: Path, capsys: pytest.Ca
     assert mean.difference == difference_interval([0, 0.5, 1, 1], [0.25, 1, 1, 0.75], samples=4)
     assert (pairs.figure, pairs.first) == ("pass@2", pytest.approx((0 + 5 / 6 + 1 + 1) / 4))
     assert "+0.1250" in text
+    assert text.splitlines()[:2] == [f"A: {first}", f"B: {second}"]
     assert "left out: only" in text
 
 

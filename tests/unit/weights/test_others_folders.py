@@ -120,6 +120,8 @@ def test_tensors_are_listed_that_the_model_lacks_and_state_is_not(megatron: Path
     adapter = "decoder.layers.self_attention.linear_qkv.adapter.linear_in.weight"
     with pytest.raises(WeightError, match=rf"{adapter} \(2, 8\) is unknown"):
         find_homes(megatron, layout, {**sizes, adapter: (2, 8)}, dtypes)
+    with pytest.raises(WeightError, match=r"is a critic's: one value of a token.* give the policy's, .*/learner in"):
+        find_homes(megatron, layout, {**sizes, "output_layer.weight": (1, 32), "output_layer.bias": (1,)}, dtypes)
     norm = "decoder.final_layernorm.weight"
     with pytest.raises(WeightError, match=rf"{norm} is uint8; weights are one of float64, float32"):
         find_homes(megatron, layout, sizes, {**dtypes, norm: DType.U8})
