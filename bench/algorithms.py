@@ -4,8 +4,9 @@
 
 Each is the default run (``rl-megatron train algorithm=NAME``) in one process with one thread, ``--jobs`` of them at a
 time. Algorithms without a ratio take one minibatch per step, VAPO a lambda for short answers, SPO as many prompts as
-other rows have completions, GRPO with process rewards a reward of each digit, ScaleRL a lower rate. Runs already
-finished in ``--dir`` are not repeated. Prints a Markdown table and writes ``report.html`` there.
+other rows have completions, GRPO with process rewards a reward of each digit, ScaleRL a lower rate. GiGPO is not among
+them: a completion of the default task is one turn. Runs already finished in ``--dir`` are not repeated. Prints a
+Markdown table and writes ``report.html`` there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from rl_megatron.observability.report import write_report
 from rl_megatron.types import Completion, Prompt
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
+WITH_TURNS = {"gigpo"}  # which the task has not
+NAMES = sorted({path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml")} - WITH_TURNS)
 PLAIN = ("learner.ep=1", "learner.threads=1", "log.progress=plain", "log.tensorboard=false")
 ENOUGH = 0.9
 STEPS = load_config("tiny_cpu", []).train.steps

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rl_megatron.algorithms.losses import PolicyLoss
+from rl_megatron.config.io import load_config
+from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.algorithm import AlgorithmSection
+
+NAMES = sorted(path.stem for path in (Path(__file__).parents[1] / "conf" / "algorithm").glob("*.yaml"))
+WITH_TURNS = ("gigpo",)
+"""Rows that want an environment."""
+
+
+def config_of(name: str, *keys: str) -> RunConfig:
+    """A small run's, by the row ``algorithm=name``."""
+    return load_config("calculator" if name in WITH_TURNS else "tiny_cpu", [f"algorithm={name}", *keys])
 
 
 def policy_loss(*, kl_coefficient: float = 0.0, max_new_tokens: int = 1, **row: object) -> PolicyLoss:

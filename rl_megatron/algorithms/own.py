@@ -78,7 +78,7 @@ def check_own_advantages(row: AlgorithmSection, rollout: RolloutSection) -> None
     """
     if row.advantage_mean in {*LEVELS, "greedy", "moving", "tracked"}:
         return
-    of_turns = row.credit == "turn" and row.turn_baseline == "all"
+    of_turns = row.credit == "turn" and row.turn_baseline != "index"
     size = len(_REWARDS[0]) if of_turns else rollout.group_size
     groups = [_group(rewards, size) for rewards in _REWARDS]
     found, given = [_advantages(row, group) for group in groups], f"algorithm.advantage_mean={row.advantage_mean}"

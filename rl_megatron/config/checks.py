@@ -204,7 +204,7 @@ def _group_problems(c: RunConfig) -> list[str]:
     over_group, over_batch = (sorted(k for k in levels if k.endswith(e)) for e in ("=group", ("=batch", "=advantages")))
     if a.whiten and a.credit == "completion" and a.whiten_mean != "none":
         (over_batch if a.whiten_mean == "batch" else over_group).append("algorithm.whiten=true")
-    of_turns = a.credit == "turn" and a.turn_baseline == "all"  # which one trajectory has several of
+    of_turns = a.credit == "turn" and a.turn_baseline != "index"  # which one trajectory may have several of
     compares = not a.needs_top  # else a teacher trains every token
     if compares and r.group_size == 1 and over_group and a.preference_beta is None and not of_turns:
         out.append(

@@ -84,6 +84,11 @@ def _single_turns(c: RunConfig) -> Iterator[str]:
             "algorithm.ratio_level=turn: without environment.function a completion is one turn, for which it is "
             "ratio_level=sequence; set that, or environment.function"
         )
+    if c.algorithm.compares_states and in_steps:
+        yield (
+            "algorithm.turn_baseline=state with reward.steps=true: a step begins where the one before it ends, and "
+            "nothing that was read in between tells states apart; set turn_baseline=all or index"
+        )
     if in_steps and c.rollout.interrupt.earliest:
         yield (
             "reward.steps=true with rollout.interrupt: a completion that was interrupted is two turns already; leave "

@@ -213,6 +213,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Draft layer's gradient norm", metric="draft/grad_norm"),
             Curve(title="Observer <name>", metric="observer/<name>"),
             Curve(title="Groups with equal rewards", metric="groups/zero_advantage_fraction"),
+            Curve(title="Turns from a state that others share", metric="groups/shared_states"),
             Curve(title="Packing imbalance", metric="packing/imbalance"),
             Curve(title="Packing padding", metric="packing/padding_fraction"),
             Curve(title="Waves of a step", metric="waves/count"),

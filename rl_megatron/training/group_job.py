@@ -25,7 +25,7 @@ from rl_megatron.rollout.environments.figures import environment_row
 from rl_megatron.rollout.stream import Stream
 from rl_megatron.training.beside import EvaluationBeside
 from rl_megatron.training.checkpoints import TrainerState
-from rl_megatron.training.credit.shaping import groups_that_differ
+from rl_megatron.training.credit.shaping import groups_that_differ, shared_states
 from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.update import Update
 from rl_megatron.training.waves import WaveUpdate
@@ -211,6 +211,7 @@ class GroupJob(ABC):
             **late_row(trajectories, self.config.rollout),
             **interrupted_row(trajectories, self.config.rollout),
             **environment_row(trajectories),
+            **({"groups/shared_states": shared_states(groups)} if self.config.algorithm.compares_states else {}),
             **(self._describe_ages(trajectories, staleness) if self.config.train.max_staleness else {}),
         }
 

@@ -32,11 +32,9 @@ from rl_megatron.weights.layouts.families import read_shape
 from tests.distributed.own_critic import gap_to_two_models, own_critics_loss
 from tests.distributed.ranks import run_ranks
 from tests.optimizer_step import train_step
-from tests.rows import policy_loss
+from tests.rows import NAMES, config_of, policy_loss
 
 OfLayout = Callable[[str], list[dict[str, Any]]]
-ROOT = Path(__file__).parents[2]
-NAMES = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
 IN_WAVES = (
     "cispo",
     "dr_grpo",
@@ -101,7 +99,7 @@ def jobs() -> dict[str, tuple[Loss, int, Samples]]:
     grouped = replace(plain, group_of=torch.arange(samples.num_sequences) // 6)
     out: dict[str, tuple[Loss, int, Samples]] = {}
     for name in NAMES:
-        config = load_config("tiny_cpu", [f"algorithm={name}"])
+        config = config_of(name)
         unit = 1 if config.algorithm.preference_beta is None else 2
         held = samples.old_kl_weights if config.algorithm.tokens.choose == "kl_cov" else None
         weight = token_weight(grouped, config.algorithm.aggregation, max_length=1)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from rl_megatron.algorithms.losses import PolicyLoss, loss_of
-from rl_megatron.config.io import load_config
 from tests.property.test_losses_metrics import batch
-from tests.unit.test_waves_configuration import NAMES
+from tests.rows import NAMES, config_of
 
 PAIRS = ("dpo", "dpo_norm")
 
@@ -18,7 +17,7 @@ PAIRS = ("dpo", "dpo_norm")
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in PAIRS])
 def test_every_mean_has_one_denominator_which_the_loss_names(name: str) -> None:
     terms = ["algorithm.kl.coefficient=0.3", "algorithm.kl.placement=loss", "algorithm.entropy_coefficient=0.1"]
-    section = load_config("tiny_cpu", [f"algorithm={name}", *terms]).algorithm
+    section = config_of(name, *terms).algorithm
     loss = loss_of(section, kl_coefficient=0.3, max_new_tokens=8)
     assert isinstance(loss, PolicyLoss)
     inputs = batch([3, 5, 2], 1, scale=0.5)

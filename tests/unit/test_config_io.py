@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import subprocess
@@ -17,6 +18,7 @@ from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig, RunSection
 from rl_megatron.config.sections.data import ArithmeticRunData, FileRunData
 from rl_megatron.errors import ConfigError
+from tests.rows import config_of
 
 REPO = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(path.stem for path in (REPO / "conf").glob("*.yaml"))
@@ -303,6 +305,13 @@ def test_bytes_that_are_not_utf8_are_named(conf: Path) -> None:
     assert line.startswith(f"{conf}/run.yaml: cannot be read: 'utf-8' codec")
 
 
+OF_COMPLETIONS = {
+    **dict.fromkeys(("algorithm=dpo", "algorithm=dpo_norm", "algorithm=remax"), " with algorithm"),
+    "algorithm=scalerl": ": only single completions",
+    "algorithm=grpo_process": " with reward: the environment gives",  # environments judge their own turns
+}
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_shipped_config_loads_with_every_choice(name: str, choice: str) -> None:
@@ -318,34 +327,19 @@ def test_every_shipped_config_loads_with_every_choice(name: str, choice: str) ->
     given = {"data=mixture": ["data.sources.sums.type=arithmetic"], "data=hub": hub}.get(choice, [])
     plain = ["learner.head_dtype=null"] if choice == "algorithm=gkd" else []
     keys = [choice, "model.path=/given", *where, *pairs, *given, *plain]
-    if name in ("calculator", "guess") and (of_two or choice == "algorithm=remax"):  # these compare completions
-        with pytest.raises(ConfigError, match=rf"environment\.function={name} with algorithm"):
-            load_config(name, keys)
-        return
-    if name in ("calculator", "guess") and choice == "algorithm=scalerl":
-        with pytest.raises(ConfigError, match=rf"environment\.function={name}: only single completions"):
-            load_config(name, keys)
-        return
-    if name in ("calculator", "guess") and choice == "algorithm=grpo_process":  # these judge their own turns
-        with pytest.raises(ConfigError, match=rf"environment\.function={name} with reward: the environment gives"):
-            load_config(name, keys)
-        return
-    if choice == "algorithm=scalerl" and load_config(name, keys[1:2]).rollout.server.colocated:
-        with pytest.raises(ConfigError, match=r"with train\.max_staleness=8 servers sample while the learner trains"):
-            load_config(name, keys)
-        return
-    samples_none = name in ("sft_tiny", "dpo_tiny", "reward_tiny")
-    if samples_none and (choice.startswith("algorithm=") or choice in ("rollout=vllm", "rollout=sglang")):
-        with pytest.raises(ConfigError, match=r"job=\w+ does not read it, job=rl may"):
-            load_config(name, keys)
-        return
-    if name == "distill_tiny" and choice.startswith("algorithm=") and choice[10:] not in ("gkd", "distill"):
-        with pytest.raises(
-            ConfigError, match=r"reward\.parts: the weights of exact_match are all 0|preference_beta|with reward\.parts"
-        ):
-            load_config(name, keys)
-        return
-    assert isinstance(load_config(name, keys), RunConfig)
+    refused, samples_none = "", name in ("sft_tiny", "dpo_tiny", "reward_tiny")
+    if name in ("calculator", "guess") and choice in OF_COMPLETIONS:
+        refused = rf"environment\.function={name}{OF_COMPLETIONS[choice]}"
+    elif choice == "algorithm=scalerl" and load_config(name, keys[1:2]).rollout.server.colocated:
+        refused = r"with train\.max_staleness=8 servers sample while the learner trains"
+    elif samples_none and (choice.startswith("algorithm=") or choice in ("rollout=vllm", "rollout=sglang")):
+        refused = r"job=\w+ does not read it, job=rl may"
+    elif choice == "algorithm=gigpo" and load_config(name, keys[1:2]).environment.function is None:
+        refused = r"algorithm\.credit=turn: without environment\.function"
+    elif name == "distill_tiny" and choice.startswith("algorithm=") and choice[10:] not in ("gkd", "distill"):
+        refused = r"reward\.parts: the weights of exact_match are all 0|preference_beta|with reward\.parts"
+    with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
+        assert isinstance(load_config(name, keys), RunConfig)
 
 
 def test_shipped_algorithms_are_the_rows_of_their_papers() -> None:
@@ -363,7 +357,7 @@ def test_shipped_yaml_holds_only_what_differs_from_the_schema() -> None:
     for path in sorted((REPO / "conf" / "algorithm").glob("*.yaml")):
         written = yaml_text.read(path)
         others = written.pop("beside", {})
-        chosen, defaults = load_config("tiny_cpu", [f"algorithm={path.stem}"]), RunConfig()
+        chosen, defaults = config_of(path.stem), RunConfig()
         for name, keys in {**others, "algorithm": written}.items():
             section, unset = getattr(chosen, name), getattr(defaults, name)
             assert [key for key in keys if getattr(section, key) == getattr(unset, key)] == []

@@ -38,10 +38,11 @@ from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.update import Update
 from rl_megatron.types import Prompt, RolloutGroup, Trajectory
+from tests.rows import NAMES, WITH_TURNS
 from tests.toy_roles import VOCABULARY, Toy, ToyEngine, ToyWeights, decode, table
 
 REPO = Path(__file__).parents[2]
-ROWS = sorted(path.stem for path in (REPO / "conf" / "algorithm").glob("*.yaml"))
+ROWS = [name for name in NAMES if name not in WITH_TURNS]  # of turns: test_keys_of_turns_change_…
 SECTIONS = ("algorithm", "reward", "rollout", "train", "roles")
 STARTED = 60  # beyond the steps that train a critic alone
 BASE = [
@@ -311,6 +312,8 @@ def test_keys_of_turns_change_what_a_step_of_two_turns_does(row: str, rig: Rig) 
     tree = load_config("tiny_cpu", [f"algorithm={row}", *BASE]).model_dump()
     chains: list[list[tuple[str, object]]] = [
         [("credit", "turn"), ("gamma_turn", 0.5), ("turn_baseline", "index")],
+        [("credit", "turn"), ("gamma_turn", 0.5), ("turn_compared", "returns"), ("turn_baseline", "state")],
+        [("credit", "turn"), ("turn_weight", 0.5), ("turn_weight", 2.0)],
         [("ratio_level", "turn")],
     ]
     for keys in chains:

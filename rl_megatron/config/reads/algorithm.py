@@ -65,7 +65,10 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not a.needs_reference:
         yield "algorithm.kl.reference", "without algorithm.kl.coefficient or preference_beta no reference is loaded"
     if a.advantage_mean == a.advantage_std == "none":
-        yield "algorithm.turn_baseline", "without a mean and a std of advantages turns are not compared"
+        for key in ("turn_baseline", "turn_compared"):
+            yield f"algorithm.{key}", "without a mean and a std of advantages turns are not compared"
+    if a.gamma_turn == 0:
+        yield "algorithm.turn_compared", "with algorithm.gamma_turn=0 the return from a turn on is its own reward"
     if a.lam_length_factor is not None and a.critic.lam is not None:
         yield "algorithm.lam", "algorithm.lam_length_factor and algorithm.critic.lam replace it for policy and critic"
     pairs = a.preference_beta is not None

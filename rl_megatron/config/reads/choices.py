@@ -52,7 +52,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "credit": {
         "completion": (),
-        "turn": ("gamma_turn", "turn_baseline"),
+        "turn": ("gamma_turn", "turn_baseline", "turn_compared", "turn_weight"),
         "discounted": ("gamma",),
         "gae": ("gamma", "lam", "lam_length_factor", "critic"),
     },

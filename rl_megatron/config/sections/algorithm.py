@@ -51,9 +51,15 @@ class AlgorithmSection(Section):
     discounted return (REINFORCE++), or the generalised advantage estimate from a critic's values (PPO)."""
     gamma_turn: Fraction = 1.0
     """credit=turn: discount factor per turn; 0: a turn has its own reward alone."""
-    turn_baseline: Literal["all", "index"] = "all"
-    """credit=turn: the mean and the standard deviation are of the rewards of all turns of the group, or of its turns of
-    the same number (index)."""
+    turn_baseline: Literal["all", "index", "state"] = "all"
+    """credit=turn: the mean and the standard deviation are of all turns of the group, of its turns of the same number
+    (index), or of its turns that began from the same state (state: GiGPO; docs/algorithms.md)."""
+    turn_compared: Literal["rewards", "returns"] = "rewards"
+    """credit=turn: compare rewards of turns, and sum over a turn and those after it what is left of each (process
+    supervision), or compare the returns from each turn on (GiGPO)."""
+    turn_weight: PositiveFloat | None = None
+    """credit=turn: the advantage is that of the whole completion plus this times the turn's (GiGPO's omega); null: the
+    turn's alone."""
     gamma: Fraction = 1.0
     """credit=discounted, gae: discount factor per token."""
     lam: Fraction = 0.95
@@ -178,6 +184,11 @@ class AlgorithmSection(Section):
         return self.baseline_decay if self.advantage_mean == "tracked" else None
 
     @property
+    def compares_states(self) -> bool:
+        """Whether turns that began from the same state are compared."""
+        return self.credit == "turn" and self.turn_baseline == "state"
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the loss or the rewards need log-probs of a frozen reference."""
         return self.kl.coefficient > 0 or self.preference_beta is not None
@@ -273,10 +284,18 @@ def _turn_problems(a: AlgorithmSection) -> list[str]:
             f"{given} with algorithm.advantage_mean={a.advantage_mean}: that baseline is the reward of a whole "
             "completion, and turns' rewards are compared here; set advantage_mean=group, batch or none"
         )
-    if a.turn_baseline == "index" and {"batch", "advantages"} & {a.advantage_mean, a.advantage_std}:
+    alike = {"index": "turns of one number", "state": "turns that began from one state"}.get(a.turn_baseline)
+    if alike and {"batch", "advantages"} & {a.advantage_mean, a.advantage_std}:
         out.append(
-            f"algorithm.turn_baseline=index with advantage_mean={a.advantage_mean}, advantage_std={a.advantage_std}: "
-            "turns of one number are compared within their group; set these to group or none, or turn_baseline=all"
+            f"algorithm.turn_baseline={a.turn_baseline} with advantage_mean={a.advantage_mean}, advantage_std="
+            f"{a.advantage_std}: {alike} are compared within their group; set these to group or none, or "
+            "turn_baseline=all"
+        )
+    if a.turn_baseline == "state" and a.turn_compared == "rewards" and a.gamma_turn:
+        out.append(
+            f"algorithm.turn_baseline=state with turn_compared=rewards, gamma_turn={a.gamma_turn:g}: a reward after "
+            "which no other turn began from the same state would be lost to the turns before it; set "
+            "turn_compared=returns, or gamma_turn=0"
         )
     changes = {**_mapped(a), f"reward_bias={a.reward_bias:g}": a.reward_bias != 0}
     out += [

@@ -106,6 +106,12 @@ SAMPLING = (
         "critic, another baseline or none, a KL in the reward, a teacher's distribution or algorithm.nll_coefficient",
     ),
     (
+        "groups/shared_states",
+        "",
+        "share of turns that began from the state of another turn of their group, the first turns among them; only "
+        "with algorithm.turn_baseline=state",
+    ),
+    (
         "ledger/<name>",
         "prompts",
         "prompts `drawn` since the run's start, and where they are after the push: `queued` (not sent), `in_flight` "

@@ -52,7 +52,10 @@ def assign_credit(
                 values, kl, samples.cu_seqlens, beta=state.kl_coefficient, trajectory_of=samples.trajectory_of
             )
     if section.credit == "turn":
-        samples = _by_turn(samples, turns_of(groups, values, section), section)
+        whole = None
+        if section.turn_weight is not None:
+            whole = _completion_advantages(groups, replace(rewards, values=values), section)
+        samples = _by_turn(samples, turns_of(groups, values, section), whole, section)
     else:
         advantages = _completion_advantages(groups, replace(rewards, values=values), section)
         state = _with_baseline(state, values, section)
@@ -135,10 +138,11 @@ def _generalised(samples: Samples, credit: _Credit, section: AlgorithmSection) -
     return replace(samples, advantages=of_policy, returns=torch.where(samples.mask, of_critic + values, 0.0))
 
 
-def _by_turn(samples: Samples, turns: RewardedTurns, section: AlgorithmSection) -> Samples:
-    """The tokens of a turn, which are masked in one turn after another, have its advantage."""
-    above = group_advantages(
-        turns.rewards,
+def _by_turn(samples: Samples, turns: RewardedTurns, whole: Tensor | None, section: AlgorithmSection) -> Samples:
+    """The tokens of a turn, which are masked in one turn after another, have its advantage, beside the ``whole``
+    completion's [K] under ``turn_weight``."""
+    of_turns = group_advantages(
+        turns.compared,
         turns.baseline_of,
         mean=section.advantage_mean,
         std=section.advantage_std,
@@ -147,7 +151,11 @@ def _by_turn(samples: Samples, turns: RewardedTurns, section: AlgorithmSection) 
         unbiased=section.std_unbiased,
         lengths=turns.lengths,
     )
-    of_turns = turn_advantages(above, turns.each, gamma=section.gamma_turn)
+    if section.turn_compared == "rewards":
+        of_turns = turn_advantages(of_turns, turns.each, gamma=section.gamma_turn)
+    if whole is not None:
+        assert section.turn_weight is not None
+        of_turns = whole[turns.trajectory_of] + section.turn_weight * of_turns
     advantages = torch.zeros_like(samples.advantages)
     advantages[samples.mask] = torch.repeat_interleave(of_turns[turns.in_rows], turns.lengths[turns.in_rows])
     return replace(samples, advantages=advantages)

@@ -5,8 +5,10 @@ Letters: K trajectories (a completion is one), n turns of all of them.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,12 +16,13 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.advantages import own_gives
-from rl_megatron.algorithms.segments import dense, differ, segment_sum
+from rl_megatron.algorithms.segments import dense, differ, discounted_sum, segment_sum
 from rl_megatron.algorithms.shaping import overlong_penalty, score_finished, to_unit_range
+from rl_megatron.columns import TokenIds
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.data.trajectories import tokens_behind_prompt
 from rl_megatron.training.credit.state import AlgorithmState
-from rl_megatron.types import RolloutGroup
+from rl_megatron.types import RolloutGroup, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,19 +88,23 @@ def _clipped(rewards: Tensor, section: AlgorithmSection) -> Tensor:
 def groups_that_differ(groups: Sequence[RolloutGroup], section: AlgorithmSection, *, max_new_tokens: int) -> list[bool]:
     """Whether each group has two different shaped rewards, and so a gradient.
 
-    With credit=turn, whether two of its turns that have one baseline differ. Ignores running moments and the range of
-    the batch, which shift all rewards alike and would make the choice depend on when it is made. Where advantages are
-    a function of the user's own, whether that gives any, as `AlgorithmSection.own_decides` says.
+    With credit=turn, whether two of its turns that have one baseline differ, or with a ``turn_weight`` two of its
+    trajectories. Ignores running moments and the range of the batch, which shift all rewards alike and would make the
+    choice depend on when it is made. Where advantages are a function of the user's own, whether that gives any, as
+    `AlgorithmSection.own_decides` says.
     """
     if not groups:
         return []
     judged = _judged(groups, section, max_new_tokens)
+    ids = group_ids(groups)
     if section.credit == "turn":
         turns = turns_of(groups, judged, section)
-        ids = dense(turns.baseline_of)
-        some = _teaching(turns.rewards, ids, turns.lengths, section)[ids]
-        return (segment_sum(some.int(), turns.group_of, len(groups)) > 0).tolist()
-    ids = group_ids(groups)
+        alike = dense(turns.baseline_of)
+        some = _teaching(turns.compared, alike, turns.lengths, section)[alike]
+        teach = segment_sum(some.int(), ids[turns.trajectory_of], len(groups)) > 0
+        if section.turn_weight is not None:
+            teach |= _teaching(judged, ids, nums_sampled(groups), section)
+        return teach.tolist()
     if section.normalise_rewards == "group":
         judged = to_unit_range(judged, ids, judged, ids)
     if not section.whiten_rewards and section.normalise_rewards != "batch":
@@ -125,12 +132,12 @@ def _teaching(rewards: Tensor, ids: Tensor, lengths: Tensor, section: AlgorithmS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardedTurns:
-    """The turns of all trajectories, in the order in which they were sampled, and what each was rewarded."""
+    """The turns of all trajectories, in the order in which they were sampled, and what of each is compared."""
 
-    rewards: Tensor  # [n]
+    compared: Tensor  # [n] float32, rewards or returns
     lengths: Tensor  # [n] tokens
     in_rows: Tensor  # [n] their places here, in the order of rows
-    group_of: Tensor  # [n]
+    trajectory_of: Tensor  # [n]
     baseline_of: Tensor  # [n] those with an equal number are compared
     each: Tensor  # [K] turns of each trajectory
 
@@ -138,7 +145,8 @@ class RewardedTurns:
 def turns_of(groups: Sequence[RolloutGroup], judged: Tensor, section: AlgorithmSection) -> RewardedTurns:
     """The last turn of a trajectory has what earlier turns leave of its reward, and of what shaping made of that.
 
-    Sums are Python's floats, so that equal rewards stay equal in float32; ``judged`` [K] is taken where shaping acted.
+    Sums are in float64, so that equal rewards and returns stay equal in float32; ``judged`` [K] is taken where shaping
+    acted, and where it is that of a single turn.
     """
     trajectories = [one for group in groups for one in group.trajectories]
     turns = [turn for one in trajectories for turn in one.turns]
@@ -148,22 +156,76 @@ def turns_of(groups: Sequence[RolloutGroup], judged: Tensor, section: AlgorithmS
     for one in trajectories:
         earlier = [turn.reward or 0.0 for turn in one.turns[:-1]]
         own += [*earlier, one.reward - math.fsum(earlier)]
-    rewards, last = torch.tensor(own) * section.reward_scale, each.cumsum(0) - 1
+    rewards, last = torch.tensor(own, dtype=torch.float64) * section.reward_scale, each.cumsum(0) - 1
     trajectory_of = torch.repeat_interleave(torch.arange(len(each)), each)
     left = judged - segment_sum(rewards.index_fill(0, last, 0.0), trajectory_of, len(each))
     as_given = judged == torch.tensor([one.reward for one in trajectories]) * section.reward_scale
-    rewards[last] = torch.where(as_given, rewards[last], left)
-    group_of = group_ids(groups)[trajectory_of]
-    index = torch.arange(len(own)) - (each.cumsum(0) - each)[trajectory_of]
-    by_index = section.turn_baseline == "index"
+    rewards[last] = torch.where(as_given & (each > 1), rewards[last], left)
+    if section.turn_compared == "returns":
+        rewards = discounted_sum(rewards, each, torch.tensor([section.gamma_turn], dtype=torch.float64))
     return RewardedTurns(
-        rewards=rewards,
+        compared=rewards.float(),
         lengths=torch.tensor([len(turn.logprobs) for turn in turns]),
         in_rows=torch.from_numpy(np.lexsort((np.array(numbers), trajectory_of.numpy())).argsort()),
-        group_of=group_of,
-        baseline_of=group_of * int(each.max()) + index if by_index else group_of,
+        trajectory_of=trajectory_of,
+        baseline_of=_BASELINES[section.turn_baseline](groups, each),
         each=each,
     )
+
+
+def states_of(groups: Sequence[RolloutGroup]) -> Tensor:
+    """The number of the state that each turn began from, [n] int64: turns of a group with an equal one are compared by
+    ``turn_baseline=state``, and turns of two groups have none in common."""
+    numbers: dict[tuple[int, bytes], int] = {}
+    states = ((place, state) for place, g in enumerate(groups) for one in g.trajectories for state in _states(one))
+    return torch.tensor([numbers.setdefault(state, len(numbers)) for state in states])
+
+
+def shared_states(groups: Sequence[RolloutGroup]) -> float:
+    """The share of turns that began from the state of another turn of their group."""
+    states = states_of(groups)
+    return float((states.bincount()[states] > 1).double().mean())
+
+
+def _states(one: Trajectory) -> list[bytes]:
+    """Of each turn, 128 bits of BLAKE2b of the tokens that were read since the last sampled one before it, or of its
+    whole context where that goes on from no turn."""
+    ends = sorted({turn.stop for row in one.chains for turn in row.turns})
+    before = [_digests(row.token_ids, ends) for row in one.chains]
+    sampled = {until[turn.stop] for row, until in zip(one.chains, before, strict=True) for turn in row.turns}
+    found = {}
+    for row, until in zip(one.chains, before, strict=True):
+        known = [0, *(end for end, digest in until.items() if digest in sampled)]  # a row's context has others' turns
+        for turn in row.turns:
+            begin = known[bisect_right(known, turn.start) - 1]
+            (found[id(turn)],) = _digests(row.token_ids[begin : turn.start], [turn.start - begin]).values()
+    return [found[id(turn)] for turn in one.turns]
+
+
+def _digests(tokens: TokenIds, ends: Sequence[int]) -> dict[int, bytes]:
+    """Of the first tokens up to each of the ascending ``ends`` that there is."""
+    found, start, sum_so_far = {}, 0, hashlib.blake2b(digest_size=16)
+    for end in ends:
+        if end <= len(tokens):
+            sum_so_far.update(tokens[start:end].tobytes())
+            found[end], start = sum_so_far.digest(), end
+    return found
+
+
+def _by_group(groups: Sequence[RolloutGroup], each: Tensor) -> Tensor:
+    return group_ids(groups).repeat_interleave(each)
+
+
+def _by_index(groups: Sequence[RolloutGroup], each: Tensor) -> Tensor:
+    index = torch.arange(int(each.sum())) - (each.cumsum(0) - each).repeat_interleave(each)
+    return _by_group(groups, each) * int(each.max()) + index
+
+
+_BASELINES: Mapping[str, Callable[[Sequence[RolloutGroup], Tensor], Tensor]] = {
+    "all": _by_group,
+    "index": _by_index,
+    "state": lambda groups, _: states_of(groups),
+}
 
 
 def group_ids(groups: Sequence[RolloutGroup]) -> Tensor:

@@ -24,9 +24,9 @@ from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.correction import CorrectionSection
 from rl_megatron.config.sections.kl import KLSection
 from rl_megatron.errors import ConfigError
+from tests.rows import NAMES, WITH_TURNS, config_of
 
 ROOT = Path(__file__).parents[3]
-NAMES = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
 
 
 def documented_rows() -> dict[str, dict[str, object]]:
@@ -48,8 +48,9 @@ def _number(text: str) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_shipped_configuration_is_the_documented_row_and_builds(name: str) -> None:
     keys = [f"{of_section(key)}={value}" for key, value in documented_rows()[name].items()]
-    by_keys = load_config("tiny_cpu", ["algorithm=default_row", *keys], conf_with_an_empty_row())
-    assert by_keys == load_config("tiny_cpu", [f"algorithm={name}"])
+    base = "calculator" if name in WITH_TURNS else "tiny_cpu"
+    by_keys = load_config(base, ["algorithm=default_row", *keys], conf_with_an_empty_row())
+    assert by_keys == config_of(name)
 
 
 def of_section(key: str) -> str:
@@ -115,6 +116,16 @@ def test_an_unsound_row_is_refused_with_its_reason(keys: list[str]) -> None:
         (["advantage_mean=greedy", "advantage_std=none"], "advantage_mean=greedy: that baseline is the reward of a"),
         (["turn_baseline=index", "advantage_std=batch"], "turns of one number are compared within their group"),
         (["turn_baseline=index", "advantage_std=advantages"], "turns of one number are compared within their group"),
+        (
+            ["turn_baseline=state", "advantage_std=batch", "turn_compared=returns"],
+            "from one state are compared",
+        ),
+        (
+            ["turn_baseline=state"],
+            r"turn_compared=rewards, gamma_turn=1: .* set turn_compared=returns, or g",
+        ),
+        (["turn_compared=returns", "gamma_turn=0"], "turn_compared=returns does nothing.* is its own reward"),
+        (["turn_compared=returns", "advantage_mean=none", "advantage_std=none"], "turns are not compared"),
         (["advantage_mean=batch", "advantage_std=advantages"], "leaves the std of its rewards as it is"),
         (["advantage_std=none", "std_eps=1e-4"], r"advantage_std=none does not read it.*=group or batch or advantages"),
         (["reward_clip=2"], r"reward_clip=2: it changes the sum of a completion's rewards.* or set credit=completion"),
@@ -144,6 +155,13 @@ def test_turns_without_an_environment_are_refused(row: str, key: str, same: str)
 def test_keys_of_turns_without_credit_over_turns_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"gamma_turn=0\.5 does nothing.*algorithm\.credit=turn does"):
         load_config("tiny_cpu", ["algorithm.gamma_turn=0.5"])
+
+
+def test_steps_of_a_completion_have_no_states() -> None:
+    keys = ["algorithm=gigpo", "reward.steps=true", "reward.function=tests.toy_roles:grade_steps"]
+    with pytest.raises(ConfigError, match=r"turn_baseline=state with reward\.steps=true: a step begins where the one"):
+        load_config("tiny_cpu", keys)
+    load_config("tiny_cpu", [*keys, "algorithm.turn_baseline=index"])
 
 
 def test_a_range_of_the_batch_acts_beside_running_moments_and_not_under_its_own_std() -> None:

@@ -34,6 +34,9 @@ ROWS: dict[str, dict[str, Any]] = {
         "credit": "turn", "gamma_turn": 0.5, "ratio_level": "turn", "aggregation": "seq_mean_token_mean",
         "clip_low": 0.02, "clip_high": 0.02,
     },
+    "states": {
+        "credit": "turn", "gamma_turn": 0.5, "turn_baseline": "state", "turn_compared": "returns", "turn_weight": 1.0,
+    },
     "cut ones are left out": {"aggregation": "seq_mean_token_mean", "drop_truncated": True},
     "right ones again": {"aggregation": "prompt_mean", "nll_coefficient": 0.3},
     "KL in rewards, adaptive": {

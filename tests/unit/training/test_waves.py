@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.interfaces import Roles
 from rl_megatron.observability.recorder import Row, Stopwatch
@@ -23,8 +22,8 @@ from rl_megatron.training.update import Update, positions_of
 from rl_megatron.training.waves import WaveUpdate
 from rl_megatron.types import Batch, Culprit, RolloutGroup, SkippedStep
 from tests.completions import finished as ended
+from tests.rows import NAMES, config_of
 from tests.toy_roles import VOCABULARY, Toy, table
-from tests.unit.test_waves_configuration import NAMES
 from tests.unit.training.plain_update import PlainUpdate
 from tests.unit.training.test_update_oracle import ALIKE, PATHS, STEPS, groups
 
@@ -51,7 +50,7 @@ def config(algorithm: dict[str, Any], wave: int = 1, **train: Any) -> RunConfig:
 
 def shipped() -> dict[str, dict[str, Any]]:
     """The rows of conf/algorithm/ that can be trained in waves, and choices beside them."""
-    rows = {name: load_config("tiny_cpu", [f"algorithm={name}"]).algorithm.model_dump() for name in NAMES}
+    rows = {name: config_of(name).algorithm.model_dump() for name in NAMES}
     out = {}
     for name, row in rows.items():
         try:
