@@ -139,6 +139,7 @@ class Turn:
     text: SampledText  # decoded without special tokens
     reward: float | None = None  # its part of the trajectory's reward; None: it has none of its own
     number: int = 0  # its place in the order of sampling; turns of equal numbers are in that of their rows
+    state: ForeignText | None = None  # what its environment calls the state that it began from
 
     def __post_init__(self) -> None:
         freeze(self.logprobs)

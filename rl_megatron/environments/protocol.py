@@ -34,6 +34,7 @@ class Observed:
 
     said: str | Sequence[OpenAIMessage]
     tools: Sequence[Mapping[str, Any]] = ()  # OpenAI's schemas of functions, in a chat template; of the first only
+    state: str | None = None  # a name of where it is, equal for equal states; None: the tokens of what is said are it
 
     @property
     def messages(self) -> tuple[OpenAIMessage, ...]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -250,10 +251,10 @@ class Episode(Served):
         """How many turns go on from an earlier one's row, whose tokens their prompts begin with."""
         return self.conversation.gone_on + self._rows.gone_on
 
-    def chains(self, rewards: Sequence[float | None] = ()) -> tuple[Chain, ...]:
-        """The rows to train on; ``rewards`` are of the first turns."""
-        given = dict(enumerate(rewards))
-        of = {id(one): replace(one, number=place, reward=given.get(place)) for place, one in enumerate(self.turns)}
+    def chains(self, rewards: Sequence[float | None] = (), states: Sequence[str | None] = ()) -> tuple[Chain, ...]:
+        """The rows to train on; ``rewards`` and names of ``states`` are of the first turns."""
+        numbered = enumerate(zip_longest(self.turns, rewards[: len(self.turns)], states[: len(self.turns)]))
+        of = {id(one): replace(one, number=n, reward=reward, state=state) for n, (one, reward, state) in numbered}
         rows = (*self.conversation.chains(), *self._rows.chains())
         return tuple(replace(row, turns=tuple(of[id(one)] for one in row.turns)) for row in rows)
 

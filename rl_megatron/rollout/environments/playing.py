@@ -69,6 +69,7 @@ class Playing:
     environment: Environment | None = None
     messages: list[OpenAIMessage] = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)
+    states: list[str | None] = field(default_factory=list)  # that turns began from, where the environment names them
     metrics: dict[str, float] = field(default_factory=dict)
     requests: RequestCounts | None = None  # of an agent's clients, if it has any
 
@@ -112,6 +113,7 @@ class Playing:
         assert env is not None
         tools = self._observe(seen, "start").tools
         while True:
+            self.states.append(seen.state)
             try:
                 reply = await self.episode.reply(self.messages, tools)
             except LimitReached as limit:
@@ -123,7 +125,7 @@ class Playing:
                 return self.episode.stop
             if reply.bad_call is not None:
                 self.rewards.append(None)
-                self._observe(Observed(said=f"error: {reply.bad_call}"), "step")
+                seen = self._observe(Observed(said=f"error: {reply.bad_call}"), "step")
                 continue
             step = await self._call("step", lambda reply=reply: env.step(reply))  # type: ignore[misc]
             if not isinstance(step, EnvironmentStep):
@@ -131,7 +133,7 @@ class Playing:
             self._count(step)
             if step.observation is None:
                 return "done"
-            self._observe(step.observation, "step")
+            seen = self._observe(step.observation, "step")
 
     async def _led(self, agent: Agent) -> TrajectoryEnd:
         """An agent leads by itself; its calls of the model are served on this loop.
@@ -212,6 +214,8 @@ class Playing:
             raise self._fault(name, f"returned an Observed that said {seen.said!r:.80}, which is no text") from error
         if not messages or not all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages):
             raise self._fault(name, "returned an Observed without messages, or with one that has no role")
+        if not isinstance(seen.state, str | None):
+            raise self._fault(name, f"returned an Observed of the state {seen.state!r:.80}, which is no text")
         try:
             self.messages += [self.cut(one) for one in messages]
         except MessagesRefused as error:

@@ -238,7 +238,7 @@ class EnvironmentSampler(PolicySampler):
         except PoisonPrompt as error:
             logger.error("prompt %r is dropped: %s", place.task.id, error)
             return Played(reason="poison", problem=str(error), left_out_tokens=playing.episode.num_sampled)
-        chains = playing.episode.chains(ended.turn_rewards)
+        chains = playing.episode.chains(ended.turn_rewards, playing.states)
         if not any(chain.turns for chain in chains):
             passed = f"{self.key}.seconds={self.section.seconds:g} passed before its first; raise it"
             why = passed if ended.stop == "seconds" else f"it ended as {ended.stop}"

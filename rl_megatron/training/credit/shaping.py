@@ -176,7 +176,7 @@ def turns_of(groups: Sequence[RolloutGroup], judged: Tensor, section: AlgorithmS
 def states_of(groups: Sequence[RolloutGroup]) -> Tensor:
     """The number of the state that each turn began from, [n] int64: turns of a group with an equal one are compared by
     ``turn_baseline=state``, and turns of two groups have none in common."""
-    numbers: dict[tuple[int, bytes], int] = {}
+    numbers: dict[tuple[int, str | bytes], int] = {}
     states = ((place, state) for place, g in enumerate(groups) for one in g.trajectories for state in _states(one))
     return torch.tensor([numbers.setdefault(state, len(numbers)) for state in states])
 
@@ -187,9 +187,9 @@ def shared_states(groups: Sequence[RolloutGroup]) -> float:
     return float((states.bincount()[states] > 1).double().mean())
 
 
-def _states(one: Trajectory) -> list[bytes]:
-    """Of each turn, 128 bits of BLAKE2b of the tokens that were read since the last sampled one before it, or of its
-    whole context where that goes on from no turn."""
+def _states(one: Trajectory) -> list[str | bytes]:
+    """Of each turn, the name that its environment gave, or 128 bits of BLAKE2b of the tokens that were read since the
+    last sampled one before it, or of its whole context where that goes on from no turn."""
     ends = sorted({turn.stop for row in one.chains for turn in row.turns})
     before = [_digests(row.token_ids, ends) for row in one.chains]
     sampled = {until[turn.stop] for row, until in zip(one.chains, before, strict=True) for turn in row.turns}
@@ -199,7 +199,7 @@ def _states(one: Trajectory) -> list[bytes]:
         for turn in row.turns:
             begin = known[bisect_right(known, turn.start) - 1]
             (found[id(turn)],) = _digests(row.token_ids[begin : turn.start], [turn.start - begin]).values()
-    return [found[id(turn)] for turn in one.turns]
+    return [found[id(turn)] if turn.state is None else turn.state for turn in one.turns]
 
 
 def _digests(tokens: TokenIds, ends: Sequence[int]) -> dict[int, bytes]:

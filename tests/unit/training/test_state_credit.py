@@ -3,18 +3,27 @@ state."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import random
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.training.credit.shaping import groups_that_differ, shared_states
-from rl_megatron.types import Chain, RolloutGroup, Span, Trajectory, Turn
+from rl_megatron.environments.protocol import EnvironmentStep, Observed, Reply, Transcript
+from rl_megatron.environments.registry import EnvironmentMaker
+from rl_megatron.errors import EnvironmentFailed
+from rl_megatron.training.credit.shaping import groups_that_differ, shared_states, states_of
+from rl_megatron.types import Chain, Prompt, RolloutGroup, Span, Trajectory, Turn
+from tests.completions import drawn
+from tests.scripted_engine import Scripted, sampler
 from tests.turns import branched, group
 from tests.unit.training.test_turn_credit import by_turn
 
@@ -156,3 +165,43 @@ def test_the_share_of_turns_whose_state_others_have_counts_within_groups() -> No
     assert shared_states([group("a", [played(one, 1), played(other, 2)])]) == 2 / 5
     assert shared_states([group(name, [played(one, seed)]) for seed, name in enumerate("ab")]) == 0
     assert shared_states([group("a", [played([("start", 0.0), ("x", 0.0), ("x", 0.0)], 1)])]) == 2 / 3
+
+
+class Rooms:
+    """Says how often it was asked, and names the room where that was, if it has a name."""
+
+    def __init__(self, rooms: Sequence[str | None]) -> None:
+        self.rooms, self.asked = rooms, 0
+
+    def _seen(self) -> Observed:
+        self.asked += 1
+        return Observed(said=f"{self.asked}.", state=self.rooms[self.asked - 1])
+
+    async def start(self, task: Prompt, seed: int) -> Observed:
+        return self._seen()
+
+    async def step(self, reply: Reply) -> EnvironmentStep:
+        return EnvironmentStep(observation=self._seen()) if self.asked < len(self.rooms) else EnvironmentStep(reward=1)
+
+    async def score(self, transcript: Transcript) -> float:
+        return 0.0
+
+    async def close(self) -> None:
+        pass
+
+
+def in_rooms(*rooms: Any) -> RolloutGroup:
+    ours = sampler(Scripted(lambda text: "x"), EnvironmentMaker(functools.partial(Rooms, rooms)), group_size=2)
+    (found,) = asyncio.run(ours.groups(drawn([Prompt(id="p", text="p", token_ids=(1,), answer="")], 1)))
+    assert found.group is not None
+    return found.group
+
+
+def test_states_that_an_environment_names_are_those_that_are_compared() -> None:
+    """Its turns read "1.", "2.", "3." and "4."; the third goes without a name. A checkpoint keeps them."""
+    found, kept = in_rooms("hall", "attic", None, "hall"), TypeAdapter(RolloutGroup)
+    assert [[turn.state for turn in one.turns] for one in found.trajectories] == [["hall", "attic", None, "hall"]] * 2
+    for one in (found, kept.validate_json(kept.dump_json(found))):
+        assert states_of([one]).tolist() == [0, 1, 2, 0] * 2
+    with pytest.raises(EnvironmentFailed, match="step returned an Observed of the state 7, which is no text"):
+        in_rooms("hall", 7)
