@@ -70,15 +70,11 @@ def resolve_reward(
     sandbox, services = sandbox or Sandbox(SandboxSection()), services or Services()
     if not section.parts:
         return _function(section.function, section, f"{key}.function", sandbox, services)
-    return WeightedSum(
-        {
-            name: (
-                part.weight,
-                _function(part.function or name, section, f"{key}.parts.{name}.function", sandbox, services),
-            )
-            for name, part in section.parts.items()
-        }
-    )
+    functions = {
+        name: _function(function, section, f"{key}.parts.{name}.function", sandbox, services)
+        for name, function in section.functions.items()
+    }
+    return WeightedSum(functions, section.parts)
 
 
 def _function(name: str, section: RewardSection, key: str, sandbox: Sandbox, services: Services) -> RewardFunction:

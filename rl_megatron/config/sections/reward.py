@@ -22,6 +22,8 @@ class RewardPart(Section):
     """The part's function, with the choices of reward.function; null: the function with the part's name."""
     weight: Finite = 1.0
     """Weight of the part in the sum; 0 only records the part's reward."""
+    when: Mapping[EntryName, Finite] = Field(default_factory=dict)
+    """Other parts, by name, and the least that each must be, as its function gave it: else this part is 0."""
 
     @model_validator(mode="before")
     @classmethod
@@ -173,6 +175,13 @@ class RewardSection(Section):
                 f"reward.steps=true with reward.parts ({', '.join(self.parts)}): a sum of parts has no steps; add "
                 "up in a function of your own, or set reward.steps=false"
             )
+        for name, part in self.parts.items():
+            for other in part.when:
+                if other == name or other not in self.parts:
+                    others = ", ".join(one for one in self.parts if one != name) or "none"
+                    raise ValueError(
+                        f"reward.parts.{name}.when.{other}: {other!r} is not another part; the others are {others}"
+                    )
         return self
 
     @property

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from rl_megatron.config.sections.reward import HttpSection, RewardSection
+from rl_megatron.config.sections.reward import HttpSection, RewardPart, RewardSection
 from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.data.packing import Packer
 from rl_megatron.interfaces import RewardFunction
@@ -34,6 +34,7 @@ WHY = asyncio.run(why_unfenced())
 fenced = pytest.mark.skipif(bool(WHY), reason=f"this machine fences nothing: {WHY}")
 PROMPT = Prompt(id="p", text="", token_ids=(1,), answer="8", meta={"tests": [{"input": "", "output": "8"}]})
 ASKED = PROMPT, [completion((1,))], ["print(8)  # $8$"]
+EQUAL = dict.fromkeys(("one", "other", "hangs", "quick"), RewardPart())
 LATE = "no answer within reward.timeout_seconds=10"
 
 
@@ -70,14 +71,14 @@ def test_the_limit_stops_while_a_call_waits_and_goes_on_where_it_stopped() -> No
 @pytest.mark.parametrize(("seconds", "error"), [(8.5, None), (9.5, LATE)])
 def test_the_limit_of_a_sum_runs_while_a_part_does(seconds: float, error: str | None) -> None:
     one, other = asyncio.Semaphore(1), asyncio.Semaphore(1)
-    both = WeightedSum({"one": (1.0, taking(one, 0.0, 1.0)), "other": (1.0, taking(other, 0.0, seconds))})
+    both = WeightedSum({"one": taking(one, 0.0, 1.0), "other": taking(other, 0.0, seconds)}, EQUAL)
     assert errors(taking(one, 0.0, 5.0), taking(other, 0.0, 9.5), both) == [None, None, error]
 
 
 def test_parts_that_hold_what_other_parts_wait_for_end_with_their_call() -> None:
     slots = asyncio.Semaphore(2)
     hangs, quick = taking(slots, 0.0, 1e9), taking(slots, 0.1, 0.0)
-    each = WeightedSum({"hangs": (1.0, hangs), "quick": (1.0, quick)})
+    each = WeightedSum({"hangs": hangs, "quick": quick}, EQUAL)
     assert errors(*[each] * 5) == [LATE] * 5
 
 

@@ -72,6 +72,35 @@ def test_a_part_that_fails_is_named_and_the_others_are_not_waited_for(
         score(section, "1", "2")
 
 
+def test_a_part_counts_only_where_those_it_names_are_enough(mine: types.ModuleType) -> None:
+    """By what their functions gave: also where these count for nothing themselves."""
+    gated = {"function": "parts_for_test:order", "when": {"right": 1.0}}
+    chained = {"function": "exact_match", "when": {"right": 0.5, "late": 1.5}}
+    weighed = {"right": {"function": "exact_match", "weight": 2.0}, "late": gated, "chained": chained}
+    found = score(RewardSection.model_validate({"parts": weighed}), "1", "x", "1", "1")
+    assert [one.parts for one in found] == [
+        {"right": 1, "late": 0, "chained": 0},
+        {"right": 0, "late": 0, "chained": 0},
+        {"right": 1, "late": 2, "chained": 1},
+        {"right": 1, "late": 3, "chained": 1},
+    ]
+    assert [one.total for one in found] == [2.0, 0.0, 5.0, 6.0]
+    gaps = {"function": "parts_for_test:gaps", "when": {"right": 1.0}}
+    unfinished, wrong = score(
+        RewardSection.model_validate({"parts": {"right": {"function": "exact_match"}, "gaps": gaps}}), "x", "x"
+    )
+    assert math.isnan(unfinished.total)  # infinite, and 0 for no bound
+    assert wrong.total == 0.0
+
+
+@pytest.mark.parametrize("other", ["late", "length"])
+def test_a_bound_on_no_other_part_is_refused(other: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"parts\.late\.when\.{other}: '{other}' is not another part; the others are right"
+    ):
+        RewardSection.model_validate({"parts": {"right": 1.0, "late": {"when": {other: 1.0}}}})
+
+
 def test_infinities_do_not_cancel_to_a_number(mine: types.ModuleType) -> None:
     for first, second in ((math.inf, -math.inf), (math.nan, 1.0), (1.7e308, 1.7e308)):
         mine.first, mine.second = (lambda *_, x=first: [x]), (lambda *_, x=second: [x])
