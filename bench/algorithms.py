@@ -4,9 +4,9 @@
 
 Each is the default run (``rl-megatron train algorithm=NAME``) in one process with one thread, ``--jobs`` of them at a
 time. Algorithms without a ratio take one minibatch per step, VAPO a lambda for short answers, SPO as many prompts as
-other rows have completions, GRPO with process rewards a reward of each digit, ScaleRL a lower rate. GiGPO is not among
-them: a completion of the default task is one turn. Runs already finished in ``--dir`` are not repeated. Prints a
-Markdown table and writes ``report.html`` there.
+other rows have completions, GRPO with process rewards a reward of each digit, GDPO a second part for digits alone,
+ScaleRL a lower rate. GiGPO is not among them: a completion of the default task is one turn. Runs already finished in
+``--dir`` are not repeated. Prints a Markdown table and writes ``report.html`` there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ LONG_LAMBDA = ("algorithm.lam_length_factor=5",)  # the paper's 0.05 makes lambd
 AS_MANY = ("rollout.prompts_per_step=1024",)  # completions as of groups
 SLOWER = ("train.learning_rate=3e-4",)  # samples are eight optimizer steps old
 DIGITS = ("reward.function=bench.algorithms:digits",)  # a reward of steps
+PARTS = ("reward.parts.exact_match=1", "reward.parts.format=0.5", r"reward.format.pattern=\d+")
 SETTINGS = {
+    "gdpo": PARTS,
     "vapo": LONG_LAMBDA,
     "spo": AS_MANY,
     "grpo_process": DIGITS,

@@ -170,6 +170,7 @@ class Trajectory:
     reward: float
     stop: StopReason = "done"
     metrics: Mapping[str, float] = field(default_factory=dict)  # of an environment's; finite
+    parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # of a weighted sum: values, their weights
     overhead_ms: tuple[float, ...] = ()  # of each turn that its clients got over HTTP: what the endpoint itself took
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from rl_megatron.algorithms.losses import PolicyLoss
@@ -14,9 +15,16 @@ WITH_TURNS = ("gigpo",)
 """Rows that want an environment."""
 
 
+BESIDE: Mapping[str, tuple[str, ...]] = {
+    "gdpo": ("reward.function=exact_match", "reward.parts.exact_match=1", "reward.parts.length=0.5"),
+}
+"""Keys without which a row is refused: GDPO compares the parts of a reward."""
+
+
 def config_of(name: str, *keys: str) -> RunConfig:
     """A small run's, by the row ``algorithm=name``."""
-    return load_config("calculator" if name in WITH_TURNS else "tiny_cpu", [f"algorithm={name}", *keys])
+    base = "calculator" if name in WITH_TURNS else "tiny_cpu"
+    return load_config(base, [f"algorithm={name}", *BESIDE.get(name, ()), *keys])
 
 
 def policy_loss(*, kl_coefficient: float = 0.0, max_new_tokens: int = 1, **row: object) -> PolicyLoss:

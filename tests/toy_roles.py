@@ -229,6 +229,11 @@ async def grade(prompt: Prompt, completions: Sequence[Completion], texts: Sequen
     return [math.nan, *grades[1:]] if prompt.id == "p3" else grades
 
 
+def brief(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+    """A reward that is larger the shorter the completion."""
+    return [1 / len(one.token_ids) for one in completions]
+
+
 async def grade_steps(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> Sequence[object]:
     """``grade``, with a first step of one token's text that has a part of it."""
     grades = await grade(prompt, completions, texts)

@@ -18,6 +18,7 @@ from rl_megatron.config.keeping import problems_of_keeping
 from rl_megatron.config.modes import problems_of_modes
 from rl_megatron.config.reads.job import problems_of_job
 from rl_megatron.config.reads.unread import problems_of_unread_keys
+from rl_megatron.config.rewards import problems_of_rewards
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.config.sections.weights import NODE_MEMORY, TRANSPORT_KINDS
 from rl_megatron.config.waves import problems_of_waves
@@ -45,6 +46,7 @@ def problems_of(config: RunConfig) -> list[str]:
         *problems_of_separate(config),
         *_colocation_problems(config),
         *problems_of_modes(config),
+        *problems_of_rewards(config),
         *problems_of_waves(config),
         *problems_of_environments(config),
         *problems_of_services(config),

@@ -1,12 +1,10 @@
-"""Rules of several sections: adapters, modes in which equal work gives equal numbers, fused routers, rewards that are
-KL alone, sampling ahead of training, and caches that outlive weights."""
+"""Rules of several sections: adapters, modes in which equal work gives equal numbers, fused routers, sampling ahead
+of training, and caches that outlive weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
-
-from rl_megatron.config.sections.reward import reward_key
 
 if TYPE_CHECKING:
     from rl_megatron.config.run import RunConfig
@@ -56,8 +54,6 @@ def problems_of_modes(c: RunConfig) -> Iterator[str]:
             f"learner.head_dtype={c.learner.head_dtype} with algorithm.kl.estimator=top_k: it makes logits of a few "
             "positions at a time and keeps none; leave it out, or set kl.estimator=k1, k2 or k3"
         )
-    if not (c.algorithm.needs_top or (c.algorithm.kl.coefficient > 0 and c.algorithm.kl.placement != "loss")):
-        yield from _of_no_reward(c)
     if c.rollout.server.batch_invariant:
         yield from _of_servers(c)
     if c.rollout.server.running_requests == "keep_cache":
@@ -195,16 +191,6 @@ def _of_adapters_beside(c: RunConfig) -> Iterator[str]:
     }
     for key in (key for key, there in excluded.items() if there):
         yield f"{_ADAPTERS} with {key}; leave the key out, or set weights.push=merged"
-
-
-def _of_no_reward(c: RunConfig) -> Iterator[str]:
-    keys = {"reward": c.reward} | {reward_key(name): one for name, one in c.source_rewards.items()}
-    for key, section in keys.items():
-        if section.only_records:
-            yield (
-                f"{key}.parts: the weights of {', '.join(section.parts)} are all 0, and no KL is part of the reward; "
-                "give one a weight, or set algorithm.kl (algorithm=distill and gkd do)"
-            )
 
 
 def _of_staleness(c: RunConfig) -> Iterator[str]:

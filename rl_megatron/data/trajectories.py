@@ -37,12 +37,13 @@ def single_turns(
     completions: Sequence[Completion],
     texts: Sequence[str] | None = None,
     rewards: Sequence[float] | None = None,
+    parts: Sequence[Mapping[str, tuple[float, float]]] | None = None,
 ) -> RolloutGroup:
-    """A group with a trajectory for each completion. Without scores texts are empty and rewards 0."""
+    """A group with a trajectory for each completion. Without scores texts are empty and rewards 0, of no parts."""
     before = np.array(prompt.token_ids, np.int32)  # once: it is a Python loop
     count = len(completions)
-    parts = zip(completions, texts or ("",) * count, rewards or (0.0,) * count, strict=True)
-    return RolloutGroup(prompt=prompt, trajectories=tuple(_trajectory(before, *part) for part in parts))
+    each = zip(completions, texts or ("",) * count, rewards or (0.0,) * count, parts or ({},) * count, strict=True)
+    return RolloutGroup(prompt=prompt, trajectories=tuple(_trajectory(before, *one) for one in each))
 
 
 def turn_at(start: int, completion: Completion, text: str) -> Turn:
@@ -56,11 +57,13 @@ def turn_at(start: int, completion: Completion, text: str) -> Turn:
     )
 
 
-def _trajectory(prompt: TokenIds, completion: Completion, text: str, reward: float) -> Trajectory:
+def _trajectory(
+    prompt: TokenIds, completion: Completion, text: str, reward: float, parts: Mapping[str, tuple[float, float]]
+) -> Trajectory:
     turn = turn_at(len(prompt), completion, text)
     tokens = np.concatenate((prompt, completion.token_ids))
     chain = Chain(token_ids=tokens, turns=(turn,), routes=completion.routes)
-    return Trajectory(chains=(chain,), reward=reward, stop=STOPS[completion.finish_reason])
+    return Trajectory(chains=(chain,), reward=reward, stop=STOPS[completion.finish_reason], parts=parts)
 
 
 def in_steps(group: RolloutGroup, scored: Sequence[Scored], decode: Decode) -> RolloutGroup:

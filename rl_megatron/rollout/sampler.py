@@ -215,7 +215,11 @@ class RolloutSampler(PolicySampler):
                 tokens = sum(len(one.logprobs) for one in completions)
                 return Answered(group=None, reason="reward_error", scored=scored, left_out_tokens=tokens)
         rewards = tuple(one.total if one.error is None else float(on_error) for one in scored)
-        group = single_turns(prompt, completions, texts, rewards)
+        parts = [
+            {name: (value, section.parts[name].weight) for name, value in one.parts.items() if one.error is None}
+            for one in scored
+        ]
+        group = single_turns(prompt, completions, texts, rewards, parts)
         if self.interruption is not None and (place := self.interruption.place(request)) is not None:
             group = await asyncio.to_thread(self.interruption.in_turns, group, completions, place)
         return Answered(group=group, rewards=rewards, scored=scored)

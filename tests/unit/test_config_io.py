@@ -18,7 +18,7 @@ from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig, RunSection
 from rl_megatron.config.sections.data import ArithmeticRunData, FileRunData
 from rl_megatron.errors import ConfigError
-from tests.rows import config_of
+from tests.rows import BESIDE, config_of
 
 REPO = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(path.stem for path in (REPO / "conf").glob("*.yaml"))
@@ -309,6 +309,7 @@ OF_COMPLETIONS = {
     **dict.fromkeys(("algorithm=dpo", "algorithm=dpo_norm", "algorithm=remax"), " with algorithm"),
     "algorithm=scalerl": ": only single completions",
     "algorithm=grpo_process": " with reward: the environment gives",  # environments judge their own turns
+    "algorithm=gdpo": ": an environment gives one reward",
 }
 
 
@@ -326,7 +327,7 @@ def test_every_shipped_config_loads_with_every_choice(name: str, choice: str) ->
         hub, pairs = [*hub, "data.rejected_field=bad"], ["data.rejected_field=bad"] if choice == "data=gsm8k" else []
     given = {"data=mixture": ["data.sources.sums.type=arithmetic"], "data=hub": hub}.get(choice, [])
     plain = ["learner.head_dtype=null"] if choice == "algorithm=gkd" else []
-    keys = [choice, "model.path=/given", *where, *pairs, *given, *plain]
+    keys = [choice, "model.path=/given", *where, *pairs, *given, *plain, *BESIDE.get(choice.partition("=")[2], ())]
     refused, samples_none = "", name in ("sft_tiny", "dpo_tiny", "reward_tiny")
     if name in ("calculator", "guess") and choice in OF_COMPLETIONS:
         refused = rf"environment\.function={name}{OF_COMPLETIONS[choice]}"

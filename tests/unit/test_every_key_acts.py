@@ -38,7 +38,7 @@ from rl_megatron.training.evaluation import Evaluation
 from rl_megatron.training.jobs.rl import Reinforcement, stream_of
 from rl_megatron.training.update import Update
 from rl_megatron.types import Prompt, RolloutGroup, Trajectory
-from tests.rows import NAMES, WITH_TURNS
+from tests.rows import BESIDE, NAMES, WITH_TURNS
 from tests.toy_roles import VOCABULARY, Toy, ToyEngine, ToyWeights, decode, table
 
 REPO = Path(__file__).parents[2]
@@ -62,6 +62,11 @@ OF_ROWS = {
     "rloo": [*LONGER_RANGE, *TWO_STEPS],
     **dict.fromkeys(("reinforce", "remax"), TWO_STEPS),
     "grpo_process": ["reward.function=tests.toy_roles:grade_steps"],
+    "gdpo": [
+        *BESIDE["gdpo"][:1],
+        "reward.parts.grade.function=tests.toy_roles:grade",
+        "reward.parts.brief.function=tests.toy_roles:brief",
+    ],
     "luspo": ["train.learning_rate=30.0"],  # at 100 times lengths no ratio is near its limits
 }
 NOT_OF_A_STEP = ("rollout.engine", "rollout.python", "rollout.server")  # what samples: tests of engines
@@ -135,7 +140,7 @@ def alternatives(key: str, annotation: Any) -> Iterator[list[object]]:
         yield [{"tis": {"mode": "truncate", "high": 0.5}}]
     else:
         assert key == "reward.parts", (key, annotation)
-        yield [{"length": {"weight": 0.5}}]
+        yield [{"exact_match": {"weight": 0.5}}]
 
 
 def value_at(tree: dict[str, Any], key: str) -> Any:

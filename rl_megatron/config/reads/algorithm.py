@@ -69,6 +69,12 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"algorithm.{key}", "without a mean and a std of advantages turns are not compared"
     if a.gamma_turn == 0:
         yield "algorithm.turn_compared", "with algorithm.gamma_turn=0 the return from a turn on is its own reward"
+    if a.advantage_std == "none" and ":" not in a.advantage_mean:
+        yield (
+            "algorithm.advantage_of",
+            "with advantage_std=none the sum of parts less their means is the sum less its mean (advantage_std=group "
+            "tells parts apart)",
+        )
     if a.lam_length_factor is not None and a.critic.lam is not None:
         yield "algorithm.lam", "algorithm.lam_length_factor and algorithm.critic.lam replace it for policy and critic"
     pairs = a.preference_beta is not None

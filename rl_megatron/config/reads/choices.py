@@ -104,7 +104,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "entropy_target": {OFF: (), ON: ("entropy_step",)},
     "overlong_buffer": {OFF: (), ON: ("overlong_factor",)},
-    "whiten": {OFF: (), ON: ("whiten_mean", "whiten_std")},
+    "whiten": {OFF: (), ON: ("whiten_of", "whiten_mean", "whiten_std")},
 }
 """For each choice of the ``algorithm`` section and each of its values: the keys and inner sections that it reads."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -35,6 +35,8 @@ class AlgorithmSection(Section):
     (greedy: ReMax), a moving mean over steps, or what the prompt's earlier completions have shown, and then the batch's
     mean (tracked: SPO); none: no baseline. ``package.module:name`` is a function of your own, from the rewards of a
     group to its advantages."""
+    advantage_of: Literal["sum", "parts"] = "sum"
+    """Compare the weighted sums of ``reward.parts``, or each part by itself, and add advantages by weight (GDPO)."""
     advantage_std: Literal["none", "group", "batch", "advantages"] = "group"
     """Divide advantages by the standard deviation of the rewards of the group or the batch, or of the batch's rewards
     less their groups' means (advantages: ScaleRL); none: do not divide."""
@@ -67,9 +69,11 @@ class AlgorithmSection(Section):
     lam_length_factor: PositiveFloat | None = None
     """credit=gae: the policy's lambda is 1 - 1 / (this * length) (VAPO); null: ``lam``."""
     whiten: bool = False
-    """Whether to whiten tokens' advantages over the whole batch, including completions that the loss leaves out."""
+    """Whether to whiten advantages over the whole batch, including completions that the loss leaves out."""
+    whiten_of: Literal["tokens", "completions"] = "tokens"
+    """whiten: the mean and the standard deviation count each token, or each completion once, whatever its length."""
     whiten_mean: Literal["batch", "group", "none"] = "batch"
-    """whiten: the mean that is subtracted is over the tokens of the batch or of the prompt's group; none: none is."""
+    """whiten: the mean that is subtracted is over the batch or the prompt's group; none: none is."""
     whiten_std: Literal["batch", "group", "none"] = "batch"
     """whiten: likewise the standard deviation of what is left, which it is divided by."""
     ratio_level: Literal["token", "sequence", "turn", "sequence_sum"] = "token"
@@ -254,6 +258,13 @@ def _credit_problems(a: AlgorithmSection) -> list[str]:
         )
     if a.credit == "turn":
         out += _turn_problems(a)
+    if a.advantage_of == "parts":
+        out += _parts_problems(a)
+    if a.whiten and a.whiten_of == "completions" and a.credit != "completion":
+        out.append(
+            f"algorithm.whiten_of=completions with credit={a.credit}: a completion has no one advantage there; set "
+            "whiten_of=tokens, or credit=completion"
+        )
     if a.advantage_mean == "greedy" and a.advantage_std != "none":
         out.append(
             f"algorithm.advantage_mean=greedy with advantage_std={a.advantage_std}: the difference from the greedy "
@@ -310,6 +321,32 @@ def _turn_problems(a: AlgorithmSection) -> list[str]:
             "last; set kl.placement=loss"
         )
     return out
+
+
+def _parts_problems(a: AlgorithmSection) -> Iterator[str]:
+    """What is of the sum of a completion's rewards, beside advantage_of=parts."""
+    given = "algorithm.advantage_of=parts"
+    if a.advantage_mean in {"greedy", "moving", "tracked"}:
+        yield (
+            f"{given} with algorithm.advantage_mean={a.advantage_mean}: that baseline is of the sum, and parts are "
+            "compared with their own; set advantage_mean=group, batch or none"
+        )
+    if a.credit in {"turn", "gae"}:
+        yield (
+            f"{given} with algorithm.credit={a.credit}: parts are compared with those of whole completions, which "
+            "leaves nothing for turns or a critic to be; set credit=completion or discounted, or advantage_of=sum"
+        )
+    changes = {
+        **_mapped(a),
+        f"reward_scale={a.reward_scale:g}": a.reward_scale != 1,
+        f"reward_bias={a.reward_bias:g}": a.reward_bias != 0,
+        f"unfinished_reward={a.unfinished_reward}": a.unfinished_reward is not None,
+        f"overlong_buffer={a.overlong_buffer:g}": a.overlong_buffer > 0,
+    }
+    for key in (key for key, acts in changes.items() if acts):
+        yield f"{given} with algorithm.{key}: it changes the sum; leave it out, and make it a part or a weight"
+    if a.kl.coefficient > 0 and a.kl.placement == "completion_reward":
+        yield f"{given} with algorithm.kl.placement=completion_reward: the KL is no part; set kl.placement=loss"
 
 
 def _mapped(a: AlgorithmSection) -> dict[str, bool]:

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.advantages import group_advantages, moving_baseline, remax_advantages, turn_advantages
+from rl_megatron.algorithms.advantages import moving_baseline, remax_advantages, turn_advantages
 from rl_megatron.algorithms.kl import kl_in_sequence_rewards, kl_in_token_rewards
 from rl_megatron.algorithms.returns import discounted_returns, gae, last_token_rewards, length_adaptive_lambda, whiten
 from rl_megatron.algorithms.segments import sequence_ids
 from rl_megatron.algorithms.shaping import drop_truncated
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.errors import DataError
+from rl_megatron.training.credit.parts import of_the_row, parts_advantages
 from rl_megatron.training.credit.shaping import RewardedTurns, Rewards, group_ids, nums_sampled, truncated, turns_of
 from rl_megatron.training.credit.state import AlgorithmState, reference_kl
 from rl_megatron.types import RolloutGroup, Samples
@@ -58,14 +59,17 @@ def assign_credit(
         samples = _by_turn(samples, turns_of(groups, values, section), whole, section)
     else:
         advantages = _completion_advantages(groups, replace(rewards, values=values), section)
+        if section.whiten and section.whiten_of == "completions":
+            every = torch.ones_like(advantages, dtype=torch.bool)
+            advantages = _whitened(advantages, every, group_ids(groups), section)
         state = _with_baseline(state, values, section)
         goes_on = truncated(groups) & (section.unfinished_reward is None)  # which sets the reward of an end
         samples = _CREDITS[section.credit](samples, _Credit(advantages, penalty, goes_on, next_values), section)
-    if section.whiten:
-        levels, group_of = {"mean": section.whiten_mean, "std": section.whiten_std}, None
-        if "group" in levels.values():
+    if section.whiten and section.whiten_of == "tokens":
+        group_of = None
+        if "group" in (section.whiten_mean, section.whiten_std):
             group_of = _of_sequences(group_ids(groups), samples)[sequence_ids(samples.cu_seqlens)]
-        samples = replace(samples, advantages=whiten(samples.advantages, samples.mask, group_of=group_of, **levels))
+        samples = replace(samples, advantages=_whitened(samples.advantages, samples.mask, group_of, section))
     if section.drop_truncated:
         cut = _of_sequences(truncated(groups), samples)
         samples = replace(samples, mask=drop_truncated(samples.mask, cut, samples.cu_seqlens))
@@ -76,6 +80,10 @@ def assign_credit(
         marks = _of_sequences(right, samples)[sequence_ids(samples.cu_seqlens)] & samples.mask
         samples = replace(samples, nll_weights=section.nll_coefficient * marks.float())
     return samples, state
+
+
+def _whitened(advantages: Tensor, mask: Tensor, group_of: Tensor | None, section: AlgorithmSection) -> Tensor:
+    return whiten(advantages, mask, mean=section.whiten_mean, std=section.whiten_std, group_of=group_of)
 
 
 def _of_sequences(values: Tensor, samples: Samples) -> Tensor:
@@ -141,16 +149,7 @@ def _generalised(samples: Samples, credit: _Credit, section: AlgorithmSection) -
 def _by_turn(samples: Samples, turns: RewardedTurns, whole: Tensor | None, section: AlgorithmSection) -> Samples:
     """The tokens of a turn, which are masked in one turn after another, have its advantage, beside the ``whole``
     completion's [K] under ``turn_weight``."""
-    of_turns = group_advantages(
-        turns.compared,
-        turns.baseline_of,
-        mean=section.advantage_mean,
-        std=section.advantage_std,
-        leave_one_out=section.leave_one_out,
-        eps=section.std_eps,
-        unbiased=section.std_unbiased,
-        lengths=turns.lengths,
-    )
+    of_turns = of_the_row(turns.compared, turns.baseline_of, turns.lengths, section)
     if section.turn_compared == "rewards":
         of_turns = turn_advantages(of_turns, turns.each, gamma=section.gamma_turn)
     if whole is not None:
@@ -169,7 +168,9 @@ _CREDITS: Mapping[str, Callable[[Samples, _Credit, AlgorithmSection], Samples]] 
 
 
 def _completion_advantages(groups: Sequence[RolloutGroup], rewards: Rewards, section: AlgorithmSection) -> Tensor:
-    ids = group_ids(groups)
+    ids, lengths = group_ids(groups), nums_sampled(groups)
+    if section.advantage_of == "parts":
+        return parts_advantages(groups, ids, lengths, section)
     values, mean, before = rewards.values, section.advantage_mean, rewards.state.baseline
     if mean == "greedy":
         if rewards.greedy is None:
@@ -183,16 +184,7 @@ def _completion_advantages(groups: Sequence[RolloutGroup], rewards: Rewards, sec
         values, mean = values - rewards.tracked[ids], "batch"
     if mean == "moving":
         values, mean = values - (float(values.double().mean()) if before is None else before), "none"
-    return group_advantages(
-        values,
-        ids,
-        mean=mean,
-        std=section.advantage_std,
-        leave_one_out=section.leave_one_out,
-        eps=section.std_eps,
-        unbiased=section.std_unbiased,
-        lengths=nums_sampled(groups),
-    )
+    return of_the_row(values, ids, lengths, section, mean=mean)
 
 
 def _with_baseline(state: AlgorithmState, rewards: Tensor, section: AlgorithmSection) -> AlgorithmState:

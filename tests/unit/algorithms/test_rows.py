@@ -24,7 +24,7 @@ from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.correction import CorrectionSection
 from rl_megatron.config.sections.kl import KLSection
 from rl_megatron.errors import ConfigError
-from tests.rows import NAMES, WITH_TURNS, config_of
+from tests.rows import BESIDE, NAMES, WITH_TURNS, config_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -49,7 +49,7 @@ def _number(text: str) -> str:
 def test_the_shipped_configuration_is_the_documented_row_and_builds(name: str) -> None:
     keys = [f"{of_section(key)}={value}" for key, value in documented_rows()[name].items()]
     base = "calculator" if name in WITH_TURNS else "tiny_cpu"
-    by_keys = load_config(base, ["algorithm=default_row", *keys], conf_with_an_empty_row())
+    by_keys = load_config(base, ["algorithm=default_row", *BESIDE.get(name, ()), *keys], conf_with_an_empty_row())
     assert by_keys == config_of(name)
 
 

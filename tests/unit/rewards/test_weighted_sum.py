@@ -16,7 +16,7 @@ import pytest
 from rl_megatron.config.sections.reward import RewardSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import ConfigError, RewardError
-from rl_megatron.rewards.registry import resolve_reward
+from rl_megatron.rewards.registry import resolve_reward, resolve_rewards
 from rl_megatron.rollout.batch import Answered, RolloutBatch
 from rl_megatron.rollout.sampler import RolloutSampler
 from rl_megatron.types import Completion, GenerationRequest, Prompt, Scored
@@ -169,6 +169,23 @@ def test_a_batch_counts_what_was_scored_of_groups_that_are_left_out() -> None:
     assert batch.num_tokens == 2 * (3 + 4) + 5
     assert batch.part_means() == {"reward/part/a": -1.0}
     assert RolloutBatch().part_means() == {}
+
+
+def test_a_sampled_completion_has_the_parts_of_its_sources_reward_and_none_where_that_failed(
+    mine: types.ModuleType,
+) -> None:
+    run = parts(right=("exact_match", 2.0), gaps=("parts_for_test:gaps", -0.5))
+    run, own = run.model_copy(update={"on_error": 0.0}), parts(order=("parts_for_test:order", 1.0))
+    rewards = resolve_rewards(run, {"other": own})
+    ours = replace(sampler(run), reward_function=rewards, own_rewards={"other": own})
+    groups = RolloutBatch.of(
+        asyncio.run(ours.groups(drawn([*PROMPTS[:2], replace(PROMPTS[2], source="other")])))
+    ).groups
+    assert [[one.parts for one in group.trajectories] for group in groups] == [
+        [{"right": (1.0, 2.0), "gaps": (2.0, -0.5)}, {"right": (0.0, 2.0), "gaps": (2.0, -0.5)}],
+        [{}, {"right": (0.0, 2.0), "gaps": (2.0, -0.5)}],
+        [{"order": (0.0, 1.0)}, {"order": (1.0, 1.0)}],
+    ]
 
 
 def test_a_reward_without_parts_has_none() -> None:

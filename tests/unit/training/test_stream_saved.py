@@ -78,7 +78,7 @@ def test_texts_of_groups_that_wait_are_in_a_file_and_not_in_trainer_json(tmp_pat
     """A checkpoint that has them there, as older ones do, is still read."""
     logprobs, tokens = np.zeros(2, np.float32), np.arange(3, dtype=np.int32)
     turn = Turn(start=1, logprobs=logprobs, finish_reason="stop", spans=(Span(0, 0),), text="it is 8 €")
-    one = Trajectory(chains=(Chain(token_ids=tokens, turns=(turn,)),), reward=1.0)
+    one = Trajectory(chains=(Chain(token_ids=tokens, turns=(turn,)),), reward=1.0, parts={"right": (1.0, 0.5)})
     answered = Answered(group=RolloutGroup(prompt=stream.places[0].drawn.prompt, trajectories=(one, one)))
     state = replace(stream, places=(replace(stream.places[0], answered=answered), *stream.places[1:]))
     folder, whole = saved(tmp_path, state), AS_JSON.dump_json(state)

@@ -1,0 +1,95 @@
+"""Advantages of rewards that are weighted sums, from each part by itself: GDPO (arXiv:2601.05242).
+
+Letters: K trajectories, k of them whose reward has a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_megatron.algorithms.advantages import LEVELS, ROUNDING, group_advantages
+from rl_megatron.algorithms.segments import segment_sum
+from rl_megatron.config.sections.algorithm import AlgorithmSection
+from rl_megatron.errors import DataError
+from rl_megatron.types import RolloutGroup
+
+
+def of_the_row(
+    rewards: Tensor,
+    ids: Tensor,
+    lengths: Tensor,
+    section: AlgorithmSection,
+    *,
+    mean: str | None = None,
+    std: str | None = None,
+) -> Tensor:
+    """`group_advantages` of the section's choices, or with another mean or std."""
+    return group_advantages(
+        rewards,
+        ids,
+        mean=section.advantage_mean if mean is None else mean,
+        std=section.advantage_std if std is None else std,
+        leave_one_out=section.leave_one_out,
+        eps=section.std_eps,
+        unbiased=section.std_unbiased,
+        lengths=lengths,
+    )
+
+
+def parts_advantages(groups: Sequence[RolloutGroup], ids: Tensor, lengths: Tensor, section: AlgorithmSection) -> Tensor:
+    """The weighted sum [K] float32 of what `of_the_row` gives for each part; ``ids`` and ``lengths`` [K].
+
+    The mean and the std of a batch are over the trajectories that have the part. Raises DataError for a trajectory
+    without parts.
+    """
+    total = torch.zeros(len(ids), dtype=torch.float64)
+    for part in _parts_of(groups):
+        above = of_the_row(part.values, ids[part.of], lengths[part.of], section)
+        total[part.of] += part.weights * above
+    return total.float()
+
+
+def parts_differ(groups: Sequence[RolloutGroup], ids: Tensor, lengths: Tensor, section: AlgorithmSection) -> Tensor:
+    """Whether the parts of each group [groups] bool give it an advantage, whose sum is not 0 but for rounding.
+
+    Of the group alone: where the std is of the batch, advantages of two parts are taken not to cancel.
+    """
+    mean = "group" if section.advantage_mean in LEVELS else None
+    scaled = section.advantage_std == "group"
+    total, largest = torch.zeros(2, len(ids), dtype=torch.float64)
+    for part in _parts_of(groups):
+        std = None if scaled else "none"
+        above = part.weights * of_the_row(part.values, ids[part.of], lengths[part.of], section, mean=mean, std=std)
+        total[part.of] += above
+        largest[part.of] = largest[part.of].maximum(above.abs())
+    found = total.abs() if scaled or section.advantage_std == "none" else largest
+    return segment_sum((found > ROUNDING * largest.clamp(min=1)).int(), ids, len(groups)) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    of: Tensor  # [k] int64, the trajectories
+    values: Tensor  # [k] float32
+    weights: Tensor  # [k] float64
+
+
+def _parts_of(groups: Sequence[RolloutGroup]) -> Iterator[_Part]:
+    """Each part that counts, by name: sources have their own."""
+    found: dict[str, list[tuple[int, float, float]]] = {}
+    trajectories = ((group.prompt.id, one) for group in groups for one in group.trajectories)
+    for place, (prompt, one) in enumerate(trajectories):
+        if not one.parts:
+            raise DataError(
+                f"algorithm.advantage_of=parts, but a reward of prompt {prompt!r} has no parts: it was given by a "
+                "version that kept none, or by a source of your own; start a new run, or set advantage_of=sum"
+            )
+        for name, (value, weight) in one.parts.items():
+            if weight:
+                found.setdefault(name, []).append((place, value, weight))
+    for rows in found.values():
+        of, values, weights = zip(*rows, strict=True)
+        yield _Part(torch.tensor(of), torch.tensor(values), torch.tensor(weights, dtype=torch.float64))
