@@ -337,7 +337,7 @@ def test_every_shipped_config_loads_with_every_choice(name: str, choice: str) ->
         refused = r"job=\w+ does not read it, job=rl may"
     elif choice == "algorithm=gigpo" and load_config(name, keys[1:2]).environment.function is None:
         refused = r"algorithm\.credit=turn: without environment\.function"
-    elif name == "distill_tiny" and choice.startswith("algorithm=") and choice[10:] not in ("gkd", "distill"):
+    elif name == "distill_tiny" and choice.startswith("algorithm=") and choice[10:] not in ("gkd", "distill", *BESIDE):
         refused = r"reward\.parts: the weights of exact_match are all 0|preference_beta|with reward\.parts"
     with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
         assert isinstance(load_config(name, keys), RunConfig)
