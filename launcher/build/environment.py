@@ -63,6 +63,13 @@ def environment_sampler(
         bad = report.habit == "rewrites" or report.refused
         logger.log(logging.WARNING if bad else logging.INFO, "%s", report.describe())
         _warn_of_calls(tokenizer, section.tool_parser, key)
+        if section.tool_parser is not None and not report.shows_tools:
+            logger.warning(
+                "%s.tool_parser=%s, but the model's chat template shows no tools, so that a conversation with some is "
+                "refused; give the model a template that shows them, or describe them in a message",
+                key,
+                section.tool_parser,
+            )
         if (
             report.habit != "appends"
             and config.algorithm.credit in ("gae", "discounted")

@@ -6,19 +6,17 @@ mark is encoded alone. Marks are characters of Unicode's private use. No model h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from jinja2 import TemplateError, TemplateSyntaxError
 from typing_extensions import override
 
-from rl_megatron.chat_templates import bounded_rendering
 from rl_megatron.columns import TokenIds
 from rl_megatron.errors import ConfigError
-from rl_megatron.rollout.conversation.compiled import compiled
-from rl_megatron.rollout.conversation.messages import REASONING, ChatMessage, MessagesRefused, written_arguments
+from rl_megatron.rollout.conversation.messages import REASONING, ChatMessage, MessagesRefused
+from rl_megatron.rollout.conversation.rendering import THOUGHT, ChatRenderer
 from rl_megatron.rollout.conversation.templates import Rendered, Rewritten, Template, Tools, text_of, tokens_of_text
 
 if TYPE_CHECKING:
@@ -27,13 +25,10 @@ if TYPE_CHECKING:
 Thinking = Literal["template", "keep"]
 
 _FRONT, _BACK = "\uf8a1\uf8a2", "\uf8a3\uf8a4"
-_SHOWN = "Rl0Megatron0Shown0Here"  # in any form of quoting
-_THOUGHT = "</think>"  # what templates look for in a content, to drop what is before it
-_RAISED = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
-class ChatTemplate(Template):
-    """A tokenizer's chat template, with ``options`` for variables of its own (``enable_thinking``)."""
+class ChatTemplate(ChatRenderer, Template):
+    """A tokenizer's chat template, with ``options`` for variables of its own, as a `ChatRenderer` shows messages."""
 
     def __init__(
         self,
@@ -44,29 +39,17 @@ class ChatTemplate(Template):
     ) -> None:
         """With ``thinking="keep"`` rows go on where the template drops the thinking of turns and does nothing else.
 
-        Raises ConfigError for a tokenizer without a chat template or with one that is no Jinja, and for one that alters
-        texts.
+        Raises ConfigError as `ChatRenderer`, and for a tokenizer that alters texts.
         """
-        if not isinstance(tokenizer.chat_template, str):
-            raise ConfigError("the model's tokenizer has no chat template; give it one")
+        super().__init__(tokenizer, options)
         sample = "\n user: 1"
         if (back := text_of(tokenizer, tokens_of_text(tokenizer, sample), special=True)) != sample:
             raise ConfigError(
                 f"the model's tokenizer makes {back!r} of {sample!r}, so that what its template writes behind a turn "
                 "cannot be encoded alone; use a tokenizer that gives every text back as it was"
             )
-        self._tokenizer, self._thinking, source = tokenizer, thinking, tokenizer.chat_template
-        try:
-            self._compiled = compiled(source)
-        except TemplateSyntaxError as error:
-            raise ConfigError(
-                f"line {error.lineno} of the model's chat template is no Jinja: {error.message}; repair it"
-            ) from error
-        self._variables = {"documents": None, **tokenizer.special_tokens_map, **(options or {})}
-        self._reasoning = [name for name in REASONING if name in source]
-        self._asks_for_none = "content'] is none" in source or "content is none" in source
+        self._tokenizer, self._thinking = tokenizer, thinking
         self._stops = dict[int, str]()
-        self._roles = {("assistant", first): "assistant" for first in (True, False)}  # as what each is rendered
         self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
 
     @override
@@ -102,69 +85,10 @@ class ChatTemplate(Template):
     def decode(self, token_ids: TokenIds, *, special: bool = False) -> str:
         return text_of(self._tokenizer, token_ids, special=special)
 
-    def render(self, messages: Sequence[ChatMessage], tools: Tools, *, opened: bool = True) -> str:
-        """The template's text, with the generation prompt if ``opened``. Raises MessagesRefused with its reason.
-
-        Some templates read the arguments of calls as objects, some as text: the second is tried where the first raises.
-        A message whose role the template passes over is refused; a ``developer``'s is then tried as the system's.
-        """
-        for place, message in enumerate(messages):
-            if (message["role"], place == 0) not in self._roles and message["content"]:
-                self._know_role(messages, place, tools)
-        return self._rendered(messages, tools, opened)
-
-    def _know_role(self, messages: Sequence[ChatMessage], place: int, tools: Tools) -> None:
-        """Find as what the message's role is rendered there: in the first message, or in a later one."""
-        message = messages[place]
-        role, reason = message["role"], None
-        for shown_as in (role, "system") if role == "developer" else (role,):
-            marked = {**message, "role": shown_as, "content": f"{message['content']}{_SHOWN}"}
-            try:
-                if _SHOWN in self._rendered([*messages[:place], marked, *messages[place + 1 :]], tools, True):
-                    self._roles[role, place == 0] = shown_as
-                    return
-            except MessagesRefused as error:
-                reason = error
-        raise reason or MessagesRefused(
-            f"the model's chat template passes over message {place + 1}, of the role {role!r}, which would be lost: "
-            "give it a role that the template shows there (system, user or tool), or the model a template that shows it"
-        )
-
-    def _rendered(self, messages: Sequence[ChatMessage], tools: Tools, opened: bool) -> str:
-        for form in self._forms(messages):
-            try:
-                with bounded_rendering():
-                    return self._compiled.render(
-                        self._variables, messages=form, tools=list(tools) or None, add_generation_prompt=opened
-                    )
-            except _RAISED as error:
-                reason = f"{type(error).__name__}: {error}"
-        raise MessagesRefused(f"the model's chat template refuses these messages: {reason}")
-
     def _text_of_stop(self, token: int) -> str:
         if token not in self._stops:
             self._stops[token] = text_of(self._tokenizer, np.array([token], np.int32), special=True)
         return self._stops[token]
-
-    def _forms(self, messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
-        shown = [self._shown(self._of_role(message, not place)) for place, message in enumerate(messages)]
-        yield shown
-        if any("tool_calls" in message for message in messages):
-            yield [written_arguments(message) for message in shown]
-
-    def _of_role(self, message: ChatMessage, first: bool) -> ChatMessage:
-        role = message["role"]
-        known = self._roles.get((role, first), role)
-        return message if known == role else {**message, "role": known}
-
-    def _shown(self, message: ChatMessage) -> ChatMessage:
-        asks = self._asks_for_none and "tool_calls" in message and not message["content"]
-        if not asks and REASONING[0] not in message:
-            return message
-        shown = dict(message)
-        if reasoning := shown.pop(REASONING[0], None):
-            shown |= dict.fromkeys(self._reasoning, reasoning)
-        return shown | {"content": None} if asks else shown
 
     def _behind(
         self, before: Rendered, messages: Sequence[ChatMessage], tools: Tools
@@ -229,8 +153,8 @@ def _marked(turn: ChatMessage, has_calls: bool) -> ChatMessage:
         marked[REASONING[0]] += _FRONT
         if has_calls and not content:
             return marked
-    elif _THOUGHT in content:
-        content = content.replace(_THOUGHT, _FRONT + _THOUGHT, 1)
+    elif THOUGHT in content:
+        content = content.replace(THOUGHT, _FRONT + THOUGHT, 1)
     else:
         content = _FRONT + content
     return {**marked, "content": content + _BACK}
@@ -240,7 +164,7 @@ def _bare(message: ChatMessage) -> ChatMessage:
     """The message without its thinking."""
     kept = {key: value for key, value in message.items() if key != REASONING[0]}
     if message["role"] == "assistant":
-        kept["content"] = message["content"].rpartition(_THOUGHT)[2]
+        kept["content"] = message["content"].rpartition(THOUGHT)[2]
     return kept
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_megatron.rollout.conversation.messages import REASONING, ChatMessage, MessagesRefused, tidied
-from rl_megatron.rollout.conversation.templates import Rewritten, Template
+from rl_megatron.rollout.conversation.templates import Rewritten, Template, Tools
 
 Habit = Literal["appends", "drops thinking at user turns", "drops thinking at every turn", "rewrites"]
 
-_TOOLS = ({"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}},)
+_ASKED: ChatMessage = {"role": "user", "content": "What is 1+1?"}
+_TOOLS: Tools = ({"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}},)
 _SAYS: ChatMessage = {"role": "assistant", "content": "It is 2."}
 _FOREIGN: ChatMessage = {"role": "assistant", "content": "Ça fait 2 – 二 🙂"}
 _THINKS: ChatMessage = {**_SAYS, REASONING[0]: "One and one."}
@@ -39,9 +40,10 @@ _CUT = "an answer that was cut"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateReport:
-    """What a template did in the scripts that it did not refuse."""
+    """What a template did in the scripts that it did not refuse, which are played without tools if it shows none."""
 
     habit: Habit
+    shows_tools: bool
     rows: float  # a trajectory, on average over the scripts; 1 is the least
     begun: Mapping[str, tuple[Rewritten, ...]]  # by script, why each row after its first began
     refused: Mapping[str, str]  # by script, the reason
@@ -55,6 +57,7 @@ class TemplateReport:
             f"{1 + len(why)} with {name} ({', '.join(sorted(set(why)))})" for name, why in self.begun.items() if why
         ]
         lines[0] += f"; {'; '.join(rows)}" if rows else ""
+        lines[0] += "" if self.shows_tools else "; it shows no tools, so that conversations with some are refused"
         return "\n".join((*lines, *(f"refused: {name}: {reason}" for name, reason in self.refused.items())))
 
 
@@ -62,10 +65,10 @@ def probe_template(template: Template, stop_token_ids: Sequence[int]) -> Templat
     """Play the scripts, in each turn with the stop token of ``stop_token_ids`` after which the template goes on."""
     begun: dict[str, tuple[Rewritten, ...]] = {}
     refused: dict[str, str] = {}
-    in_calls = False
+    in_calls, tools = False, _shown_tools(template)
     for name, turns in _SCRIPTS.items():
         try:
-            found = _play(template, turns, (None,) if name == _CUT else tuple(stop_token_ids))
+            found = _play(template, turns, tools, (None,) if name == _CUT else tuple(stop_token_ids))
         except MessagesRefused as error:
             refused[name] = str(error)
             continue
@@ -78,15 +81,23 @@ def probe_template(template: Template, stop_token_ids: Sequence[int]) -> Templat
     elif reasons == {"thinking"}:
         habit = "drops thinking at every turn" if in_calls else "drops thinking at user turns"
     rows = sum(1 + len(of_script) for of_script in begun.values()) / max(1, len(begun))
-    return TemplateReport(habit=habit, rows=rows, begun=begun, refused=refused)
+    return TemplateReport(habit=habit, shows_tools=bool(tools), rows=rows, begun=begun, refused=refused)
+
+
+def _shown_tools(template: Template) -> Tools:
+    try:
+        template.begin([_ASKED], _TOOLS)
+    except MessagesRefused:
+        return ()
+    return _TOOLS
 
 
 def _play(
-    template: Template, turns: Sequence[ChatMessage], stops: Sequence[int | None]
+    template: Template, turns: Sequence[ChatMessage], tools: Tools, stops: Sequence[int | None]
 ) -> list[tuple[ChatMessage, Rewritten]]:
     """The turns after which a row began, each with the reason. Raises MessagesRefused."""
-    messages: tuple[ChatMessage, ...] = tidied([{"role": "user", "content": "What is 1+1?"}])
-    _, before = template.begin(messages, _TOOLS)
+    messages: tuple[ChatMessage, ...] = tidied([_ASKED])
+    _, before = template.begin(messages, tools)
     begun: list[tuple[ChatMessage, Rewritten]] = []
     for turn in turns[:-1]:
         results: list[dict[str, Any]] = [
@@ -94,9 +105,9 @@ def _play(
             for call in turn.get("tool_calls", ())
         ]
         messages = tidied([*messages, turn, *(results or [{"role": "user", "content": "Again?"}])])
-        tried = [template.proceed(before, messages, _TOOLS, ended) for ended in stops]
+        tried = [template.proceed(before, messages, tools, ended) for ended in stops]
         going_on = [one for one in tried if not isinstance(one, str)]
         if not going_on:
             begun.append((turn, next(one for one in tried if isinstance(one, str))))
-        _, before = going_on[0] if going_on else template.begin(messages, _TOOLS)
+        _, before = going_on[0] if going_on else template.begin(messages, tools)
     return begun

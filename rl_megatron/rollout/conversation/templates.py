@@ -39,7 +39,7 @@ class Template(Protocol):
     """Makes tokens of messages, which are tidied (`messages.tidied`)."""
 
     def begin(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[TokenIds, Rendered]:
-        """The whole prompt. Raises MessagesRefused."""
+        """The whole prompt. Raises MessagesRefused, as for tools that it does not show."""
         ...
 
     def proceed(
@@ -61,33 +61,38 @@ class Template(Protocol):
 
 
 class PlainText(Template):
-    """Contents as they are, one after the other, for a tokenizer without a chat template. Tools are not shown."""
+    """Contents as they are, one after the other, for a tokenizer without a chat template. Tools are refused."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
 
     @override
     def begin(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[TokenIds, Rendered]:
-        text = _text_of(messages)
+        text = _text_of(messages, tools)
         return tokens_of_text(self._tokenizer, text, begins=True), Rendered(text=text, messages=messages, tools=tools)
 
     @override
     def proceed(
         self, before: Rendered, messages: Sequence[ChatMessage], tools: Tools, ended: int | None
     ) -> tuple[TokenIds, Rendered]:
-        new = _text_of(messages[len(before.messages) + 1 :])
+        new = _text_of(messages[len(before.messages) + 1 :], tools)
         return tokens_of_text(self._tokenizer, new), Rendered(text=new, messages=messages, tools=tools)
 
     @override
     def shows_alike(self, one: Sequence[ChatMessage], other: Sequence[ChatMessage], tools: Tools) -> bool:
-        return _text_of(one) == _text_of(other)
+        return _text_of(one, tools) == _text_of(other, tools)
 
     @override
     def decode(self, token_ids: TokenIds, *, special: bool = False) -> str:
         return text_of(self._tokenizer, token_ids, special=special)
 
 
-def _text_of(messages: Sequence[ChatMessage]) -> str:
+def _text_of(messages: Sequence[ChatMessage], tools: Tools) -> str:
+    if tools:
+        raise MessagesRefused(
+            "environment.template=plain shows no tools, so the model would not know of them: set "
+            "environment.template=chat, or describe them in a message and send none"
+        )
     return "".join(message["content"] for message in messages)
 
 

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from rl_megatron.chat_templates import bounded_rendering, prompt_tokens
-from rl_megatron.errors import EngineError
+from rl_megatron.chat_templates import prompt_tokens
+from rl_megatron.errors import ConfigError, EngineError
+from rl_megatron.rollout.conversation.messages import MessagesRefused, tidied
+from rl_megatron.rollout.conversation.rendering import ChatRenderer
+from rl_megatron.rollout.conversation.templates import tokens_of_text
 from rl_megatron.rollout.endpoint.bodies import ReceivePart, SendPart, method_of, read_body, read_request, respond
 from rl_megatron.rollout.endpoint.open_shapes import (
     CompletionRequest,
@@ -68,6 +71,7 @@ class OpenApplication:
     start: str = field(default_factory=secrets.token_hex)  # in seeds of requests without one, so that no start repeats
     asked: int = 0
     running: int = 0
+    renderer: ChatRenderer | None = None  # made for the first chat: a model without a chat template completes texts
     names: TokenTexts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -129,12 +133,11 @@ class OpenApplication:
         request = read_request(body, OpenChatRequest)
         request.check()
         try:
-            with bounded_rendering():
-                ids = self.tokenizer.apply_chat_template(
-                    request.messages, add_generation_prompt=True, tokenize=True, return_dict=False
-                )
-        except Exception as error:  # a template's own, of any kind
-            raise RequestRefused(400, f"the model's chat template refuses the messages: {error}") from error
+            if self.renderer is None:
+                self.renderer = ChatRenderer(self.tokenizer)
+            ids = tokens_of_text(self.tokenizer, self.renderer.render(tidied(request.messages), ())).tolist()
+        except (ConfigError, MessagesRefused) as error:
+            raise RequestRefused(400, str(error)) from error
         most = max(0, self.max_length - len(ids)) if request.most is None else request.most
         self._check_lengths([ids], most)
         answers = await self._sample(request, [tuple(ids)], most, name)

@@ -33,6 +33,7 @@ KEYS = (
     "rollout.max_prompt_tokens=40",
 )
 TALKS = EnvironmentMaker(Talks)
+SHOWS_TOOLS = "{{ tools or '' }}" + CHAT_TEMPLATE
 REWRITES = "{{ messages | length }}\n" + CHAT_TEMPLATE  # what was read before is another text each turn
 
 
@@ -74,9 +75,10 @@ def test_a_template_that_rewrites_what_was_read_is_warned_of(caplog: pytest.LogC
 @pytest.mark.parametrize(
     ("key", "template", "said"),
     [
-        ("environment.tool_parser=hermes", CHAT_TEMPLATE, "tool_parser=hermes reads calls with <tool_call>, which"),
-        ("environment.tool_parser=hermes", CHAT_TEMPLATE + "{# <tool_call> #}", None),
-        ("environment.tool_parser=llama3_json", CHAT_TEMPLATE, None),
+        ("environment.tool_parser=hermes", SHOWS_TOOLS, "tool_parser=hermes reads calls with <tool_call>, which"),
+        ("environment.tool_parser=hermes", SHOWS_TOOLS + "{# <tool_call> #}", None),
+        ("environment.tool_parser=llama3_json", SHOWS_TOOLS, None),
+        ("environment.tool_parser=llama3_json", CHAT_TEMPLATE, "llama3_json, but the model's chat template shows no t"),
         ("algorithm.credit=discounted", CHAT_TEMPLATE, "algorithm.credit=discounted goes from token to token, so a"),
         ("environment.thinking=keep", CHAT_TEMPLATE, None),
     ],

@@ -20,6 +20,8 @@ from rl_megatron.environments.adapters import nemo_gym as adapter
 from rl_megatron.environments.adapters.servers import MOST_BYTES
 from rl_megatron.environments.registry import resolve_environment
 from rl_megatron.errors import ConfigError, EnvironmentFailed
+from rl_megatron.models.tiny import byte_tokenizer
+from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.environments.waves import Waves
 from rl_megatron.rollout.parsers.hermes import hermes
 from rl_megatron.types import Prompt, Trajectory
@@ -31,6 +33,10 @@ from tools.write_tasks import run
 EXAMPLES = "lib/python3.12/site-packages/resources_servers/example_session_state_mgmt/data/example.jsonl"
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True, "description": ""}
 ROW = {"responses_create_params": {"input": "Add.", "tools": [ADD]}, "expected": 3}
+SHOWS_TOOLS = (
+    "{% for m in messages %}{{ m.content }}{% if loop.first %}{% for one in tools or [] %} {{ one.function.name }}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,10 @@ def prompt(row: Mapping[str, Any], id: str = "p") -> Prompt:
 def played(engine: Scripted, url: str, prompts: Sequence[Prompt], **section: Any) -> list[Trajectory]:
     ours = sampler(Waves(engine), function="nemo_gym", options={"url": url}, group_size=1, **section)
     rollout = ours.rollout.model_copy(update={"max_new_tokens": 300, "max_prompt_tokens": 200})
-    return trajectories(asyncio.run(replace(ours, rollout=rollout, parser=hermes).groups(drawn(prompts))))
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = SHOWS_TOOLS
+    ours = replace(ours, rollout=rollout, template=ChatTemplate(tokenizer), parser=hermes)
+    return trajectories(asyncio.run(ours.groups(drawn(prompts))))
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -139,7 +148,7 @@ def test_the_server_gets_the_row_and_the_transcript() -> None:
         engine = Scripted(lambda text: says[len(engine.asked) - 1])
         (one,) = played(engine, url, [prompt(row)])
     assert (one.reward, len(one.turns)) == (0.5, 3)
-    assert bytes(engine.asked[0].token_ids).decode() == "Be brief.?"
+    assert bytes(engine.asked[0].token_ids).decode() == "Be brief. add?"
     begun, first, second, (path, body) = asked
     assert (begun, first, second, path) == (("/seed_session", row), ("/add", {"n": 1}), ("/add", {"n": 1}), "/verify")
     assert {key: value for key, value in body.items() if key != "response"} == row
@@ -178,14 +187,14 @@ def test_the_server_gets_the_row_and_the_transcript() -> None:
     ],
 )
 def test_a_server_that_fails_or_lies_is_named(answers: Answers, said: str) -> None:
-    says = Scripted(lambda text: call("add", n=1) if text == "Add." else "3")
+    says = Scripted(lambda text: call("add", n=1) if text == "Add. add" else "3")
     with answering({**FINE, **answers}) as (url, _), pytest.raises(EnvironmentFailed, match=f"'nemo_gym'.*{said}"):
         played(says, url, [prompt(ROW)])
 
 
 @pytest.mark.parametrize("path", ["/seed_session", "/add", "/verify"])
 def test_a_server_that_hangs_is_given_up(path: str) -> None:
-    says = Scripted(lambda text: call("add", n=1) if text == "Add." else "3")
+    says = Scripted(lambda text: call("add", n=1) if text == "Add. add" else "3")
     limit = r"did not end within environment.step_seconds=0\.3"
     with answering(FINE, lambda asked: asked == path) as (url, _), pytest.raises(EnvironmentFailed, match=limit):
         played(says, url, [prompt(ROW)], step_seconds=0.3)

@@ -52,6 +52,7 @@ class Family:
     call: str = '<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
     answer: str = "{content}"
     one_call: bool = False
+    tools: Sequence[Mapping[str, Any]] = field(default_factory=lambda: TOOLS)  # empty: the template shows none
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -96,6 +97,7 @@ FAMILIES = {
         stop="<｜end▁of▁sentence｜>",
         stop_of_calls="<｜end▁of▁sentence｜>",
         call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
+        tools=(),
     ),
     "gptoss": Family(
         template="gptoss",

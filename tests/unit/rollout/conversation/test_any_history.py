@@ -20,7 +20,6 @@ from rl_megatron.rollout.conversation.templates import PlainText
 from rl_megatron.types import Chain, Completion
 from tests.unit.rollout.conversation.families import (
     FAMILIES,
-    TOOLS,
     Reply,
     completion,
     completion_of,
@@ -93,7 +92,7 @@ def own_text(name: str, messages: list[dict[str, Any]], place: int, stop: str | 
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = {"a": "?"} if name != "deepseek" else "?"
     text = tokenizer_of(name).apply_chat_template(
-        shown, tools=TOOLS, tokenize=False, add_generation_prompt=True, **FAMILIES[name].options
+        shown, tools=FAMILIES[name].tools, tokenize=False, add_generation_prompt=True, **FAMILIES[name].options
     )
     behind = text.partition("PLACE")[2]
     return behind if stop is None else behind.partition(stop)[2]
@@ -134,7 +133,7 @@ def test_trained_tokens_are_the_sampled_ones_and_spliced_texts_the_templates_own
         sampled: list[tuple[TurnPrompt, Completion]] = []
         row, stop = np.zeros(0, np.int32), None
         for number in range(TURNS):
-            asked = conversation.prompt_for(messages, TOOLS)
+            asked = conversation.prompt_for(messages, FAMILIES[name].tools)
             if number:
                 spliced[asked.branch is None] += 1
             if number and asked.branch is None:
@@ -182,8 +181,8 @@ def test_keys_that_a_client_adds_to_turns_begin_rows_where_the_template_shows_th
     rng, conversation = random.Random(4), Conversation(template)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "1+1?"}]
     for number in range(4):
-        asked = conversation.prompt_for(messages, TOOLS)
-        assert template.decode(asked.token_ids, special=True) == template.render(messages, TOOLS)
+        asked = conversation.prompt_for(messages)
+        assert template.decode(asked.token_ids, special=True) == template.render(messages, ())
         turn = Reply(content=f"{number}")
         conversation.add(asked, completion_of("qwen3", turn, rng), message_of("qwen3", turn))
         messages += [message_of("qwen3", turn) | others, {"role": "user", "content": "sure?"}]

@@ -13,7 +13,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.conversation.compiled import compiled
 from rl_megatron.rollout.conversation.messages import written_arguments
-from tests.unit.rollout.conversation.families import FAMILIES, TOOLS, tokenizer_of
+from tests.unit.rollout.conversation.families import FAMILIES, tokenizer_of
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "items": ["ü"]}}}
 MESSAGES: list[dict[str, Any]] = [
@@ -36,7 +36,7 @@ def outcome(rendering: Any) -> str:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_rendered_as_transformers_does(name: str) -> None:
-    tokenizer, options = tokenizer_of(name), FAMILIES[name].options
+    tokenizer, options, tools = tokenizer_of(name), FAMILIES[name].options, FAMILIES[name].tools
     template = ChatTemplate(tokenizer, options=options)
     for many in range(2, len(MESSAGES) + 1):
         for opened in (False, True):
@@ -44,9 +44,9 @@ def test_a_family_is_rendered_as_transformers_does(name: str) -> None:
             if name == "deepseek":  # its template joins arguments to a text
                 shown = [written_arguments(message) for message in shown]
             wanted = tokenizer.apply_chat_template(
-                shown, tools=TOOLS, tokenize=False, add_generation_prompt=opened, **options
+                shown, tools=tools, tokenize=False, add_generation_prompt=opened, **options
             )
-            assert template.render(MESSAGES[:many], TOOLS, opened=opened) == wanted
+            assert template.render(MESSAGES[:many], tools, opened=opened) == wanted
 
 
 LOOP = "{{% for one in messages %}}{}{{% endfor %}}"

@@ -76,7 +76,7 @@ def test_behind_a_turn_is_the_text_that_its_family_writes_there(name: str, kind:
     rng = random.Random(name + kind)
     tokenizer, conversation = tokenizer_of(name), opened(name)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "häufig 37+1?"}]
-    asked = conversation.prompt_for(messages, TOOLS)
+    asked = conversation.prompt_for(messages, FAMILIES[name].tools)
     calls = [{"a": 37}, {"a": 1}][: ("tool", "tools").index(kind) + 1] if kind != "user" else []
     reply = Reply(content="" if name == "gptoss" else "Ich  rechne.", reasoning="Hm,\n so.", calls=calls)
     answer = completion_of(name, reply, rng)
@@ -85,7 +85,7 @@ def test_behind_a_turn_is_the_text_that_its_family_writes_there(name: str, kind:
     messages.append(message_of(name, reply))
     messages += [{"role": "tool", "tool_call_id": f"call_{i}", "content": results[i]} for i in range(len(calls))]
     messages += [] if calls else [{"role": "user", "content": results[1]}]
-    then = conversation.prompt_for(messages, TOOLS)
+    then = conversation.prompt_for(messages, FAMILIES[name].tools)
     assert then.branch is None
     row = np.concatenate((asked.token_ids, answer.token_ids))
     assert then.token_ids[: len(row)].tolist() == row.tolist()
@@ -147,7 +147,7 @@ def played(name: str, replies: list[Reply], **options: Any) -> tuple[list[str | 
     messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
     branches: list[str | None] = []
     for reply in replies:
-        asked = conversation.prompt_for(messages, TOOLS)
+        asked = conversation.prompt_for(messages, FAMILIES[name].tools)
         branches.append(asked.branch)
         conversation.add(asked, completion_of(name, reply, rng), message_of(name, reply))
         messages.append(message_of(name, reply))

@@ -31,6 +31,8 @@ def probed(name: str) -> TemplateReport:
 def test_it_names_what_families_do_and_what_it_costs(name: str, habit: str, rows: float) -> None:
     found = probed(name)
     assert (found.habit, found.rows, found.refused) == (habit, rows, {})
+    assert found.shows_tools == (name != "deepseek")
+    assert ("it shows no tools" in found.describe()) == (name == "deepseek")
 
 
 def test_a_template_that_shows_the_number_of_messages_makes_every_turn_a_row() -> None:

@@ -1,12 +1,14 @@
-"""A message whose role a family's template passes over is refused, and a developer's is the system's."""
+"""Messages and tools that a family's template passes over are refused, and a developer's are the system's."""
 
 from __future__ import annotations
 
 import pytest
 
+from rl_megatron.models.tiny import byte_tokenizer
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.conversation.messages import ChatMessage, MessagesRefused
-from tests.unit.rollout.conversation.families import tokenizer_of
+from rl_megatron.rollout.conversation.templates import PlainText, Tools
+from tests.unit.rollout.conversation.families import FAMILIES, TOOLS, tokenizer_of
 
 ASKED = {"role": "user", "content": "hi"}
 SAID = [ASKED, {"role": "assistant", "content": "ok"}]
@@ -45,3 +47,49 @@ def test_a_developer_is_the_system_where_that_is_shown_alone(family: str) -> Non
     by = [template.render([of(role), *SAID, ASKED], ()) for role in ("developer", "system", "developer")]
     assert by[0] == by[1] == by[2]
     assert "RESULT 42" in by[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tools_are_refused_where_the_template_does_not_show_them(family: str) -> None:
+    """DeepSeek-V3's writes calls and their results, and no tools. A user's text with a tool's name shows none."""
+    template = ChatTemplate(tokenizer_of(family))
+    asked = of("user", "add by the tool add")
+    if FAMILIES[family].tools:
+        for _ in range(2):
+            assert "Adds." in template.render([asked], TOOLS)
+        assert "Adds." not in template.render([asked], ())
+    else:
+        for tools, names in ((TOOLS, "add"), ([*TOOLS, *TOOLS, *TOOLS], "add and 2 more")):
+            with pytest.raises(MessagesRefused, match=f"shows no tools, so the model would not know of {names}: give"):
+                template.begin([asked], tools)
+        assert "add by" in template.render([asked], ())
+
+
+@pytest.mark.parametrize(
+    ("tools", "shown"),
+    [
+        ([{"name": "add", "description": "Adds."}], "Adds."),  # as some data sets have them
+        ([{"type": "function", "function": {}}], None),
+        ([{"type": "web_search"}], None),
+        (["add"], None),
+    ],
+)
+def test_a_tool_without_a_name_is_refused(tools: Tools, shown: str | None) -> None:
+    template = ChatTemplate(tokenizer_of("qwen3"))
+    if shown:
+        assert shown in template.render([ASKED], tools)
+    else:
+        with pytest.raises(MessagesRefused, match=r"tool 1 is .*; it must be an object with function\.name"):
+            template.render([ASKED], tools)
+
+
+def test_plain_texts_show_no_tools_at_any_turn() -> None:
+    template = PlainText(byte_tokenizer())
+    _, before = template.begin([ASKED], ())
+    for shown in (
+        lambda: template.begin([ASKED], TOOLS),
+        lambda: template.proceed(before, [*SAID, ASKED], TOOLS, None),
+        lambda: template.shows_alike(SAID, SAID, TOOLS),
+    ):
+        with pytest.raises(MessagesRefused, match=r"environment.template=plain shows no tools.*set environment"):
+            shown()

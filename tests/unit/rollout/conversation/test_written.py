@@ -229,7 +229,7 @@ def test_a_prompt_that_the_template_opens_otherwise_than_it_shows_the_turn_is_re
 def test_templates_that_show_no_turn_behind_its_own_prompt_are_refused(name: str, message: int) -> None:
     """DeepSeek-R1's opens a turn with <think> and never shows it; gpt-oss drops a call's thinking at the next turn."""
     with pytest.raises(DataError, match=f"message {message}: the chat template's prompt for it has "):
-        rows_of(name, asked(name), TOOLS)
+        rows_of(name, asked(name), FAMILIES[name].tools)
 
 
 def test_many_conversations_are_encoded_as_each_alone() -> None:

@@ -161,6 +161,34 @@ def test_limits_of_the_request_are_those_sampled_with(served: Open) -> None:
     assert {one.text for one in served.client.completions.create(**ask, top_p=1e-6).choices} == {greedy}
 
 
+def test_a_chat_shows_what_a_run_shows_or_is_refused(served: Open) -> None:
+    """The template writes the first letter of a role and the content, and passes over one role."""
+    tokenizer, before = served.app.tokenizer, served.app.tokenizer.chat_template
+    said = {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "+1"}]}
+    source = "{{% for m in messages if m.role != '{}' %}}{{{{ m.role[0] + m.content }}}}{{% endfor %}}"
+    least = {"max_tokens": 1, "temperature": 0}
+
+    def asked(passed_over: str, role: str) -> tuple[int, str]:
+        tokenizer.chat_template, served.app.renderer = source.format(passed_over), None
+        body = {"messages": [{"role": role, "content": "be"}, said], **least}
+        return served.post("/v1/chat/completions", body)
+
+    try:
+        for passed_over, role, shown in (("?", "developer", "d"), ("developer", "developer", "s"), ("?", "tool", "t")):
+            told = json.loads(asked(passed_over, role)[1])
+            plain = json.loads(served.post("/v1/completions", {"prompt": f"{shown}beu1+1", **least})[1])
+            assert told["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
+            assert told["usage"] == plain["usage"]
+        status, text = asked("tool", "tool")
+        assert (status, "passes over message 1, of the role 'tool'" in text) == (400, True)
+        tokenizer.chat_template, served.app.renderer = None, None
+        status, text = served.post("/v1/chat/completions", {"messages": [said]})
+        assert (status, "has no chat template; give it one" in text) == (400, True)
+        assert served.post("/v1/completions", {"prompt": "a", **least})[0] == 200
+    finally:
+        tokenizer.chat_template, served.app.renderer = before, None
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
@@ -187,6 +215,12 @@ def test_limits_of_the_request_are_those_sampled_with(served: Open) -> None:
         ("/v1/completions", {"prompt": "a", "logprobs": 0, "stop": "b"}, 400, "logprobs with stop"),
         ("/v1/chat/completions", {"messages": [], "model": "x"}, 400, "give at least one"),
         ("/v1/chat/completions", {"messages": [{"content": "no role"}]}, 400, "each with a role"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "message 1 has content [{'type': 'image_url'}]; it must be a text, or a list of texts",
+        ),
         ("/v1/embeddings", {}, 404, "there is no '/v1/embeddings'"),
         ("/v1/models", {}, 405, "takes GET, not POST"),
     ],

@@ -1,0 +1,170 @@
+"""A model's chat template as it shows messages and tools, and what of them it passes over.
+
+To find whether it shows something, that is rendered with a mark in it. No model has code of its own here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError, TemplateSyntaxError
+
+from rl_megatron.chat_templates import bounded_rendering
+from rl_megatron.errors import ConfigError
+from rl_megatron.rollout.conversation.compiled import compiled
+from rl_megatron.rollout.conversation.messages import REASONING, ChatMessage, MessagesRefused, written_arguments
+from rl_megatron.rollout.conversation.templates import Tools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+THOUGHT = "</think>"
+"""What templates look for in a content, to drop what is before it."""
+LOSABLE = ("tool_calls", "function_call", "refusal")
+"""Keys of an assistant's message that say something, and that some templates do not read; with the first some leave out
+the content."""
+_SHOWN = "Rl0Megatron0Shown0Here"  # in any form of quoting
+_RAISED = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+
+class ChatRenderer:
+    """A tokenizer's chat template, with ``options`` for variables of its own (``enable_thinking``)."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
+        """Raises ConfigError for a tokenizer without a chat template or with one that is no Jinja."""
+        source = tokenizer.chat_template
+        if not isinstance(source, str):
+            raise ConfigError("the model's tokenizer has no chat template; give it one")
+        try:
+            self._compiled = compiled(source)
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"line {error.lineno} of the model's chat template is no Jinja: {error.message}; repair it"
+            ) from error
+        self._variables = {"documents": None, **tokenizer.special_tokens_map, **(options or {})}
+        self._reasoning = [name for name in REASONING if name in source]
+        self._asks_for_none = "content'] is none" in source or "content is none" in source
+        self._roles = {("assistant", first): "assistant" for first in (True, False)}  # as what each is rendered
+        self._shows_tools = False  # which is not known before the first
+
+    def render(self, messages: Sequence[ChatMessage], tools: Tools, *, opened: bool = True) -> str:
+        """The template's text, with the generation prompt if ``opened``. Raises MessagesRefused with its reason.
+
+        Some templates read the arguments of calls as objects, some as text: the second is tried where the first raises.
+        A message whose role the template passes over is refused; a ``developer``'s is then tried as the system's. Tools
+        are refused where the template shows none.
+        """
+        for place, message in enumerate(messages):
+            if (message["role"], place == 0) not in self._roles and message["content"]:
+                self._know_role(messages, place, tools)
+        if tools and not self._shows_tools:
+            self._know_tools(messages, tools)
+        return self._rendered(messages, tools, opened)
+
+    def lost(self, messages: Sequence[ChatMessage], tools: Tools, places: Collection[int]) -> list[tuple[int, str]]:
+        """What of the assistant's messages at ``places`` is not in the text of all messages, which nothing follows: the
+        place and the name of each part. Raises MessagesRefused."""
+        marks = dict[str, tuple[int, str]]()
+
+        def marked(place: int, message: ChatMessage) -> ChatMessage:
+            def mark(part: str) -> str:
+                marks[new := f"{_SHOWN}{len(marks)}x"] = place, part
+                return new
+
+            return _with_marks(message, mark) if place in places else message
+
+        text = self._rendered([marked(place, one) for place, one in enumerate(messages)], tools, opened=False)
+        return [part for mark, part in marks.items() if mark not in text]
+
+    def _know_role(self, messages: Sequence[ChatMessage], place: int, tools: Tools) -> None:
+        """Find as what the message's role is rendered there: in the first message, or in a later one."""
+        message = messages[place]
+        role, reason = message["role"], None
+        for shown_as in (role, "system") if role == "developer" else (role,):
+            marked = {**message, "role": shown_as, "content": f"{message['content']}{_SHOWN}"}
+            try:
+                if _SHOWN in self._rendered([*messages[:place], marked, *messages[place + 1 :]], tools, True):
+                    self._roles[role, place == 0] = shown_as
+                    return
+            except MessagesRefused as error:
+                reason = error
+        raise reason or MessagesRefused(
+            f"the model's chat template passes over message {place + 1}, of the role {role!r}, which would be lost: "
+            "give it a role that the template shows there (system, user or tool), or the model a template that shows it"
+        )
+
+    def _know_tools(self, messages: Sequence[ChatMessage], tools: Tools) -> None:
+        """Find whether tools are shown."""
+        first = tools[0]
+        function = first.get("function", first) if isinstance(first, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
+            raise MessagesRefused(f"tool 1 is {first!r:.200}; it must be an object with function.name")
+        marked = {**function, "name": f"{name}{_SHOWN}"}
+        marked = {**first, "function": marked} if "function" in first else marked
+        if _SHOWN not in self._rendered(messages, [marked, *tools[1:]], opened=True):
+            more = f" and {len(tools) - 1} more" if tools[1:] else ""
+            raise MessagesRefused(
+                f"the model's chat template shows no tools, so the model would not know of {name:.100}{more}: give the "
+                "model a template that shows them, or describe them in a message and send none"
+            )
+        self._shows_tools = True
+
+    def _rendered(self, messages: Sequence[ChatMessage], tools: Tools, opened: bool) -> str:
+        for form in self._forms(messages):
+            try:
+                with bounded_rendering():
+                    return self._compiled.render(
+                        self._variables, messages=form, tools=list(tools) or None, add_generation_prompt=opened
+                    )
+            except _RAISED as error:
+                reason = f"{type(error).__name__}: {error}"
+        raise MessagesRefused(f"the model's chat template refuses these messages: {reason}")
+
+    def _forms(self, messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
+        shown = [self._shown(self._of_role(message, not place)) for place, message in enumerate(messages)]
+        yield shown
+        if any("tool_calls" in message for message in messages):
+            yield [written_arguments(message) for message in shown]
+
+    def _of_role(self, message: ChatMessage, first: bool) -> ChatMessage:
+        role = message["role"]
+        known = self._roles.get((role, first), role)
+        return message if known == role else {**message, "role": known}
+
+    def _shown(self, message: ChatMessage) -> ChatMessage:
+        asks = self._asks_for_none and "tool_calls" in message and not message["content"]
+        if not asks and REASONING[0] not in message:
+            return message
+        shown = dict(message)
+        if reasoning := shown.pop(REASONING[0], None):
+            shown |= dict.fromkeys(self._reasoning, reasoning)
+        return shown | {"content": None} if asks else shown
+
+
+def _with_marks(message: ChatMessage, mark: Callable[[str], str]) -> ChatMessage:
+    """An assistant's message with a mark behind each of its texts and in each call."""
+    marked, content = dict(message), message["content"]
+    thought, end, said = content.rpartition(THOUGHT)
+    if REASONING[0] in message:
+        marked[REASONING[0]] += mark("reasoning")
+    elif thought.replace("<think>", "").strip():
+        thought += mark("reasoning")
+    if said.strip():
+        said += mark("content")
+    marked["content"] = thought + end + said
+    if calls := message.get("tool_calls"):
+        marked["tool_calls"] = [_marked_call(call, mark(f"call of {call['function']['name']:.100}")) for call in calls]
+    if old := message.get("function_call"):
+        new = mark("function_call, which tool_calls has replaced,")
+        marked["function_call"] = {**old, "name": f"{old.get('name')}{new}"} if isinstance(old, Mapping) else new
+    if refusal := message.get("refusal"):
+        marked["refusal"] = f"{refusal}{mark('refusal')}"
+    return marked
+
+
+def _marked_call(call: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    more = {**arguments, mark: mark} if isinstance(arguments, Mapping) else f"{arguments}{mark}"
+    return {**call, "function": {**function, "arguments": more}}
