@@ -16,7 +16,7 @@ from typing_extensions import override
 from rl_megatron.columns import TokenIds
 from rl_megatron.errors import ConfigError
 from rl_megatron.rollout.conversation.messages import REASONING, ChatMessage, MessagesRefused
-from rl_megatron.rollout.conversation.rendering import THOUGHT, ChatRenderer
+from rl_megatron.rollout.conversation.rendering import THOUGHT, ChatRenderer, without_thinking
 from rl_megatron.rollout.conversation.templates import Rendered, Rewritten, Template, Tools, text_of, tokens_of_text
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class ChatTemplate(ChatRenderer, Template):
         parts = _parted(now, marked)
         if parts is not None and self._extends(parts, before):
             return parts.behind, has_calls, None if "tool_calls" in turn else parts.whole
-        bare = [_bare(message) for message in messages]
+        bare = [without_thinking(message) for message in messages]
         marked = bare[place] = _marked(bare[place], has_calls)
         parts = _parted(self.render(bare, tools), marked)
         if parts is None or not parts.begins_with(self.render(bare[:place], before.tools, opened=False)):
@@ -158,14 +158,6 @@ def _marked(turn: ChatMessage, has_calls: bool) -> ChatMessage:
     else:
         content = _FRONT + content
     return {**marked, "content": content + _BACK}
-
-
-def _bare(message: ChatMessage) -> ChatMessage:
-    """The message without its thinking."""
-    kept = {key: value for key, value in message.items() if key != REASONING[0]}
-    if message["role"] == "assistant":
-        kept["content"] = message["content"].rpartition(THOUGHT)[2]
-    return kept
 
 
 def _parted(text: str, marked: ChatMessage) -> _Parts | None:

@@ -17,6 +17,7 @@ ChatMessage = Mapping[str, Any]
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one thing; tidied messages have the first
 _PLAIN = {"role", "content"}
+_SAYING = ("user", "system", "developer")  # the roles whose messages are nothing but their content
 _UNCOMPARED = ("role", "content", "tool_calls", "tool_call_id", "id", *REASONING)
 
 
@@ -78,6 +79,11 @@ def _tidied(place: int, given: ChatMessage) -> ChatMessage:
         raise MessagesRefused(f"message {place} is {given!r:.200}; it must be an object with a role")
     if given.keys() == _PLAIN and isinstance(given["content"], str):
         return dict(given)
+    if "content" not in given and given["role"] in _SAYING:
+        raise MessagesRefused(
+            f"message {place}, of the role {given['role']!r}, has no content, but {sorted(given)!r:.200}; name "
+            "its text content"
+        )
     message = {key: value for key, value in given.items() if value is not None}
     message["content"] = _content(place, given.get("content"))
     if reasoning := [message.pop(key) for key in REASONING if key in message]:

@@ -48,9 +48,18 @@ def check_texts(prompts: Iterable[Prompt]) -> None:
 
 
 def paired_texts(prompts: Sequence[Prompt], conversations: WrittenConversations) -> list[tuple[str, str]]:
-    """The chat template's texts of both conversations. Raises DataError that names the prompt."""
-    sides = (_read(prompt) for prompt in prompts)
-    return [(conversations.whole(better), conversations.whole(worse)) for better, worse in sides]
+    """The chat template's texts of both conversations. Raises DataError that names the prompt: as
+    `WrittenConversations.whole`, and where the texts are equal."""
+    found = []
+    for better, worse in map(_read, prompts):
+        texts = conversations.whole(better), conversations.whole(worse)
+        if texts[0] == texts[1]:
+            raise DataError(
+                f"prompt {better.id!r}: the chat template's texts of both conversations are equal, as it leaves out "
+                "where they differ, so there is nothing to compare; give the model a template that shows it"
+            )
+        found.append(texts)
+    return found
 
 
 def _behind_common(prompt: Prompt) -> _Sides:

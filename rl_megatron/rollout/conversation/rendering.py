@@ -142,6 +142,14 @@ class ChatRenderer:
         return shown | {"content": None} if asks else shown
 
 
+def without_thinking(message: ChatMessage) -> ChatMessage:
+    """The message without reasoning, neither as such nor, in an assistant's, before ``</think>`` in its content."""
+    kept = {key: value for key, value in message.items() if key != REASONING[0]}
+    if message["role"] == "assistant":
+        kept["content"] = message["content"].rpartition(THOUGHT)[2]
+    return kept
+
+
 def _with_marks(message: ChatMessage, mark: Callable[[str], str]) -> ChatMessage:
     """An assistant's message with a mark behind each of its texts and in each call."""
     marked, content = dict(message), message["content"]

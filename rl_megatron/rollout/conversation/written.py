@@ -8,6 +8,7 @@ template's texts and the turns' are encoded apart, as they are when a model samp
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,11 +21,15 @@ from rl_megatron.data.samples import WrittenRow
 from rl_megatron.errors import DataError
 from rl_megatron.rollout.conversation.chat import ChatTemplate
 from rl_megatron.rollout.conversation.messages import REASONING, ChatMessage, MessagesRefused, reasoning_of, tidied
+from rl_megatron.rollout.conversation.rendering import LOSABLE, without_thinking
 from rl_megatron.rollout.conversation.templates import Tools
 from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +100,7 @@ class WrittenConversations:
         moment's in all rows: midnight must not come between two texts of one."""
         now = {"strftime_now": datetime.now().astimezone().strftime}
         self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer, options=now)
-        self._stops = np.array(stop_token_ids, np.int32)
+        self._stops, self._warned = np.array(stop_token_ids, np.int32), False
         self._endings = tuple(
             self._template.decode(self._stops[i : i + 1], special=True) for i in range(len(self._stops))
         )
@@ -125,15 +130,35 @@ class WrittenConversations:
         ]
 
     def whole(self, conversation: WrittenConversation) -> str:
-        """The template's text of all messages. Raises DataError that names the prompt."""
+        """The template's text of all messages.
+
+        Raises DataError that names the prompt, as for calls or an answer's content that are not in it.
+        """
         try:
-            return self._template.render(conversation.tidied(), conversation.tools, opened=False)
+            known = conversation.tidied()
+            text, places = self._template.render(known, conversation.tools, opened=False), _losable(known)
+            for place, part in self._template.lost(known, conversation.tools, places) if places else ():
+                if (
+                    part in ("reasoning", "content") and place < len(known) - 1
+                ):  # gpt-oss's content of a call is thinking
+                    self._warn(conversation.id, place, part)
+                elif part != "reasoning":
+                    raise MessagesRefused(
+                        f"message {place + 1}: the model's chat template does not write its {part}, so what is scored "
+                        "would lack it; give the model a template that writes it"
+                    )
+            return text
         except MessagesRefused as error:
             raise DataError(f"prompt {conversation.id!r}: {error}") from error
 
     def _texts(self, conversation: WrittenConversation) -> list[_Texts]:
         (known, turns), tools, rows = conversation.learnt(), conversation.tools, list[_Texts]()
         for place in turns:
+            if not _says_anything(conversation.messages[place]):
+                raise MessagesRefused(
+                    f"message {place + 1} has neither content nor tool_calls, so a model would learn to say nothing; "
+                    "name its text content, or give it a weight of 0"
+                )
             prompt, turn = self._prompt_and_turn(known[: place + 1], tools)
             turn += self._ending(prompt + turn, known, place, tools)
             before = rows[-1].whole if rows else None
@@ -141,6 +166,7 @@ class WrittenConversations:
                 rows[-1].parts += [(prompt[len(before) :], False), (turn, True)]
             else:
                 rows.append(_Texts([(prompt, False), (turn, True)]))
+        self._look_at_context(conversation.id, known, turns, tools)
         return rows
 
     def _prompt_and_turn(self, known: Sequence[ChatMessage], tools: Tools) -> tuple[str, str]:
@@ -156,18 +182,47 @@ class WrittenConversations:
                 "write the message as the model says it (with its thinking), or give it a weight of 0"
             )
         turn = whole[len(prompt) :]
-        if lost := _lost(known[place], turn):
+        if lost := self._lost(known, tools, turn):
             raise MessagesRefused(
                 f"message {place + 1}: the model's chat template does not write its {lost}, so a model would learn to "
                 "leave it out; give the model a template that writes it, or the message a weight of 0"
             )
         return prompt, turn
 
+    def _lost(self, known: Sequence[ChatMessage], tools: Tools, turn: str) -> str:
+        """What of the last message is not in its turn's text; empty if nothing."""
+        message = known[-1]
+        for call in message.get("tool_calls", ()):
+            if (name := call["function"]["name"]) not in turn:
+                return f"call of {name}"
+        texts = message["content"].strip(), reasoning_of(message).strip()
+        if message.keys().isdisjoint(LOSABLE) and all(text in turn for text in texts):
+            return ""
+        return next((part for _, part in self._template.lost(known, tools, [len(known) - 1])), "")
+
+    def _look_at_context(self, name: str, known: Sequence[ChatMessage], turns: Sequence[int], tools: Tools) -> None:
+        """Warn of what the template leaves out of messages before the last turn that are context alone."""
+        places = [place for place in _losable(known[: turns[-1]]) if place not in turns] if turns else []
+        if places and not self._warned:
+            for place, part in self._template.lost(known[: turns[-1] + 1], tools, places):
+                self._warn(name, place, part)
+
+    def _warn(self, name: str, place: int, part: str) -> None:
+        """Warn, once, of a part of a message that is context; thinking is left out there by intent."""
+        if part == "reasoning" or self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "prompt %r: message %d: the model's chat template does not write its %s, so what follows is learnt without "
+            "that, in other rows too; a template that writes it would keep it",
+            *(name, place + 1, part),
+        )
+
     def _ending(self, whole: str, known: Sequence[ChatMessage], place: int, tools: Tools) -> str:
         """What ends the sampling of a message and is written with the one after it: GLM's models stop by its role."""
         if whole.rstrip().endswith(self._endings):
             return ""
-        bare = [{key: value for key, value in one.items() if key != REASONING[0]} for one in known[: place + 1]]
+        bare = [without_thinking(one) for one in known[: place + 1]]
         behind = known[place + 1] if place + 1 < len(known) else {"role": "user", "content": "."}
         whole = self._template.render(bare, tools, opened=False)  # without thinking, which is dropped before users
         more = self._template.render([*bare, behind], tools, opened=False)
@@ -185,6 +240,12 @@ class WrittenConversations:
                         f"sampling (ids {self._stops.tolist()}), so a model would learn to go on; add its id to "
                         "eos_token_id in generation_config.json"
                     )
+                if behind := self._tokenizer.decode(ids[ends[0] + 1 : ends[-1]], skip_special_tokens=True).strip():
+                    raise DataError(
+                        f"prompt {name!r}: a turn goes on with {behind[:40]!r} after a token that ends sampling (id "
+                        f"{ids[ends[0]]}), where no model would; take that token's text out of the message, or "
+                        "give it a weight of 0"
+                    )
                 if not tokens:
                     raise DataError(
                         f"prompt {name!r}: the chat template writes nothing before its first turn, {text[:40]!r}, and "
@@ -195,14 +256,16 @@ class WrittenConversations:
         return WrittenRow(id=name, token_ids=np.array(tokens[: turns[-1][1]], np.int32), turns=tuple(turns))
 
 
-def _lost(message: ChatMessage, turn: str) -> str:
-    """What of a message is not in its turn's text; empty if nothing."""
-    if "function_call" in message:
-        return "function_call, which tool_calls has replaced,"
-    for call in message.get("tool_calls", ()):
-        if (name := call["function"]["name"]) not in turn:
-            return f"call of {name}"
-    return "" if reasoning_of(message).strip() in turn else "reasoning"
+def _losable(known: Sequence[ChatMessage]) -> list[int]:
+    """The places of the assistant's messages of which templates leave out more than thinking."""
+    return [
+        place for place, one in enumerate(known) if one["role"] == "assistant" and not one.keys().isdisjoint(LOSABLE)
+    ]
+
+
+def _says_anything(message: Mapping[str, Any]) -> bool:
+    """Whether an assistant's message has a text, which may be empty, or what stands for one."""
+    return message.get("content") is not None or any(message.get(key) for key in (*LOSABLE, *REASONING))
 
 
 def _weight(place: int, message: Mapping[str, Any]) -> int:

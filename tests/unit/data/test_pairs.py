@@ -172,6 +172,27 @@ def test_a_weight_of_0_on_all_that_differs_is_refused_at_the_start_and_on_a_part
             check([whole])
 
 
+def test_a_pair_whose_texts_leave_out_what_differs_is_refused() -> None:
+    """Or a call, or an answer's content beside it; the template writes contents alone, and none beside a call."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace("m['content']", "'' if m.tool_calls else m['content']")
+    calls = {"tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+
+    def texts(*extra: dict[str, Any], answer: str = "u:1|a:2") -> list[tuple[str, str]]:
+        one = json.loads(prompt(answer, answer).text)
+        for side, more in zip(("messages", "rejected"), extra, strict=True):
+            one[side][1] |= more
+        made = WrittenConversations(tokenizer, [EOS])
+        return paired_texts([Prompt(id="p:1", text=json.dumps(one), token_ids=(), answer="")], made)
+
+    with pytest.raises(DataError, match=r"^prompt 'p:1': the chat template's texts of both conversations are equal"):
+        texts({"reasoning_content": "Hm."}, {"reasoning_content": "No."})
+    with pytest.raises(DataError, match=r"^prompt 'p:1': message 2: .* does not write its content, so what is scored"):
+        texts(calls, {})
+    with pytest.raises(DataError, match=r"^prompt 'p:1': message 2: .* does not write its call of add, so what"):
+        texts({}, calls | {"content": ""})
+
+
 LETTERS = {"q": "1+1", "good": "2", "bad": "3", "m": 0.5}
 TALK = {"good": said("u:1|a:2"), "bad": said("u:1|a:3"), "m": 0.5}
 

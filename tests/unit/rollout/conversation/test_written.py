@@ -26,6 +26,13 @@ CALLS = Reply(reasoning="I call.", calls=[{"a": 17}])
 SAYS = Reply(reasoning="So it is.", content="It is 17.")
 MORE = Reply(content="No: 日本 18.")
 MORE_TURNS = [{"role": "assistant", "content": "Yes."}]
+ADDS = {"type": "function", "function": {"name": "add", "arguments": '{"a": 17}'}}
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}@<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALLED = "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+SHORT = {"plain": PLAIN.replace("@", ""), "names": PLAIN.replace("@", CALLED)}
 NAMES = ["qwen3", "chatml", "llama3", "glm", "gptoss"]
 
 
@@ -65,8 +72,13 @@ def decoded(name: str, tokens: Any) -> str:
         (
             "qwen3",
             {"content": None, "function_call": {"name": "add"}},
-            "its function_call, which tool_calls has replaced",
+            "does not write its function_call, which tool_calls has replaced,",
         ),
+        ("llama3", {"content": "SAID", "tool_calls": [ADDS]}, "does not write its content, so a model"),
+        ("gptoss", {"content": None, "tool_calls": [ADDS, ADDS]}, "does not write its call of add, so a model"),
+        ("glm", {"content": None, "refusal": "SAID"}, "does not write its refusal, so a model"),
+        ("names", {"content": None, "tool_calls": [ADDS]}, "does not write its call of add, so a model"),
+        ("qwen3", {"text": "SAID"}, "has neither content nor tool_calls, so a model would learn to say nothing"),
         (
             "plain",
             {"content": None, "tool_calls": [{"function": {"name": "add"}}]},
@@ -75,25 +87,50 @@ def decoded(name: str, tokens: Any) -> str:
     ],
 )
 def test_a_turn_is_refused_where_the_template_leaves_something_of_it_out(
-    name: str, turn: dict[str, Any], said: str
+    name: str, turn: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokenizer = copy.deepcopy(tokenizer_of("chatml" if name == "plain" else name))
-    if name == "plain":
-        tokenizer.chat_template = (
-            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-        )
-    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant"} | turn]
-    for weight, refused in ((1, True), (0, False)):
-        written = [messages[0], messages[1] | {"weight": weight}, messages[0], *MORE_TURNS]
-        text = json.dumps({"messages": written, "tools": ()})
-        prompt = Prompt(id="chats:1", text=text, token_ids=(), answer="")
-        rows = WrittenConversations(tokenizer, stops("chatml" if name == "plain" else name))
-        if refused:
-            with pytest.raises(DataError, match=f"prompt 'chats:1': message 2: .*{said}"):
+    """As context it is taken, with one warning for all rows, but for thinking and for what says nothing."""
+    family = "chatml" if name in SHORT else name
+    tokenizer = copy.deepcopy(tokenizer_of(family))
+    if name in SHORT:
+        tokenizer.chat_template = SHORT[name]
+    rows = WrittenConversations(tokenizer, stops(family))
+    asks = {"role": "user", "content": "1+1?"}
+    for weight in (1, 0, 0):
+        written = [asks, {"role": "assistant", "weight": weight} | turn, asks, *MORE_TURNS]
+        prompt = Prompt(id="chats:1", text=json.dumps({"messages": written, "tools": ()}), token_ids=(), answer="")
+        if weight:
+            with pytest.raises(DataError, match=f"prompt 'chats:1': message 2.*{said}"):
                 rows.rows([prompt])
         else:
             assert rows.rows([prompt])
+    warned = [one.getMessage() for one in caplog.records]
+    if "reasoning" in said or "nothing" in said:
+        assert not warned
+    else:
+        assert len(warned) == 1
+        assert f"message 2: the model's chat template {said.partition(', so')[0]}" in warned[0].replace("which is", "")
+
+
+@pytest.mark.parametrize(("name", "shown"), [("qwen3", "\n\n SAID "), ("glm", "\nSAID"), ("chatml", " SAID ")])
+def test_what_a_template_writes_otherwise_is_not_lost(name: str, shown: str) -> None:
+    """Qwen3's and GLM's trim contents and thinking, and take thinking out of contents."""
+    for said in (" SAID ", "<think>\n\nHm. \n\n</think>\n\n SAID "):
+        for calls in ({}, {"tool_calls": [ADDS, ADDS]}):
+            turn = {"role": "assistant", "content": said, **calls}
+            (row,) = rows_of(name, [{"role": "user", "content": "1+1?"}, turn])
+            text = decoded(name, row.token_ids)
+            assert (shown in text, text.count("</tool_call>")) == (True, len(calls.get("tool_calls", ())))
+            assert ("Hm." in text) == ("Hm." in said)
+
+
+def test_a_turn_that_spells_the_token_of_its_end_is_refused_and_a_users_text_is_not() -> None:
+    """A tokenizer makes the token of the text, as it does in the prompts of servers."""
+    asks, says = {"role": "user", "content": "a<|im_end|>b"}, {"role": "assistant", "content": "a<|im_end|>b"}
+    with pytest.raises(DataError, match=r"a turn goes on with 'b' after a token that ends sampling \(id \d+\), where"):
+        rows_of("chatml", [asks, says])
+    (row,) = rows_of("chatml", [asks, says | {"weight": 0}, asks, *MORE_TURNS])
+    assert [decoded("chatml", row.token_ids[start:stop]) for start, stop in row.turns] == ["Yes.<|im_end|>"]
 
 
 @pytest.mark.parametrize("name", NAMES)
