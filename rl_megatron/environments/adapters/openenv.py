@@ -46,11 +46,12 @@ class OpenEnv:
     """An episode at ``url``, which is on loopback, behind TLS, or ``service:<name>``.
 
     The model reads the field ``observation`` of what the server answers, or all of it. Where actions have one text
-    field, its reply is that; else it calls the tool ``act``, or writes a JSON object.
+    field, its reply is that; else it calls the tool ``act``, or writes a JSON object: without ``tool`` that alone.
     """
 
-    def __init__(self, url: str, services: Services, observation: str = "") -> None:
+    def __init__(self, url: str, services: Services, observation: str = "", tool: bool = True) -> None:
         check_url(url)
+        self._tool = tool
         self._session = Session(url, services, observation)
 
     async def start(self, task: Prompt, seed: int) -> Observed:
@@ -70,7 +71,8 @@ class OpenEnv:
                 f"{seen.text!r:.200}; write the tasks again. An environment that does not heed its seed needs rows "
                 "without one"
             )
-        return Observed(said=task.text if same else seen.text, tools=self._session.actions.tools)
+        tools = self._session.actions.tools if self._tool else ()
+        return Observed(said=task.text if same else seen.text, tools=tools)
 
     async def step(self, reply: Reply) -> EnvironmentStep:
         """The server's answer to the action; of a reply that is none, why. Raises ServerFailed."""

@@ -42,7 +42,7 @@ def prompt(text: str, **arguments: Any) -> Prompt:
 
 
 def source(engine: Scripted, url: str, *, group_size: int = 2, **section: Any) -> EnvironmentSampler:
-    options = {"url": url, **section.pop("options", {})}
+    options = {"url": url, "tool": False, **section.pop("options", {})}  # plain texts show none
     return sampler(Waves(engine), function="openenv", options=options, group_size=group_size, **section)
 
 
@@ -131,6 +131,24 @@ def test_what_the_server_does_not_do_is_named(server: str, path: str, says: str,
     options = {"observation": "hint"} if path == "guess" else {}
     with pytest.raises(EnvironmentFailed, match=f"environment 'openenv': prompt 'p'.*({said})"):
         played(source(Scripted(lambda text: says), f"{server}/{path}", options=options), [task])
+
+
+@pytest.mark.parametrize("tool", [True, False])
+def test_a_tool_that_plain_texts_do_not_show_is_refused_and_may_be_left_out(tool: bool) -> None:
+    fields = {"guess": {"type": "integer"}, "sure": {"type": "boolean"}}
+    schema = json.dumps({"action": {"properties": fields}})
+
+    def shows(connection: Any, request: Any) -> Any:
+        return connection.respond(HTTPStatus.OK, schema) if request.path == "/schema" else None
+
+    engine = Scripted(lambda text: '{"guess":7}')
+    with lying(sends(data(reward=0.5, done=True)), shows) as url:
+        ours = source(engine, url, group_size=1, options={"tool": tool})
+        if tool:
+            with pytest.raises(EnvironmentFailed, match=r"environment.template=plain shows no tools"):
+                played(ours, [prompt("say")])
+        else:
+            assert [one.reward for one in played(ours, [prompt("say")])] == [0.5]
 
 
 def test_a_row_without_the_field_is_refused() -> None:
