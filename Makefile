@@ -74,7 +74,7 @@ OF_nemo-gym := nemo-gym==0.4.0
 OF_lm-eval := 'lm-eval[api]==0.4.13' transformers -c constraints.txt
 
 .environments/%/.installed: Makefile
-	$(if $(filter nemo-gym,$*),$(PYTHON312),$(PYTHON)) -m venv .environments/$*
+	test -e .environments/$*/bin/python || $(if $(filter nemo-gym,$*),$(PYTHON312),$(PYTHON)) -m venv .environments/$*
 	.environments/$*/bin/pip install -q $(OF_$*)
 	touch $@
 
@@ -128,14 +128,14 @@ clean:
 
 # torch by itself first and at its exact version: a looser range draws gigabytes of other builds.
 $(ENVIRONMENT): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
+	test -e .venv/bin/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt $(TORCH)
 	$(BIN)/pip install -q -c constraints.txt -e .[dev]
 	touch $@
 
 .venv312/.installed: pyproject.toml constraints.txt
 	$(PYTHON312) -c 'import sys; assert sys.version_info[:2] == (3, 12), sys.version'
-	$(PYTHON312) -m venv .venv312
+	test -e .venv312/bin/python || $(PYTHON312) -m venv .venv312
 	.venv312/bin/pip install -q -c constraints.txt $(TORCH)
 	.venv312/bin/pip install -q -c constraints.txt -e .[test]
 	touch $@
@@ -156,7 +156,7 @@ $(ENVIRONMENT): pyproject.toml constraints.txt
 # Engines want other versions than the learner and than each other. Stand-ins for what they lack on a CPU go into their
 # environments, where every process of theirs loads them.
 .engines/%/.installed: tests/engines/%.txt
-	$(PYTHON) -m venv .engines/$*
+	test -e .engines/$*/bin/python || $(PYTHON) -m venv .engines/$*
 	.engines/$*/bin/pip install -q --no-deps -r $<
 	if [ -d tests/engines/$*_cpu ]; then cp -r tests/engines/$*_cpu/. \
 		"$$(.engines/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; fi
