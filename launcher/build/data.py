@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.build.tokenizer import read_tokenizer
+from rl_megatron.config.beside import with_own_prompt
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, OneSource, data_sources
 from rl_megatron.config.sections.eval import EvalSetSection, RunData
@@ -70,6 +71,7 @@ def load_data(config: RunConfig, model_folder: Path) -> Data:
         on_leak=config.data.on_leak,
         sets=config.eval.data_of_sets,
         environments={key: one for key, one in own.items() if one is not None},
+        teachers=with_own_prompt(config),
     )
     load = partial(
         load_held_out,

@@ -9,10 +9,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, found_by, note, problem, unchecked
-from rl_megatron.config.beside import frozen_folders, in_words_of, reward_model_roles, separate
+from rl_megatron.config.beside import (
+    frozen_folders,
+    in_words_of,
+    longest_read,
+    reward_model_roles,
+    separate,
+    taught_by_policy,
+)
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.checkpoint import CHECKPOINT
 from rl_megatron.config.sections.data import FileKeys, data_sources
+from rl_megatron.config.sections.teachers import teacher_role
 from rl_megatron.errors import ConfigError, RLMegatronError
 from rl_megatron.json_text import parse
 from rl_megatron.learner.model.refusals import refuse
@@ -46,8 +54,9 @@ def check(subject: Subject) -> Iterator[Found]:
     if needed and algorithm.critic.path is not None:
         yield from found_by("model files", _critic(subject, "algorithm.critic.path", algorithm.critic.path))
     for name, one in subject.config.algorithm.kl.teachers.items():
-        if one.server is not None:
-            yield from _served(subject, f"algorithm.kl.teachers.{name}.path", one.path)
+        if one.server is not None and one.path is not None:
+            yield from _served(subject, name, one.path)
+    yield from found_by("model files", _by_policy(subject))
 
 
 def _goes_on(config: RunConfig) -> bool:
@@ -56,9 +65,18 @@ def _goes_on(config: RunConfig) -> bool:
     return any(CHECKPOINT.fullmatch(path.name) and path.is_dir() for path in found)
 
 
-def _served(subject: Subject, key: str, folder: Path) -> Iterator[Found]:
+def _by_policy(subject: Subject) -> Iterator[Found]:
+    """Yields each teacher that is the policy itself and reads more tokens than it has positions."""
+    for role in taught_by_policy(subject.config):
+        named, longest = longest_read(subject.config, role)
+        if too_long := length_problem(subject.shape, named, longest):
+            yield problem(too_long)
+
+
+def _served(subject: Subject, name: str, folder: Path) -> Iterator[Found]:
     """Yields why a teacher behind a server cannot judge the policy's tokens: its lengths, its vocabulary."""
-    config = subject.config
+    key = f"algorithm.kl.teachers.{name}.path"
+    named, longest = longest_read(subject.config, teacher_role(name))
     if not (folder / "config.json").is_file():
         yield problem(f"{key}={folder}: it has no config.json; give the Hugging Face folder of what the server serves")
         return
@@ -67,9 +85,9 @@ def _served(subject: Subject, key: str, folder: Path) -> Iterator[Found]:
     except ConfigError:
         yield unchecked(f"the lengths of {key}={folder}: the learner does not know its family")
     else:
-        if most <= config.longest_sequence:
+        if most <= longest:
             yield problem(
-                f"{config.named_longest} = {config.longest_sequence}, with the token that a server makes behind each "
+                f"{named} = {longest}, with the token that a server makes behind each "
                 f"text, is more than max_position_embeddings={most} of {key}={folder}; lower them"
             )
     yield from _same_tokens(subject.model_folder, folder, key)
@@ -182,7 +200,7 @@ def _frozen(subject: Subject, role: str, folder: Path, key: str) -> Iterator[Fou
             f"{given} has {shape.vocab_size} tokens, fewer than the policy's {own.vocab_size}: it has no log-prob of "
             "the others; give a model of the same tokenizer"
         )
-    elif too_long := length_problem(shape, config.named_longest, config.longest_sequence):
+    elif too_long := length_problem(shape, *longest_read(config, role)):
         yield problem(f"{given}: {too_long}")
     else:
         yield from _laid_out(config, own, shape, role, given)

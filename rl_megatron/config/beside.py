@@ -21,7 +21,29 @@ if TYPE_CHECKING:
 def taught_on_ranks(c: RunConfig) -> dict[str, TeacherSection]:
     """The teachers that have ranks of their own, by their roles."""
     teachers = c.algorithm.kl.teachers if c.kind.samples else {}
-    return {teacher_role(name): one for name, one in teachers.items() if one.server is None}
+    return {teacher_role(name): one for name, one in teachers.items() if one.server is None and one.path is not None}
+
+
+def taught_by_policy(c: RunConfig) -> dict[str, TeacherSection]:
+    """The teachers that are the policy itself, by their roles."""
+    teachers = c.algorithm.kl.teachers if c.kind.samples else {}
+    return {teacher_role(name): one for name, one in teachers.items() if one.path is None}
+
+
+def with_own_prompt(c: RunConfig) -> dict[str, TeacherSection]:
+    """The teachers that read a prompt of their own, by their names."""
+    teachers = c.algorithm.kl.teachers if c.kind.samples else {}
+    return {name: one for name, one in teachers.items() if one.prompt is not None}
+
+
+def longest_read(c: RunConfig, role: str) -> tuple[str, int]:
+    """The keys that give the longest sequence that the model of ``role`` reads, and its tokens."""
+    for name, one in c.algorithm.kl.teachers.items():
+        if teacher_role(name) == role and one.max_prompt_tokens is not None:
+            before = f"algorithm.kl.teachers.{name}.max_prompt_tokens={one.max_prompt_tokens}"
+            behind = c.named_longest.removeprefix(f"rollout.max_prompt_tokens={c.rollout.max_prompt_tokens}")
+            return before + behind, one.max_prompt_tokens + c.most_sampled
+    return c.named_longest, c.longest_sequence
 
 
 def reward_model_roles(c: RunConfig) -> dict[str, str]:
@@ -138,6 +160,28 @@ def problems_of_teachers(c: RunConfig) -> Iterator[str]:
                 f"{key}: {', '.join(of)} judge the same prompts, and estimator={kl.estimator} of several is no "
                 "divergence from any of them; set algorithm.kl.estimator=k1, whose weighted sum is, or one teacher"
             )
+    for name, one in with_own_prompt(c).items():
+        yield from _of_own_prompt(c, name, one)
+
+
+def _of_own_prompt(c: RunConfig, name: str, one: TeacherSection) -> Iterator[str]:
+    """A line for each reason why a teacher cannot read what is sampled behind a prompt of its own."""
+    key = f"algorithm.kl.teachers.{name}"
+    for led, section in c.training_environments.items():
+        source = led.removeprefix("data.sources.").removesuffix(".environment")
+        if led == "environment" or not one.sources or source in one.sources:
+            yield (
+                f"{key}.prompt with {led}.function={section.function}: an environment writes its prompts itself, so "
+                f"nothing says what to put in their place; leave {key}.prompt out, or name sources of single "
+                f"completions in {key}.sources"
+            )
+    role, most = teacher_role(name), c.learner.max_tokens_per_micro_batch
+    named, longest = longest_read(c, role)
+    if one.server is None and longest > most:
+        yield (
+            f"learner.max_tokens_per_micro_batch={most} is less than the longest sequence that {role} reads, ({named}) "
+            f"= {longest}; raise the first or lower the others"
+        )
 
 
 def problems_of_separate(c: RunConfig) -> Iterator[str]:

@@ -56,6 +56,18 @@ def to_samples(
     )
 
 
+def read_by_teacher(groups: Sequence[RolloutGroup], name: str, part: NDArray[np.int64]) -> Samples:
+    """The rows ``part`` of `to_samples`, what was sampled behind the prompt that the teacher ``name`` reads in place of
+    the policy's. Their log-probs are 0. Each has one turn."""
+    rows = [(group.prompt, row) for group in groups for one in group.trajectories for row in one.chains]
+    chosen = [rows[number] for number in part.tolist()]
+    before = [prompt.read_by[name] for prompt, _ in chosen]
+    behind = [row.token_ids[row.turns[0].start :] for _, row in chosen]
+    tokens = [np.concatenate([np.array(one, np.int32), ids]) for one, ids in zip(before, behind, strict=True)]
+    turns = [[(len(one), np.zeros(len(ids), np.float32))] for one, ids in zip(before, behind, strict=True)]
+    return _join([prompt.id for prompt, _ in chosen], tokens, turns)
+
+
 def _numbered(counts: Sequence[int]) -> Tensor:
     """0 ``counts[0]`` times, 1 ``counts[1]`` times, …"""
     return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf
 
-from rl_megatron.config.beside import frozen_folders, reward_model_roles, separate
+from rl_megatron.config.beside import frozen_folders, longest_read, reward_model_roles, separate, taught_by_policy
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.learner import LearnerSection
 from rl_megatron.config.sections.rollout import ServerSection
@@ -201,8 +201,7 @@ def rl_step(
     parts = {"training": sum(training.values())}
     if config.algorithm.old_logprobs == "learner":
         parts["log-probs"] = forward_seconds(work, batches)
-    roles = ("critic", *frozen_folders(config))
-    others = {role: learner_work(config.of_role(role), role_shape(config, shape, role), gpu, mean) for role in roles}
+    others = _works(config, shape, gpu, mean, prompt)
     scored = max((forward_seconds(others.pop(role), batches) for role in reward_model_roles(config)), default=0.0)
     parts |= _others(config, others, parts)
     section = config.rollout.server
@@ -239,6 +238,17 @@ def rl_step(
         slower=slower,
         tokens=config.completions_per_step * mean,
     )
+
+
+def _works(config: RunConfig, shape: ModelShape, gpu: Gpu, mean: float, prompt: float) -> dict[str, LearnerWork]:
+    """Of all models beside the policy, by their roles. A teacher's own prompt is as much longer than the policy's
+    ``prompt`` as its limit is."""
+    found = {}
+    for role in ("critic", *frozen_folders(config), *taught_by_policy(config)):
+        own = longest_read(config, role)[1] - config.most_sampled
+        read = mean + prompt * (own / config.rollout.max_prompt_tokens - 1)
+        found[role] = learner_work(config.of_role(role), role_shape(config, shape, role), gpu, read)
+    return found
 
 
 def servers_on_a_gpu(config: RunConfig) -> float:

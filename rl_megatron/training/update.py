@@ -130,7 +130,7 @@ class Update:
         section = self.config.algorithm
         sampled = await to_thread(self._samples_of, groups)
         replayed = sampled if self._replays else replace(sampled, routes=None)
-        found = await measured(self.config, self.roles, self.packers, replayed, step, watch)
+        found = await measured(self.config, self.roles, self.packers, replayed, step, watch, groups=groups)
         found = replace(found, engine_routes=None if self._replays else sampled.routes)
 
         def credited() -> tuple[Measured, Samples, AlgorithmState]:

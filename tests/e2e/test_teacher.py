@@ -85,12 +85,14 @@ def trained(
     begin_to_keep(place)
     judged = (key.format(teacher=teacher) for key in of)
     (hold := place.folder / "hold").touch()
-    run = place.fork(f"{name}-{len(of)}", *GIVEN, f"algorithm={name}", *keys, f"model.path={student}", *judged)
+    run = place.fork(
+        f"{name}-{len(of)}-{len(keys)}", *GIVEN, f"algorithm={name}", *keys, f"model.path={student}", *judged
+    )
     run.until((place.folder / "holding").exists, "what is sampled")
     processes = family(run.process.pid)
     listening = check_sockets(processes)
     assert set(listening) <= {"A learner rank", "A service of the run"}
-    assert listening["A service of the run"] == (of is OF_SERVER)
+    assert listening["A service of the run"] == (OF_SERVER[0] in of)
     check_secrets(processes, run.folder)
     hold.unlink()
     run.finish()
@@ -191,11 +193,72 @@ def test_the_tokens_that_a_teacher_names_are_learnt_from(place: Place, of: tuple
     assert rows[0]["reward/mean"] == 0 < rows[0]["grad_norm"]
 
 
+def behind_the_answer(text: str, form: str) -> list[int]:
+    """The prompt that a teacher reads in place of such as ``37+08=``, whose answer is 540: its digits from the last."""
+    numbers = [int(one) for one in text.rstrip("=").split("+")]
+    return [*form.format(prompt=text.rstrip("="), answer=f"{sum(numbers):03}"[::-1]).encode()]
+
+
+def test_a_policy_that_reads_the_answer_teaches_itself(place: Place) -> None:
+    """The loss and its gradient's norm are autograd's, of transformers' model twice, once without a gradient."""
+    form, keys = "{answer}. {prompt}=", ("algorithm.kl.top_k=300", "train.minibatches=1", "train.steps=1")
+    escaped = form.replace("{", "{{").replace("}", "}}")
+    of = (f"algorithm.kl.teachers.me.prompt={escaped}", "algorithm.kl.teachers.me.max_prompt_tokens=11")
+    rows, first, (student, _) = trained(place, "gkd", of, *keys, "algorithm.aggregation=token_mean")
+    student.get_input_embeddings().padding_idx = None
+    total, count = torch.zeros([], dtype=torch.float64), sum(len(completion) for _, completion in first)
+    for prompt, completion in first:
+        with torch.no_grad():
+            t = logits(student, behind_the_answer(bytes(prompt).decode(), form), completion).softmax(-1)
+        p = logits(student, prompt, completion).softmax(-1)
+        m = (p + t) / 2
+        total = total + (t * (t / m).log() + p * (p / m).log()).sum() / 2 / count
+    total.backward()
+    norm = torch.stack([one.grad.norm() for one in student.parameters() if one.grad is not None]).norm()
+    np.testing.assert_allclose(rows[0]["loss/kl"], total.item(), rtol=1e-4)
+    np.testing.assert_allclose(rows[0]["grad_norm"], float(norm), rtol=1e-4)
+    assert rows[0]["reward/mean"] == 0 < rows[0]["loss/kl"]
+
+
+def test_teachers_of_all_places_read_prompts_of_their_own(place: Place) -> None:
+    """The policy itself, a wider model on ranks of its own under tensor parallelism, and the same behind a service."""
+    forms = {
+        "me": "{answer} {prompt}=",
+        "near": "{prompt} is {answer}, {prompt}=",
+        "wide": "{prompt}={answer}\n{prompt}=",
+    }
+    weights = {"me": 1, "near": 2, "wide": 3}
+    of = [*OF_SERVER, "algorithm.kl.teachers.near.path={teacher}", "roles.layouts.teacher_near.tp=2"]
+    for name, form in forms.items():
+        given = {"weight": weights[name], "prompt": form.replace("{", "{{").replace("}", "}}"), "max_prompt_tokens": 24}
+        of += [f"algorithm.kl.teachers.{name}.{key}={value}" for key, value in given.items()]
+    rows, first, (student, wide) = trained(place, "distill", tuple(of), "train.steps=1")
+    found = []
+    for prompt, completion in first:
+        own = logprobs(student, prompt, completion)
+        of_all = [
+            weights[name]
+            * logprobs(student if name == "me" else wide, behind_the_answer(bytes(prompt).decode(), form), completion)
+            for name, form in forms.items()
+        ]
+        found.append(sum(of_all) / 6 - own)
+    tokens = np.concatenate(found)
+    np.testing.assert_allclose(rows[0]["advantage/mean"], tokens.mean(), rtol=1e-4)
+    np.testing.assert_allclose(rows[0]["advantage/std"], tokens.std(), rtol=1e-4)
+    np.testing.assert_allclose(rows[0]["kl/reference"], -np.mean([one.mean() for one in found]), rtol=1e-4)
+    assert rows[0]["kl/reference"] > 0.02 < rows[0]["grad_norm"]
+
+
+def logits(model: torch.nn.Module, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """[T, V] where a completion's tokens were sampled, float64."""
+    found: torch.Tensor = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    return found.double()
+
+
 def distribution(model: torch.nn.Module, prompt: list[int], completion: list[int], temperature: float) -> np.ndarray:
     """Probabilities [T, V] where a completion's tokens were sampled."""
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-    return (logits.double() / temperature).softmax(-1).numpy()
+        return (logits(model, prompt, completion) / temperature).softmax(-1).numpy()
 
 
 def logprobs(model: torch.nn.Module, prompt: list[int], completion: list[int]) -> np.ndarray:

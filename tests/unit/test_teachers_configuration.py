@@ -30,6 +30,11 @@ def held(name: str, path: Path = Path("tests"), *keys: str) -> list[str]:
     return [f"{KEY}.{name}.{key}" for key in (f"path={path}", *keys)]
 
 
+def own(name: str, most: int) -> list[str]:
+    """A prompt of its own, and without more keys it is the policy itself."""
+    return [f"{KEY}.{name}.prompt={{answer}}: {{prompt}}", f"{KEY}.{name}.max_prompt_tokens={most}"]
+
+
 def sources(*names: str) -> list[str]:
     made = [f"data.sources.{name}.{key}" for name in names for key in ("type=arithmetic", "digits=2")]
     return ["data.type=mixture", *made]
@@ -68,6 +73,21 @@ def test_ranks_hold_no_reference_beside_them() -> None:
             "a, b judge the same prompts, and estimator=top_k",
         ),
         (teacher("a", Path("tests"), "sources=[sums]"), f"{KEY}.a.sources names 'sums'; data.sources has none"),
+        ([f"{KEY}.a.weight=2"], "no path: without one it is the policy itself, which judges by another prompt"),
+        ([f"{KEY}.a.server={URL}", f"{KEY}.a.engine=vllm", *own("a", 9)], "on its own ranks; give path"),
+        (own("a", 9)[:1], "prompt='{answer}: {prompt}' without max_prompt_tokens: a prompt of its own has both"),
+        ([*held("a"), *own("a", 9)[1:]], "max_prompt_tokens=9 without prompt: a prompt of its own has both; give"),
+        ([f"{KEY}.a.prompt={{answer}}", *own("a", 9)[1:]], "prompt='{answer}' has no {prompt}; write it where"),
+        (
+            [*own("a", 50), "learner.max_tokens_per_micro_batch=55"],
+            "learner.max_tokens_per_micro_batch=55 is less than the longest sequence that teacher_a reads, "
+            f"({KEY}.a.max_prompt_tokens=50 + rollout.max_new_tokens=6) = 56",
+        ),
+        (
+            [*own("a", 9), "environment.function=calculator"],
+            f"{KEY}.a.prompt with environment.function=calculator: an environment writes its prompts itself",
+        ),
+        ([*own("a", 9), "roles.layouts.teacher_a.tp=2"], "that ranks hold has this role; allowed: none"),
         (
             [*sources("sums", "more"), *teacher("a", Path("tests"), "sources=[sums]")],
             "none judges the prompts of data.sources.more",
@@ -129,3 +149,19 @@ def test_its_tokens_and_lengths_are_compared_with_the_policys(tmp_path: Path) ->
     assert f"max_position_embeddings=8 of {KEY}.t0.path={short}" in said[0]
     assert f"{KEY}.t1.path={other}: 1 of the policy's" in said[1]
     assert f"{KEY}.t2.path={tmp_path}: it has no config.json" in said[2]
+
+
+def test_the_longest_that_it_reads_behind_its_own_prompt_is_compared_with_its_positions(tmp_path: Path) -> None:
+    policy = make_tiny_model(TinyModelSection(), tmp_path, 0)
+    wide = make_tiny_model(TinyModelSection(max_position_embeddings=2048), tmp_path, 0)
+    prompts = [*own("me", 1019), *own("near", 1019), *own("far", 1018)]
+    models = [*held("near", policy), *teacher("far", policy)]
+    config = loaded(f"model.path={policy}", *models, *prompts)
+    said = [one.text for one in check(Subject(config=config, for_job=False))]
+    places = {"me": "the model's max", "near": f"{KEY}.near.path={policy}: {KEY}", "far": "that a server makes"}
+    lengths = {"me": (1019, 1025), "near": (1019, 1025), "far": (1018, 1024)}
+    for name, (before, whole) in lengths.items():
+        keys = f"{KEY}.{name}.max_prompt_tokens={before} + rollout.max_new_tokens=6 = {whole}"
+        assert [places[name] in one for one in said if keys in one] == [True], name
+    fits = loaded(f"model.path={policy}", *held("near", wide), *own("near", 1019), *own("me", 1018))
+    assert not [*check(Subject(config=fits, for_job=False))]

@@ -31,15 +31,21 @@ def teacher_role(name: str) -> str:
 
 class TeacherSection(Section):
     """A model that judges what the policy samples (docs/distillation.md), on ranks of its own or behind a server of an
-    engine."""
+    engine; or the policy itself, which reads another prompt."""
 
     server: Annotated[str, AfterValidator(_of_server)] | None = None
     """service:<name> of ``services``, or http(s)://host:port of a server that runs already; null: ranks of the run's
     own hold it, in the learner's layout or that of ``roles.layouts.teacher_<name>``."""
     engine: Literal["vllm", "sglang"] | OwnCode | None = None
     """What the server is: vllm, sglang, or ``package.module:Class``, an engine of your own; null without a server."""
-    path: Path
-    """Hugging Face folder of the teacher; of one behind a server, config.json and tokenizer.json are read here."""
+    path: Path | None = None
+    """Hugging Face folder of the teacher; of one behind a server, config.json and tokenizer.json are read here. null:
+    the policy itself, with the weights that a step begins with, by ``prompt``."""
+    prompt: str | None = None
+    """What it reads in place of data.prompt_template: {prompt} is the problem, {answer} its right answer, and {NAME}
+    field NAME of its row, as in data.prompt_field; null: the policy's own prompt."""
+    max_prompt_tokens: Positive | None = None
+    """Most tokens of such a prompt; what is done with a longer one says ``rollout.on_long_prompt``."""
     weight: PositiveFloat = 1.0
     """Weight of its log-probs among those of all teachers of a prompt, which add up to 1."""
     sources: Annotated[tuple[str, ...], LISTED] = ()
@@ -63,10 +69,27 @@ class TeacherSection(Section):
                 f"{given[0]}={getattr(self, given[0])} without a server: the run's own ranks hold this teacher; give "
                 f"server, or leave {given[0]} out"
             )
+        if self.path is None and (self.server is not None or self.prompt is None):
+            raise ValueError(
+                "no path: without one it is the policy itself, which judges by another prompt on its own ranks; give "
+                f"{'path' if self.server is not None else 'path, or prompt and max_prompt_tokens'}"
+            )
         if self.server is None:
             return self
         if self.engine is None:
             raise ValueError(f"server={self.server} without engine; give engine=vllm or sglang, which serves there")
         if self.token_file is not None and self.server.startswith(SERVICE):
             raise ValueError(f"token_file={self.token_file}: {self.server} has a key of its own; leave token_file out")
+        return self
+
+    @model_validator(mode="after")
+    def _prompt_is_whole(self) -> Self:
+        if (self.prompt is None) != (self.max_prompt_tokens is None):
+            given, missing = ("prompt", "max_prompt_tokens")[:: 1 if self.max_prompt_tokens is None else -1]
+            raise ValueError(
+                f"{given}={getattr(self, given)!r:.80} without {missing}: a prompt of its own has both; give "
+                f"{missing}, or leave {given} out"
+            )
+        if self.prompt is not None and "{prompt}" not in self.prompt:
+            raise ValueError(f"prompt={self.prompt!r:.80} has no {{prompt}}; write it where the problem goes")
         return self

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,19 +19,9 @@ from typing_extensions import override
 from rl_megatron.data.problems.file_rows import FileRows
 from rl_megatron.data.problems.mixture import DigestOf, digest_of_prompts
 from rl_megatron.data.problems.records import number_at
-from rl_megatron.data.problems.rendering import (
-    LimitKeys,
-    OnLongPrompt,
-    conversation,
-    rendered,
-    tokenized_one,
-    unrendered,
-)
+from rl_megatron.data.problems.rendering import RowForm, TooLong, conversation, rendered, tokenized_one, unrendered
 from rl_megatron.errors import DataError
 from rl_megatron.types import Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -149,16 +139,6 @@ class Listed(Pool):
         return {prompt.id: row for row, prompt in enumerate(self._prompts)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowForm:
-    """How a row becomes a prompt."""
-
-    tokenizer: PreTrainedTokenizerBase
-    max_tokens: int
-    on_long: OnLongPrompt
-    keys: LimitKeys
-
-
 class RowsOfPrompts(Pool):
     """Rows of files, of which those that are drawn next are held: once a window of them is in use, a thread reads the
     following one. The order of draws does not depend on windows."""
@@ -191,8 +171,8 @@ class RowsOfPrompts(Pool):
         if data.messages_field is not None:
             return self._named(unrendered([conversation(record, path, line, data)])[0])
         problem = rendered(record, path, line, data, form.tokenizer)
-        prompt = tokenized_one(problem, form.tokenizer, not data.chat_template, form.max_tokens)
-        if isinstance(prompt, str):
+        prompt = tokenized_one(problem, form, chat=data.chat_template)
+        if isinstance(prompt, TooLong):
             self._is_long(problem.place, prompt)
             return None
         return self._named(prompt)
@@ -250,16 +230,14 @@ class RowsOfPrompts(Pool):
         numbers = np.unique(self._kept[upcoming.rows(start, stop)]).astype(np.int64)
         return _Held(numbers, tuple(self._rows.selected(numbers, None)), stop)
 
-    def _is_long(self, place: str, length: str) -> None:
-        tokens, on_long = self._form.keys
-        most = f"{tokens}={self._form.max_tokens}"
+    def _is_long(self, place: str, why: TooLong) -> None:
         if self._form.on_long == "fail":
-            raise DataError(f"{place}: the prompt has {length}, {most}; raise it or set {on_long}=drop")
+            raise DataError(f"{place}: the prompt has {why}; raise it or set {self._form.keys[1]}=drop")
         self._too_long += 1
         if not self._too_long & (self._too_long - 1):
             logger.warning(
                 "dropped %d prompts so far that have more tokens than %s when they were drawn; the last is %s with %s",
-                *(self._too_long, most, place, length),
+                *(self._too_long, f"{why.key}={why.most}", place, why.length),
             )
 
 

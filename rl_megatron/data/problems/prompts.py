@@ -7,7 +7,6 @@ import random
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,17 +23,19 @@ from rl_megatron.config.sections.data import (
     name_of,
 )
 from rl_megatron.config.sections.environment import EnvironmentSection
+from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.problems.arithmetic import split_sums
 from rl_megatron.data.problems.file_rows import FileRows, file_rows
 from rl_megatron.data.problems.files import files_in, local_files, read_records
 from rl_megatron.data.problems.leaks import JoinedTexts, ListedTexts, OnLeak, TextsFor, rows_to_keep, spaced
-from rl_megatron.data.problems.pool import Joined, Listed, Pool, RowForm, RowsOfPrompts
+from rl_megatron.data.problems.pool import Joined, Listed, Pool, RowsOfPrompts
 from rl_megatron.data.problems.records import listed
 from rl_megatron.data.problems.rendering import (
     SAMPLED,
     LimitKeys,
     OnLongPrompt,
     Problem,
+    RowForm,
     conversation,
     fields_of,
     rendered,
@@ -61,6 +62,7 @@ def load_prompts(
     on_leak: OnLeak | None = None,
     sets: Mapping[str, OneSource] | None = None,
     environments: Mapping[str, EnvironmentSection] | None = None,
+    teachers: Mapping[str, TeacherSection] | None = None,
 ) -> tuple[Pool, list[Prompt]]:
     """(train, held-out) prompts, in an order that depends on ``data`` and ``seed`` alone; of a mixture each source's
     follow each other, and their ids begin with its name.
@@ -72,7 +74,8 @@ def load_prompts(
     an epoch has each row once. ``on_leak`` says what to do with a problem to train on that is held out here or in
     ``sets`` (by the key of their section), and of equal ones the first alone is trained on then; None: nobody trains on
     them. Those of sources whose ``environments`` (by the source's key) have another function or other options are never
-    equal, nor, where nothing ``samples``, those with different answers. Raises DataError that names files and lines.
+    equal, nor, where nothing ``samples``, those with different answers. What is trained on has the prompts that
+    its ``teachers`` (by name) read in their place. Raises DataError that names files and lines.
     """
     sources = data_sources(data)
     splits = {key: _problems(key, source, tokenizer, seed, pairs=pairs) for key, source in sources.items()}
@@ -90,15 +93,15 @@ def load_prompts(
     for key, source in sources.items():
         name = name_of(key) if isinstance(data, MixtureData) else ""
         train, theirs = splits[key]
-        form = partial(_formed, source=source, form=of_row)
+        taught = {one: teacher for one, teacher in (teachers or {}).items() if name in (teacher.sources or (name,))}
         if isinstance(train, FileRows):
-            pools.append(RowsOfPrompts(train, kept[key], of_drawn, source=name))
+            pools.append(RowsOfPrompts(train, kept[key], replace(of_drawn, teachers=taught), source=name))
         else:
             mask = kept[key]
             ours = train if mask is None else [train[row] for row in np.flatnonzero(mask).tolist()]
-            made = _named(form(ours), name)
+            made = _named(_formed(ours, source, replace(of_row, teachers=taught)), name)
             pools.append(Listed(made, len(ours) - len(made)))
-        held_out += _named(form(theirs), name)
+        held_out += _named(_formed(theirs, source, of_row), name)
     return pools[0] if len(pools) == 1 else Joined(pools), held_out
 
 
@@ -121,8 +124,7 @@ def _formed(problems: Sequence[Problem], source: OneSource, form: RowForm) -> li
     """Conversations as they are, and others tokenized."""
     if isinstance(source, FileKeys) and source.messages_field is not None:
         return unrendered(problems)
-    bos = not (isinstance(source, FileKeys) and source.chat_template)  # a chat template writes its own
-    return tokenized(problems, form.tokenizer, bos, form.max_tokens, form.on_long, form.keys)
+    return tokenized(problems, form, chat=isinstance(source, FileKeys) and source.chat_template)
 
 
 def _played_in(section: EnvironmentSection | None) -> str:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
 
 from rl_megatron.chat_templates import bounded_rendering, prompt_tokens
 from rl_megatron.config.sections.data import FileKeys
+from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.problems.records import Record, missing_field
 from rl_megatron.errors import DataError
+from rl_megatron.json_text import value_at
 from rl_megatron.types import Prompt
 
 if TYPE_CHECKING:
@@ -30,11 +34,34 @@ MOST_MARGIN = 10_000
 """Largest size of a pair's margin: beside it a score of float32 still has three digits after the point."""
 
 _LIST = (list, type(None))
+_FIELD = re.compile(r"\{([A-Za-z_][\w.]*)\}")  # of a teacher's prompt
 
 OnLongPrompt = Literal["fail", "drop"]
 LimitKeys = tuple[str, str]
 """The keys of the most tokens of a prompt, and of what to do with a longer one."""
 SAMPLED: LimitKeys = ("rollout.max_prompt_tokens", "rollout.on_long_prompt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowForm:
+    """How a row becomes a prompt. ``teachers``: by name, those that read a prompt of their own in its place."""
+
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    on_long: OnLongPrompt
+    keys: LimitKeys
+    teachers: Mapping[str, TeacherSection] = field(default_factory=dict)
+
+
+class TooLong(NamedTuple):
+    """Why a prompt is left out: its ``length`` in words, the ``key`` of the limit, and that."""
+
+    length: str
+    key: str
+    most: int
+
+    def __str__(self) -> str:
+        return f"{self.length}, {self.key}={self.most}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +93,7 @@ def rendered(record: Record, path: Path, line: int, data: FileKeys, tokenizer: P
     question, answer, *rejected = record.texts
     text = data.prompt_template.replace("{prompt}", question)
     if data.chat_template:
-        chat = [{"role": "user", "content": text}]
-        try:
-            with bounded_rendering():
-                text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise DataError(
-                f"{path}:{line}: the tokenizer's chat template fails at it: {type(error).__name__}: {error!s:.500}; "
-                "fix the model's chat_template.jinja, or set chat_template=false"
-            ) from error
+        text = _as_user(text, f"{path}:{line}", tokenizer)
     return Problem(
         id=f"{path.stem}:{line}",
         place=f"{path}:{line}",
@@ -85,6 +104,39 @@ def rendered(record: Record, path: Path, line: int, data: FileKeys, tokenizer: P
         margin=_margin(record, f"{path}:{line}", data),
         meta=record.others,
     )
+
+
+def _as_user(text: str, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text as a user's turn, and the start of the assistant's."""
+    chat = [{"role": "user", "content": text}]
+    try:
+        with bounded_rendering():
+            return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise DataError(
+            f"{place}: the tokenizer's chat template fails at it: {type(error).__name__}: {error!s:.500}; "
+            "fix the model's chat_template.jinja, or set chat_template=false"
+        ) from error
+
+
+def _with_fields(problem: Problem, template: str, key: str) -> str:
+    """A teacher's prompt of a problem. Raises DataError that names the place for a field that its row lacks."""
+    known = {"prompt": problem.raw, "answer": problem.answer}
+
+    def of_field(found: re.Match[str]) -> str:
+        name = found[1]
+        if name in known:
+            return known[name]
+        try:
+            value = value_at(problem.meta, name)
+        except KeyError:
+            raise DataError(
+                f"{problem.place}: {missing_field(name, problem.meta)}, for {key}; {{prompt}} and {{answer}} are the "
+                "problem and its answer, whatever their fields are called"
+            ) from None
+        return value if isinstance(value, str) else _to_json(value)
+
+    return _FIELD.sub(of_field, template)
 
 
 def check_pair(record: Record, place: str, data: FileKeys) -> None:
@@ -188,69 +240,86 @@ def unrendered(conversations: Sequence[Problem]) -> list[Prompt]:
     ]
 
 
-def tokenized(
-    problems: Sequence[Problem],
-    tokenizer: PreTrainedTokenizerBase,
-    add_special_tokens: bool,
-    max_prompt_tokens: int,
-    on_long_prompt: OnLongPrompt,
-    keys: LimitKeys,
-) -> list[Prompt]:
-    """The prompts in their order. One that is too long raises DataError, or is dropped with a warning."""
+def tokenized(problems: Sequence[Problem], form: RowForm, *, chat: bool = False) -> list[Prompt]:
+    """The prompts in their order, ``chat``: their texts are chats. One that is too long, or whose prompt of a teacher
+    is, raises DataError, or is dropped with a warning. Raises DataError for a field that a teacher's prompt lacks."""
     prompts: list[Prompt] = []
-    long: list[tuple[Problem, str]] = []
-    for problem, ids in _encoded(problems, tokenizer, add_special_tokens, max_prompt_tokens * _MOST_CHARACTERS):
-        prompt = _prompt(problem, ids, max_prompt_tokens)
-        if isinstance(prompt, str):
+    long: list[tuple[Problem, TooLong]] = []
+    for problem, prompt in zip(problems, _prompts(problems, form, chat), strict=True):
+        if isinstance(prompt, TooLong):
             long.append((problem, prompt))
         else:
             prompts.append(prompt)
-    if long and (on_long_prompt == "fail" or not prompts):
-        problem, length = long[0]
+    if long and (form.on_long == "fail" or not prompts):
+        problem, why = long[0]
         raise DataError(
-            f"{problem.place}: the prompt has {length}, {keys[0]}={max_prompt_tokens} "
-            f"({len(long)} of {len(problems)} prompts are too long); raise it"
-            + (f" or set {keys[1]}=drop" if prompts else "")
+            f"{problem.place}: the prompt has {why} ({len(long)} of {len(problems)} prompts are too long); raise it"
+            + (f" or set {form.keys[1]}=drop" if prompts else "")
         )
-    if long:
+    for key in dict.fromkeys(why.key for _, why in long):
+        of_key = [(problem, why) for problem, why in long if why.key == key]
         logger.warning(
             "dropped %d of %d prompts with more than %s=%d tokens; the first is %s with %s",
-            *(len(long), len(problems), keys[0], max_prompt_tokens, long[0][0].place, long[0][1]),
+            *(len(of_key), len(problems), key, of_key[0][1].most, of_key[0][0].place, of_key[0][1].length),
         )
     return prompts
 
 
-def tokenized_one(
-    problem: Problem, tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool, max_prompt_tokens: int
-) -> Prompt | str:
-    """The prompt, or its length if that is too much."""
-    ((_, ids),) = _encoded([problem], tokenizer, add_special_tokens, max_prompt_tokens * _MOST_CHARACTERS)
-    return _prompt(problem, ids, max_prompt_tokens)
+def tokenized_one(problem: Problem, form: RowForm, *, chat: bool = False) -> Prompt | TooLong:
+    """As `tokenized`: the prompt, or why it is too long."""
+    return next(_prompts([problem], form, chat))
 
 
-def _prompt(problem: Problem, ids: Sequence[int] | None, max_prompt_tokens: int) -> Prompt | str:
-    if ids is None or len(ids) > max_prompt_tokens:
-        return f"{len(problem.text)} characters" if ids is None else f"{len(ids)} tokens"
-    return Prompt(
-        id=problem.id,
-        text=problem.text,
-        token_ids=tuple(ids),
-        answer=problem.answer,
-        question=problem.raw,
-        rejected=tuple(problem.rejected),
-        margin=problem.margin,
-        meta=problem.meta,
-    )
+def _prompts(problems: Sequence[Problem], form: RowForm, chat: bool) -> Iterator[Prompt | TooLong]:
+    own = _encoded((problem.text for problem in problems), form.tokenizer, not chat, form.max_tokens, form.keys[0])
+    theirs = {name: _of_teacher(problems, form.tokenizer, name, one, chat) for name, one in form.teachers.items()}
+    for problem, ids in zip(problems, own, strict=True):
+        read_by = {name: next(of_teacher) for name, of_teacher in theirs.items()}
+        long = [one for one in (ids, *read_by.values()) if isinstance(one, TooLong)]
+        if long or isinstance(ids, TooLong):
+            yield long[0]
+            continue
+        yield Prompt(
+            id=problem.id,
+            text=problem.text,
+            token_ids=ids,
+            answer=problem.answer,
+            question=problem.raw,
+            rejected=tuple(problem.rejected),
+            margin=problem.margin,
+            meta=problem.meta,
+            read_by={name: of_teacher for name, of_teacher in read_by.items() if not isinstance(of_teacher, TooLong)},
+        )
+
+
+def _of_teacher(
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, name: str, teacher: TeacherSection, chat: bool
+) -> Iterator[tuple[int, ...] | TooLong]:
+    """The prompt that a teacher reads in place of each problem's."""
+    key = f"algorithm.kl.teachers.{name}"
+    assert teacher.prompt is not None
+    assert teacher.max_prompt_tokens is not None
+    template, most = teacher.prompt, teacher.max_prompt_tokens
+
+    def text(problem: Problem) -> str:
+        found = _with_fields(problem, template, f"{key}.prompt")
+        return _as_user(found, problem.place, tokenizer) if chat else found
+
+    return _encoded(map(text, problems), tokenizer, not chat, most, f"{key}.max_prompt_tokens")
 
 
 def _encoded(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool, most_characters: int
-) -> Iterator[tuple[Problem, list[int] | None]]:
-    """Each problem with its tokens, or with None if it has too many characters to fit. Encodes few at a time, because
-    a tokenizer's own records take 100 bytes a token while they exist."""
-    for start in range(0, len(problems), _AT_ONCE):
-        part = problems[start : start + _AT_ONCE]
-        texts = [p.text for p in part if len(p.text) <= most_characters]
-        encoded = iter(prompt_tokens(tokenizer, texts, begins=add_special_tokens))
-        for problem in part:
-            yield problem, next(encoded) if len(problem.text) <= most_characters else None
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, begins: bool, most: int, key: str
+) -> Iterator[tuple[int, ...] | TooLong]:
+    """The tokens of each text. One of too many characters to fit is not encoded; of the others few are at a time,
+    because a tokenizer's own records take 100 bytes a token while they exist."""
+    left, most_characters = iter(texts), most * _MOST_CHARACTERS
+    while part := list(islice(left, _AT_ONCE)):
+        fit = [text for text in part if len(text) <= most_characters]
+        encoded = iter(prompt_tokens(tokenizer, fit, begins=begins))
+        for text in part:
+            if len(text) > most_characters:
+                yield TooLong(f"{len(text)} characters", key, most)
+                continue
+            ids = next(encoded)
+            yield tuple(ids) if len(ids) <= most else TooLong(f"{len(ids)} tokens", key, most)

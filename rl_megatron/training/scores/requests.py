@@ -1,7 +1,8 @@
 """Asks all models of a run for their scores of a step's samples, before any of them changes.
 
 Samples are packed once for each layout. Models on the same ranks get them by one request, which asks for all columns:
-those of one model by one pass. Letters: N positions of the samples, S sequences.
+those of one model by one pass. A teacher with a prompt of its own reads other sequences, by a request for them alone.
+Letters: N positions of the samples, S sequences.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from rl_megatron.interfaces import Pass, PassScores, Roles, Together
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.seeds import seed_of
 from rl_megatron.training.measures import LOGPROBS, Measured, wanted_of_policy
-from rl_megatron.training.scores.teachers import judged_by, one_reference
+from rl_megatron.training.scores.teachers import as_sampled, judged_by, one_reference, read_by
 from rl_megatron.training.tasks import AtOnce
-from rl_megatron.types import Batch, Samples, Want
+from rl_megatron.types import Batch, RolloutGroup, Samples, Want
 
 RankOf: TypeAlias = NDArray[np.int64]
 """The data-parallel rank of each sequence [S]."""
@@ -70,6 +71,10 @@ class Packers:
         ranks: RankOf | None = packer.ranks(samples, most=most, seed=seed) if is_trained else None
         return packer.pack(samples, ranks=ranks, with_room=with_room)
 
+    def apart(self, samples: Samples, role: str) -> Batch:
+        """All sequences of samples that nobody trains on."""
+        return self.others.get(role, self.own).pack(samples)
+
     def again(self, role: str, batch: Batch) -> Batch:
         """The batch for the ranks of ``role``, packed again if they have a layout of their own."""
         other = self.others.get(role)
@@ -78,11 +83,14 @@ class Packers:
 
 @dataclass(slots=True, kw_only=True)
 class _Request:
-    """Passes over one batch, with the phase that each is counted for; ``ranks`` make them all."""
+    """Passes over one batch, with the phase that each is counted for, and who says it; ``ranks`` make them all.
+    ``read``: the sequences, where they are not the step's samples."""
 
     ranks: Together | None
+    read: Samples | None = None
     phases: list[str] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
+    told_by: list[str] = field(default_factory=list)
     batch: Batch | None = None
 
     def seconds(self, said: Sequence[PassScores]) -> dict[str, float]:
@@ -94,11 +102,19 @@ class _Request:
 
 
 async def measured(
-    config: RunConfig, roles: Roles, packers: Packers, samples: Samples, step: int, watch: Stopwatch
+    config: RunConfig,
+    roles: Roles,
+    packers: Packers,
+    samples: Samples,
+    step: int,
+    watch: Stopwatch,
+    *,
+    groups: Sequence[RolloutGroup],
 ) -> Measured:
-    """The samples with all scores that the algorithm needs, and no others."""
+    """The samples, which are of ``groups``, with all scores that the algorithm needs, and no others."""
     judged = judged_by(config, samples)
-    requests = _requests(config, roles, samples, judged)
+    read = await to_thread(read_by, config, judged, groups)
+    requests = _requests(config, roles, samples, judged, read)
     with_room = any(one.last_tokens for request in requests for one in request.passes)
     longer, is_last = await to_thread(with_last_tokens, samples) if with_room else (samples, None)
     packed: dict[str, Batch] = {}
@@ -107,42 +123,62 @@ async def measured(
     async with AtOnce(watch) as at_once:
         running = []
         for request in requests:
-            role = request.passes[0].role
+            role = request.told_by[0]
             part = judged.get(role)
-            layout = role if role in packers.others or (part is not None and len(part) < samples.num_sequences) else ""
+            apart = role in packers.others or (part is not None and len(part) < samples.num_sequences)
+            layout = role if apart or request.read is not None else ""
             if layout not in packed:
                 pack = partial(packers.packed, samples, step, role, with_room=with_room, part=part)
+                if request.read is not None:
+                    pack = partial(packers.apart, request.read, role)
                 packed[layout] = await to_thread(pack)
             request.batch = packed[layout]
             running.append(at_once.begin(request.phases[0], _asked(roles, request)))
         for request, task in zip(requests, running, strict=True):
             assert request.batch is not None
             answers = await at_once.end_shared(task, request.seconds)
-            for one, said in zip(request.passes, answers, strict=True):
+            for one, role, said in zip(request.passes, request.told_by, answers, strict=True):
                 for what, scores in said.scores.items():
-                    column = await to_thread(unpack, request.batch, scores, longer if one.last_tokens else samples)
+                    packed_from = request.read or (longer if one.last_tokens else samples)
+                    column = await to_thread(unpack, request.batch, scores, packed_from)
+                    if request.read is not None:
+                        column = await to_thread(as_sampled, column, request.read, samples, judged[role])
                     if one.last_tokens and is_last is not None:
                         next_values = column[is_last] if what == "values" else next_values
                         column = column[~is_last]
-                    found[one.role, what] = column
+                    found[role, what] = column
     return _with_columns(config, samples, found, next_values, judged)
 
 
-def _requests(config: RunConfig, roles: Roles, samples: Samples, judged: Collection[str]) -> list[_Request]:
-    """One for each group of ranks, and one for each model that is in none, in the order of their first phases."""
+def _requests(
+    config: RunConfig, roles: Roles, samples: Samples, judged: Collection[str], read: Mapping[str, Samples]
+) -> list[_Request]:
+    """One for each group of ranks, and one for each model that is in none, in the order of their first phases. Before
+    them those for other sequences: what ranks hold of the step's they keep until they are trained."""
     found: list[_Request] = []
-    for phase, one in _passes(config, roles, samples, judged):
+    for role, sequences in read.items():
+        one = Pass(role=role if role in roles.models else "policy", want=_of_reference(config))
         ranks = next((group for group in roles.together if one.role in group.roles), None)
-        request = next((request for request in found if ranks is not None and request.ranks is ranks), None)
+        found.append(_Request(ranks=ranks, read=sequences, phases=["reference"], passes=[one], told_by=[role]))
+    for phase, one in _passes(config, roles, samples, [role for role in judged if role not in read]):
+        ranks = next((group for group in roles.together if one.role in group.roles), None)
+        together = (request for request in found if ranks is not None and request.ranks is ranks)
+        request = next((request for request in together if request.read is None), None)
         if request is None:
             found.append(request := _Request(ranks=ranks))
         request.phases.append(phase)
         request.passes.append(one)
+        request.told_by.append(one.role)
     return found
 
 
+def _of_reference(config: RunConfig) -> frozenset[Want]:
+    return LOGPROBS | {"top"} if config.algorithm.needs_top else LOGPROBS
+
+
 def _passes(config: RunConfig, roles: Roles, samples: Samples, judged: Collection[str]) -> Iterator[tuple[str, Pass]]:
-    """What each model is asked, and the phase that it is counted for. ``judged``: the teachers' roles."""
+    """What each model is asked, and the phase that it is counted for. ``judged``: the roles of teachers that read the
+    policy's prompts."""
     section = config.algorithm
     asked = section.old_logprobs == "learner" or section.tokens.choose != "all"
     asked |= section.routing_replay == "r2" or config.train.route_flips
@@ -154,7 +190,7 @@ def _passes(config: RunConfig, roles: Roles, samples: Samples, judged: Collectio
         yield "logprobs" if wanted else "values", Pass(role="policy", want=want, replays=True, last_tokens=both)
     for role in ("reference", *judged):
         if role in roles.models:
-            yield "reference", Pass(role=role, want=LOGPROBS | {"top"} if section.needs_top else LOGPROBS)
+            yield "reference", Pass(role=role, want=_of_reference(config))
     if alone or "critic" in roles.models:
         yield "values", Pass(role="policy" if alone else "critic", want=_VALUES, last_tokens=True)
 

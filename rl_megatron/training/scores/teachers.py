@@ -1,20 +1,23 @@
-"""What several teachers say of a batch as one reference: log-probs by weight, and the tokens that one names.
+"""What teachers read of a batch, and what several say of it as one reference: log-probs by weight, and the tokens that
+one names.
 
-Letters: S sequences, N positions, k tokens of a teacher.
+Letters: S sequences, N positions (N' of what a teacher reads by a prompt of its own), k tokens of a teacher.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rl_megatron.config.beside import with_own_prompt
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.teachers import TeacherSection, teacher_role
-from rl_megatron.types import Samples, Want
+from rl_megatron.data.samples import read_by_teacher, rows_of
+from rl_megatron.types import RolloutGroup, Samples, Want
 
 
 def judged_by(config: RunConfig, samples: Samples) -> dict[str, NDArray[np.int64]]:
@@ -28,6 +31,23 @@ def judged_by(config: RunConfig, samples: Samples) -> dict[str, NDArray[np.int64
         if len(part):
             found[teacher_role(name)] = part
     return found
+
+
+def read_by(
+    config: RunConfig, judged: Mapping[str, NDArray[np.int64]], groups: Sequence[RolloutGroup]
+) -> dict[str, Samples]:
+    """What each teacher with a prompt of its own reads of the groups, by its role: the sequences that it judges."""
+    own = {teacher_role(name): name for name in with_own_prompt(config)}
+    return {role: read_by_teacher(groups, own[role], part) for role, part in judged.items() if role in own}
+
+
+def as_sampled(column: Tensor, read: Samples, samples: Samples, part: NDArray[np.int64]) -> Tensor:
+    """What a teacher said [N', ...] of the tokens of ``read``, where the policy sampled them [N, ...]: of the sequences
+    ``part`` of the samples. It is 0 elsewhere."""
+    places, _ = rows_of(samples.cu_seqlens, torch.from_numpy(part))
+    out = column.new_zeros((len(samples.targets), *column.shape[1:]))
+    out[places[samples.mask[places]]] = column[read.mask]
+    return out
 
 
 def one_reference(

@@ -253,3 +253,17 @@ def test_engines_that_are_full_sample_faster_than_a_tail() -> None:
     assert long.alone > 1.5 * flat.alone
     assert long.steady == pytest.approx(flat.steady, rel=1e-6)
     assert replace(flat, alone=0.0) != flat
+
+
+def test_a_policy_that_teaches_itself_makes_one_more_pass_over_longer_sequences() -> None:
+    """As much longer as its prompt's limit is: of 400 tokens in place of 100, behind which are 500."""
+    teacher = [
+        "algorithm=gkd",
+        "algorithm.kl.teachers.me.prompt={prompt}",
+        "algorithm.kl.teachers.me.max_prompt_tokens=800",
+    ]
+    config = load_config("qwen3_30b_a3b", [*teacher, "model.path=x", "rollout.max_prompt_tokens=200"])
+    parts = rl_step(config, SHAPE, H100, [500.0], prompt=100.0).parts
+    wanted = forward_seconds(learner_work(config, SHAPE, H100, 900.0), config.train.minibatches)
+    assert parts["teacher_me"] == pytest.approx(wanted, rel=1e-9)
+    assert parts["teacher_me"] > 1.4 * parts["log-probs"]

@@ -109,7 +109,7 @@ def roles_of(config: RunConfig, groups: Mapping[str, Ranks]) -> Roles:
 def asked(*keys: str, source_of: Tensor | None = None, **groups: Ranks) -> tuple[Measured, dict[str, float]]:
     config, watch = load_config("tiny_cpu", [*GIVEN, *keys]), Stopwatch()
     packers, given = Packers(config=config, attention_cost=0.0), replace(samples(), source_of=source_of)
-    found = asyncio.run(measured(config, roles_of(config, groups), packers, given, 1, watch))
+    found = asyncio.run(measured(config, roles_of(config, groups), packers, given, 1, watch, groups=()))
     return found, watch.row()
 
 

@@ -1,0 +1,99 @@
+"""Prompts that teachers read in place of the policy's: made of their row's fields, of few enough tokens."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rl_megatron.config.sections.data import ArithmeticRunData, FileRunData, MixtureData
+from rl_megatron.config.sections.teachers import TeacherSection
+from rl_megatron.data.problems.prompts import load_prompts
+from rl_megatron.errors import DataError
+from rl_megatron.models.tiny import byte_tokenizer
+
+ROWS = [
+    {"question": "1+{answer}", "answer": "2", "why": {"steps": "one and {prompt}"}, "worth": 0.5},
+    {"question": "café", "answer": "3", "why": {"steps": "long " * 9}, "worth": [1]},
+]
+FORM = "{prompt}\n\\boxed{} {answer} {why.steps} {worth} {{answer}}"
+
+
+def teacher(prompt: str = FORM, most: int = 60, **keys: Any) -> TeacherSection:
+    return TeacherSection(path=Path("t"), prompt=prompt, max_prompt_tokens=most, **keys)
+
+
+def files(folder: Path, suffix: str, rows: list[dict[str, Any]], **keys: Any) -> FileRunData:
+    train, held_out = folder / f"train{suffix}", folder / "eval.jsonl"
+    held_out.write_text(json.dumps({"question": "9", "answer": "9"}))
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), train)
+    else:
+        train.write_text("\n".join(map(json.dumps, rows)))
+    return FileRunData(type="files", train=train, eval=held_out, **keys)
+
+
+def loaded(data: Any, teachers: Mapping[str, TeacherSection], long: Any = "fail") -> list[dict[str, str]]:
+    """What the teachers read of each prompt to train on."""
+    train, held_out = load_prompts(
+        data, byte_tokenizer(), max_prompt_tokens=40, on_long_prompt=long, seed=0, teachers=teachers
+    )
+    assert not any(prompt.read_by for prompt in held_out)
+    return [{name: bytes(ids).decode() for name, ids in prompt.read_by.items()} for prompt in train]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("chat", [False, True])
+def test_fields_of_the_row_are_put_in_once_and_the_chat_template_is_the_policys(
+    tmp_path: Path, suffix: str, chat: bool
+) -> None:
+    rows = ROWS[:1]
+    found = loaded(
+        files(tmp_path, suffix, rows, prompt_template="Q {prompt}", chat_template=chat), {"t": teacher(most=80)}
+    )
+    text = "1+{answer}\n\\boxed{} 2 one and {prompt} 0.5 {2}"
+    assert found == [{"t": f"user: {text}\nassistant: " if chat else text}]
+
+
+def test_a_generated_sum_has_its_answer() -> None:
+    (first, *_) = loaded(ArithmeticRunData(digits=1, num_eval=2), {"t": teacher("{answer} {prompt}=")})
+    answer, _, question = first["t"].rstrip("=").partition(" ")
+    a, b = question.split("+")
+    assert int(answer[::-1]) == int(a) + int(b)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_longer_one_fails_or_is_dropped_by_its_own_key(
+    tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{**row, "worth": 1} for row in ROWS]
+    data, key = files(tmp_path, suffix, rows), "algorithm.kl.teachers.t.max_prompt_tokens=60"
+    length = len(f"{rows[1]['question']}\n\\boxed{{}} 3 {'long ' * 9} 1 {{3}}".encode())
+    with pytest.raises(DataError, match=f":2: the prompt has {length} tokens, {key}.*rollout.on_long_prompt=drop"):
+        loaded(data, {"t": teacher()})
+    with caplog.at_level(logging.WARNING):
+        if suffix == ".jsonl":
+            assert len(loaded(data, {"t": teacher()}, "drop")) == 1
+            assert f"dropped 1 of 2 prompts with more than {key} tokens; the first is" in caplog.text
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_field_that_a_row_lacks_is_named_with_the_row(tmp_path: Path, suffix: str) -> None:
+    rows = [{"question": "1", "answer": "2", "hint": "3"}]
+    said = r"train\.\w+:1: .*'solution'.*for algorithm.kl.teachers.t.prompt; \{prompt\} and \{answer\} are"
+    with pytest.raises(DataError, match=said):
+        loaded(files(tmp_path, suffix, rows), {"t": teacher("{prompt} {solution}")})
+
+
+def test_prompts_of_a_source_have_those_of_its_own_teachers(tmp_path: Path) -> None:
+    made = {name: {"type": "arithmetic", "digits": digits, "num_eval": 9} for name, digits in (("one", 1), ("two", 2))}
+    data = MixtureData.model_validate({"type": "mixture", "sources": made})
+    found = loaded(data, {"both": teacher("{prompt}"), "of_two": teacher("{prompt}", sources=("two",))})
+    assert {tuple(sorted(one)) for one in found if len(one["both"]) == 3} == {("both",)}
+    assert {tuple(sorted(one)) for one in found if len(one["both"]) == 5} == {("both", "of_two")}
