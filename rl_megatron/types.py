@@ -8,7 +8,7 @@ float32, of the sampling distribution. A *position* is one (input, target) pair:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from rl_megatron.columns import LogProbs, RouteBytes, SampledText, TokenIds, freeze
@@ -256,8 +256,7 @@ class Samples:
     @property
     def columns(self) -> dict[str, Tensor]:
         """Every [N, ...] field that is not None, by name."""
-        every = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name not in _OF_SEQUENCES)
-        return {name: column for name, column in every if column is not None}
+        return {n: x for n in self.__slots__ if n not in _OF_SEQUENCES and (x := getattr(self, n)) is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,7 +323,6 @@ class Loss(Protocol):
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """This rank's share of the loss. Every rank that shares a sequence calls it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rl_megatron.config.sections.advantages import AdvantageKeys
 from rl_megatron.config.sections.correction import CorrectionSection
 from rl_megatron.config.sections.critic import CriticSection
 from rl_megatron.config.sections.kl import KLSection
@@ -14,68 +15,20 @@ from rl_megatron.config.sections.tokens import TokensSection
 from rl_megatron.section import (
     NUMBER,
     Finite,
-    Fraction,
     NonNegativeFloat,
     OwnCode,
     Positive,
     PositiveFloat,
-    Section,
 )
 
 
-class AlgorithmSection(Section):
+class AlgorithmSection(AdvantageKeys):
     """An algorithm is this row of choices (docs/algorithms.md); conf/algorithm/ has a file for each known one."""
 
     moved: ClassVar[Mapping[str, str]] = {
         "second_moment_limit": "algorithm.tokens.limit, with tokens.choose=second_moment"
     }
 
-    advantage_mean: Literal["none", "group", "batch", "greedy", "moving", "tracked"] | OwnCode = "group"
-    """The baseline of an advantage is the mean reward of the group or the batch, the reward of a greedy completion
-    (greedy: ReMax), a moving mean over steps, or what the prompt's earlier completions have shown, and then the batch's
-    mean (tracked: SPO); none: no baseline. ``package.module:name`` is a function of your own, from the rewards of a
-    group to its advantages."""
-    advantage_of: Literal["sum", "parts"] = "sum"
-    """Compare the weighted sums of ``reward.parts``, or each part by itself, and add advantages by weight (GDPO)."""
-    advantage_std: Literal["none", "group", "batch", "advantages"] = "group"
-    """Divide advantages by the standard deviation of the rewards of the group or the batch, or of the batch's rewards
-    less their groups' means (advantages: ScaleRL); none: do not divide."""
-    std_eps: PositiveFloat = 1e-6
-    """Added to the standard deviation that advantages are divided by."""
-    std_unbiased: bool = True
-    """Whether its variance is over n - 1 values, not n."""
-    leave_one_out: bool = False
-    """Whether the baseline excludes the completion itself (RLOO)."""
-    baseline_decay: Fraction = 0.9
-    """advantage_mean=moving: decay of the moving mean, the weight of earlier steps; tracked: of earlier completions."""
-    credit: Literal["completion", "turn", "discounted", "gae"] = "completion"
-    """The advantage of a token is that of its completion, or of its turn (of the rewards from that turn on), its
-    discounted return (REINFORCE++), or the generalised advantage estimate from a critic's values (PPO)."""
-    gamma_turn: Fraction = 1.0
-    """credit=turn: discount factor per turn; 0: a turn has its own reward alone."""
-    turn_baseline: Literal["all", "index", "state"] = "all"
-    """credit=turn: the mean and the standard deviation are of all turns of the group, of its turns of the same number
-    (index), or of its turns that began from the same state (state: GiGPO; docs/algorithms.md)."""
-    turn_compared: Literal["rewards", "returns"] = "rewards"
-    """credit=turn: compare rewards of turns, and sum over a turn and those after it what is left of each (process
-    supervision), or compare the returns from each turn on (GiGPO)."""
-    turn_weight: PositiveFloat | None = None
-    """credit=turn: the advantage is that of the whole completion plus this times the turn's (GiGPO's omega); null: the
-    turn's alone."""
-    gamma: Fraction = 1.0
-    """credit=discounted, gae: discount factor per token."""
-    lam: Fraction = 0.95
-    """credit=gae: lambda of the policy's advantages."""
-    lam_length_factor: PositiveFloat | None = None
-    """credit=gae: the policy's lambda is 1 - 1 / (this * length) (VAPO); null: ``lam``."""
-    whiten: bool = False
-    """Whether to whiten advantages over the whole batch, including completions that the loss leaves out."""
-    whiten_of: Literal["tokens", "completions"] = "tokens"
-    """whiten: the mean and the standard deviation count each token, or each completion once, whatever its length."""
-    whiten_mean: Literal["batch", "group", "none"] = "batch"
-    """whiten: the mean that is subtracted is over the batch or the prompt's group; none: none is."""
-    whiten_std: Literal["batch", "group", "none"] = "batch"
-    """whiten: likewise the standard deviation of what is left, which it is divided by."""
     ratio_level: Literal["token", "sequence", "turn", "sequence_sum"] = "token"
     """The importance ratio is each token's, the sequence's or its turn's (length-normalised), or the product over the
     sequence."""
