@@ -1,16 +1,22 @@
-"""Policy losses of rows written as keys of the ``algorithm`` section."""
+"""Losses of rows written as keys of the ``algorithm`` section."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
+from rl_megatron.algorithms.auxiliary import PreferenceLoss
 from rl_megatron.algorithms.losses import PolicyLoss
 from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.algorithm import AlgorithmSection
+from rl_megatron.config.sections.preference import PreferenceSection
 
-NAMES = sorted(path.stem for path in (Path(__file__).parents[1] / "conf" / "algorithm").glob("*.yaml"))
+ROWS = Path(__file__).parents[1] / "conf" / "algorithm"
+PAIR_ROWS = sorted(path.stem for path in ROWS.glob("*.yaml") if "\npreference:" in path.read_text())
+"""The rows of conf/algorithm/ that train on pairs."""
+
+NAMES = sorted(path.stem for path in ROWS.glob("*.yaml"))
 WITH_TURNS = ("gigpo",)
 """Rows that want an environment."""
 
@@ -36,3 +42,7 @@ def changed(loss: PolicyLoss, **row: object) -> PolicyLoss:
     """The same loss with other choices."""
     given = loss.row.model_dump(exclude_defaults=True) | row
     return policy_loss(kl_coefficient=loss.kl_coefficient, max_new_tokens=loss.max_new_tokens, **given)
+
+
+def pair_loss(beta: float, **keys: object) -> PreferenceLoss:
+    return PreferenceLoss(row=PreferenceSection.model_validate(keys), beta=beta)

@@ -24,7 +24,7 @@ from rl_megatron.placement.names import LEARNER
 from rl_megatron.rollout.conversation.pairs import paired_answers, paired_texts
 from rl_megatron.rollout.conversation.written import WrittenConversations
 from rl_megatron.scaling.flops import seconds_at_peak, training_flops
-from rl_megatron.training.jobs.pairs import Preferences, Scoring
+from rl_megatron.training.jobs.pairs import Preferences, Reference, Scoring
 from rl_megatron.training.jobs.supervised import FineTuning, HeldOutLoss, SupervisedSteps
 from rl_megatron.training.jobs.warm_start import answers
 from rl_megatron.training.jobs.written import JobObjective, SamplesOf, Unit, UnitsOf, WrittenJob, held_out_parts
@@ -117,15 +117,18 @@ def _fine_tuning(b: _Building) -> tuple[UnitsOf, FineTuning]:
 def _preferences(b: _Building) -> tuple[UnitsOf, Preferences]:
     section, units_of = b.parts.config.dpo, b.rows.preferred
     check_own_pair_loss(section)
+    reference = Reference(
+        packer=b.packer(unit=2, role="reference"),
+        folder=section.reference,
+        start_folder=b.parts.folder / START_FOLDER,
+    )
     return units_of, Preferences(
-        loss=PreferenceLoss(form=section.loss, beta=section.beta, per_token=section.per_token),
+        loss=PreferenceLoss(row=section, beta=section.beta),
         roles=b.roles,
         packer=b.packer(unit=2),
-        reference_packer=b.packer(unit=2, role="reference"),
         optimizer_steps=b.steps,
         parts=b.held_out(units_of, Preferences.samples_of),
-        reference=section.reference,
-        start_folder=b.parts.folder / START_FOLDER,
+        reference=None if section.reference_free else reference,
     )
 
 

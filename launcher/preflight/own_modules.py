@@ -13,6 +13,7 @@ from pathlib import Path
 
 from launcher.preflight.subject import Found, Subject, problem, unchecked
 from rl_megatron.config.reads.choices import READS
+from rl_megatron.config.sections.preference import PAIR_LOSS_NAMES
 
 _BIND_UNSEEN = frozenset(
     {"__dict__", "__getattr__", "exec", "f_globals", "globals", "locals", "modules", "setattr", "vars"}
@@ -23,7 +24,9 @@ _BIND_UNSEEN = frozenset(
 def check(subject: Subject) -> Iterator[Found]:
     """Yields a problem if ranks could not find a module or its object, as far as that shows without an import."""
     config = subject.config
-    named = {"learner.layers": config.learner.own_layers, "dpo.loss": _own(config.dpo.loss, ("dpo",))}
+    named = {"learner.layers": config.learner.own_layers}
+    for section in (config.dpo, config.algorithm.preference):
+        named[f"{section.key}.loss"] = _own(section.loss, PAIR_LOSS_NAMES)
     for key in ("objective", "advantage_mean"):
         named[f"algorithm.{key}"] = _own(getattr(config.algorithm, key), READS[key])
     for key, own in named.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rl_megatron.algorithms.ratios import masked, required
+from rl_megatron.config.sections.preference import PreferenceSection
 from rl_megatron.types import LossInputs, LossOutput, Metric
 from rl_megatron.user_code import load_named
 
 PairLoss = Callable[[Tensor, Tensor, float], Tensor]
-"""The losses of pairs [P], from log pi/ref of their better answers [P], of their worse ones [P], and beta."""
+"""The losses of pairs [P], from log pi/ref (without a reference, log pi) of their better answers [P], of their worse
+ones [P], and beta."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +51,37 @@ class ValueLoss:
 
 
 def dpo(better: Tensor, worse: Tensor, beta: float) -> Tensor:
-    """-log σ(beta·(Δlog pi - Δlog ref)) (arXiv:2305.18290)."""
+    """-log σ(beta·(better - worse)) (arXiv:2305.18290, eq. 7; without a reference, SimPO's, arXiv:2405.14734)."""
     return -logsigmoid(beta * (better - worse))
 
 
+def ipo(better: Tensor, worse: Tensor, beta: float) -> Tensor:
+    """(better - worse - 1/(2·beta))² (arXiv:2310.12036, eq. 17): the margin has a target, and is not pulled beyond."""
+    return (better - worse - 1 / (2 * beta)).square()
+
+
+def hinge(better: Tensor, worse: Tensor, beta: float) -> Tensor:
+    """max(0, 1 - beta·(better - worse)) (SLiC, arXiv:2305.10425; with a reference, arXiv:2309.06657)."""
+    return torch.relu(1 - beta * (better - worse))
+
+
+def orpo(better: Tensor, worse: Tensor, beta: float) -> Tensor:
+    """-beta·log σ(log odds(better) - log odds(worse)), odds = p/(1 - p) of mean log-probs (arXiv:2403.07691, eq. 7)."""
+    log_odds = [x - torch.log(-torch.expm1(x)) for x in (side.clamp(max=_MOST_CERTAIN) for side in (better, worse))]
+    return -beta * logsigmoid(log_odds[0] - log_odds[1])
+
+
+_MOST_CERTAIN = -1e-7  # a mean log-prob above it would have odds that are not finite
+PAIR_LOSSES: Mapping[str, PairLoss] = {"dpo": dpo, "ipo": ipo, "hinge": hinge, "orpo": orpo}
+"""By the names of ``loss`` in the sections of pairs."""
+
+
 @functools.cache
-def pair_loss_of(name: str) -> PairLoss:
-    """``dpo``, or the user's own at ``package.module:name``. Raises as `load_named`."""
-    if name == "dpo":
-        return dpo
-    own: PairLoss = load_named(name, "dpo.loss", "function", callable)
+def pair_loss_of(name: str, key: str) -> PairLoss:
+    """A loss of the table, or the user's own at ``package.module:name``. Raises as `load_named`, of ``key``.loss."""
+    if name in PAIR_LOSSES:
+        return PAIR_LOSSES[name]
+    own: PairLoss = load_named(name, f"{key}.loss", "function", callable)
     return own
 
 
@@ -73,17 +96,17 @@ def with_slopes(loss: PairLoss, better: Tensor, worse: Tensor, beta: float) -> t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceLoss:
-    """Mean over pairs of `pair_loss_of` ``form``.
+    """Mean over pairs of ``row``'s loss of a pair, and of ``row.nll`` times the mean over its tokens of the better
+    answer's -log pi (docs/preferences.md).
 
     Sequences 2i and 2i + 1 of a micro-batch are the chosen and the rejected one of a pair; a last one without a
-    partner, or one without a trained token, is padding. Log-probs are sums over the trained tokens, or with
-    ``per_token`` their means (length-normalised DPO, arXiv:2411.15124, section 5.1). Means over pairs:
-    ``preference/accuracy`` (margin above 0) and ``preference/margin``, in nats times beta; over tokens ``entropy``.
+    partner, or one without a trained token, is padding. Means over pairs: ``preference/accuracy`` (margin above 0) and
+    ``preference/margin``, in nats times ``beta``, and with ``row.nll`` the term's part of the loss, ``loss/nll``; over
+    tokens ``entropy``.
     """
 
-    form: str = "dpo"
-    beta: float = 0.1
-    per_token: bool = False
+    row: PreferenceSection
+    beta: float
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """This rank's share of the loss. Every rank that shares a sequence calls it.
@@ -91,16 +114,20 @@ class PreferenceLoss:
         Each token carries its pair's loss, spread over the pair's tokens, and the gradient of its own log-prob, so
         shares of context-parallel ranks add up without autograd between them.
         """
-        inputs = masked(inputs)
+        inputs, row = masked(inputs), self.row
         logprobs = inputs.logprobs
-        difference = logprobs.detach() - required(inputs.ref_logprobs, "ref_logprobs")
-        sums, lengths = inputs.segment_sum(difference), inputs.segment_sum(inputs.mask.to(logprobs.dtype))
-        scale = 1 / lengths.clamp(min=1) if self.per_token else torch.ones_like(lengths)
+        compared = logprobs.detach()
+        if not row.reference_free:
+            compared = compared - required(inputs.ref_logprobs, "ref_logprobs")
+        sums, lengths = inputs.segment_sum(compared), inputs.segment_sum(inputs.mask.to(logprobs.dtype))
+        scale = 1 / lengths.clamp(min=1) if row.per_token else torch.ones_like(lengths)
         sums, count = sums * scale, len(sums) // 2 * 2
-        losses, slopes = with_slopes(pair_loss_of(self.form), sums[:count:2], sums[1:count:2], self.beta)
         of_pairs = lengths[:count].reshape(-1, 2)
+        real = of_pairs.all(1)
+        losses, slopes = with_slopes(self._of_pair, sums[:count:2], sums[1:count:2], self.beta)
+        losses, slopes = torch.where(real, losses, 0.0), torch.where(real[:, None], slopes, 0.0)
         margin = self.beta * (sums[:count:2] - sums[1:count:2])
-        per_pair = of_pairs.all(1).to(logprobs.dtype) / (inputs.num_sequences // 2)
+        per_pair = real.to(logprobs.dtype) / (inputs.num_sequences // 2)
         tokens = of_pairs.sum(1)
 
         def spread(of_pair: Tensor) -> Tensor:
@@ -117,7 +144,20 @@ class PreferenceLoss:
             "preference/margin": Metric(value=(spread(margin) * weight).sum(), weight=inputs.num_sequences),
             "entropy": Metric(value=inputs.entropy.detach().sum() / num_tokens, weight=num_tokens),
         }
+        if row.nll:
+            better = torch.where(inputs.segment_ids % 2 == 0, spread(per_pair / of_pairs[:, 0].clamp(min=1)), 0.0)
+            term = -row.nll * (logprobs * better).sum()
+            loss = loss + term
+            metrics["loss/nll"] = Metric(value=term.detach(), weight=inputs.num_sequences)
         return LossOutput(loss=loss, metrics=metrics)
+
+    def _of_pair(self, better: Tensor, worse: Tensor, beta: float) -> Tensor:
+        """The losses of pairs, [P], as `PairLoss`, with ``row``'s target, over both orders if one may be wrong."""
+        loss, target = pair_loss_of(self.row.loss, self.row.key), self.row.target_margin / beta
+        losses = loss(better - target, worse, beta)
+        if wrong := self.row.label_smoothing:
+            losses = (1 - wrong) * losses + wrong * loss(worse - target, better, beta)
+        return losses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,10 +30,10 @@ MEANS_OF_RATIOS = (
 
 
 def loss_of(row: AlgorithmSection, *, kl_coefficient: float, max_new_tokens: int) -> Loss:
-    """The policy's loss: DPO if the row has ``preference_beta``, else a policy gradient, with the value loss beside it
-    where the policy is its own critic."""
-    if row.preference_beta is not None:
-        return PreferenceLoss(beta=row.preference_beta, per_token=row.preference_per_token)
+    """The policy's loss: that of pairs if the row has ``preference.beta``, else a policy gradient, with the value loss
+    beside it where the policy is its own critic."""
+    if row.preference.beta is not None:
+        return PreferenceLoss(row=row.preference, beta=row.preference.beta)
     policy = PolicyLoss(row=row, kl_coefficient=kl_coefficient, max_new_tokens=max_new_tokens)
     if not row.is_own_critic:
         return policy

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.advantages import LEVELS, ROUNDING, group_advantages
-from rl_megatron.algorithms.auxiliary import pair_loss_of, with_slopes
+from rl_megatron.algorithms.auxiliary import PAIR_LOSSES, pair_loss_of, with_slopes
 from rl_megatron.algorithms.objectives import OBJECTIVES, Objective, objective_of
 from rl_megatron.algorithms.ratios import RATIO_LEVELS, masked
 from rl_megatron.algorithms.segments import segment_sum
 from rl_megatron.algorithms.shaping import to_unit_range
 from rl_megatron.config.reads.algorithm import problems_of_own_objective
 from rl_megatron.config.sections.algorithm import AlgorithmSection
-from rl_megatron.config.sections.jobs import DpoSection
+from rl_megatron.config.sections.preference import PreferenceSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.types import LossInputs
@@ -37,7 +37,8 @@ _SPREADS = (0.0, 0.1, 2.0)  # of log-ratios: in the first optimizer step all are
 _REWARDS = ((0.0, 1.0, 0.0, 0.0), (1.0, 1.0, 0.0, 1.0), (0.0, 0.0, 0.0, 0.0), (1.0, 1.0, 1.0, 1.0))
 _OTHER_REWARDS = ((-1.5, 0.25, 2.0, -0.5), (-0.5,) * 4, (0.5,) * 4)
 _NUMBERS_OF_TURNS = (1, 3)
-_PAIRS = ((0.0, 0.0), (0.5, -1.0), (-30.0, 4.0), (2.0, 40.0))  # log pi/ref of the better and the worse answer, nats
+_RATIOS = ((0.0, 0.0), (0.5, -1.0), (-30.0, 4.0), (2.0, 40.0))  # log pi/ref of the better and the worse answer, nats
+_LOGPROBS = ((-1.0, -1.0), (-0.5, -2.0), (-30.0, -0.1), (-2.0, -40.0))  # their log pi
 _COLUMNS = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages", "mask")
 
 
@@ -126,29 +127,31 @@ def _moved_or_warned(row: AlgorithmSection, group: Tensor) -> bool:
         return False
 
 
-def check_own_pair_loss(section: DpoSection) -> None:
-    """Call a pair loss of the user's own on some pairs; that of the table is left alone.
+def check_own_pair_loss(section: PreferenceSection) -> None:
+    """Call a pair loss of the user's own on some pairs; one of the table, and where none is trained on, is left alone.
 
     Raises ConfigError if it cannot be imported or called, returns anything but one finite loss a pair, has no gradient
     or one that is not finite, or if a pair's loss depends on other pairs, as it would then change with the packing.
     """
-    if section.loss == "dpo":
+    if section.loss in PAIR_LOSSES or section.beta is None:
         return
-    given, loss, pairs = f"dpo.loss={section.loss}", pair_loss_of(section.loss), torch.tensor(_PAIRS)
+    given, loss = f"{section.key}.loss={section.loss}", pair_loss_of(section.loss, section.key)
+    told, pi = (_LOGPROBS, "pi") if section.reference_free else (_RATIOS, "pi/ref")
+    pairs, beta = torch.tensor(told), section.beta
     try:
-        losses, slopes = with_slopes(loss, pairs[:, 0], pairs[:, 1], section.beta)
-        alone = [with_slopes(loss, pair[:1], pair[1:], section.beta)[0] for pair in pairs]
+        losses, slopes = with_slopes(loss, pairs[:, 0], pairs[:, 1], beta)
+        alone = [with_slopes(loss, pair[:1], pair[1:], beta)[0] for pair in pairs]
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(
             f"{given}, tried before the run, {describe_error(error)}; it must take (better, worse, beta), the log "
-            "pi/ref of answers [pairs], and return each pair's loss as a tensor with a gradient"
+            f"{pi} of answers [pairs], and return each pair's loss as a tensor with a gradient"
         ) from error
     if losses.shape != (len(pairs),) or not losses.isfinite().all() or not slopes.isfinite().all():
         raise ConfigError(
             f"{given} must return one finite loss for each of {len(pairs)} pairs, with finite derivatives; it returned "
-            f"{losses.tolist()} and {slopes.tolist()} for log pi/ref of {pairs.tolist()}"
+            f"{losses.tolist()} and {slopes.tolist()} for log {pi} of {pairs.tolist()}"
         )
     if not slopes.any():
         raise ConfigError(f"{given}: its losses have no gradient")

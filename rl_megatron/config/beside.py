@@ -139,8 +139,8 @@ def problems_of_teachers(c: RunConfig) -> Iterator[str]:
         return
     if kl.reference is not None:
         yield f"algorithm.kl.reference={kl.reference} and {key} ({', '.join(kl.teachers)}): both judge; keep one"
-    if c.algorithm.preference_beta is not None:
-        yield f"{key} with algorithm.preference_beta: pairs are compared with a reference of the run; leave {key} out"
+    if c.algorithm.pairs:
+        yield f"{key} with algorithm.preference.beta: pairs have a reference of the run, or none; leave {key} out"
     if c.rollout.temperature != 1 and (served := [name for name, one in kl.teachers.items() if one.server is not None]):
         yield (
             f"{key}.{served[0]}.server with rollout.temperature={c.rollout.temperature:g}: servers tell log-probs of "

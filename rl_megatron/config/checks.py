@@ -170,7 +170,7 @@ def _batch_problems(c: RunConfig) -> list[str]:
             f"train.minibatches={c.train.minibatches} is more than the {parts} {named}; lower the first or raise the "
             "others"
         )
-    longest, pairs = c.longest_sequence, c.kind.pairs or c.algorithm.preference_beta is not None
+    longest, pairs = c.longest_sequence, c.kind.pairs or c.algorithm.pairs
     wanted, most, dims = 2 * longest if pairs else longest, c.learner.max_tokens_per_micro_batch, c.learner.dims
     multiple = sequence_multiple(dims)
     padded = 2 * padded_tokens(longest, multiple, ())
@@ -191,9 +191,9 @@ def _batch_problems(c: RunConfig) -> list[str]:
             "learner.padding.sequences=1: the two sequences of a pair are of one micro-batch; set "
             "learner.padding.sequences to 2 or more"
         )
-    if c.algorithm.preference_beta is not None and c.rollout.group_size < 2:
+    if c.algorithm.pairs and c.rollout.group_size < 2:
         out.append(
-            f"algorithm.preference_beta pairs a group's completions, but rollout.group_size={c.rollout.group_size}; "
+            f"algorithm.preference.beta pairs a group's completions, but rollout.group_size={c.rollout.group_size}; "
             "set rollout.group_size=2 or more"
         )
     return out
@@ -208,7 +208,7 @@ def _group_problems(c: RunConfig) -> list[str]:
         (over_batch if a.whiten_mean == "batch" else over_group).append("algorithm.whiten=true")
     of_turns = a.credit == "turn" and a.turn_baseline != "index"  # which one trajectory may have several of
     compares = not a.needs_top  # else a teacher trains every token
-    if compares and r.group_size == 1 and over_group and a.preference_beta is None and not of_turns:
+    if compares and r.group_size == 1 and over_group and not a.pairs and not of_turns:
         out.append(
             f"rollout.group_size=1 with {', '.join(over_group)}: a group has no second completion to compare with, so "
             "all advantages are 0 and nothing is trained; set rollout.group_size=2 or more, or batch or none for group"

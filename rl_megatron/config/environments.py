@@ -154,9 +154,9 @@ def _wrapped(c: RunConfig, led: str) -> Iterator[tuple[str, str]]:
 
 def _combined(c: RunConfig, led: str) -> Iterator[tuple[str, str]]:
     """What cannot be combined with the environment of the section ``led``, by its key, and why."""
-    if c.algorithm.preference_beta is not None:
+    if c.algorithm.pairs:
         yield (
-            f"algorithm.preference_beta={c.algorithm.preference_beta:g}",
+            f"algorithm.preference.beta={c.algorithm.preference.beta:g}",
             "pairs are of single completions; leave one of them out",
         )
     yield from _wrapped(c, led)

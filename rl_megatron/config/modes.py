@@ -220,7 +220,7 @@ def _of_interruptions(c: RunConfig) -> Iterator[str]:
         )
     others = {
         **{f"{key}.function": one.function for key, one in c.training_environments.items()},
-        "algorithm.preference_beta": c.algorithm.preference_beta,
+        "algorithm.preference.beta": c.algorithm.preference.beta,
         "rollout.max_seconds": c.rollout.max_seconds,
     }
     for key in (key for key, value in others.items() if value is not None):

@@ -240,7 +240,7 @@ class RunConfig(Section):
     def needs_reference(self) -> bool:
         """Whether ranks hold a frozen model that scores what is trained on."""
         sampled = self.kind.samples and self.algorithm.needs_reference and not self.algorithm.kl.teachers
-        return self.kind.reference or sampled
+        return (self.kind.reference and not self.dpo.reference_free) or sampled
 
     @property
     def reference(self) -> Path | None:

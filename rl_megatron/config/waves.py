@@ -83,9 +83,9 @@ def _of_batches(c: RunConfig) -> Iterator[tuple[str, str]]:
         )
     if a.credit == "gae":
         yield "algorithm.credit=gae", "the critic has no waves; set credit=completion or discounted"
-    if a.preference_beta is not None:
+    if a.pairs:
         yield (
-            f"algorithm.preference_beta={a.preference_beta:g}",
+            f"algorithm.preference.beta={a.preference.beta:g}",
             "its mean is over the pairs of the batch, of groups whose rewards differ; choose a policy gradient",
         )
     if a.routing_replay == "r2":

@@ -37,7 +37,7 @@ class Selection:
 
 def selection_of(row: AlgorithmSection) -> Selection:
     """Preference pairs for a preference loss, else all completions."""
-    return Selection(every_completion, 1) if row.preference_beta is None else Selection(preference_pairs, 2)
+    return Selection(preference_pairs, 2) if row.pairs else Selection(every_completion, 1)
 
 
 def every_completion(groups: Sequence[RolloutGroup], rewards: Rewards) -> Chosen:

@@ -20,7 +20,7 @@ from rl_megatron.algorithms.aggregation import token_weight
 from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.corrections import batch_scale, proximal_share
 from rl_megatron.algorithms.losses import loss_of
-from rl_megatron.algorithms.own import check_own_advantages, check_own_objective
+from rl_megatron.algorithms.own import check_own_advantages, check_own_objective, check_own_pair_loss
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.gathered import computed_lengths, without_routes
 from rl_megatron.data.packing import unpack, with_own_columns
@@ -76,6 +76,7 @@ class Update:
     def __post_init__(self) -> None:
         check_own_objective(self.config.algorithm, cp=self.config.learner.dims.cp)
         check_own_advantages(self.config.algorithm, self.config.rollout)
+        check_own_pair_loss(self.config.algorithm.preference)
         section = self.config.algorithm
         self.state = AlgorithmState(
             kl_coefficient=section.kl.coefficient, entropy_coefficient=section.entropy_coefficient
@@ -183,8 +184,8 @@ class Update:
             turns_of=section.ratio_level == "turn",
             sources=self.config.source_names if section.kl.teachers else (),
         )
-        if section.preference_beta is not None and samples.trajectory_of is not None:
-            raise DataError("algorithm.preference_beta pairs completions of one row; these trajectories have several")
+        if section.pairs and samples.trajectory_of is not None:
+            raise DataError("algorithm.preference.beta pairs completions of one row; these trajectories have several")
         return samples
 
     async def _flips(self, found: Measured, step: int, watch: Stopwatch) -> Row:

@@ -100,7 +100,7 @@ def jobs() -> dict[str, tuple[Loss, int, Samples]]:
     out: dict[str, tuple[Loss, int, Samples]] = {}
     for name in NAMES:
         config = config_of(name)
-        unit = 1 if config.algorithm.preference_beta is None else 2
+        unit = 2 if config.algorithm.pairs else 1
         held = samples.old_kl_weights if config.algorithm.tokens.choose == "kl_cov" else None
         weight = token_weight(grouped, config.algorithm.aggregation, max_length=1)
         row = replace(plain, nll_weights=samples.nll_weights, old_kl_weights=held, token_weight=weight)

@@ -9,12 +9,10 @@ import torch
 
 from rl_megatron.algorithms.losses import PolicyLoss, loss_of
 from tests.property.test_losses_metrics import batch
-from tests.rows import NAMES, config_of
-
-PAIRS = ("dpo", "dpo_norm")
+from tests.rows import NAMES, PAIR_ROWS, config_of
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in PAIRS])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in PAIR_ROWS])
 def test_every_mean_has_one_denominator_which_the_loss_names(name: str) -> None:
     terms = ["algorithm.kl.coefficient=0.3", "algorithm.kl.placement=loss", "algorithm.entropy_coefficient=0.1"]
     section = config_of(name, *terms).algorithm

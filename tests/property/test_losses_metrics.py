@@ -18,7 +18,7 @@ from rl_megatron.observability.recorder import Row
 from rl_megatron.training.measures import Made, policy_row
 from rl_megatron.types import Counts, Loss, LossInputs, Metric, StepResult
 from tests.reduction import values
-from tests.rows import policy_loss
+from tests.rows import pair_loss, policy_loss
 
 GSPO = policy_loss(ratio_level="sequence", aggregation="seq_mean_token_mean", clip_low=0.03, clip_high=0.04)
 ROWS = [
@@ -172,7 +172,7 @@ def part_of(x: LossInputs, first: int, stop: int) -> LossInputs:
     )
 
 
-@pytest.mark.parametrize("loss", [*ROWS, ValueLoss(clip=0.1), PreferenceLoss()])
+@pytest.mark.parametrize("loss", [*ROWS, ValueLoss(clip=0.1), pair_loss(0.1)])
 @quick
 @given(seed=seeds, pairs=st.integers(2, 4), cut=st.integers(1, 3))
 def test_means_of_a_step_are_those_of_its_minibatches_tokens_together(

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_megatron.algorithms.auxiliary import PreferenceLoss, ValueLoss
+from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.types import Loss, LossInputs, LossOutput
 from tests.reduction import joined, values
-from tests.rows import policy_loss
+from tests.rows import pair_loss, policy_loss
 
 GARBAGE = [math.nan, math.inf, -math.inf, 1e30]
 ESTIMATORS = ["k1", "k2", "k3", "abs"]
@@ -33,7 +33,8 @@ EVERY_TERM = policy_loss(
 )
 SEQUENCES = {"ratio_level": "sequence", "aggregation": "seq_mean_token_mean", "clip_low": 0.05}
 GSPO = policy_loss(**SEQUENCES, kl_coefficient=0.3, kl={"estimator": "k2", "importance_weighted": False})
-LOSSES: list[Loss] = [EVERY_TERM, GSPO, ValueLoss(clip=0.2), PreferenceLoss(beta=0.7)]
+ORPO = pair_loss(0.3, loss="orpo", per_token=True, reference_free=True, nll=1.0, label_smoothing=0.1)
+LOSSES: list[Loss] = [EVERY_TERM, GSPO, ValueLoss(clip=0.2), pair_loss(0.7), ORPO]
 
 
 @dataclass(frozen=True)
@@ -274,13 +275,13 @@ def test_dpo(seed: int, lengths: list[int], scale: float) -> None:
         for which, sign in ((s, -1), (s + 1, 1)):
             for i, t in enumerate(sequences[which]):
                 slopes[starts[which] + i] = sign * slope * t.mask
-    output, grads = gradients(PreferenceLoss(beta=beta), inputs_of(sequences, num_sequences=2 * num_pairs))
+    output, grads = gradients(pair_loss(beta), inputs_of(sequences, num_sequences=2 * num_pairs))
     close(output.loss, total)
     close(grads["logprobs"], slopes)
     close(output.metrics["preference/accuracy"].value, right)
 
 
-every_loss = pytest.mark.parametrize("loss", LOSSES, ids=["policy", "gspo", "value", "preference"])
+every_loss = pytest.mark.parametrize("loss", LOSSES, ids=["policy", "gspo", "value", "preference", "orpo"])
 pairs = st.lists(st.integers(0, 6), min_size=2, max_size=6).map(lambda lengths: lengths[: len(lengths) // 2 * 2])
 
 

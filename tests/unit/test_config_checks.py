@@ -132,7 +132,7 @@ def test_a_job_on_pairs_asks_for_the_worse_answer_of_every_source(job: str) -> N
             ["job=reward_model", "roles.reference=separate"],
             "roles.reference=separate: job=reward_model does not read it",
         ),
-        (["job=dpo", "algorithm=dpo"], "algorithm.preference_beta=0.1: job=dpo does not read it, job=rl may"),
+        (["job=dpo", "algorithm=dpo"], "algorithm.preference.beta=0.1: job=dpo does not read it, job=rl may"),
         (["job=dpo", "learner.padding.sequences=1"], "the two sequences of a pair are of one micro-batch"),
         (["job=dpo", "dpo.max_tokens=9000"], "less than the pair of the longest sequences, 2 * (dpo.max_tokens=9000)"),
         (

@@ -18,7 +18,7 @@ from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.config.run import RunConfig, RunSection
 from rl_megatron.config.sections.data import ArithmeticRunData, FileRunData
 from rl_megatron.errors import ConfigError
-from tests.rows import BESIDE, config_of
+from tests.rows import BESIDE, PAIR_ROWS, config_of
 
 REPO = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(path.stem for path in (REPO / "conf").glob("*.yaml"))
@@ -306,7 +306,7 @@ def test_bytes_that_are_not_utf8_are_named(conf: Path) -> None:
 
 
 OF_COMPLETIONS = {
-    **dict.fromkeys(("algorithm=dpo", "algorithm=dpo_norm", "algorithm=remax"), " with algorithm"),
+    **{f"algorithm={name}": " with algorithm" for name in (*PAIR_ROWS, "remax")},
     "algorithm=scalerl": ": only single completions",
     "algorithm=grpo_process": " with reward: the environment gives",  # environments judge their own turns
     "algorithm=gdpo": ": an environment gives one reward",
@@ -320,7 +320,7 @@ def test_every_shipped_config_loads_with_every_choice(name: str, choice: str) ->
     none += [f"slurm.engines.{key}=null" for key in ("gpus_per_node", "memory_per_node", "cpus_per_server")]
     none += ["learner.offload.while_sampling=null"]
     where = none if choice == "rollout=local" else []  # no servers: no nodes, no route and no file for them
-    of_two = choice in ("algorithm=dpo", "algorithm=dpo_norm")  # sequences, in pairs
+    of_two = choice.removeprefix("algorithm=") in PAIR_ROWS  # sequences
     pairs = ["learner.max_tokens_per_micro_batch=16384"] if of_two else []
     hub = ["data.repo=a/b", f"data.revision={'a' * 40}", "data.train=a.jsonl", "data.eval=b.jsonl"]
     if name in ("dpo_tiny", "reward_tiny"):
@@ -338,7 +338,7 @@ def test_every_shipped_config_loads_with_every_choice(name: str, choice: str) ->
     elif choice == "algorithm=gigpo" and load_config(name, keys[1:2]).environment.function is None:
         refused = r"algorithm\.credit=turn: without environment\.function"
     elif name == "distill_tiny" and choice.startswith("algorithm=") and choice[10:] not in ("gkd", "distill", *BESIDE):
-        refused = r"reward\.parts: the weights of exact_match are all 0|preference_beta|with reward\.parts"
+        refused = r"reward\.parts: the weights of exact_match are all 0|preference\.beta|with reward\.parts"
     with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
         assert isinstance(load_config(name, keys), RunConfig)
 

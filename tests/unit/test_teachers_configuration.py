@@ -66,7 +66,7 @@ def test_ranks_hold_no_reference_beside_them() -> None:
         ([*teacher("a"), "roles.layouts.teacher_a.tp=2"], "that ranks hold has this role; allowed: none"),
         ([*held("a"), "roles.layouts.teacher_a.vpp=2"], "roles.layouts.teacher_a.vpp=2 needs a pipeline"),
         ([*teacher("a"), "algorithm=grpo"], "does nothing: algorithm.kl.coefficient=0.0 does not read it"),
-        ([*teacher("a"), "algorithm=dpo"], "with algorithm.preference_beta"),
+        ([*teacher("a"), "algorithm=dpo"], "with algorithm.preference.beta"),
         ([*teacher("a"), "roles.reference=separate"], "the algorithm has no reference"),
         (
             [*teacher("a"), *teacher("b"), "algorithm=gkd"],

@@ -60,7 +60,7 @@ REFUSED = {
     ),
     "algorithm.nll_coefficient=0.1": ([f"{R}nll_coefficient=0.1"], "a second denominator beside the loss's"),
     "algorithm.credit=gae": (["algorithm=ppo", f"{R}whiten=false"], "the critic has no waves"),
-    "algorithm.preference_beta=0.1": (["algorithm=dpo"], "over the pairs of the batch"),
+    "algorithm.preference.beta=0.1": (["algorithm=dpo"], "over the pairs of the batch"),
     "algorithm.routing_replay=r2": ([f"{R}routing_replay=r2"], "are those of the pass that trains"),
     "train.epochs=2": (["train.epochs=2"], "the first pass would end with a step"),
     "train.minibatches=2": (["train.minibatches=2"], "minibatches are drawn from the whole batch"),

@@ -29,11 +29,11 @@ def problems_of_own_objective(row: AlgorithmSection, read: Collection[str]) -> l
 
 
 def _unread_by_preference(a: AlgorithmSection) -> Iterator[tuple[str, str]]:
-    if a.preference_beta is None:
+    if not a.pairs:
         return
     for name, _ in set_leaves("algorithm", a):
         if not any(is_in(name, f"algorithm.{key}") for key in PREFERENCE_READS):
-            yield name, f"algorithm.preference_beta={a.preference_beta} trains on pairs without it"
+            yield name, f"algorithm.preference.beta={a.preference.beta} trains on pairs without it"
 
 
 def _unread_by_choices(a: AlgorithmSection) -> Iterator[tuple[str, str]]:
@@ -60,10 +60,12 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "algorithm.old_kl_limit", reason
         if a.tokens.choose == "kl_cov" and (form := a.tokens.kl_estimator) != "k1":
             yield "algorithm.tokens", f"{reason}, where {form} has no gradient (raise train.minibatches)"
-    if a.preference_beta is None:
-        yield "algorithm.preference_per_token", "without algorithm.preference_beta no pairs are trained on"
-    if not a.needs_reference:
-        yield "algorithm.kl.reference", "without algorithm.kl.coefficient or preference_beta no reference is loaded"
+    if not a.pairs:
+        yield "algorithm.preference", "without algorithm.preference.beta no pairs are trained on"
+    if a.pairs and not a.needs_reference:
+        yield "algorithm.kl.reference", "with algorithm.preference.reference_free=true no reference is loaded"
+    elif not a.needs_reference:
+        yield "algorithm.kl.reference", "without algorithm.kl.coefficient or preference.beta no reference is loaded"
     if a.advantage_mean == a.advantage_std == "none":
         for key in ("turn_baseline", "turn_compared"):
             yield f"algorithm.{key}", "without a mean and a std of advantages turns are not compared"
@@ -77,23 +79,22 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     if a.lam_length_factor is not None and a.critic.lam is not None:
         yield "algorithm.lam", "algorithm.lam_length_factor and algorithm.critic.lam replace it for policy and critic"
-    pairs = a.preference_beta is not None
-    alone = a.reward_clip is None and (pairs or a.credit != "gae")
+    alone = a.reward_clip is None and (a.pairs or a.credit != "gae")
     alone = alone and not (a.kl.coefficient > 0 and a.kl.placement != "loss")
     divided, centred = a.advantage_std != "none" or _whitens(a, a.whiten_std), a.advantage_mean in {"group", "batch"}
-    if a.whiten_rewards or a.normalise_rewards != "none" or (alone and (pairs or divided)):
+    if a.whiten_rewards or a.normalise_rewards != "none" or (alone and (a.pairs or divided)):
         yield "algorithm.reward_scale", "a later comparison of rewards, or division by their std or range, undoes it"
     baseline = a.advantage_mean != "none" and ":" not in a.advantage_mean  # of all but a function of one's own
     for_all = a.credit == "completion" or (a.credit == "discounted" and a.gamma == 1)  # tokens, the same bias
-    compared = pairs or baseline or (for_all and _whitens(a, a.whiten_mean))
+    compared = a.pairs or baseline or (for_all and _whitens(a, a.whiten_mean))
     if a.whiten_rewards or a.normalise_rewards != "none" or (a.reward_clip is None and compared):
         yield "algorithm.reward_bias", "rewards are compared with one another, and it is in all of them"
     if a.whiten and a.whiten_mean == a.whiten_std == "none":
         yield "algorithm.whiten", "algorithm.whiten_mean and whiten_std are none"
-    if alone and (pairs or (divided and centred)):
+    if alone and (a.pairs or (divided and centred)):
         yield "algorithm.whiten_rewards", "a later comparison of rewards, or centring and division, undoes it"
     of_group = a.advantage_mean == "group" and a.advantage_std == "group"
-    if alone and (pairs or of_group or (a.normalise_rewards == "batch" and divided and centred)):
+    if alone and (a.pairs or of_group or (a.normalise_rewards == "batch" and divided and centred)):
         yield "algorithm.normalise_rewards", "a later comparison of rewards, or centring and division, undoes it"
 
 

@@ -109,8 +109,7 @@ READS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """For each choice of the ``algorithm`` section and each of its values: the keys and inner sections that it reads."""
 
 PREFERENCE_READS = (
-    "preference_beta",
-    "preference_per_token",
+    "preference",
     "kl",  # the reference; no coefficient: _kl_problems
     "unfinished_reward",
     "overlong_buffer",
@@ -123,4 +122,4 @@ PREFERENCE_READS = (
     "old_logprobs",
     "routing_replay",
 )
-"""The keys that DPO (``preference_beta``) reads; without it, any key may be read."""
+"""The keys that training on pairs (``preference.beta``) reads; without it, any key may be read."""

@@ -97,11 +97,11 @@ def _of_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _of_train(config: RunConfig) -> Iterator[tuple[str, str]]:
-    key, beta = "train.whole_groups", config.algorithm.preference_beta
+    key, beta = "train.whole_groups", config.algorithm.preference.beta
     if config.train.minibatches == 1:
         yield key, "with train.minibatches=1 a minibatch is the whole batch"
     elif beta is not None:
-        yield key, f"algorithm.preference_beta={beta} keeps each group's pair together"
+        yield key, f"algorithm.preference.beta={beta} keeps each group's pair together"
     elif config.rollout.group_size == 1:
         yield key, "with rollout.group_size=1 a group is one completion"
     if config.written_epochs is not None:

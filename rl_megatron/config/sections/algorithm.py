@@ -11,6 +11,7 @@ from rl_megatron.config.sections.advantages import AdvantageKeys
 from rl_megatron.config.sections.correction import CorrectionSection
 from rl_megatron.config.sections.critic import CriticSection
 from rl_megatron.config.sections.kl import KLSection
+from rl_megatron.config.sections.preference import PreferenceSection
 from rl_megatron.config.sections.tokens import TokensSection
 from rl_megatron.section import (
     NUMBER,
@@ -26,7 +27,9 @@ class AlgorithmSection(AdvantageKeys):
     """An algorithm is this row of choices (docs/algorithms.md); conf/algorithm/ has a file for each known one."""
 
     moved: ClassVar[Mapping[str, str]] = {
-        "second_moment_limit": "algorithm.tokens.limit, with tokens.choose=second_moment"
+        "second_moment_limit": "algorithm.tokens.limit, with tokens.choose=second_moment",
+        "preference_beta": "algorithm.preference.beta",
+        "preference_per_token": "algorithm.preference.per_token",
     }
 
     ratio_level: Literal["token", "sequence", "turn", "sequence_sum"] = "token"
@@ -84,12 +87,7 @@ class AlgorithmSection(AdvantageKeys):
     nll_coefficient: NonNegativeFloat = 0.0
     """Weight of -log pi on the tokens of right completions (VAPO), whose reward is at least eval.success_reward and is
     not replaced by ``unfinished_reward``."""
-    preference_beta: PositiveFloat | None = None
-    """Train by DPO with this beta on the best and the worst completion of each group, in place of the policy gradient
-    above; null: the policy gradient."""
-    preference_per_token: bool = False
-    """preference_beta: whether the log-prob of a completion is the mean over its tokens, not the sum
-    (length-normalised DPO)."""
+    preference: PreferenceSection = PreferenceSection()
     tokens: TokensSection = TokensSection()
     correction: CorrectionSection = CorrectionSection()
     kl: KLSection = KLSection()
@@ -126,6 +124,11 @@ class AlgorithmSection(AdvantageKeys):
     docs/algorithms.md."""
 
     @property
+    def pairs(self) -> bool:
+        """Whether it trains on pairs of completions, in place of the policy gradient."""
+        return self.preference.beta is not None
+
+    @property
     def needs_critic(self) -> bool:
         """Whether the advantages need the values of a model beside the policy."""
         return self.credit == "gae" and self.critic.backbone == "own"
@@ -148,7 +151,7 @@ class AlgorithmSection(AdvantageKeys):
     @property
     def needs_reference(self) -> bool:
         """Whether the loss or the rewards need log-probs of a frozen reference."""
-        return self.kl.coefficient > 0 or self.preference_beta is not None
+        return self.kl.coefficient > 0 or (self.pairs and not self.preference.reference_free)
 
     @property
     def needs_top(self) -> bool:
@@ -230,13 +233,16 @@ def _credit_problems(a: AlgorithmSection) -> list[str]:
             for key, acts in {**_mapped(a), f"reward_scale={a.reward_scale:g}": a.reward_scale != 1}.items()
             if acts
         ]
-    if a.preference_beta is not None and a.old_logprobs == "interpolated":
+    if a.pairs and a.old_logprobs == "interpolated":
         out.append(
-            "algorithm.old_logprobs=interpolated with preference_beta: pairs have no ratio to an old policy; set "
+            "algorithm.old_logprobs=interpolated with preference.beta: pairs have no ratio to an old policy; set "
             "old_logprobs=rollout"
         )
-    if a.preference_beta is not None and a.kl.coefficient > 0:
-        out.append("algorithm.preference_beta holds its own KL to the reference; set algorithm.kl.coefficient=0")
+    if a.pairs and a.kl.coefficient > 0:
+        out.append(
+            f"algorithm.kl.coefficient={a.kl.coefficient:g} with preference.beta={a.preference.beta}: the loss of "
+            "pairs holds its own pull to a reference, or has none; set algorithm.kl.coefficient=0"
+        )
     return out
 
 

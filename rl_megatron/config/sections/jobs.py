@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
-from rl_megatron.section import Fraction, NonNegative, NonNegativeFloat, OwnCode, Positive, PositiveFloat, Section
+from pydantic import model_validator
+
+from rl_megatron.config.sections.preference import PreferenceSection
+from rl_megatron.section import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 JobName = Literal["rl", "sft", "dpo", "reward_model"]
 
@@ -16,7 +19,7 @@ JobName = Literal["rl", "sft", "dpo", "reward_model"]
 class JobKind:
     """``samples``: whether engines sample from the policy. ``pairs``: whether a row of its data is a better and a worse
     answer, which are trained on side by side. ``scores``: whether its model gives a text a score in place of
-    log-probs. ``reference``: whether it compares with a frozen model. ``reads``: the sections and keys that the job
+    log-probs. ``reference``: whether it may compare with a frozen model. ``reads``: the sections and keys that the job
     reads; None: all but ``unread``."""
 
     samples: bool = False
@@ -105,21 +108,23 @@ class PairsSection(WrittenSection):
     and count it."""
 
 
-class DpoSection(PairsSection):
-    """Direct preference optimisation on written pairs (docs/preferences.md); ``job=dpo`` reads this, and no other job
-    does."""
+class DpoSection(PreferenceSection, PairsSection):
+    """Preference optimisation on written pairs (docs/preferences.md); ``job=dpo`` reads this, and no other job does."""
 
-    loss: Literal["dpo"] | OwnCode = "dpo"
-    """The loss of a pair as a function of its answers' log pi/ref; ``package.module:name`` is a function of your own
-    (docs/own_algorithms.md)."""
+    key: ClassVar[str] = "dpo"
     beta: PositiveFloat = 0.1
-    """Strength of the pull to the reference: the loss of a pair is -log sigmoid(beta * margin), whose margin is that of
-    the better answer's log pi/ref over the worse one's."""
-    per_token: bool = False
-    """Whether an answer's log pi/ref is the mean over its tokens, not their sum (length-normalised DPO,
-    arXiv:2411.15124, section 5.1); beta is larger then, 5 in that work."""
+    """Strength of the pull to the reference: with loss=dpo that of a pair is -log sigmoid(beta * margin), whose margin
+    is that of the better answer's log pi/ref over the worse one's; with loss=orpo the weight beside ``nll``."""
     reference: Path | None = None
     """Hugging Face folder of the frozen model to compare with; null: the model that training starts from."""
+
+    @model_validator(mode="after")
+    def _without_reference(self) -> Self:
+        if self.reference_free and self.reference is not None:
+            raise ValueError(
+                f"dpo.reference={self.reference} with dpo.reference_free=true: no frozen model is loaded; keep one"
+            )
+        return self
 
 
 class RewardTrainingSection(PairsSection):

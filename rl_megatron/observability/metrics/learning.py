@@ -119,7 +119,11 @@ LEARNING = (
     ("advantage/mean", "", "mean advantage of a trained token"),
     ("advantage/std", "", "standard deviation of the advantages of trained tokens"),
     ("loss/kl", "nats", "the KL term's part of `loss`, coefficient included; only if the loss has one"),
-    ("loss/nll", "nats", "the positive-example term's part of `loss`; only if algorithm.nll_coefficient is set"),
+    (
+        "loss/nll",
+        "nats",
+        "the part of `loss` of right or better answers' negative log-likelihood; only if it has one",
+    ),
     ("kl/reference", "nats", "KL(old || reference) by algorithm.kl.estimator: completions' mean of their tokens' mean"),
     ("kl/coefficient", "", "weight of the KL to the reference in this step"),
     (
@@ -161,14 +165,14 @@ LEARNING = (
     ("correction/weight_mean", "", "mean importance weight, learner over engine, if the loss corrects the mismatch"),
     ("correction/dropped_fraction", "", "share of tokens whose correction weight is 0"),
     ("tokens/chosen_fraction", "", "share of a minibatch's tokens that algorithm.tokens.choose chose"),
-    ("preference/pairs", "pairs", "pairs of completions that DPO trained on"),
+    ("preference/pairs", "pairs", "pairs of completions that were trained on"),
     ("preference/accuracy", "", "share of pairs whose margin is above 0"),
     ("reward_model/score_mean", "", "mean score of the texts of the step, with job=reward_model"),
     (
         "preference/margin",
         "nats",
-        "mean of beta * (log-ratio to the reference of the chosen minus that of the rejected); of a reward model the "
-        "difference of their scores",
+        "mean of beta * (log-ratio to the reference, or without one log-prob, of the chosen minus that of the "
+        "rejected); of a reward model the difference of their scores",
     ),
     ("critic/loss", "", "value loss, half a squared error, mean over the minibatches"),
     ("critic/grad_norm", "", "global L2 norm of the critic's gradient before clipping"),

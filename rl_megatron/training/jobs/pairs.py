@@ -25,18 +25,39 @@ from rl_megatron.training.optimizer_steps import OptimizerSteps
 from rl_megatron.types import Loss, LossInputs, Prompt, Samples, Want
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """The frozen model that answers are compared with."""
+
+    packer: Packer  # for its ranks, which may have a layout of their own
+    folder: Path | None  # None: the model that training starts from, which is kept in the folder below
+    start_folder: Path
+
+    async def begin(self, roles: Roles, *, fresh: bool) -> None:
+        """Give its ranks its weights; a ``fresh`` run keeps the policy's first if they are these."""
+        if fresh and self.folder is None:
+            remove_folder(self.start_folder)  # left by a run that was killed before its first checkpoint
+            await roles.weights.push(0)
+            await roles.weights.export(self.start_folder)
+        await roles.frozen["reference"].start_from(self.folder or self.start_folder)
+
+    async def scored(self, roles: Roles, samples: Samples) -> Samples:
+        """The samples with its log-probs."""
+        scores = await _scores(roles.frozen["reference"], self.packer, samples, "logprobs")
+        return replace(samples, ref_logprobs=scores)
+
+
 @dataclass(slots=True, kw_only=True)
 class Preferences(JobObjective):
-    """DPO: log-probs of both answers beside those of the frozen reference, whose held-out ones are computed once."""
+    """Log-probs of both answers, beside those of the frozen reference if the loss compares with one, whose held-out
+    ones are computed once."""
 
     loss: PreferenceLoss
     roles: Roles
     packer: Packer
-    reference_packer: Packer  # for the reference's ranks, which may have a layout of their own
     optimizer_steps: OptimizerSteps
     parts: list[Samples]  # held out
-    reference: Path | None  # None: the model that training starts from, which is kept in the folder below
-    start_folder: Path
+    reference: Reference | None
     _referred: bool = False
 
     @override
@@ -46,30 +67,24 @@ class Preferences(JobObjective):
 
     @override
     async def begin(self, *, fresh: bool) -> None:
-        if fresh and self.reference is None:
-            remove_folder(self.start_folder)  # left by a run that was killed before its first checkpoint
-            await self.roles.weights.push(0)
-            await self.roles.weights.export(self.start_folder)
-        await self.roles.frozen["reference"].start_from(self.reference or self.start_folder)
+        if self.reference is not None:
+            await self.reference.begin(self.roles, fresh=fresh)
 
     @override
     async def step(self, samples: Samples, rate: float, prompts: Iterable[Prompt], watch: Stopwatch) -> Made | None:
-        with watch("reference"):
-            samples = await self._with_reference(samples)
+        if self.reference is not None:
+            with watch("reference"):
+                samples = await self.reference.scored(self.roles, samples)
         with watch("train"):
             batch = self.packer.pack(samples)
             made = await self.optimizer_steps.step(self.roles.policy, batch, self.loss, rate, prompts)
         await _forget(self.roles)
         return made
 
-    async def _with_reference(self, samples: Samples) -> Samples:
-        scores = await _scores(self.roles.frozen["reference"], self.reference_packer, samples, "logprobs")
-        return replace(samples, ref_logprobs=scores)
-
     @override
     async def held_out(self) -> Row:
-        if not self._referred:
-            self.parts = [await self._with_reference(part) for part in self.parts]
+        if self.reference is not None and not self._referred:
+            self.parts = [await self.reference.scored(self.roles, part) for part in self.parts]
             self._referred = True
         found = []
         for part in self.parts:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_megatron.algorithms.auxiliary import PreferenceLoss, ValueLoss
+from rl_megatron.algorithms.auxiliary import ValueLoss
 from rl_megatron.algorithms.losses import loss_of
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.types import LossInputs
+from tests.rows import pair_loss
 
 
 def inputs(mask: list[bool], lengths: list[int], **columns: Tensor) -> LossInputs:
@@ -59,7 +60,7 @@ def test_a_column_that_the_batch_lacks_is_named() -> None:
     with pytest.raises(ValueError, match="returns"):
         ValueLoss()(inputs([True], [1], values=torch.ones(1)))
     with pytest.raises(ValueError, match="ref_logprobs"):
-        PreferenceLoss()(inputs([True, True], [1, 1]))
+        pair_loss(0.1)(inputs([True, True], [1, 1]))
 
 
 def pairs() -> tuple[Tensor, LossInputs]:
@@ -73,7 +74,7 @@ def pairs() -> tuple[Tensor, LossInputs]:
 def test_dpo_of_two_pairs() -> None:
     logprobs, batch = pairs()
     batch = replace(batch, num_sequences=4)  # the global number leaves padding out
-    output = PreferenceLoss(beta=0.1)(batch)
+    output = pair_loss(0.1)(batch)
     output.loss.backward()
     margins = [0.1 * ((-1.0 + 2.0) - (-1.5 + 1.0)), 0.1 * ((-5.0 + 4.0) - (-5.0 + 7.0))]
     assert output.loss.item() == pytest.approx(sum(math.log(1 + math.exp(-m)) for m in margins) / 2)
@@ -92,7 +93,7 @@ def test_a_pair_without_a_trained_token_on_one_side_is_padding(without: int) -> 
     mask = [not sides[0], not sides[0], not sides[1], True, True]
     logprobs, ref = torch.tensor([-1.0, -2.0, -3.0, -1.0, -2.0], requires_grad=True), torch.zeros(5)
     batch = replace(inputs(mask, [2, 1, 1, 1], logprobs=logprobs, ref_logprobs=ref), num_sequences=2)
-    output = PreferenceLoss(beta=1.0)(batch)
+    output = pair_loss(1.0)(batch)
     output.loss.backward()
     assert output.loss.item() == pytest.approx(math.log(1 + math.exp(-1)))
     assert output.metrics["preference/margin"].value.item() == pytest.approx(1.0)
@@ -109,7 +110,7 @@ def test_dpo_is_torchs_logsigmoid_of_the_margin(per_token: bool) -> None:
     ref = -torch.rand(12, generator=g, dtype=torch.float64)
     ours, plain = logprobs.clone().requires_grad_(), logprobs.clone().requires_grad_()
     batch = inputs([True] * 12, lengths, logprobs=ours, ref_logprobs=ref)
-    output = PreferenceLoss(beta=0.7, per_token=per_token)(batch)
+    output = pair_loss(0.7, per_token=per_token)(batch)
     output.loss.backward()
     sums = torch.stack([part.mean() if per_token else part.sum() for part in (plain - ref).split(lengths)])
     wanted = -torch.nn.functional.logsigmoid(0.7 * (sums[::2] - sums[1::2])).mean()

@@ -122,5 +122,5 @@ def test_what_it_does_not_read_is_refused(key: str) -> None:
 
 
 def test_pairs_alone_have_lengths_to_be_normalised() -> None:
-    with pytest.raises(ConfigError, match=r"preference_per_token=true does nothing: without algorithm.preference_beta"):
-        load_config("tiny_cpu", ["algorithm=grpo", "algorithm.preference_per_token=true"])
+    with pytest.raises(ConfigError, match=r"preference.per_token=true does nothing: without algorithm.preference.beta"):
+        load_config("tiny_cpu", ["algorithm=grpo", "algorithm.preference.per_token=true"])

@@ -1,4 +1,4 @@
-"""The six files of docs/own_algorithms.md: plain loops over their papers' equations, finite differences, splits; what
+"""The five files of docs/own_algorithms.md: plain loops over their papers' equations, finite differences, splits; what
 is refused before a run."""
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from rl_megatron.algorithms.advantages import group_advantages
-from rl_megatron.algorithms.auxiliary import PreferenceLoss
 from rl_megatron.algorithms.own import check_own_advantages, check_own_objective, check_own_pair_loss
 from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.jobs import DpoSection
+from rl_megatron.config.sections.preference import PreferenceSection
 from rl_megatron.config.sections.rollout import RolloutSection
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import Roles
@@ -29,7 +29,7 @@ from rl_megatron.training.update import Update
 from rl_megatron.types import Loss, LossInputs, Trajectory
 from tests.documents import blocks
 from tests.property.test_losses_metrics import batch
-from tests.rows import policy_loss
+from tests.rows import pair_loss, policy_loss
 from tests.toy_roles import VOCABULARY, Toy, table
 from tests.unit.training.test_update_oracle import groups
 
@@ -41,7 +41,7 @@ OBJECTIVES = {
     "aspo": policy_loss(objective="aspo:aspo", clip_low=LOW, clip_high=HIGH, cap_high=CAP),
 }
 BETA = 0.3
-PAIRS = {name: PreferenceLoss(form=f"{name}:{name}", beta=BETA) for name in ("ipo", "kto")}
+PAIRS = {"kto": pair_loss(BETA, loss="kto:kto")}
 FAULTY = """
 import torch
 
@@ -104,6 +104,9 @@ def two(better, worse):
 def logs(better, worse, beta):
     return torch.log(better - worse)
 
+def of_logprobs(better, worse, beta):
+    return torch.log(-better) - torch.log(-worse)
+
 def constant(better, worse, beta):
     return 0 * (better - worse)
 """
@@ -120,7 +123,7 @@ def _mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_page_has_one_file_for_each() -> None:
     names = [block.text.partition(".py:")[0].removeprefix("# ") for block in blocks(PAGE, "python")]
-    assert names == ["cpgd", "aspo", "maxrl", "opo", "ipo", "kto"]
+    assert names == ["cpgd", "aspo", "maxrl", "opo", "kto"]
 
 
 def evaluate(loss: Loss, inputs: LossInputs) -> tuple[float, Tensor]:
@@ -245,10 +248,6 @@ def by_hand(rewards: Sequence[float]) -> list[float]:
     return [(reward - mean) / mean if mean > 0 else 0.0 for reward in rewards]
 
 
-def ipo(better: float, worse: float) -> float:
-    return (better - worse - 1 / (2 * BETA)) ** 2
-
-
 def kto(better: float, worse: float) -> float:
     def desirability(reward: float) -> float:
         return 1 / (1 + math.exp(-BETA * reward))
@@ -256,7 +255,7 @@ def kto(better: float, worse: float) -> float:
     return ((1 - desirability(better)) + (1 - desirability(-worse))) / 2
 
 
-@pytest.mark.parametrize(("name", "equation"), [("ipo", ipo), ("kto", kto)])
+@pytest.mark.parametrize(("name", "equation"), [("kto", kto)])
 @pytest.mark.parametrize("per_token", [False, True], ids=["sums", "means"])
 def test_pair_losses_are_their_equations(name: str, equation: Callable[..., float], per_token: bool) -> None:
     inputs = batch(LENGTHS, 3, scale=0.6, kept=0.75)
@@ -271,7 +270,7 @@ def test_pair_losses_are_their_equations(name: str, equation: Callable[..., floa
             total += equation(*(x / len(sides[first + i]) if per_token else x for i, x in enumerate(sums)))
         return total / 3
 
-    found, gradient = evaluate(replace(PAIRS[name], per_token=per_token), inputs)
+    found, gradient = evaluate(pair_loss(BETA, loss=f"{name}:{name}", per_token=per_token), inputs)
     assert found == pytest.approx(plain(now), rel=1e-12)
     step = 1e-5
     for t in range(len(now)):
@@ -331,12 +330,28 @@ def test_every_column_that_an_objective_is_tried_with_is_finite() -> None:
     ],
 )
 def test_pair_losses_that_cannot_train_are_refused(name: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=rf"(?s)dpo\.loss=.*{reason}"):
-        check_own_pair_loss(DpoSection(loss=name))
+    for section in (DpoSection(loss=name), PreferenceSection(loss=name, beta=0.1, reference_free=True)):
+        with pytest.raises(ConfigError, match=rf"(?s){section.key}\.loss=.*{reason}"):
+            check_own_pair_loss(section)
+
+
+def test_a_pair_loss_of_log_probs_is_tried_below_0() -> None:
+    """Of ratios to a reference it would have a logarithm of a negative number."""
+    with pytest.raises(ConfigError, match="must return one finite loss"):
+        check_own_pair_loss(DpoSection(loss="faulty:of_logprobs"))
+    check_own_pair_loss(DpoSection(loss="faulty:of_logprobs", reference_free=True))
+
+
+def test_a_pair_of_padding_does_not_reach_a_loss_that_is_not_finite_at_0() -> None:
+    """Two of the three pairs have a trained token on each side; of the third log(0) would be in the sum."""
+    inputs = batch([2, 2, 2, 2, 2, 2], 3)
+    inputs = replace(inputs, logprobs=inputs.logprobs - 2, mask=inputs.segment_ids < 4, num_sequences=4)
+    found, gradient = evaluate(pair_loss(BETA, loss="faulty:of_logprobs", reference_free=True), inputs)
+    sums = [float(inputs.logprobs.detach()[2 * s : 2 * s + 2].sum()) for s in range(4)]
+    assert found == pytest.approx((math.log(sums[0] / sums[1]) + math.log(sums[2] / sums[3])) / 2)
+    assert gradient.isfinite().all()
 
 
 def test_names_that_are_neither_known_nor_of_ones_own_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"dpo.loss='ipo': must be 'dpo' .*or package.module:name of your own code"):
-        load_config("dpo_tiny", ["dpo.loss=ipo"])
     with pytest.raises(ConfigError, match=r"advantage_mean='mode': must be .* or package.module:name of your own code"):
         load_config("tiny_cpu", ["algorithm.advantage_mean=mode"])

@@ -13,8 +13,10 @@ from rl_megatron.config.io import load_config
 
 
 def test_advantages_and_pair_losses_of_packages_that_are_not_there_are_found_too() -> None:
-    for recipe, key in (("tiny_cpu", "algorithm.advantage_mean"), ("dpo_tiny", "dpo.loss")):
-        said = preflight(load_config(recipe, [f"{key}=nowhere:mine"])).texts("problem")
+    of_rows = ("algorithm.advantage_mean", "algorithm.preference.loss")
+    for recipe, key in (*(("tiny_cpu", key) for key in of_rows), ("dpo_tiny", "dpo.loss")):
+        row = ["algorithm=dpo"] if "preference" in key else []
+        said = preflight(load_config(recipe, [*row, f"{key}=nowhere:mine"])).texts("problem")
         assert f"{key}=nowhere:mine: no module 'nowhere'; install it or put its folder on PYTHONPATH" in said
 
 

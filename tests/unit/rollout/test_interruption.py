@@ -210,7 +210,7 @@ def test_nothing_is_interrupted_where_no_token_would_follow_and_in_evaluations(m
         (["algorithm=scalerl", "rollout.interrupt.earliest=0"], "^rollout.interrupt.latest does nothing without earl"),
         (["rollout.interrupt.earliest=6"], "after 6 to 6 sampled tokens; make the first at most the second"),
         (["rollout.interrupt.earliest=4", "rollout.interrupt.latest=0.5"], "after 4 to 3 sampled tokens"),
-        (["rollout.interrupt.earliest=0.5", "algorithm=dpo"], "with algorithm.preference_beta=0.1: only single compl"),
+        (["rollout.interrupt.earliest=0.5", "algorithm=dpo"], "with algorithm.preference.beta=0.1: only single compl"),
         (["rollout.interrupt.earliest=0.5", "train.route_flips=true"], "routes are of one request"),
     ],
 )

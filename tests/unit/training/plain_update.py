@@ -74,7 +74,7 @@ class PlainUpdate:
             for turn in row.turns
         ]
         self._reward(said)
-        if self.a.preference_beta is not None:
+        if self.a.pairs:
             said = self._pairs(said)
         self._measure(said)
         self._credit(said)
@@ -85,7 +85,7 @@ class PlainUpdate:
             goes_on = goes_on and (self.a.old_kl_limit is None or self._old_kl(said) <= self.a.old_kl_limit)
             if goes_on:
                 self.steps_made += 1
-                loss = self._preference(said, policy) if self.a.preference_beta else self._loss(said, policy, step)
+                loss = self._preference(said, policy) if self.a.pairs else self._loss(said, policy, step)
                 (gradient,) = torch.autograd.grad(loss, policy)
                 self.policy = self.policy - self.config.train.learning_rate * gradient
             if self.a.needs_critic:
@@ -278,12 +278,27 @@ class PlainUpdate:
         return statistics.fmean(math.exp(d) - 1 - d for d in moved)
 
     def _preference(self, said: list[Said], policy: Tensor) -> Tensor:
-        assert self.a.preference_beta is not None
-        sums = [logprobs(policy, s, routed=False).sum() - sum(s.ref) for s in said]
-        if self.a.preference_per_token:
+        p, beta = self.a.preference, self.a.preference.beta
+        assert beta is not None
+        sums = [logprobs(policy, s, routed=False).sum() for s in said]
+        nll = [-x / len(s.targets) for x, s in zip(sums, said, strict=True)][::2]
+        if not p.reference_free:
+            sums = [x - sum(s.ref) for x, s in zip(sums, said, strict=True)]
+        if p.per_token:
             sums = [x / len(s.targets) for x, s in zip(sums, said, strict=True)]
-        margins = [self.a.preference_beta * (best - worst) for best, worst in zip(sums[::2], sums[1::2], strict=True)]
-        return -torch.stack([margin.sigmoid().log() for margin in margins]).mean()
+
+        def of_pair(best: Tensor, worst: Tensor) -> Tensor:
+            if p.loss == "ipo":
+                return (best - worst - 0.5 / beta) ** 2
+            if p.loss == "orpo":
+                odds = [x.exp() / (1 - x.exp()) for x in (best, worst)]
+                return -beta * (odds[0] / (odds[0] + odds[1])).log()
+            return -(beta * (best - worst) - p.target_margin).sigmoid().log()
+
+        both = [(of_pair(x, y), of_pair(y, x)) for x, y in zip(sums[::2], sums[1::2], strict=True)]
+        wrong = p.label_smoothing
+        losses = [(1 - wrong) * right + wrong * turned for right, turned in both]
+        return torch.stack([one + p.nll * of for one, of in zip(losses, nll, strict=True)]).mean()
 
     def _value_loss(self, said: list[Said], critic: Tensor) -> Tensor:
         terms, clip = [], self.a.critic.clip or math.inf

@@ -177,7 +177,7 @@ def test_rows_of_a_trajectory_stay_in_one_minibatch_and_on_the_ranks_foreseen() 
 def test_pairs_of_several_rows_are_refused() -> None:
     toy, unused = policy(), Toy(torch.zeros(1))
     roles: Any = Roles(learners={"policy": toy}, frozen={"reference": policy()}, engine=unused, weights=unused)
-    c = config({"preference_beta": 0.1, "old_logprobs": "rollout"})
+    c = config({"preference": {"beta": 0.1}, "old_logprobs": "rollout"})
     pair = [trajectory([2], total=1.0), branched(trajectory([1, 2], total=0.0))]
     with pytest.raises(DataError, match="pairs completions of one row"):
         asyncio.run(Update(config=c, roles=roles, attention_cost=0.0)([group("a", pair)], 1, Stopwatch()))

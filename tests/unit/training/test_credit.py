@@ -248,7 +248,7 @@ def test_a_cut_completion_that_counts_as_unfinished_is_not_imitated_as_right() -
 
 
 def pairs_of(groups: list[RolloutGroup], **section: object) -> tuple[Sequence[RolloutGroup], Rewards]:
-    algorithm = AlgorithmSection.model_validate({"preference_beta": 0.1, **section})
+    algorithm = AlgorithmSection.model_validate({"preference": {"beta": 0.1}, **section})
     rewards = shape_rewards(groups, algorithm, AlgorithmState(kl_coefficient=0.0), max_new_tokens=4)
     pairs, of_pairs, row = selection_of(algorithm).choose(groups, rewards)
     assert row == {"preference/pairs": len(pairs)}

@@ -129,7 +129,7 @@ def test_a_batch_that_is_too_far_at_once_changes_nothing_and_says_so() -> None:
     ("keys", "reason"),
     [
         (["algorithm=grpo", "train.minibatches=1"], r"old_kl_limit=0\.1 does nothing: with train\.epochs=1 and"),
-        (["algorithm=dpo"], r"old_kl_limit=0\.1 does nothing: algorithm\.preference_beta"),
+        (["algorithm=dpo"], r"old_kl_limit=0\.1 does nothing: algorithm\.preference\.beta"),
         (
             ["algorithm=decoupled_ppo", "algorithm.old_logprobs=interpolated"],
             r"old_logprobs=interpolated does not read it, algorithm\.old_logprobs=learner or rollout does",

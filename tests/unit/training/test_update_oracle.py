@@ -101,8 +101,16 @@ PATHS: dict[str, dict[str, Any]] = {
     "a moving baseline": {"advantage_mean": "moving", "advantage_std": "none", "baseline_decay": 0.5},
     "the learner's routes are the policy's alone": CRITIC | REWARDED_KL | {"routing_replay": "r2"},
     "the engine's routes are the policy's alone": CRITIC | REWARDED_KL | {"routing_replay": "r3"},
-    "length-normalised dpo": {"preference_beta": 2.0, "preference_per_token": True, "old_logprobs": "rollout"},
-    "dpo": {"preference_beta": 0.4, "old_logprobs": "rollout", "unfinished_reward": -1.0},
+    **{
+        name: {"preference": keys, "old_logprobs": "rollout", "unfinished_reward": -1.0}
+        for name, keys in {
+            "dpo": {"beta": 0.4, "label_smoothing": 0.1},
+            "length-normalised dpo": {"beta": 2.0, "per_token": True, "nll": 0.5},
+            "ipo": {"loss": "ipo", "beta": 0.4, "per_token": True},
+            "simpo": {"beta": 2.0, "per_token": True, "reference_free": True, "target_margin": 1.0},
+            "orpo": {"loss": "orpo", "beta": 0.3, "per_token": True, "reference_free": True, "nll": 1.0},
+        }.items()
+    },
 }
 STEPS = (3, 4, 5)
 

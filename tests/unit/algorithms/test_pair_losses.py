@@ -1,0 +1,167 @@
+"""The losses of pairs: plain loops over their papers' equations, finite differences, closed forms, and what of their
+keys is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_megatron.algorithms.auxiliary import PAIR_LOSSES, PreferenceLoss
+from rl_megatron.config.io import load_config
+from rl_megatron.config.sections.preference import PAIR_LOSS_NAMES
+from rl_megatron.errors import ConfigError
+from rl_megatron.types import LossInputs
+from tests.property.test_losses_metrics import batch
+from tests.rows import PAIR_ROWS, pair_loss
+
+BETA = 0.7
+LENGTHS = [5, 9, 1, 3, 7, 4]
+FREE = {"per_token": True, "reference_free": True}
+Equation = Callable[[float, float], float]
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x))
+
+
+def conservative(better: float, worse: float) -> float:
+    """Equation 1 of the cDPO note: -(1 - e) log sigmoid(h) - e log sigmoid(-h)."""
+    h = BETA * (better - worse)
+    return -0.9 * log_sigmoid(h) - 0.1 * log_sigmoid(-h)
+
+
+def simpo(better: float, worse: float) -> float:
+    return -log_sigmoid(BETA * better - BETA * worse - 0.4)
+
+
+def odds_ratio(better: float, worse: float) -> float:
+    first, second = (math.exp(x) / (1 - math.exp(x)) for x in (better, worse))
+    return -BETA * math.log(first / (first + second))
+
+
+CASES: dict[str, tuple[PreferenceLoss, Equation]] = {
+    "dpo": (pair_loss(BETA), lambda better, worse: -log_sigmoid(BETA * (better - worse))),
+    "dpo beside NLL": (pair_loss(BETA, nll=0.2), lambda better, worse: -log_sigmoid(BETA * (better - worse))),
+    "conservative dpo": (pair_loss(BETA, label_smoothing=0.1), conservative),
+    "ipo": (pair_loss(BETA, loss="ipo", per_token=True), lambda b, w: (b - w - 1 / (2 * BETA)) ** 2),
+    "hinge": (pair_loss(BETA, loss="hinge"), lambda better, worse: max(0.0, 1 - BETA * (better - worse))),
+    "simpo": (pair_loss(BETA, **FREE, target_margin=0.4), simpo),
+    "orpo": (pair_loss(BETA, loss="orpo", **FREE, nll=1.0), odds_ratio),
+}
+
+
+def evaluate(loss: PreferenceLoss, inputs: LossInputs) -> tuple[float, Tensor]:
+    given = inputs.logprobs.detach().clone().requires_grad_()
+    ref = None if loss.row.reference_free else inputs.ref_logprobs
+    output = loss(replace(inputs, logprobs=given, ref_logprobs=ref))
+    return output.loss.item(), torch.autograd.grad(output.loss, given)[0]
+
+
+@pytest.mark.parametrize(("loss", "equation"), CASES.values(), ids=CASES)
+def test_losses_are_their_equations_and_gradients_their_differences(loss: PreferenceLoss, equation: Equation) -> None:
+    """Over the trained tokens of three pairs, one answer of which is one token."""
+    inputs, row = batch(LENGTHS, 3, scale=0.6, kept=0.75), loss.row
+    inputs = replace(inputs, logprobs=inputs.logprobs - 1.2)  # all below 0, as log-probs are
+    assert inputs.logprobs.max() < 0
+    now, ref = inputs.logprobs.tolist(), [0.0] * 29 if row.reference_free else inputs.ref_logprobs.tolist()  # type: ignore[union-attr]
+    sides = [[t for t in range(29) if inputs.segment_ids[t] == s and inputs.mask[t]] for s in range(6)]
+    assert len(sides[2]) == 1
+
+    def plain(logprobs: Sequence[float]) -> float:
+        total = 0.0
+        for first in range(0, 6, 2):
+            sums = [math.fsum(logprobs[t] - ref[t] for t in sides[s]) for s in (first, first + 1)]
+            total += equation(*(x / len(sides[first + i]) if row.per_token else x for i, x in enumerate(sums)))
+            total -= row.nll * math.fsum(logprobs[t] for t in sides[first]) / len(sides[first])
+        return total / 3
+
+    found, gradient = evaluate(loss, inputs)
+    assert found == pytest.approx(plain(now), rel=1e-12)
+    step = 1e-5
+    for t in range(29):
+        up, down = (plain([*now[:t], now[t] + sign * step, *now[t + 1 :]]) for sign in (1, -1))
+        assert gradient[t].item() == pytest.approx((up - down) / (2 * step), rel=1e-6, abs=1e-9)
+
+
+def one_pair(better: float, worse: float, loss: PreferenceLoss) -> tuple[float, list[float]]:
+    """Of answers of one token, under a reference of log-probs of 0."""
+    inputs = replace(batch([1, 1], 0), logprobs=torch.tensor([better, worse]), ref_logprobs=torch.zeros(2))
+    found, gradient = evaluate(loss, inputs)
+    return found, gradient.tolist()
+
+
+def test_a_margin_at_its_target_is_not_pulled_beyond_it() -> None:
+    assert one_pair(-1.0, -3.0, pair_loss(0.25, loss="ipo")) == (0.0, [0.0, 0.0])
+    assert one_pair(-1.0, -3.5, pair_loss(0.25, loss="ipo")) == (0.25, [1.0, -1.0])
+    assert one_pair(-1.0, -6.0, pair_loss(0.25, loss="hinge")) == (0.0, [0.0, 0.0])
+    assert one_pair(-1.0, -3.0, pair_loss(0.25, loss="hinge")) == (0.5, [-0.25, 0.25])
+    found, (better, worse) = one_pair(-1.0, -3.0, pair_loss(0.25, target_margin=0.5, **FREE))
+    assert found == pytest.approx(math.log(2))
+    assert (better, worse) == (-0.125, 0.125)
+
+
+def test_of_equal_answers_the_odds_ratio_has_the_loss_of_one_half_and_the_likelihood_its_own() -> None:
+    """The gradient of log odds is 1/(1 - p)."""
+    found, (better, worse) = one_pair(-math.log(4), -math.log(4), pair_loss(0.2, loss="orpo", nll=1.0, **FREE))
+    assert found == pytest.approx(math.log(4) + 0.2 * math.log(2))
+    assert (better, worse) == (pytest.approx(-1 - 0.2 / 2 / 0.75), pytest.approx(0.2 / 2 / 0.75))
+
+
+def test_odds_of_certain_answers_are_finite() -> None:
+    for better, worse in ((0.0, -1.0), (-1.0, 0.0), (0.0, 0.0), (-1e-9, -200.0)):
+        found, gradient = one_pair(better, worse, pair_loss(0.2, loss="orpo", **FREE))
+        assert all(map(math.isfinite, (found, *gradient)))
+
+
+def test_the_likelihood_term_is_reported_and_is_part_of_the_loss() -> None:
+    inputs = replace(batch([1, 1], 0), logprobs=torch.tensor([-3.0, -3.0]), ref_logprobs=torch.tensor([-3.0, -3.0]))
+    output = pair_loss(0.1, nll=0.5)(inputs)
+    assert output.metrics["loss/nll"].value.item() == pytest.approx(1.5)
+    assert output.loss.item() == pytest.approx(1.5 + math.log(2))
+    assert "loss/nll" not in pair_loss(0.1)(inputs).metrics
+
+
+def test_the_names_of_the_configuration_are_those_of_the_table() -> None:
+    assert set(PAIR_LOSSES) == set(PAIR_LOSS_NAMES)
+    assert {"dpo", "dpo_norm", "ipo", "orpo", "simpo"} == set(PAIR_ROWS)
+
+
+@pytest.mark.parametrize("key", ["dpo", "algorithm.preference"])
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (("loss=ipo", "target_margin=1"), "target_margin=1: KEY.loss=ipo does not read it; set it to 0, or loss=dpo"),
+        (("loss=my:own", "target_margin=1"), "target_margin=1: KEY.loss=my:own does not read it"),
+        (("loss=orpo", "per_token=true"), "set KEY.per_token=true and reference_free=true"),
+        (("loss=orpo", "reference_free=true"), "set KEY.per_token=true and reference_free=true"),
+        (("loss=slic",), "loss='slic': must be 'dpo', 'ipo', 'hinge' or 'orpo' .*or package.module:name of your own"),
+        (("label_smoothing=0.5",), "KEY.label_smoothing=0.5: "),
+    ],
+)
+def test_keys_that_a_loss_does_not_read_are_refused(key: str, keys: Sequence[str], said: str) -> None:
+    recipe = "dpo_tiny" if key == "dpo" else "tiny_cpu"
+    given = [f"{key}.{one}" for one in (*keys, "beta=0.1")]
+    with pytest.raises(ConfigError, match=said.replace("KEY", key)):
+        load_config(recipe, given)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keys", "said"),
+    [
+        ("dpo_tiny", ["dpo.reference_free=true", "dpo.reference=/given"], "no frozen model is loaded; keep one"),
+        ("dpo_tiny", ["dpo.reference_free=true", "roles.reference=separate"], "the algorithm has no reference"),
+        ("tiny_cpu", ["algorithm=simpo", "roles.reference=separate"], "the algorithm has no reference"),
+        ("tiny_cpu", ["algorithm=simpo", "algorithm.kl.reference=/given"], "reference_free=true no reference is"),
+        ("tiny_cpu", ["algorithm=simpo", "algorithm.kl.coefficient=0.1"], "set algorithm.kl.coefficient=0"),
+        ("tiny_cpu", ["algorithm.preference.nll=0.1"], "without algorithm.preference.beta no pairs are trained on"),
+        ("tiny_cpu", ["algorithm.preference_beta=0.1"], "no such key; it is called algorithm.preference.beta"),
+    ],
+)
+def test_what_has_nothing_to_act_on_is_refused(recipe: str, keys: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(recipe, keys)
