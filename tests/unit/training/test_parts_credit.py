@@ -151,7 +151,7 @@ P = "algorithm.advantage_of=parts"
         (["unfinished_reward=0"], f"{P} with algorithm.unfinished_reward=0.0: it changes the sum"),
         (["overlong_buffer=2"], f"{P} with algorithm.overlong_buffer=2: it changes the sum.*make it a part"),
         (["kl.coefficient=0.1", "kl.placement=completion_reward"], "the KL is no part; set kl.placement=loss"),
-        (["preference_beta=0.1"], "advantage_of=parts does nothing: .*trains on pairs without it"),
+        (["preference.beta=0.1"], "advantage_of=parts does nothing: .*trains on pairs without it"),
         (["whiten=false"], "whiten_of=completions does nothing"),
     ],
 )
