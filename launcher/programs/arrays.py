@@ -211,7 +211,7 @@ def _used(cell: Cell) -> float:
 
 def _sent(study: Study, cell: Cell, task: str) -> CellRecord:
     before = states.read_record(cell)
-    record = CellRecord(pid=0, began=0.0, starts=(before.starts if before else 0) + 1, seconds=_used(cell))
+    record = CellRecord(pid=0, began="", starts=(before.starts if before else 0) + 1, seconds=_used(cell))
     return replace(record, task=task, granted=_granted(study, cell))
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -195,7 +194,7 @@ class _Series:
             self._end(cell.name, signal.SIGTERM)
         record = CellRecord(
             pid=child.pid,
-            began=_began(child.pid),
+            began=states.birth_of(child.pid),
             starts=(last.starts if last else 0) + 1,
             seconds=used,
         )
@@ -302,13 +301,6 @@ def _signals(series: _Series) -> Iterator[None]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
-
-
-def _began(pid: int) -> float:
-    try:
-        return psutil.Process(pid).create_time()
-    except psutil.NoSuchProcess:
-        return 0.0
 
 
 def _reason(status: int, output: Path, before: int) -> str:

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-import psutil
-
 from rl_megatron.config import yaml_text
 from rl_megatron.durable import write_atomically
 from rl_megatron.errors import DataError, shorten
@@ -21,6 +19,7 @@ from rl_megatron.experiments.study import Study
 from rl_megatron.json_text import parse
 from rl_megatron.observability.files import JsonRow, from_the_end, number
 from rl_megatron.observability.metrics.table import STEPS
+from rl_megatron.rollout.environments.processes import began
 
 
 class CellState(StrEnum):
@@ -55,7 +54,7 @@ class CellRecord:
     """
 
     pid: int
-    began: float  # when the system says that the process started: a number alone is given out again
+    began: str  # `birth_of` the process: a number alone is given out again
     starts: int
     seconds: float
     status: int | None = None
@@ -193,11 +192,15 @@ def is_running(record: CellRecord) -> bool:
     """Whether the process of its last start is alive on this machine."""
     if record.status is not None or record.task:
         return False
-    try:
-        process = psutil.Process(record.pid)
-        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - record.began) < 1.0
-    except psutil.NoSuchProcess:
-        return False
+    birth = birth_of(record.pid)
+    return bool(birth) and birth == record.began
+
+
+def birth_of(pid: int) -> str:
+    """The machine's boot and the ticks after it at which a running process began, which no change of the clock alters;
+    empty of one that has ended."""
+    ticks = began(pid)
+    return "" if ticks is None else f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {ticks}"
 
 
 def _found(study: Study, cell: Cell, queue: Mapping[str, Queued] | None) -> CellStanding:

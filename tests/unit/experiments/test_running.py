@@ -9,8 +9,10 @@ import re
 import shutil
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from rich.console import Console
@@ -18,7 +20,16 @@ from rich.console import Console
 from launcher.programs.experiment import Start, run_cells
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.experiments.cells import Cell, cells_of
-from rl_megatron.experiments.states import CellRecord, CellStanding, find_states, output_path, read_record, write_record
+from rl_megatron.experiments.states import (
+    CellRecord,
+    CellStanding,
+    birth_of,
+    find_states,
+    is_running,
+    output_path,
+    read_record,
+    write_record,
+)
 from rl_megatron.experiments.study import Study, read_study
 
 LIMIT = 300.0  # seconds
@@ -155,7 +166,7 @@ def test_a_cell_that_does_not_stop_when_its_minutes_are_over_is_ended(tmp_path: 
 def test_a_cell_whose_folder_was_removed_has_its_whole_time_again(tmp_path: Path) -> None:
     study, cells = study_of(tmp_path, budget={"cell_minutes": 1})
     cells[0].folder.mkdir(parents=True)
-    write_record(cells[0], CellRecord(pid=1, began=0.0, starts=1, seconds=60.0, status=0, step=1))
+    write_record(cells[0], CellRecord(pid=1, began="", starts=1, seconds=60.0, status=0, step=1))
     assert find_states(study, cells)[0].state.value == "spent"
     shutil.rmtree(cells[0].folder)
     (found,) = ran(study, cells, shell(row(2)))
@@ -167,3 +178,19 @@ def test_a_budget_of_time_holds_while_a_file_is_broken(tmp_path: Path) -> None:
     study, cells = study_of(tmp_path, budget={"minutes": 1e-3})
     (found,) = ran(study, cells, shell("echo half >> metrics.jsonl; exec sleep 100"))
     assert (found.state.value, found.cell) == ("failed", cells[0])
+
+
+def test_a_process_runs_whatever_the_clock_says_now_and_none_of_another_boot_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of the clock moves the kernel's time of boot, as /proc/stat has it, by which psutil dates processes."""
+    me = os.getpid()
+    record = CellRecord(pid=me, began=birth_of(me), starts=1, seconds=0.0)
+    before = psutil.Process().create_time()
+    (tmp_path / str(me)).symlink_to(f"/proc/{me}")
+    (tmp_path / "stat").write_text(f"btime {int(psutil.boot_time()) + 7200}\n")
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    assert 7190 < psutil.Process().create_time() - before < 7210
+    assert is_running(record)
+    another = birth_of(me).replace(birth_of(me).split()[0], "0a1b2c3d-0000-0000-0000-000000000000")
+    assert not any(is_running(replace(record, began=began)) for began in (another, ""))

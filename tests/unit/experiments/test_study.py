@@ -6,7 +6,6 @@ import json
 import os
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
@@ -15,7 +14,7 @@ from launcher.programs.experiment import cells_at_once
 from rl_megatron.config.io import load_config, save_resolved
 from rl_megatron.errors import ConfigError, DataError
 from rl_megatron.experiments.cells import Cell, cells_of, config_digest
-from rl_megatron.experiments.states import CellRecord, find_states, record_path, states_table, write_record
+from rl_megatron.experiments.states import CellRecord, birth_of, find_states, record_path, states_table, write_record
 from rl_megatron.experiments.study import Study, outcome_folder, read_study
 from rl_megatron.observability.metrics.writer import MetricsWriter
 
@@ -292,11 +291,12 @@ def test_states_are_read_from_folders_and_records(tmp_path: Path) -> None:
     study = study_of(tmp_path, axes={"x": levels}, seeds=[0], overrides=["train.steps=2"], budget={"cell_minutes": 1})
     cells = cells_of(study)
     steps = {"a": 2, "b": 1, "c": 1, "d": 1, "e": 1}
-    me = psutil.Process()
-    dead = {"pid": me.pid, "began": me.create_time() - 100, "starts": 1}  # another process had this number
+    me = os.getpid()
+    boot, ticks = birth_of(me).split()
+    dead = {"pid": me, "began": f"{boot} {int(ticks) - 1}", "starts": 1}  # another process had this number
     records = {
         "a": CellRecord(**dead, seconds=3.0, status=0),
-        "b": CellRecord(pid=me.pid, began=me.create_time(), starts=1, seconds=0.0),
+        "b": CellRecord(pid=me, began=birth_of(me), starts=1, seconds=0.0),
         "c": CellRecord(**dead, seconds=61.0, status=0),
         "d": CellRecord(**dead, seconds=3.0),
         "f": CellRecord(**dead, seconds=3.0, status=1, reason="status 1: error: no"),

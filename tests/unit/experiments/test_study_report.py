@@ -69,9 +69,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, list[Cell], 
         failed = (cell.arm, cell.seed) == ("moe grpo", 3)
         recorded(cell, of_cell[:5] if failed else of_cell)
         if failed:
-            write_record(
-                cell, CellRecord(pid=1, began=0.0, starts=1, seconds=9.0, status=1, reason="error: <no price>")
-            )
+            write_record(cell, CellRecord(pid=1, began="", starts=1, seconds=9.0, status=1, reason="error: <no price>"))
         else:
             values[cell.arm, cell.seed] = of_cell
     return read, cells, values
@@ -231,7 +229,7 @@ def test_no_ended_cell_is_left_out_or_counted_silently(tmp_path: Path) -> None:
     read = read_study(tmp_path / "s.yaml")
     spent, mute, whole = cells_of(read)
     recorded(spent, np.array([0.1, 0.2]))
-    write_record(spent, CellRecord(pid=1, began=0.0, starts=1, seconds=60.5, status=0))
+    write_record(spent, CellRecord(pid=1, began="", starts=1, seconds=60.5, status=0))
     recorded(mute, np.array([]))
     MetricsWriter(mute.folder).write({"phase": "rl", "step": 4, "reward/mean": 0.5})
     recorded(whole, np.array([0.1, 0.2, 0.3]))

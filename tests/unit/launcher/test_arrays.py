@@ -153,7 +153,7 @@ def test_a_cells_state_is_by_its_scripts_last_words_then_by_slurms(tmp_path: Pat
     log = task_log(cell, "12_0")
     log.parent.mkdir()
     log.write_text(said)
-    write_record(cell, CellRecord(pid=0, began=0.0, starts=1, seconds=0.0, task="12_0", granted=60.0))
+    write_record(cell, CellRecord(pid=0, began="", starts=1, seconds=0.0, task="12_0", granted=60.0))
     queue = {"12_0": Queued(word=slurm.split()[0], text=slurm)} if slurm else {}
     (found,) = find_states(study, [cell], queue)
     assert found.state.value == wanted
@@ -171,7 +171,7 @@ def test_a_cell_whose_requeues_are_used_up_goes_on_at_the_next_start(tmp_path: P
     log = task_log(cell, "12_0")
     log.parent.mkdir(parents=True)
     log.write_text(STARTED + at(0, "saved, but slurm.requeues=0 are used up; to go on, submit its script again"))
-    write_record(cell, CellRecord(pid=0, began=0.0, starts=1, seconds=0.0, task="12_0"))
+    write_record(cell, CellRecord(pid=0, began="", starts=1, seconds=0.0, task="12_0"))
     assert find_states(study, [cell], {})[0].state.value == "stopped"
 
 
@@ -182,7 +182,7 @@ def test_a_failed_task_that_was_resumed_by_hand_is_as_far_as_it_came(tmp_path: P
     log.parent.mkdir(parents=True)
     log.write_text(STARTED + FAILED)
     os.utime(log, (1e9, 1e9))
-    write_record(cell, CellRecord(pid=0, began=0.0, starts=1, seconds=0.0, task="12_0"))
+    write_record(cell, CellRecord(pid=0, began="", starts=1, seconds=0.0, task="12_0"))
     assert find_states(study, [cell])[0].state.value == "failed"
     for step in range(3):
         MetricsWriter(cell.folder).write({"step": step, "phase": "rl"})
@@ -308,7 +308,7 @@ def test_cells_with_less_time_left_are_in_the_same_array(cluster: Path) -> None:
     study = study_of(cluster, **keys)
     for cell, seconds in zip(cells_of(study), (1200.0, 600.0, 1200.0, 600.0), strict=True):
         cell.folder.mkdir(parents=True)
-        write_record(cell, CellRecord(pid=0, began=0.0, starts=1, seconds=seconds, status=0))
+        write_record(cell, CellRecord(pid=0, began="", starts=1, seconds=seconds, status=0))
     cells_of(study)[0].folder.rmdir()  # to repeat it: it has all its time
     (array,) = sent_as(study)
     assert (options(array)["array"], options(array)["time"]) == ("0-3", "32")
@@ -336,7 +336,7 @@ def test_seconds_of_a_task_count_by_its_own_lines_in_any_zone_and_whatever_ended
         (cell.folder / "jobs" / attempt / "controller.txt").touch()
     task_log(cell, "12_0").parent.mkdir()
     task_log(cell, "12_0").write_text("\n".join(lines) + "\n")
-    write_record(cell, CellRecord(pid=0, began=0.0, starts=1, seconds=60.0, task="12_0", granted=1800.0))
+    write_record(cell, CellRecord(pid=0, began="", starts=1, seconds=60.0, task="12_0", granted=1800.0))
     assert read_task(cell, "12_0").seconds == 540.0
     (array,) = sent_as(study)
     assert options(array)["time"] == "21"  # 30 minutes, less 10, and one to save
