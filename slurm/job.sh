@@ -96,11 +96,10 @@ trap '' USR1
 could_run() { # with these options, as far as Slurm says here
     sbatch --test-only "$@" "$0" >/dev/null 2>&1
 }
-list_slow() { # in jobs/slow_nodes at most $SLOW of the nodes that the run named slow, the slowest first; says how many
+list_slow() { # at most $SLOW that the run named slow: this attempt's, the slowest first, then those of attempts before
     local list=$RUN/jobs/slow_nodes
-    cat "$list" "$attempt/slow_nodes" 2>/dev/null | awk '!seen[$0]++' | head -n "${SLOW:-0}" >"$list.new"
+    cat "$attempt/slow_nodes" "$list" 2>/dev/null | awk '!seen[$0]++' | head -n "${SLOW:-0}" >"$list.new"
     mv "$list.new" "$list"
-    wc -l <"$list"
 }
 requeue() { # $1 is what SIGTERM does while Slurm is asked to; between two tries scancel ends the job
     local why last=
@@ -116,22 +115,25 @@ requeue() { # $1 is what SIGTERM does while Slurm is asked to; between two tries
         sleep 15
     done
 }
-come_back() { # $1 is why; requeue without the nodes that failed and, as far as enough are left, $2 to $3 of the slow ones
-    local nodes few= slow
-    for ((slow = $3; slow >= $2; slow--)); do
-        nodes=$({ cat "$RUN/jobs/failed_nodes"; head -n "$slow" "$RUN/jobs/slow_nodes"; } 2>/dev/null | sort -u | paste -sd, -)
-        if [ -z "$nodes" ]; then
-            break
-        elif could_run && ! could_run --exclude="$nodes${EXCLUDE:+,$EXCLUDE}"; then # it would wait for ever
+come_back() { # $1 is why, $2 how many of the slow nodes at least; requeue without as many as the job can do without
+    local failed without few= least count nodes
+    list_slow
+    failed=$(tac "$RUN/jobs/failed_nodes" 2>/dev/null | awk '!seen[$0]++') # the last one to fail first
+    without=$(cat - "$RUN/jobs/slow_nodes" <<<"$failed" | awk 'NF && !seen[$0]++')
+    least=$(($2 ? $(grep -c . <<<"$failed") + $2 : 0)) # after a save Slurm still has the job's list
+    for ((count = $(grep -c . <<<"$without"); count >= least; count--)); do
+        nodes=$(head -n "$count" <<<"$without" | sort | paste -sd, -)
+        if ((count)) && could_run && ! could_run --exclude="$nodes${EXCLUDE:+,$EXCLUDE}"; then # it would wait for ever
             few="; without $nodes there are too few nodes"
         else
-            say "$1$few; comes back without $nodes"
+            say "$1$few; comes back${nodes:+ without $nodes}"
             requeue '' # until the list of nodes is changed, which a job that runs does not allow
-            scontrol update JobId="$job" ExcNodeList="$nodes${EXCLUDE:+,$EXCLUDE}" || say "it was not excluded"
+            nodes+=${nodes:+${EXCLUDE:+,}}$EXCLUDE # where none can be left out, also none of those before
+            scontrol update JobId="$job" ExcNodeList="$nodes" || say "the nodes that it leaves out were not changed"
             exec sleep 600 # Slurm ends this script
         fi
     done
-    say "$1; comes back$few"
+    say "$1$few; comes back"
     requeue -
     exec sleep 600
 }
@@ -145,7 +147,7 @@ if [ -e "$attempt/requeue" ] && [ "$restart" -lt "$REQUEUES" ]; then
         fi
         echo "$job" >"$RUN/jobs/stalled"
     fi
-    come_back saved 1 "$(list_slow)"
+    come_back saved 1
 fi
 if preempted; then
     say "preempted; comes back"
@@ -158,7 +160,7 @@ command -v "$PYTHON" >/dev/null || reason="$PYTHON, in which the controller runs
 if [ -e "$attempt/failed_node" ]; then
     cat "$attempt/failed_node" >>"$RUN/jobs/failed_nodes"
     if [ "$(cat "$RUN/jobs/$job"-*/failed_node | wc -l)" -le "$RESTARTS" ]; then # an earlier job's do not count
-        come_back "failed: $reason" 0 "$(list_slow)"
+        come_back "failed: $reason" 0
     fi
 fi
 if [ "$status" -eq 0 ] && [ -e "$attempt/requeue" ] && [ -z "${BUDGETED:-}" ]; then

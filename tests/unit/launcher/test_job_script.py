@@ -281,9 +281,10 @@ def test_slow_nodes_are_left_out_at_a_restart_up_to_the_number_asked_for(tmp_pat
     assert comes_back(0, 0, NAMED="node3") == ["requeue 7"]  # only named
     assert comes_back(1, 2) == ["requeue 7"]
     assert comes_back(2, 2, NAMED="node3 node1") == excluding("node1", "node3")
-    assert comes_back(3, 2, NAMED="node4") == excluding("node1", "node3")  # no third
-    assert comes_back(4, 2, FAILED="node5") == excluding("node1", "node3", "node5")
-    assert comes_back(5, 0) == ["requeue 7"]  # Slurm keeps a job's list
+    assert comes_back(3, 2, NAMED="node4") == excluding("node3", "node4")  # slow now, and the slowest of those before
+    assert comes_back(4, 2, FAILED="node5") == excluding("node3", "node4", "node5")
+    assert comes_back(5, 2, NAMED="node2 node6") == excluding("node2", "node5", "node6")
+    assert comes_back(6, 0) == ["requeue 7"]  # Slurm keeps a job's list
 
 
 def test_failures_of_the_run_in_an_earlier_job_do_not_count_but_their_nodes_are_left_out(tmp_path: Path) -> None:
@@ -296,6 +297,19 @@ def test_failures_of_the_run_in_an_earlier_job_do_not_count_but_their_nodes_are_
         assert (status, asked) == (0, excluding("node5", "node6"))
     status, said, asked = attempt(tmp_path, 3, FAILED="node5")  # RESTARTS=3
     assert (asked, "comes back" in said) == ([], False)
+
+
+def test_the_nodes_that_failed_last_are_left_out_where_not_all_can_be(tmp_path: Path) -> None:
+    """A node of weeks ago is used again in place of the one that has just failed."""
+    fails = ["node1", "node2", "node3"]
+    done = [
+        attempt(tmp_path, restart, f"{restart + 1:06d}", FAILED=node, NEED="4") for restart, node in enumerate(fails)
+    ]
+    lists = [("node1",), ("node1", "node2"), ("node2", "node3")]
+    assert [asked for _, _, asked in done] == [excluding(*nodes) for nodes in lists]
+    assert "; without node1,node2,node3 there are too few nodes; comes back without node2,node3\n" in done[2][1]
+    _, said, asked = attempt(tmp_path, 3, "000004", 1, NAMED="node6", NEED="4")
+    assert (asked, "saved; without" in said) == (["requeue 7"], True)  # no slow node in place of one that failed
 
 
 def test_as_many_slow_nodes_are_left_out_as_the_cluster_can_spare(tmp_path: Path) -> None:
