@@ -137,6 +137,13 @@ come_back() { # $1 is why, $2 how many of the slow nodes at least; requeue witho
     requeue -
     exec sleep 600
 }
+failures() { # of this job since the newest checkpoint was made, this attempt's among them
+    local each count=0
+    for each in "$RUN/jobs/$job"-*/failed_node; do
+        if [ "$(cat "${each%failed_node}newest")" = "$(newest)" ]; then ((count += 1)); fi
+    done
+    echo "$count"
+}
 preempted() { scontrol show job "$job" | grep -qE '(^|[[:space:]])PreemptTime=[0-9]'; }
 if [ -e "$attempt/requeue" ] && [ "$restart" -lt "$REQUEUES" ]; then
     if [ "$(newest)" = "$before" ] && ! preempted; then
@@ -159,7 +166,8 @@ reason=$(grep -a '^error:' "$attempt/controller.txt" | tail -n 1)
 command -v "$PYTHON" >/dev/null || reason="$PYTHON, in which the controller runs, is not on this node; set slurm.python"
 if [ -e "$attempt/failed_node" ]; then
     cat "$attempt/failed_node" >>"$RUN/jobs/failed_nodes"
-    if [ "$(cat "$RUN/jobs/$job"-*/failed_node | wc -l)" -le "$RESTARTS" ]; then # an earlier job's do not count
+    newest >"$attempt/newest"
+    if [ "$(failures)" -le "$RESTARTS" ]; then
         come_back "failed: $reason" 0
     fi
 fi

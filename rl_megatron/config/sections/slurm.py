@@ -172,7 +172,8 @@ class SlurmSection(Section):
     """How many restarts a job may have had to come back after a time limit; Slurm counts those after preemption and
     failures too. Once they are used up the run is saved, and the job fails."""
     restarts: NonNegative = 3
-    """Most restarts of a job, without the failed node, after a rank died; other errors end the run."""
+    """Most restarts of a job, without the failed node, after a rank died, from one checkpoint: with each newer one they
+    count from 0 again. Other errors end the run."""
     exclude_slow: NonNegative = 0
     """Most nodes that the job leaves out from a restart on because the run named them slow (run.slow_factor); 0: slow
     nodes are only named."""

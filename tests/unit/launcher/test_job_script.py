@@ -299,17 +299,26 @@ def test_failures_of_the_run_in_an_earlier_job_do_not_count_but_their_nodes_are_
     assert (asked, "comes back" in said) == ([], False)
 
 
+def test_failures_before_the_newest_checkpoint_do_not_count(tmp_path: Path) -> None:
+    """A run of weeks loses more nodes than a job may fail on, and trains in between."""
+    steps = ["000001", "", "", "000002", "", "", ""]
+    done = [attempt(tmp_path, restart, step, FAILED="node5") for restart, step in enumerate(steps)]
+    assert [asked for _, _, asked in done] == [excluding("node5")] * 6 + [[]], done  # RESTARTS=3
+
+
 def test_the_nodes_that_failed_last_are_left_out_where_not_all_can_be(tmp_path: Path) -> None:
     """A node of weeks ago is used again in place of the one that has just failed."""
-    fails = ["node1", "node2", "node3"]
+    fails = ["node1", "node2", "node3", "node1"]
     done = [
         attempt(tmp_path, restart, f"{restart + 1:06d}", FAILED=node, NEED="4") for restart, node in enumerate(fails)
     ]
-    lists = [("node1",), ("node1", "node2"), ("node2", "node3")]
+    lists = [("node1",), ("node1", "node2"), ("node2", "node3"), ("node1", "node3")]
     assert [asked for _, _, asked in done] == [excluding(*nodes) for nodes in lists]
     assert "; without node1,node2,node3 there are too few nodes; comes back without node2,node3\n" in done[2][1]
-    _, said, asked = attempt(tmp_path, 3, "000004", 1, NAMED="node6", NEED="4")
+    _, said, asked = attempt(tmp_path, 4, "000005", 1, NAMED="node6", NEED="4")
     assert (asked, "saved; without" in said) == (["requeue 7"], True)  # no slow node in place of one that failed
+    _, said, asked = attempt(tmp_path, 5, "000006", FAILED="node4", NEED="6")
+    assert asked == ["requeue 7", "update JobId=7 ExcNodeList=node9"]  # none is spare now
 
 
 def test_as_many_slow_nodes_are_left_out_as_the_cluster_can_spare(tmp_path: Path) -> None:
