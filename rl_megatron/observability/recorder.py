@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -119,10 +119,10 @@ class Recorder:
         return self._metrics.has_evaluation(step)
 
     def close(self) -> None:
-        """Flush and release the files."""
-        self._metrics.close()
-        self._samples.close()
-        self._timeline.close()
+        """Flush and release the files, each also where another cannot be written. Raises OSError that names one."""
+        with ExitStack() as last_first:
+            for each in (self._timeline, self._samples, self._metrics):
+                last_first.callback(each.close)
 
 
 class Stopwatch:

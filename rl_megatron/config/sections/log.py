@@ -19,7 +19,8 @@ class LogSection(Section):
     samples_per_group: Positive = 4
     """How many completions of each of them, to read beside one another; a group has ``rollout.group_size``."""
     tensorboard: bool = True
-    """Whether to write TensorBoard files."""
+    """Whether to write TensorBoard files. Where the disk refuses them, a warning says so and the run goes on without,
+    until a resume."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Send metrics to Weights & Biases (online), or store them to send later (offline). Where
     that fails, a warning says so and the run goes on without."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,7 +28,7 @@ class MetricsWriter:
     """Records rows in ``folder``/metrics.jsonl, in TensorBoard files and in W&B. Controller process only.
 
     ``fresh``: the run begins or starts over, and is a new one at W&B. Raises ConfigError if ``wandb`` is requested but
-    not installed; what fails at W&B later is warned of.
+    not installed; what fails at W&B later, and at TensorBoard, is warned of.
     """
 
     def __init__(
@@ -40,8 +41,7 @@ class MetricsWriter:
         fresh: bool = True,
     ) -> None:
         self._file = JsonlFile(folder / "metrics.jsonl")
-        self._tensorboard_folder = folder / "tensorboard" if tensorboard else None
-        self._tensorboard: dict[str, SummaryWriter] = {}  # by phase
+        self._tensorboard = _TensorBoard(folder / "tensorboard") if tensorboard else None
         self._wandb = _Wandb(folder, wandb, wandb_project, fresh=fresh) if wandb != "off" else None
 
     def write(self, row: Mapping[str, JsonValue], *, again: bool = False) -> dict[str, JsonValue]:
@@ -52,14 +52,8 @@ class MetricsWriter:
             self._remove(out)
         self._file.append([out])
         tags, x = _tagged(out)
-        if self._tensorboard_folder is not None:
-            phase = str(out["phase"])
-            with naming(self._tensorboard_folder / phase):
-                if phase not in self._tensorboard:
-                    self._tensorboard[phase] = _open_tensorboard(self._tensorboard_folder / phase, purge_step=x)
-                for tag, value in tags.items():
-                    self._tensorboard[phase].add_scalar(tag, value, x)
-                self._tensorboard[phase].flush()
+        if self._tensorboard is not None:
+            self._tensorboard.log(str(out["phase"]), tags, x)
         if self._wandb is not None:
             self._wandb.log(tags)
         return out
@@ -91,12 +85,15 @@ class MetricsWriter:
         self._file.truncate_after(last, axis, late=_is_beside, also=lambda row: also <= row.items())
 
     def close(self) -> None:
-        """Flush and close all files; mark the W&B run as finished, for which it has half a minute."""
-        self._file.close()
-        for writer in self._tensorboard.values():
-            writer.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        """Flush and close all files; mark the W&B run as finished, for which it has half a minute.
+
+        Raises OSError that names metrics.jsonl, once all are closed."""
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self._file.close)
+            if self._tensorboard is not None:
+                last_first.callback(self._tensorboard.close)
+            if self._wandb is not None:
+                last_first.callback(self._wandb.finish)
 
 
 def _is_beside(row: JsonRow) -> bool:
@@ -116,6 +113,46 @@ def _tagged(row: JsonRow) -> tuple[dict[str, float], int]:
         return numbers, int(numbers["step"])
     tags = {n if n.startswith("warm_start/") else f"warm_start/{n}": v for n, v in numbers.items()}
     return tags, int(tags.get("warm_start/step", 0))
+
+
+class _TensorBoard:
+    """TensorBoard's files, a folder for each phase. The first failure of the system is warned of, and ends what is
+    written there, as the thread that writes has ended; none ends the training."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writers: dict[str, SummaryWriter] = {}  # by phase
+        self._works = True
+
+    def log(self, phase: str, values: Mapping[str, float], x: int) -> None:
+        """Write a row, unless something has failed."""
+        if not self._works:
+            return
+        with self._trying(self._folder / phase):
+            if phase not in self._writers:
+                self._writers[phase] = _open_tensorboard(self._folder / phase, purge_step=x)
+            for tag, value in values.items():
+                self._writers[phase].add_scalar(tag, value, x)
+            self._writers[phase].flush()
+
+    def close(self) -> None:
+        """Flush and close each file."""
+        for phase, writer in self._writers.items():
+            with self._trying(self._folder / phase):
+                writer.close()
+
+    @contextlib.contextmanager
+    def _trying(self, path: Path) -> Iterator[None]:
+        try:
+            with naming(path):
+                yield
+        except OSError as error:
+            if self._works:
+                logger.warning(
+                    "TensorBoard gets no more rows until a resume; the run goes on, and metrics.jsonl has all: %s",
+                    error,
+                )
+            self._works = False
 
 
 def _open_tensorboard(folder: Path, *, purge_step: int) -> SummaryWriter:

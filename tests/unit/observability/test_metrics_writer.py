@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import shutil
 import sys
 import threading
@@ -174,6 +175,30 @@ def test_tensorboard_shows_each_step_once_after_a_resume_and_keeps_the_warm_star
     assert points("rl", "loss") == [(3, 0.25), (4, 0.125)]
     assert points("warm_start", "warm_start/loss") == [(40, 1.25)]
     assert points("warm_start", "warm_start/eval/accuracy") == [(40, 0.5)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
+def test_tensorboard_that_cannot_write_is_warned_of_once_with_its_file_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a limit in place of a full disk, above what metrics.jsonl has; later there is room again."""
+    writer = MetricsWriter(tmp_path, tensorboard=True)
+    writer.write({**ROW, "step": 1})
+    (events,) = (tmp_path / "tensorboard" / "rl").iterdir()
+    before, limits = events.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    rows = [{"step": step, "phase": "rl", "loss": 0.5} for step in (2, 3, 4)]
+    with caplog.at_level(logging.WARNING):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before + 10, limits[1]))
+        try:
+            writer.write(rows[0])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        for row in (*rows[1:], WARM):
+            writer.write(row)
+        writer.close()
+    assert _rows(tmp_path) == [{**ROW, "step": 1}, *rows, WARM]
+    (warning,) = caplog.messages
+    assert f"File too large: '{tmp_path}/tensorboard/rl'" in warning
 
 
 def test_wandb_that_is_not_installed_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

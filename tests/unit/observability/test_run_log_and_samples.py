@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 import warnings
@@ -136,15 +137,15 @@ def test_a_report_reads_no_more_of_samples_than_it_shows(tmp_path: Path) -> None
     assert [*found[:2], *found[-2:]] == [(1, 0), (1, 1), (9000, 0), (9000, 1)]
 
 
-def test_completions_of_a_group_are_beside_one_another(tmp_path: Path) -> None:
+def _group(name: str, rewards: tuple[float, ...]) -> RolloutGroup:
     zeros = np.zeros(1, np.float32)
+    prompt = Prompt(id=name, text=name, token_ids=(1,), answer="7")
+    said = Completion(token_ids=np.zeros(1, np.int32), logprobs=zeros, finish_reason="stop", spans=(Span(0, 0),))
+    return single_turns(prompt, [said] * len(rewards), rewards=rewards)
 
-    def group(name: str, rewards: tuple[float, ...]) -> RolloutGroup:
-        prompt = Prompt(id=name, text=name, token_ids=(1,), answer="7")
-        said = Completion(token_ids=np.zeros(1, np.int32), logprobs=zeros, finish_reason="stop", spans=(Span(0, 0),))
-        return single_turns(prompt, [said] * len(rewards), rewards=rewards)
 
-    groups = [group("a", (0, 1, 0.5)), group("b", (1, 0, 0)), group("c", (0, 0, 0))]
+def test_completions_of_a_group_are_beside_one_another(tmp_path: Path) -> None:
+    groups = [_group("a", (0, 1, 0.5)), _group("b", (1, 0, 0)), _group("c", (0, 0, 0))]
     log = LogSection(tensorboard=False, samples_per_step=2, samples_per_group=2)
     with closing(Recorder(tmp_path, log, Progress(1, "plain"))) as recorder:
         recorder.write_samples(3, groups)
@@ -162,3 +163,17 @@ def test_a_row_that_is_written_again_is_of_the_process_that_made_the_step(tmp_pa
     with closing(Recorder(tmp_path, log, Progress(2, "plain"), lambda: {"devices/learner": 4}, fresh=False)) as resumed:
         resumed.write({**row, "eval/accuracy": 0.5}, again=True)
     assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "phase": "rl", **before, "eval/accuracy": 0.5}]
+
+
+def test_where_metrics_cannot_be_written_the_error_names_them_and_the_other_files_are_closed(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    recorder = Recorder(tmp_path, LogSection(tensorboard=False), Progress(1, "plain"))
+    recorder.write_samples(1, [_group("a", (0, 1))])
+    refused = f"No space left on device: '{tmp_path}/metrics.jsonl'"
+    with pytest.raises(OSError, match=refused):
+        recorder.write({"step": 1, "phase": "rl"})
+    with pytest.raises(OSError, match=refused):
+        recorder.close()
+    held = [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
+    assert str(tmp_path / "samples.jsonl") not in held
+    assert not [one for one in threading.enumerate() if one.name.startswith("timeline")]
