@@ -18,8 +18,8 @@ import contextlib
 import json
 import os
 import resource
+import secrets
 import select
-import shutil
 import signal
 import sys
 import tempfile
@@ -44,9 +44,38 @@ def main() -> int:
         told = {"refused": str(error)}
     finally:
         _end_all()
-        shutil.rmtree(folder, ignore_errors=True)
-    os.write(1, json.dumps(told).encode())
+        stays = clear_away(folder) if folder else ""
+    os.write(1, json.dumps({**told, "stays": stays}).encode())
     return 0
+
+
+def clear_away(folder: str) -> str:
+    """Remove the folder of a program that has ended, whatever rights it took away and however deep its folders lie:
+    each is moved up first. Returns why something of it stays, or an empty text."""
+    if os.path.islink(folder):
+        os.unlink(folder)  # the program put it there, and nothing behind it is the program's
+        return ""
+    name, folders = secrets.token_hex(8), [folder]
+    for one in folders:  # which grows
+        with contextlib.suppress(OSError):
+            os.chmod(one, 0o700)
+            for entry in [*os.scandir(one)]:
+                with contextlib.suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False):
+                        os.chmod(entry.path, 0o700)  # else it cannot be moved
+                        os.rename(entry.path, moved := f"{folder}/{name}{len(folders)}")
+                        folders.append(moved)
+                    else:
+                        os.unlink(entry.path)
+    why = ""
+    for one in reversed(folders):
+        try:
+            os.rmdir(one)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            why = str(error)
+    return why
 
 
 def _run(order: dict[str, Any], folder: str) -> dict[str, Any]:

@@ -50,6 +50,8 @@ class SubprocessExecutor(Executor):
             logger.warning("sandbox.allow_unfenced=true: programs of the model run as your user: %s", why)
             self._fenced = False
             told = await _kept(_order(program, limits, fenced=False), limits.seconds)
+        if told["stays"]:
+            logger.warning("sandbox.allow_unfenced=true: files of a program stay: %s", told["stays"])
         if "refused" in told and self._allow_unfenced:
             raise SandboxError(f"sandbox.type=subprocess: a program could not begin: {told['refused']}")
         if "refused" in told:

@@ -19,6 +19,7 @@ import pytest
 from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.errors import SandboxError
 from rl_megatron.sandbox import subprocess as here
+from rl_megatron.sandbox.keeper import clear_away
 from rl_megatron.sandbox.protocol import Limits, Ran
 from rl_megatron.sandbox.subprocess import why_unfenced
 from rl_megatron.sandbox.table import Sandbox
@@ -289,6 +290,34 @@ def test_a_program_that_cannot_begin_takes_no_other_ones_fences() -> None:
     with pytest.raises(SandboxError, match="No space left"):
         asyncio.run(sandbox.run("print(1)", stdin="x" * (2 << 20), limits=replace(LIMITS, files_bytes=1 << 20)))
     assert asyncio.run(sandbox.run("import os; print(os.getcwd())")).stdout == "/box\n"
+
+
+@fenced
+@pytest.mark.parametrize(
+    "code",
+    [
+        "os.makedirs('a/b'); open('a/b/c', 'w').close(); [os.chmod(one, 0) for one in ('a/b', 'a', '.')]",
+        "for _ in range(2000): os.mkdir('d'); os.chdir('d')",
+        "os.remove('main.py'); os.rmdir(os.getcwd()); os.symlink({kept!r}, {box})",
+    ],
+)
+def test_a_folder_that_is_hard_to_remove_goes_and_nothing_behind_a_link(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept").touch()
+    monkeypatch.setattr(
+        here, "_COMMAND", ("unshare", "--user", "--map-user=1000", *here._COMMAND)
+    )  # root has all rights
+    program = f"import os\nbox = os.getcwd()\nprint(box)\n{code.format(kept=str(tmp_path), box='box')}"
+    one = ran(program, unfenced=True)
+    assert (one.ended, one.exit, one.stderr) == ("done", 0, "")
+    assert Path(one.stdout.strip()).name.startswith("sandbox-")
+    assert not os.path.lexists(one.stdout.strip())
+    assert (tmp_path / "kept").exists()
+
+
+def test_what_of_a_folder_stays_is_told() -> None:
+    assert "not permitted: '/proc/self/fdinfo'" in clear_away("/proc/self/fdinfo")
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../up", "a/../../b", ""])
