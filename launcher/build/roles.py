@@ -83,7 +83,7 @@ async def _start(
         await asyncio.wait([starting])
         raise
     roles = await starting
-    if served := await _served_teachers(stack, parts, shape, progress):
+    if served := await _served_teachers(parts, shape, progress):
         roles = replace(roles, frozen={**roles.frozen, **served})
     await load_reward_models(config, shape, roles, parts.services, progress.note)
     return roles, data, shape
@@ -109,15 +109,14 @@ async def load_reward_models(
         services.holds(name, RankedScores(model=model, packer=packer, vocab_size=sizes.vocab_size))
 
 
-async def _served_teachers(
-    stack: contextlib.AsyncExitStack, parts: Parts, shape: ModelShape, progress: Progress
-) -> dict[str, Teacher]:
-    """The configuration's teachers behind servers, by their roles, each tried once. Raises EngineError."""
+async def _served_teachers(parts: Parts, shape: ModelShape, progress: Progress) -> dict[str, Teacher]:
+    """The configuration's teachers behind servers, by their roles, each tried once. Raises EngineError, and ConfigError
+    as they do."""
     kl, teachers = parts.config.algorithm.kl, dict[str, Teacher]()
     for name, one in kl.teachers.items():
         if one.server is None or one.engine is None:
             continue
-        teachers[teacher_role(name)] = teacher = Teacher(
+        teachers[teacher_role(name)] = Teacher(
             name=name,
             section=one,
             adapter=adapter_of(one.engine, shape),
@@ -125,7 +124,6 @@ async def _served_teachers(
             top=kl.top_k,
             vocab_size=shape.vocab_size,
         )
-        stack.push_async_callback(teacher.close)
     if teachers:
         progress.note(f"asking teachers: {', '.join(one.name for one in teachers.values())}")
         await asyncio.gather(*(one.try_out() for one in teachers.values()))

@@ -1,10 +1,11 @@
-"""Reads the bearer token of a server from a file that the configuration names."""
+"""Reads the bearer token of a server from a file that the configuration names, and whose token may rotate."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from rl_megatron.errors import ConfigError
+from rl_megatron.http.client import TryAgain
 
 
 def read_token(file: Path | None, *, key: str, private: bool = False) -> str:
@@ -24,3 +25,12 @@ def read_token(file: Path | None, *, key: str, private: bool = False) -> str:
     if not token.isascii() or not token.isprintable() or " " in token or not token:
         raise ConfigError(f"{key}={file}: it holds no token: one line of printable ASCII")
     return token
+
+
+def token_now(file: Path | None, *, key: str, private: bool = False) -> str:
+    """As `read_token`, for an attempt while the run goes on: raises TryAgain where that raises ConfigError, since who
+    rotates the token may be writing the file just now."""
+    try:
+        return read_token(file, key=key, private=private)
+    except ConfigError as error:
+        raise TryAgain(str(error)) from error

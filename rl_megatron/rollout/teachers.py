@@ -18,11 +18,11 @@ from rl_megatron.config.sections.services import SERVICE
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.errors import EngineError, ServiceError
 from rl_megatron.http.client import TryAgain, retried
-from rl_megatron.http.token_file import read_token
+from rl_megatron.http.token_file import read_token, token_now
 from rl_megatron.interfaces import FrozenModel
 from rl_megatron.rollout.servers.adapter import Sampling
 from rl_megatron.rollout.servers.decoding import Judged
-from rl_megatron.rollout.servers.http import Server
+from rl_megatron.rollout.servers.http import Server, Unauthorized
 from rl_megatron.services import ServiceAddress, Services
 from rl_megatron.types import Batch, Samples, Scores, Want
 
@@ -33,7 +33,8 @@ _TRIED = (1, 2, 3)  # a text of tokens that every vocabulary has
 class Teacher(FrozenModel):
     """At a server, or at the replicas of a service of the run, which take turns.
 
-    It names ``top`` tokens at a place; all of ``vocab_size``, the policy's, where it has no more.
+    It names ``top`` tokens at a place; all of ``vocab_size``, the policy's, where it has no more. Each attempt has a
+    connection of its own, with the token that ``token_file`` holds then. Raises ConfigError for a file without one.
     """
 
     name: str
@@ -42,10 +43,10 @@ class Teacher(FrozenModel):
     services: Services
     top: int
     vocab_size: int
-    _servers: dict[ServiceAddress, Server] = field(default_factory=dict)
     _slots: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
+        read_token(self.section.token_file, key=self._token_key)
         self._slots = asyncio.Semaphore(self.section.concurrency)
 
     async def judge(self, text: Sequence[int], top: int) -> Judged:
@@ -59,26 +60,32 @@ class Teacher(FrozenModel):
     async def _attempt(self, text: Sequence[int], top: int) -> Judged:
         limit = self.section.timeout_seconds
         async with self._slots:
-            server = await self._server()
+            address = await self._address()
+            server = Server(address.url, token=address.key or None, timeout_seconds=limit)
             try:
                 async with asyncio.timeout(limit):
                     return await self.adapter.judge(server, text, top)
             except TimeoutError as error:
                 raise TryAgain(f"no answer within timeout_seconds={limit:g}") from error
+            except Unauthorized as error:
+                if not address.key:
+                    raise
+                raise TryAgain(str(error)) from error  # the token may have rotated since
+            finally:
+                await server.close()
 
-    async def _server(self) -> Server:
-        """The server whose turn it is, once one serves that is being restarted. Raises ServiceError if none is."""
+    @property
+    def _token_key(self) -> str:
+        return f"algorithm.kl.teachers.{self.name}.token_file"
+
+    async def _address(self) -> ServiceAddress:
+        """That of the server whose turn it is, once one serves that is being restarted. Raises ServiceError if none is,
+        and TryAgain without a token."""
         given = self.section.server
         assert given is not None, "a teacher that ranks hold is none of these"
         if given.startswith(SERVICE):
-            address = await self.services.serving(given.removeprefix(SERVICE))
-        else:
-            key = f"algorithm.kl.teachers.{self.name}.token_file"
-            address = ServiceAddress(url=given, key=read_token(self.section.token_file, key=key))
-        if address not in self._servers:
-            limit = self.section.timeout_seconds
-            self._servers[address] = Server(address.url, token=address.key or None, timeout_seconds=limit)
-        return self._servers[address]
+            return await self.services.serving(given.removeprefix(SERVICE))
+        return ServiceAddress(url=given, key=token_now(self.section.token_file, key=self._token_key))
 
     async def try_out(self) -> None:
         """Ask it for a short text. Raises EngineError if it does not answer as it should."""
@@ -125,11 +132,6 @@ class Teacher(FrozenModel):
     @override
     async def release(self) -> None:
         """Servers' memory is no rank's."""
-
-    async def close(self) -> None:
-        """Close its connections."""
-        for server in self._servers.values():
-            await server.close()
 
 
 def _in_micro_batches(batch: Batch, of_sequences: Mapping[int, Tensor]) -> Scores:

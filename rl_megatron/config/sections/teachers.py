@@ -51,7 +51,8 @@ class TeacherSection(Section):
     sources: Annotated[tuple[str, ...], LISTED] = ()
     """The sources of ``data.sources`` whose prompts it judges; none: all."""
     token_file: Path | None = None
-    """File with the bearer token of a server that runs already; a service has a key of its own."""
+    """File with the bearer token of a server that runs already, read for each attempt, as it may rotate; a service has
+    a key of its own."""
     concurrency: Positive = 64
     """Most sequences in flight."""
     timeout_seconds: PositiveFloat = 600.0

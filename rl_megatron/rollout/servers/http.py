@@ -49,6 +49,10 @@ class Refused(EngineError):
     """The server refuses this request for good."""
 
 
+class Unauthorized(Refused):
+    """The server does not take the token."""
+
+
 class OutOfFiles(EngineError):
     """This process may open no more files, so it has no connection: nothing is known of the server."""
 
@@ -145,6 +149,8 @@ class Server:
             raise Busy(f"{what}: status {status}: {_shown(answer)}")
         if status >= 500:
             raise AttemptFailed(f"{what}: status {status}: {_shown(answer)}")
+        if status == 401:
+            raise Unauthorized(f"{what}: status {status}: {_shown(answer)}")
         if status >= 300:
             raise Refused(f"{what}: status {status}: {_shown(answer)}")
         return bytes(answer)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from rl_megatron.config.sections.services import ServiceSection
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.packing import Packer, unpack
 from rl_megatron.data.samples import to_samples
-from rl_megatron.errors import EngineError
+from rl_megatron.errors import ConfigError, EngineError
 from rl_megatron.rollout.servers.decoding import Judged
 from rl_megatron.rollout.servers.http import Server
 from rl_megatron.rollout.teachers import Teacher
@@ -34,7 +36,7 @@ def told(text: Sequence[int], scale: float) -> list[float]:
 
 class Told(Words):
     async def judge(self, server: Server, text: Sequence[int], top: int) -> Judged:
-        said = await server.sampled("/judge", {"text": list(text), "top": top}, json.loads)
+        said = await server.sampled("/judge", {"text": list(text), "top": top, "token": server.token}, json.loads)
         ids = np.array(said["ids"], np.int32).reshape(len(text) - 1, top)
         return Judged(
             logprobs=np.array(said["logprobs"], np.float32),
@@ -87,7 +89,6 @@ def scored(model: Teacher, want: frozenset[Want]) -> dict[Want, torch.Tensor]:
     async def ask() -> dict[Want, torch.Tensor]:
         await model.try_out()
         said = await model.score(batch, want)
-        await model.close()
         return {name: unpack(batch, rows, samples) for name, rows in said.items()}
 
     return asyncio.run(ask())
@@ -133,6 +134,52 @@ def test_a_failed_attempt_is_made_again_and_a_service_is_asked_where_it_is_then(
         said = asyncio.run(teacher(services=services).judge([1, 2, 3], 0))
     np.testing.assert_allclose(said.logprobs, told([1, 2, 3], 1.0), rtol=1e-6)
     assert waits == [1.0]
+
+
+def test_a_token_that_rotates_is_read_for_each_attempt_and_no_connection_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("old")
+    steps, right = ["", "new"], "new"  # who rotates it truncates the file, then writes
+
+    async def sleep(seconds: float) -> None:
+        file.write_text(steps.pop(0))
+
+    with running(1) as (fake,):
+        answers(fake, 1.0)
+        answer = fake.answer
+        fake.answer = lambda path, body, number: answer(path, body, number) if body["token"] == right else (401, {})
+        model = teacher(fake, token_file=file)
+
+        async def judged() -> set[int]:
+            nonlocal right
+            with monkeypatch.context() as patch:
+                patch.setattr(asyncio, "sleep", sleep)
+                said = await model.judge([1, 2, 3], 0)
+            np.testing.assert_allclose(said.logprobs, told([1, 2, 3], 1.0), rtol=1e-6)
+            for right in map(str, range(4)):
+                file.write_text(right)
+                await model.judge([1, 2, 3], 0)
+            ports = [one.raddr.port for one in psutil.Process().net_connections("tcp") if one.raddr]
+            return {port for port in ports if port == fake.server_port}
+
+        assert asyncio.run(judged()) == set()
+        assert (steps, len(fake.asked)) == ([], 6)  # old, new, and four more
+
+
+def test_a_token_that_is_not_there_is_refused_and_one_that_stays_wrong_ends(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    with running(1) as (fake,):
+        with pytest.raises(ConfigError, match=r"algorithm\.kl\.teachers\.t\.token_file=.*No such file"):
+            teacher(fake, token_file=file)
+        file.write_text("wrong")
+        fake.answer = lambda path, body, number: (401, {"why": "unknown"})
+        with pytest.raises(EngineError, match=r"status 401.*unknown.*attempts made: 1"):
+            asyncio.run(teacher(fake, token_file=file, retries=0).judge([1, 2], 0))
+        with pytest.raises(EngineError, match=r"status 401.*unknown"):
+            asyncio.run(teacher(fake).judge([1, 2], 0))  # it has none to read again
+        assert len(fake.asked) == 2
 
 
 def test_a_service_that_is_being_restarted_is_waited_for() -> None:
