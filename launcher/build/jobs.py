@@ -56,6 +56,7 @@ def loops_of(
         keep_best=saves.keep_best,
         config=fixed(config),
         measured_by=measured_by(config.model_dump(mode="json"), data.sets[0]),
+        claimed=parts.claimed,
     )
     looped = partial(Loop, checkpoints=store, recorder=recorder, stop=stop, async_save=saves.async_save)
     every = Pace(steps=config.train.steps, rows=1, evaluations=config.eval.every, checkpoints=saves.every)

@@ -49,10 +49,11 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
     """Run to the end, or to a signal and then save a checkpoint. Returns the run's folder. Raises RLMegatronError."""
     assert config.run.name is not None
     folder = config.run.dir / config.run.name
-    with claim(folder, resume=resume):
+    with claim(folder, resume=resume) as claimed:
         parts = Parts(
             config=config,
             folder=folder,
+            claimed=claimed,
             reward=reward,
             services=services,
             allocation=allocation_of(config, folder),
@@ -89,18 +90,15 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
                 progress.note(f"{early}; nothing is lost, and {goes_on}")
             except (RLMegatronError, OSError) as error:
                 logger.info("the run ends: %s", error, exc_info=isinstance(error, OSError))  # main shows it
+                if isinstance(error, OSError):
+                    claimed()  # why a file that is named cannot be written, where the folder has gone
                 raise
             finally:
                 loop_watch.stop()
             if stop.comes_back and not finished and parts.allocation is not None:
                 parts.allocation.ask_requeue()
             if finished or (finished is False and stop.exports):  # else its job ends soon: a report may take minutes
-                spent = costs(config, folder)
-                for line in spent:
-                    progress.note(line)
-                left_out = partial(_left_out, progress)
-                report = write_report([folder], folder / "report.html", left_out, spent=spent)
-                progress.note(f"report: {report}")
+                _report(config, folder, progress)
             if finished is False:
                 progress.note(f"stopped and saved; {goes_on}")
     return folder
@@ -124,6 +122,14 @@ def _no_cluster(config: RunConfig) -> str:
         f"run.launcher={config.run.launcher}: only a cluster of Ray takes nodes that its job does not have; submit the "
         "run with run.launcher=ray, or start servers on the nodes that it has (rl-megatron engines RUN add)"
     )
+
+
+def _report(config: RunConfig, folder: Path, progress: Progress) -> None:
+    spent = costs(config, folder)
+    for line in spent:
+        progress.note(line)
+    report = write_report([folder], folder / "report.html", partial(_left_out, progress), spent=spent)
+    progress.note(f"report: {report}")
 
 
 def _left_out(progress: Progress, why: str) -> None:
@@ -197,7 +203,7 @@ async def _train(parts: Parts, progress: Progress, stop: Stop, start: Checkpoint
             if finished or stop.exports:
                 if not parts.config.kind.samples:
                     await roles.weights.push(loop.done)  # no step did
-                await roles.weights.export(parts.folder / f"hf_step_{loop.done:06d}")
+                await loop.export(roles.weights, parts.folder / f"hf_step_{loop.done:06d}")
             return finished
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from launcher.runs.lock import lock
 from rl_megatron.config.run import RunConfig
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import CheckpointError, ConfigError
 
 
 def from_file(stem: str) -> str:
@@ -82,11 +84,14 @@ def refuse_copied(config: RunConfig, file: Path, overrides: Sequence[str]) -> No
 
 
 @contextlib.contextmanager
-def claim(folder: Path, *, resume: bool) -> Iterator[None]:
+def claim(folder: Path, *, resume: bool) -> Iterator[Callable[[], None]]:
     """Make the run's folder (a resume: find it) and lock it against other processes while the context is open.
 
     Raises ConfigError if another process holds the lock. The lock ends with the process, however that ends. It is of a
     file for nothing else, as logs are rotated. Not of the folder, which NFS cannot lock.
+
+    Yields what raises CheckpointError where ``folder`` no longer is this folder, as after a move, or with its file
+    system unmounted; any thread may call it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -96,4 +101,21 @@ def claim(folder: Path, *, resume: bool) -> Iterator[None]:
     with (folder / "lock").open("ab") as file:
         if not lock(file):
             raise ConfigError(f"{folder}: another process runs in it; wait for its end, or end it")
-        yield
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # so that no other gets its number
+        try:
+            yield partial(_refuse_another, folder.absolute(), os.fstat(held))
+        finally:
+            os.close(held)
+
+
+def _refuse_another(folder: Path, claimed: os.stat_result) -> None:
+    try:
+        if os.path.samestat(folder.stat(), claimed):
+            return
+        now = "another folder is there now"
+    except OSError as error:
+        now = str(error.strerror)
+    raise CheckpointError(
+        f"{folder} is no longer the folder that this run began in ({now}), so neither checkpoint nor export is "
+        "written there: it was moved or removed, or its file system was unmounted; put it back, and resume"
+    )

@@ -94,9 +94,12 @@ class CheckpointStore:
         keep_every: int | None = None,
         keep_best: int = 0,
         measured_by: str = "",
+        claimed: Callable[[], None] = lambda: None,
     ) -> None:
         """``config``: see Checkpoint. ``measured_by``: a digest of how accuracies are measured, of which those that
-        differ in it are not compared; those of older versions, which have none, count as measured alike."""
+        differ in it are not compared; those of older versions, which have none, count as measured alike. ``claimed``
+        raises CheckpointError where the run's folder is another by now; it is called before anything is written."""
+        self.claimed = claimed
         self._folder, self._config, self._measured_by = folder, dict(config), measured_by
         self._keep, self._keep_every, self._keep_best = keep, keep_every, keep_best
 
@@ -122,7 +125,8 @@ class CheckpointStore:
         return Unfinished(final, dict(zip(learners, savings, strict=True)), publish, began)
 
     def _make_room(self, temporary: Path, learners: Mapping[str, Learner]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.claimed()
+        self._folder.mkdir(exist_ok=True)
         if temporary.is_dir():  # left by a killed save, as are the others
             shutil.rmtree(temporary)
         for left in (*self._folder.glob(f"{_TEMPORARY}*"), *self._folder.glob(f"{REMOVING}*")):
@@ -255,9 +259,7 @@ class Unfinished:
     async def _until_written(self) -> None:
         """Ranks answer between their passes; each is asked again after a quarter of the time that it writes already."""
         began = spans.now()
-        while not self._hurry.is_set():
-            if all([await saving.written() for saving in self._savings.values()]):
-                break
+        while not self._hurry.is_set() and not all([await saving.written() for saving in self._savings.values()]):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(_FIRST_LOOK, (spans.now() - began) / 4e9)):
                     await self._hurry.wait()

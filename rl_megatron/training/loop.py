@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rl_megatron.errors import Stopped, WorkerDied
-from rl_megatron.interfaces import Learner
+from rl_megatron.interfaces import Learner, WeightSync
 from rl_megatron.observability.files import JsonValue
 from rl_megatron.observability.recorder import Recorder, Row, Stopwatch
 from rl_megatron.training.checkpoints import Checkpoint, CheckpointStore, Saved, TrainerState, Unfinished
@@ -154,6 +154,7 @@ class Loop:
     async def _start(self) -> bool:
         """Returns whether no step is left."""
         fresh, watch, enough = self.saved is None, Stopwatch(), False
+        await asyncio.to_thread(self.checkpoints.claimed)  # the job may write the model that it starts from
         if fresh and self.job.first_step_is_saved:  # else a stop would lose weights that no checkpoint holds
             row = await self.job.start(fresh=True)
             if row is not None:
@@ -228,6 +229,11 @@ class Loop:
         self.saved = self.done
         if not self.async_save:
             await self._finish_save(watch)
+
+    async def export(self, weights: WeightSync, folder: Path) -> None:
+        """Write the version pushed last into ``folder`` of the run's. Raises CheckpointError where that is another."""
+        await asyncio.to_thread(self.checkpoints.claimed)
+        await weights.export(folder)
 
     def _look_at_save(self, watch: Stopwatch) -> None:
         """Note the checkpoint in hand if it has its name. Raises what its ranks or threads raised."""

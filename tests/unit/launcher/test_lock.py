@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import os
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 import pytest
 
 from launcher.runs.lock import lock
 from launcher.runs.name import claim
 from rl_megatron.durable import append_private
-from rl_megatron.errors import ConfigError
+from rl_megatron.errors import CheckpointError, ConfigError
+from rl_megatron.training.checkpoints import CheckpointStore, TrainerState
+from rl_megatron.training.loop import Loop, Pace
+from tests.savings import Shards
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
@@ -34,6 +39,51 @@ def test_one_process_at_a_time_has_a_run(tmp_path: Path) -> None:
             pass
     with claim(tmp_path / "run", resume=True):
         pass
+
+
+class Training:
+    """A job, and a weight sync, of which only what writes the model is asked for."""
+
+    name, first_step_is_saved = "training", False
+
+    async def start(self, *, fresh: bool) -> None:
+        raise AssertionError("it writes hf_start")
+
+    async def export(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_nothing_is_written_where_the_runs_folder_was(tmp_path: Path, other: bool) -> None:
+    """It is moved; ``other``: and another is there, as below the mount point of a file system that is unmounted."""
+    run, moved, training = tmp_path / "runs/a", tmp_path / "moved", cast(Any, Training())
+    pace, state = Pace(steps=2, rows=1, evaluations=0, checkpoints=1), TrainerState(step=1, prompts={}, stream=None)
+
+    async def saved() -> None:
+        await (await loop.checkpoints.save(state, {"learner": cast(Any, Shards())})).finish()
+
+    def exported() -> Coroutine[Any, Any, None]:
+        return loop.export(training, run / "hf_step_000001")
+
+    with claim(run, resume=False) as claimed:
+        store = CheckpointStore(run / "checkpoints", keep=1, config={}, claimed=claimed)
+        loop = Loop(job=training, pace=pace, checkpoints=store, recorder=training, stop=asyncio.Event())
+        run.rename(moved)
+        if other:
+            run.mkdir()
+        for write in (saved, exported, loop.run):
+            with pytest.raises(CheckpointError, match="is no longer the folder that this run began in"):
+                asyncio.run(write())
+        assert [path.name for path in run.parent.rglob("*")] == (["a"] if other else [])
+        if other:
+            run.rmdir()
+        moved.rename(run)
+        asyncio.run(saved())
+        asyncio.run(exported())
+        assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "hf_step_000001", "lock"]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])

@@ -38,6 +38,7 @@ def run_of(
     folder: Path, config: RunConfig, held: Mapping[str, Any] | None = None, warm_start_step: int | None = None
 ) -> Path:
     """With a checkpoint that holds the values ``held``, or else those of ``config`` that are fixed."""
+    folder.mkdir(parents=True, exist_ok=True)
     store = CheckpointStore(folder / "checkpoints", keep=1, config=held or fixed(config))
     step = 1 if warm_start_step is None else 0
     state = TrainerState(step=step, prompts={}, stream=None, warm_start_step=warm_start_step)
