@@ -48,12 +48,12 @@ def learnt(folder: Path, model: Path, samples: Samples, *keys: str) -> tuple[Mea
         for role in ("critic", "reference"):
             await roles.models[role].start_from(model)
         update = Update(config=config, roles=roles, attention_cost=0.0)
-        before = await measured(config, roles, update.packers, samples, 1, Stopwatch())
+        before = await measured(config, roles, update.packers, samples, 1, Stopwatch(), groups=())
         trained = replace(samples, old_values=before.samples.old_values, ref_logprobs=before.samples.ref_logprobs)
         batches, own_columns = update._minibatches(trained, None, 1)
         _, of_critic = await update._steps(batches, own_columns, 1, Stopwatch(), [], {})
         norms = [made.step.grad_norm for made in of_critic if made is not None]
-        return before, await measured(config, roles, update.packers, samples, 2, Stopwatch()), norms
+        return before, await measured(config, roles, update.packers, samples, 2, Stopwatch(), groups=()), norms
 
     async def run() -> tuple[Measured, Measured, list[float]]:
         async with LocalLauncher(model, folder).start(config) as roles:
