@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rl_megatron.config.beside import longest_read
 from rl_megatron.config.run import RunConfig
 from rl_megatron.data.gathered import seen_by
 from rl_megatron.data.packing import Packer, packer_of, unpack
@@ -72,8 +73,9 @@ class Packers:
         return packer.pack(samples, ranks=ranks, with_room=with_room)
 
     def apart(self, samples: Samples, role: str) -> Batch:
-        """All sequences of samples that nobody trains on."""
-        return self.others.get(role, self.own).pack(samples)
+        """All sequences of samples that nobody trains on; what a server reads may be longer than a micro-batch here."""
+        packer, longest = self.others.get(role, self.own), longest_read(self.config, role)[1]
+        return replace(packer, max_tokens=max(packer.max_tokens, longest)).pack(samples)
 
     def again(self, role: str, batch: Batch) -> Batch:
         """The batch for the ranks of ``role``, packed again if they have a layout of their own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from rl_megatron.config.io import load_config
-from rl_megatron.data.samples import to_samples
+from rl_megatron.data.samples import read_by_teacher, to_samples
 from rl_megatron.interfaces import Pass
 from rl_megatron.observability.recorder import Stopwatch
 from rl_megatron.training.scores.requests import Packers, measured
@@ -109,3 +110,12 @@ def test_each_sampled_token_is_judged_behind_the_teachers_own_prompt(
         np.testing.assert_array_equal(found.samples.ref_top[:, 1, 0], wanted)
     assert watch.row()["seconds/reference"] > 0
     assert [[one.role for one in asked] for asked in ranks["learner"].asked] == [["policy"]] * (1 + (role == "policy"))
+
+
+def test_what_a_server_reads_may_be_longer_than_a_micro_batch_of_the_learner() -> None:
+    of = ["server=http://127.0.0.1:9", "engine=vllm", "path=tests", "prompt={prompt}", "max_prompt_tokens=900"]
+    keys = [f"{KEY}.me.{key}" for key in of]
+    config = load_config("tiny_cpu", ["algorithm=distill", "learner.max_tokens_per_micro_batch=64", *keys])
+    long = [replace(one, prompt=replace(one.prompt, read_by={"me": (1,) * 800})) for one in groups()]
+    batch = Packers(config=config, attention_cost=0.0).apart(read_by_teacher(long, "me", np.arange(6)), "teacher_me")
+    assert sorted(int(one) for row in batch.sequences for part in row for one in part) == [*range(6)]
