@@ -120,7 +120,8 @@ def _as_user(text: str, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _with_fields(problem: Problem, template: str, key: str) -> str:
-    """A teacher's prompt of a problem. Raises DataError that names the place for a field that its row lacks."""
+    """A teacher's prompt of a problem. Raises DataError that names the place for a field that its row lacks, or that is
+    null."""
     known = {"prompt": problem.raw, "answer": problem.answer}
 
     def of_field(found: re.Match[str]) -> str:
@@ -134,6 +135,8 @@ def _with_fields(problem: Problem, template: str, key: str) -> str:
                 f"{problem.place}: {missing_field(name, problem.meta)}, for {key}; {{prompt}} and {{answer}} are the "
                 "problem and its answer, whatever their fields are called"
             ) from None
+        if value is None:
+            raise DataError(f"{problem.place}: field {name!r} is null, for {key}; give it a value, or remove the row")
         return value if isinstance(value, str) else _to_json(value)
 
     return _FIELD.sub(of_field, template)

@@ -84,11 +84,16 @@ def test_a_longer_one_fails_or_is_dropped_by_its_own_key(
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_field_that_a_row_lacks_is_named_with_the_row(tmp_path: Path, suffix: str) -> None:
+def test_a_field_that_a_row_lacks_or_that_is_null_is_named_with_the_row(tmp_path: Path, suffix: str) -> None:
     rows = [{"question": "1", "answer": "2", "hint": "3"}]
     said = r"train\.\w+:1: .*'solution'.*for algorithm.kl.teachers.t.prompt; \{prompt\} and \{answer\} are"
     with pytest.raises(DataError, match=said):
         loaded(files(tmp_path, suffix, rows), {"t": teacher("{prompt} {solution}")})
+    (tmp_path / "null").mkdir()
+    rows = [{**rows[0], "why": {"steps": "4"}, "solution": "4"}, {**rows[0], "why": None, "solution": None}]
+    for name in ("solution", "why.steps"):
+        with pytest.raises(DataError, match=rf":2: field '{name}' is null, for algorithm.kl.teachers.t.prompt; give"):
+            loaded(files(tmp_path / "null", suffix, rows), {"t": teacher(f"{{prompt}} {{{name}}}")})
 
 
 def test_prompts_of_a_source_have_those_of_its_own_teachers(tmp_path: Path) -> None:
