@@ -49,16 +49,17 @@ def _changes(before: JsonRow, now: JsonRow) -> list[str]:
 
 def _versions(engine: Path | None) -> dict[str, str]:
     """By the name of what each is of; an engine's of its own environment, where that is on this machine."""
-    found = {"python": platform.python_version()}
-    commits = {"code/rl_megatron": Path(rl_megatron.__file__).parents[1], "code/here": Path.cwd()}
-    for name, folder in commits.items():
-        if (commit := _commit(folder)) and commit not in found.values():
+    found, own = {"python": platform.python_version()}, Path(rl_megatron.__file__).parent
+    tracked = _git(own, "ls-files", "__init__.py")  # an installed one may be inside the repository of other code
+    commits = {"code/rl_megatron": _commit(own) if tracked else "", "code/here": _commit(Path.cwd())}
+    for name, commit in commits.items():
+        if commit and commit not in found.values():
             found[name] = commit
     for name in PACKAGES:
         if version := _installed(name, sys.path):
             found[name] = version
     if engine is not None:
-        folders = [*map(str, engine.parents[1].glob("lib/python3.*/site-packages"))]
+        folders = [*map(str, engine.parent.parent.glob("lib/python3.*/site-packages"))]
         for name in PACKAGES:
             if version := _installed(name, folders):
                 found[f"engine/{name}"] = version
@@ -73,18 +74,22 @@ def _installed(name: str, folders: list[str]) -> str:
 def _commit(folder: Path) -> str:
     """The commit that a folder of a git repository is at, and whether files differ from it; empty where git tells
     none, as where it is not installed, or refuses another user's folder."""
-    try:
-        commit, changed = (
-            subprocess.run(
-                ["git", "-C", str(folder), *arguments],
-                capture_output=True,
-                text=True,
-                timeout=_GIT_SECONDS,
-                check=True,
-                env=dict(os.environ),
-            ).stdout.strip()
-            for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
-        )
-    except (OSError, subprocess.SubprocessError):
+    commit, changed = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain", "--untracked-files=no")
+    if not commit or changed is None:
         return ""
     return f"{commit}, with changes" if changed else commit
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints of the folder; None where it fails. It takes no lock that a user's git would meet."""
+    try:
+        return subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_SECONDS,
+            check=True,
+            env=dict(os.environ),
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -51,7 +51,7 @@ class Run:
                 if name in ("step", "time") or last.get(name) == (now := row.get(name)):
                     continue
                 text = "none" if now is None else str(now)
-                found[name] = f"{found[name]}; from step {row['step']}: {text}" if name in found else text
+                found[name] = f"{found.get(name, 'none')}; from step {row['step']}: {text}" if last else text
             last = row
         return found
 

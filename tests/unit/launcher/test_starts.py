@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import rl_megatron
 from launcher.runs.starts import record_start
 from rl_megatron.errors import DataError
 from rl_megatron.observability.report import write_report
@@ -59,6 +60,26 @@ def test_each_start_is_recorded_and_what_it_changed_is_told(tmp_path: Path, monk
     assert {row["torch"] for row in rows} == {importlib.metadata.version("torch")}
 
 
+def test_an_installed_package_is_not_of_the_commit_around_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a checkout it is."""
+    own, here = tmp_path / "mine/rl_megatron", tmp_path / "elsewhere"
+    for folder in (own, here):
+        folder.mkdir(parents=True)
+    (own / "__init__.py").touch()
+    (own.parent / "rewards.py").touch()
+    monkeypatch.setattr(rl_megatron, "__file__", str(own / "__init__.py"))
+    monkeypatch.chdir(here)
+    git(own.parent, "init", "-q")
+    for added, said in (("rewards.py", set[str]()), ("rl_megatron", {"code/rl_megatron"})):
+        git(own.parent, "add", added)
+        git(own.parent, "commit", "-qm", "one")
+        record_start(tmp_path, step=0, engine=Path("python"))
+        row = json.loads((tmp_path / "starts.jsonl").read_text().splitlines()[-1])
+        assert {name for name in row if name.startswith("code/")} == said
+
+
 def test_a_damaged_record_names_its_line(tmp_path: Path) -> None:
     (tmp_path / "starts.jsonl").write_text('{"step": 0}\nx\n{"step": 1}\n')
     with pytest.raises(DataError, match=r"starts\.jsonl"):
@@ -70,15 +91,16 @@ def test_a_page_shows_versions_and_how_those_of_runs_differ(tmp_path: Path) -> N
     (one / "starts.jsonl").write_text(
         '{"step": 0, "time": "t", "torch": "2.13.0", "numpy": "2.4"}\n'
         '{"step": 9, "time": "u", "torch": "2.15.0", "numpy": "2.4"}\n'
-        '{"step": 9, "time": "v", "torch": "2.15.0"}\n'
+        '{"step": 9, "time": "v", "torch": "2.15.0", "ray": "2.60.0"}\n'
     )
     (other / "starts.jsonl").write_text('{"step": 0, "time": "t", "torch": "2.13.0", "numpy": "2.4"}\n')
     text = " ".join(Page(write_report([one], tmp_path / "one.html")).text.split())
     assert "torch 2.13.0; from step 9: 2.15.0" in text.replace("torch2", "torch 2")
     assert "numpy 2.4; from step 9: none" in text.replace("numpy2", "numpy 2")
+    assert "ray none; from step 9: 2.60.0" in text.replace("raynone", "ray none")
     text = Page(write_report([one, other, older], tmp_path / "both.html")).text
     assert (
         "Not made with the same code and packages: torch 2.13.0; from step 9: 2.15.0, 2.13.0; numpy 2.4; from step 9: "
-        "none, 2.4."
+        "none, 2.4; ray none; from step 9: 2.60.0, none."
     ) in text
     assert "Not made with" not in Page(write_report([other, older], tmp_path / "same.html")).text
