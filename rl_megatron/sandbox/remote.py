@@ -14,24 +14,24 @@ from typing_extensions import override
 from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.errors import SandboxError
 from rl_megatron.http.client import TryAgain, beginning_of, check_status, post_json, retried
-from rl_megatron.http.token_file import read_token
+from rl_megatron.http.token_file import read_token, token_now
 from rl_megatron.sandbox.protocol import Executor, Limits, ProgramEnd, Ran, SandboxProgram
 
 _SLACK_SECONDS = 30.0  # of an answer, beyond the program's limit
-_RETRIES = 5
-_WAIT_SECONDS = 0.5  # before the first retry; it doubles
+_TOKEN = "sandbox.token_file"
 
 
 class RemoteExecutor(Executor):
-    """POSTs each program. It retries without a connection, and on status 408, 429 and 5xx: a program may run twice.
+    """POSTs each program. It retries without a connection, and on status 408, 429 and 5xx: a program may run twice. So
+    it does on status 401, with the token that the file then holds.
 
     Raises ConfigError for a ``sandbox.token_file`` that others can read, or that holds no token.
     """
 
     def __init__(self, section: SandboxSection) -> None:
         assert section.url is not None
-        token = read_token(section.token_file, key="sandbox.token_file", private=True)
-        self._url, self._headers = section.url, {"Authorization": f"Bearer {token}"} if token else {}
+        read_token(section.token_file, key=_TOKEN, private=True)
+        self._url, self._section = section.url, section
 
     @override
     async def execute(self, program: SandboxProgram, limits: Limits) -> Ran:
@@ -44,18 +44,25 @@ class RemoteExecutor(Executor):
             }
         ).encode()
         try:
-            answer = await retried(lambda: self._attempt(body, limits), retries=_RETRIES, wait=_WAIT_SECONDS)
+            answer = await retried(
+                lambda: self._attempt(body, limits),
+                retries=self._section.retries,
+                wait=self._section.backoff_seconds,
+                about=self._url,
+            )
             return _ran(answer, limits)
         except (TryAgain, ValueError) as error:
             raise SandboxError(f"{self._url}: {error}") from error
 
     async def _attempt(self, body: bytes, limits: Limits) -> bytes:
         seconds, most = limits.seconds + _SLACK_SECONDS, 12 * limits.output_bytes + (1 << 16)
-        status, answer = await post_json(
-            self._url, body, self._headers, most=most, seconds=seconds, limit=f"{seconds:g} s"
-        )
+        token = token_now(self._section.token_file, key=_TOKEN, private=True)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        status, answer = await post_json(self._url, body, headers, most=most, seconds=seconds, limit=f"{seconds:g} s")
         if len(answer) > most:
             raise ValueError(f"the answer is longer than {most} bytes")
+        if status == 401 and token:
+            raise TryAgain(f"status 401: {beginning_of(answer)}")  # the token may have rotated since
         check_status(status, answer)
         return answer
 

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 
 from rl_megatron.config.sections.sandbox import SandboxSection
 from rl_megatron.errors import ConfigError, SandboxError
-from rl_megatron.sandbox import remote
 from rl_megatron.sandbox.table import Sandbox
 
 DONE = {"ended": "done", "exit": 0, "stdout": "3\n", "stderr": "", "seconds": 0.1}
@@ -83,13 +82,55 @@ def test_it_posts_the_program_with_its_limits_and_token(server: Server, tmp_path
     }
 
 
-def test_a_busy_server_is_asked_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_WAIT_SECONDS", 0.001)
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Those between attempts, which take no time."""
+    seconds = list[float]()
+
+    async def sleep(each: float) -> None:
+        seconds.append(each)
+
+    monkeypatch.setattr("rl_megatron.http.client.asyncio.sleep", sleep)
+    return seconds
+
+
+def test_a_busy_server_is_asked_again(server: Server, waits: list[float]) -> None:
     server.answers = [(503, b"busy"), (429, b""), (200, json.dumps(DONE).encode())]
     assert run(server).stdout == "3\n"
-    server.answers = [(500, b"broken")] * 6
-    with pytest.raises(SandboxError, match=r"status 500: 'broken'; attempts made: 6"):
-        run(server)
+    assert waits == [0.5, 1.0]
+    server.answers = [(500, b"broken")] * 4
+    with pytest.raises(SandboxError, match=r"status 500: 'broken'; attempts made: 4"):
+        run(server, retries=3, backoff_seconds=2.0)
+    assert waits[2:] == [2.0, 4.0, 8.0]
+
+
+def test_a_server_that_is_away_is_waited_for(waits: list[float]) -> None:
+    with Server() as one:
+        url = one.url
+    section = SandboxSection(type="remote", url=url)
+    with pytest.raises(SandboxError, match=r"ConnectError.*attempts made: 7"):
+        asyncio.run(Sandbox(section).run("print(1+2)"))
+    assert sum(waits) == 31.5
+
+
+def test_a_token_that_rotates_is_read_for_each_attempt(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("old")
+    steps = ["", "new"]  # who rotates it truncates the file, then writes
+
+    async def sleep(seconds: float) -> None:
+        token.write_text(steps.pop(0))
+
+    monkeypatch.setattr("rl_megatron.http.client.asyncio.sleep", sleep)
+    server.answers = [(401, b"who?"), (200, json.dumps(DONE).encode())]
+    assert run(server, token_file=token).stdout == "3\n"
+    assert [given for given, _ in server.asked] == ["Bearer old", "Bearer new"]
+    server.answers = [(401, b"who?")]
+    with pytest.raises(SandboxError, match=r"status 401: 'who\?'; attempts made: 1"):
+        run(server, token_file=token, retries=0)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +164,7 @@ def test_an_answer_that_is_too_long_is_refused_whatever_its_status(server: Serve
     assert len(server.asked) == 1
 
 
-def test_a_refusal_is_not_repeated(server: Server) -> None:
+def test_a_refusal_without_a_token_is_not_repeated(server: Server) -> None:
     server.answers = [(401, b"who?")]
     with pytest.raises(SandboxError, match="status 401: 'who"):
         run(server)
@@ -146,6 +187,8 @@ def test_a_refusal_is_not_repeated(server: Server) -> None:
         ({"image": "python"}, "only docker reads it"),
         ({"type": "docker", "image": "python", "allow_unfenced": True}, "only subprocess reads it"),
         ({"token_file": "/tmp/x"}, "only remote reads it"),
+        ({"retries": 3}, "only remote reads it"),
+        ({"type": "docker", "image": "python", "backoff_seconds": 1.0}, "only remote reads it"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(keys: dict[str, Any], said: str) -> None:
