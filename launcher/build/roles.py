@@ -52,6 +52,7 @@ class Parts:
     claimed: Callable[[], None] = lambda: None  # see `claim`; of a folder in which nothing trains it tells nothing
     services: Services = field(default_factory=Services)  # which the run starts
     control: Control = field(default_factory=Control)  # what the run answers while it trains
+    resumes: bool = False  # from a checkpoint
 
 
 @contextlib.asynccontextmanager
@@ -156,7 +157,9 @@ def _launcher(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -
     if parts.config.rollout.served:
         found, host = sites_of(parts.config, parts.allocation), parts.allocation.address() if parts.allocation else HERE
         more = _more_sites(parts)
-        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, host, more, parts.control)
+        launcher = ServedLauncher(
+            launcher, model_folder, parts.folder, shape, found, host, more, parts.control, resumes=parts.resumes
+        )
     return launcher
 
 
@@ -179,5 +182,7 @@ def _on_ray(parts: Parts, model_folder: Path, shape: ModelShape, stop: Stop) -> 
     if parts.config.rollout.served:
         found = sites_of(parts.config, parts.allocation, cluster.start_guard)
         more = MoreOnRay(cluster=cluster, known=_more_sites(parts))
-        launcher = ServedLauncher(launcher, model_folder, parts.folder, shape, found, cluster.host, more, parts.control)
+        launcher = ServedLauncher(
+            launcher, model_folder, parts.folder, shape, found, cluster.host, more, parts.control, resumes=parts.resumes
+        )
     return InCluster(cluster=cluster, inner=launcher, control=parts.control)

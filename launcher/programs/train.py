@@ -50,6 +50,7 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
     assert config.run.name is not None
     folder = config.run.dir / config.run.name
     with claim(folder, resume=resume) as claimed:
+        start = find(config, folder) if resume else None
         parts = Parts(
             config=config,
             folder=folder,
@@ -57,6 +58,7 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
             reward=reward,
             services=services,
             allocation=allocation_of(config, folder),
+            resumes=start is not None,
             control=Control(
                 {
                     "engines": _no_engines(config),
@@ -65,7 +67,6 @@ async def train(config: RunConfig, reward: RewardFunction, services: Services, *
                 }
             ),
         )
-        start = find(config, folder) if resume else None
         save_resolved(config, folder / "config.yaml")
         progress = Progress(
             config.train.steps,

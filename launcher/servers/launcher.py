@@ -61,11 +61,14 @@ class ServedLauncher(Launcher):
         host: str = HERE,
         more_sites: MoreSites = vacated,
         control: Control | None = None,
+        *,
+        resumes: bool = False,
     ) -> None:
-        """``host``: this machine's address for the servers at all ``sites``. ``control`` gets the command engines."""
+        """``host``: this machine's address for the servers at all ``sites``. ``control`` gets the command engines.
+        ``resumes``: of a run that goes on from a checkpoint."""
         self._inner, self._model_folder, self._run_folder, self._shape = inner, model_folder, run_folder, shape
         self._sites, self._host = sites, host
-        self._more_sites, self._control = more_sites, control or Control()
+        self._more_sites, self._control, self._resumes = more_sites, control or Control(), resumes
 
     @override
     @contextlib.asynccontextmanager
@@ -150,10 +153,11 @@ class ServedLauncher(Launcher):
         async def more(node: str | None, living: Sequence[Sites], vacant: Sequence[Sites]) -> Sites:
             return await more_sites(node, [*living, *last], vacant)
 
-        pools = [ServedEngines(config, adapter, *folders, self._shape, first, more, turns=turns)]
+        started = partial(ServedEngines, turns=turns, resumes=self._resumes)
+        pools = [started(config, adapter, *folders, self._shape, first, more)]
         if last:
             alone = evaluating(config)
-            pools.append(ServedEngines(alone, adapter, *folders, self._shape, last, turns=turns, evaluating=True))
+            pools.append(started(alone, adapter, *folders, self._shape, last, evaluating=True))
         return pools
 
     def _probe(self, config: RunConfig) -> Probe:

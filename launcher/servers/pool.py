@@ -9,10 +9,12 @@ import os
 import secrets
 import shutil
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from launcher.processes import restarts
 from launcher.processes.guards import Order
 from launcher.processes.scratch import scratch
 from launcher.servers.checks import ServerChecks
@@ -50,7 +52,7 @@ class ServedEngines:
     """The servers of one run, at ``sites`` or here. ``refit`` pushes the served weights into a restarted server.
 
     ``turns``: of all servers that may have the same GPUs. ``evaluating``: they are of evaluations alone, and no others
-    can join them.
+    can join them. ``resumes``: servers of this run have served before, so one that does not come up is started again.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class ServedEngines:
         *,
         turns: GpuTurns | None = None,
         evaluating: bool = False,
+        resumes: bool = False,
     ) -> None:
         self._config, self._section, self._adapter = config, config.rollout.server, adapter
         self._model_folder, self._run_folder, self._shape = model_folder.resolve(), run_folder, shape
@@ -79,6 +82,7 @@ class ServedEngines:
         stored(self._shapes, DType(config.learner.dtype), self._kind)  # first refuses models without such a format
         self._sites = dict(enumerate(sites or [[Site()] for _ in range(self._section.count)]))
         self._more_sites, self._turns, self._evaluating = more_sites, turns or GpuTurns(), evaluating
+        self._most_restarts, self._restarted = self._section.restarts if resumes else 0, Counter[int]()  # by number
         self._fleet: Fleet | None = None
         self.refit: Callable[[str], Awaitable[None]] | None = None  # set before anything is served
 
@@ -118,6 +122,8 @@ class ServedEngines:
                 kind="eval replica" if self._evaluating else "replica",
             )
             stack.push_async_callback(engine.close)
+            for replica in engine.replicas.all:
+                replica.restarts = self._restarted[replica.number]
             await self._checks.check(servers)
             await stack.enter_async_context(self._kept(running, packages, engine, standing))
             await stack.enter_async_context(GaugesInTurn(self._adapter, engine.replicas).asked())
@@ -212,10 +218,25 @@ class ServedEngines:
         try:
             async with asyncio.TaskGroup() as tasks:
                 numbers = range(self._section.count)
-                starting = [tasks.create_task(self._start_ready(stack, number, packages)) for number in numbers]
+                starting = [tasks.create_task(self._start_first(stack, number, packages)) for number in numbers]
         except ExceptionGroup as failed:  # the first is the cause; callers catch it by its type
             raise failed.exceptions[0] from failed
         return [one.result() for one in starting]
+
+    async def _start_first(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
+        """Start a server of the run's beginning; restarts of a resume count for ``rollout.server.restarts``."""
+        while True:
+            try:
+                return await self._start_ready(stack, number, packages)
+            except (EngineError, OSError) as error:
+                tries = self._restarted[number]
+                if tries >= self._most_restarts:
+                    raise
+                wait = restarts.wait_before(tries, self._section.backoff_seconds)
+                again = f"restart {tries + 1} of {self._most_restarts} in {wait:g} s"
+                logger.warning("%s %d: %s\n%s", self._log_name, number, error, again)
+            self._restarted[number] += 1
+            await asyncio.sleep(wait)
 
     async def _start_ready(self, stack: contextlib.AsyncExitStack, number: int, packages: Path) -> Started:
         """Start a server in its turn, and wait until it is ready."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import psutil
 
 from rl_megatron.observability.metrics.table import deterministic
+from rl_megatron.rollout.servers.adapter import Command, StartOptions
+from rl_megatron.rollout.servers.embedded.adapter import EmbeddedAdapter
 from tests.e2e.processes import PORTABLE, Place, Run
 from tests.exposure import check_server, family
 
@@ -28,6 +31,18 @@ def evaluated(run: Run, phase: str) -> dict[int, dict[str, Any]]:
     return {row["step"]: {name: row[name] for name in names} for row in found}
 
 
+def first_starts_end() -> None:
+    """Before a fork's run begins: the first two servers that it starts end at once."""
+    real, left = EmbeddedAdapter.command, iter(range(2))
+
+    def command(adapter: EmbeddedAdapter, options: StartOptions) -> Command:
+        given = real(adapter, options)
+        ends = (given.arguments[0], "-c", "raise SystemExit(3)")
+        return given if next(left, None) is None else replace(given, arguments=ends)
+
+    setattr(EmbeddedAdapter, "command", command)  # noqa: B010  an assignment is none of mypy's
+
+
 def test_figures_are_those_of_an_evaluation_that_training_waits_for_and_a_resume_has_each_once(place: Place) -> None:
     place.environment = PORTABLE
     blocking, pinned = place.fork("blocking", *KEYS), place.fork("pinned", *KEYS, *PINNED)
@@ -40,9 +55,12 @@ def test_figures_are_those_of_an_evaluation_that_training_waits_for_and_a_resume
     assert {row["eval/own_version_fraction"] for row in pinned.rows() if row["phase"] == "eval"} == {1.0}
     assert (pinned.folder / "eval_0.log").is_file()
     shutil.rmtree(pinned.folder / "checkpoints" / "step_000003")
-    pinned = place.fork("pinned", *KEYS, *PINNED, resume=True)
+    pinned = place.fork("pinned", *KEYS, *PINNED, resume=True, before=first_starts_end)
     pinned.finish()
     assert evaluated(pinned, "eval") == ours
+    log = (pinned.folder / "log.txt").read_text()
+    assert log.count("ended with status 3; ") == log.count("\nrestart 1 of 3 in 0.5 s\n") == 2  # one of each kind
+    assert [row for row in pinned.rows() if row["phase"] == "rl"][-1]["engine/restarts"] == 1
 
 
 def listening(run: Run) -> int:

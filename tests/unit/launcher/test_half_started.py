@@ -89,6 +89,36 @@ def test_servers_of_one_gpu_start_one_after_the_other(
     assert ready == [True, alone, alone]
 
 
+@pytest.mark.parametrize(("resumes", "deaths", "starts"), [(False, 1, 1), (True, 2, 3), (True, 9, 3)])
+def test_a_server_that_dies_while_it_starts_ends_a_run_but_not_its_resume(
+    tmp_path: Path, *, resumes: bool, deaths: int, starts: int
+) -> None:
+    """Which starts it again ``rollout.server.restarts`` times, 2 here; the other server starts once."""
+    model = make_tiny_model(TinyModelSection(), tmp_path / "cache", seed=0)
+    keys = ("replicas=2", "restarts=2", "backoff_seconds=0.01")
+    config = load_config("tiny_cpu", ("rollout=local", *(f"rollout.server.{key}" for key in keys)))
+    dies, lives, started = Started(ENDS), Started(OPEN), list[int]()
+
+    async def start(order: Order) -> GuardProcess:
+        started.append(0)
+        return await (dies if len(started) <= deaths else lives).start(order)
+
+    sites = [[Site(start=start, number=0, count=2)], [Site(start=lives.start, number=1, count=2)]]
+    shape = read_shape(model)
+    launcher = ServedLauncher(cast("Launcher", None), model, tmp_path, shape, sites, resumes=resumes)
+    (servers,) = launcher._pools(config, EmbeddedAdapter(shape))
+
+    async def test() -> None:
+        async with contextlib.AsyncExitStack() as running:
+            fails = pytest.raises(EngineError, match=r"(?s)ended with status 3; .*local_0\.log ends with:\n  its log")
+            with contextlib.nullcontext() if deaths < starts else fails:
+                first, _ = await servers._start_all(running, tmp_path)
+                assert all(guard.process.returncode is None for guard in first.guards)
+        assert len(started) == starts
+
+    asyncio.run(asyncio.wait_for(test(), 300.0))
+
+
 def _listens(port: int) -> bool:
     with socket.socket() as there:
         return there.connect_ex(("127.0.0.1", port)) == 0
