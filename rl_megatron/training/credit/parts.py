@@ -46,11 +46,7 @@ def parts_advantages(groups: Sequence[RolloutGroup], ids: Tensor, lengths: Tenso
     The mean and the std of a batch are over the trajectories that have the part. Raises DataError for a trajectory
     without parts.
     """
-    total = torch.zeros(len(ids), dtype=torch.float64)
-    for part in _parts_of(groups):
-        above = of_the_row(part.values, ids[part.of], lengths[part.of], section)
-        total[part.of] += part.weights * above
-    return total.float()
+    return _summed(groups, ids, lengths, section)[0].float()
 
 
 def parts_differ(groups: Sequence[RolloutGroup], ids: Tensor, lengths: Tensor, section: AlgorithmSection) -> Tensor:
@@ -60,14 +56,30 @@ def parts_differ(groups: Sequence[RolloutGroup], ids: Tensor, lengths: Tensor, s
     """
     mean = "group" if section.advantage_mean in LEVELS else None
     scaled = section.advantage_std == "group"
+    total, largest = _summed(groups, ids, lengths, section, mean=mean, std=None if scaled else "none")
+    found = total.abs() if scaled or section.advantage_std == "none" else largest
+    return segment_sum((found > ROUNDING).int(), ids, len(groups)) > 0
+
+
+def _summed(
+    groups: Sequence[RolloutGroup],
+    ids: Tensor,
+    lengths: Tensor,
+    section: AlgorithmSection,
+    *,
+    mean: str | None = None,
+    std: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The weighted sum of parts' advantages, and the largest of its terms, [K] float64 each.
+
+    Terms that cancel leave exactly 0: whitening divides a batch's sums by their std, and would make rounding large.
+    """
     total, largest = torch.zeros(2, len(ids), dtype=torch.float64)
     for part in _parts_of(groups):
-        std = None if scaled else "none"
         above = part.weights * of_the_row(part.values, ids[part.of], lengths[part.of], section, mean=mean, std=std)
         total[part.of] += above
         largest[part.of] = largest[part.of].maximum(above.abs())
-    found = total.abs() if scaled or section.advantage_std == "none" else largest
-    return segment_sum((found > ROUNDING * largest.clamp(min=1)).int(), ids, len(groups)) > 0
+    return torch.where(total.abs() > ROUNDING * largest, total, 0.0), largest
 
 
 @dataclass(frozen=True, slots=True)
