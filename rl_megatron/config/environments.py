@@ -24,6 +24,11 @@ def problems_of_environments(c: RunConfig) -> Iterator[str]:
     yield from _rendered(c)
     yield from _of_sources(c)
     yield from _lengths(c)
+    if c.algorithm.compares_states and _in_steps(c):
+        yield (
+            "algorithm.turn_baseline=state with reward.steps=true: a step begins where the one before it ends, and "
+            "nothing that was read in between tells states apart; set turn_baseline=all or index"
+        )
     if not c.training_environments:
         yield from _single_turns(c)
     for key, one in c.training_environments.items():
@@ -71,9 +76,13 @@ def _lengths(c: RunConfig) -> Iterator[str]:
         )
 
 
+def _in_steps(c: RunConfig) -> bool:
+    return any(one.steps for one in (c.reward, *c.source_rewards.values()))
+
+
 def _single_turns(c: RunConfig) -> Iterator[str]:
     """What of completions has no turns or steps, without an environment."""
-    in_steps = any(one.steps for one in (c.reward, *c.source_rewards.values()))
+    in_steps = _in_steps(c)
     if c.algorithm.credit == "turn" and not in_steps:
         yield (
             "algorithm.credit=turn: without environment.function, and without reward.steps=true, a completion is one "
@@ -83,11 +92,6 @@ def _single_turns(c: RunConfig) -> Iterator[str]:
         yield (
             "algorithm.ratio_level=turn: without environment.function a completion is one turn, for which it is "
             "ratio_level=sequence; set that, or environment.function"
-        )
-    if c.algorithm.compares_states and in_steps:
-        yield (
-            "algorithm.turn_baseline=state with reward.steps=true: a step begins where the one before it ends, and "
-            "nothing that was read in between tells states apart; set turn_baseline=all or index"
         )
     if in_steps and c.rollout.interrupt.earliest:
         yield (

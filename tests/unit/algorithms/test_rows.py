@@ -158,10 +158,14 @@ def test_keys_of_turns_without_credit_over_turns_are_refused() -> None:
 
 
 def test_steps_of_a_completion_have_no_states() -> None:
-    keys = ["algorithm=gigpo", "reward.steps=true", "reward.function=tests.toy_roles:grade_steps"]
-    with pytest.raises(ConfigError, match=r"turn_baseline=state with reward\.steps=true: a step begins where the one"):
-        load_config("tiny_cpu", keys)
-    load_config("tiny_cpu", [*keys, "algorithm.turn_baseline=index"])
+    """Nothing is read between them, also where another source has an environment."""
+    mixed = ["warm_start.steps=0", "data=mixture", "data.sources.played.environment.function=guess"]
+    mixed += [f"data.sources.{name}.type=arithmetic" for name in ("judged", "played")]
+    for of, beside in (("reward", []), ("data.sources.judged.reward", mixed)):
+        keys = ["algorithm=gigpo", f"{of}.steps=true", f"{of}.function=tests.toy_roles:grade_steps", *beside]
+        with pytest.raises(ConfigError, match=r"turn_baseline=state with reward\.steps=true: a step begins where the"):
+            load_config("tiny_cpu", keys)
+        load_config("tiny_cpu", [*keys, "algorithm.turn_baseline=index"])
 
 
 def test_a_range_of_the_batch_acts_beside_running_moments_and_not_under_its_own_std() -> None:
