@@ -125,7 +125,7 @@ class Playing:
                 return self.episode.stop
             if reply.bad_call is not None:
                 self.rewards.append(None)
-                seen = self._observe(Observed(said=f"error: {reply.bad_call}"), "step")
+                seen = self._observe(Observed(said=f"error: {reply.bad_call}", state=seen.state), "step")
                 continue
             step = await self._call("step", lambda reply=reply: env.step(reply))  # type: ignore[misc]
             if not isinstance(step, EnvironmentStep):

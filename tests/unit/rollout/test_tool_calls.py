@@ -38,7 +38,7 @@ class Adds(Talks):
     """Answers calls of ``add``; what is no call ends the trajectory, well if it has the sum."""
 
     async def start(self, task: Prompt, seed: int) -> Observed:
-        return Observed(said=[{"role": "user", "content": task.text}], tools=TOOLS)
+        return Observed(said=[{"role": "user", "content": task.text}], tools=TOOLS, state="asked")
 
     async def step(self, reply: Reply) -> EnvironmentStep:
         calls = reply.message.get("tool_calls", ())
@@ -84,7 +84,7 @@ def shown(found: Sequence[Answered]) -> str:
 def test_an_environment_gets_calls_and_its_results_go_on_in_one_row() -> None:
     engine, found = played(EnvironmentMaker(Adds), CALLS, "The sum is 23.")
     (one,) = trajectories(found)
-    assert (one.reward, one.stop, len(one.turns)) == (1.0, "done", 2)
+    assert (one.reward, one.stop, [turn.state for turn in one.turns]) == (1.0, "done", ["asked", None])
     (row,) = one.chains
     sampled = [[*TOKENIZER(text)["input_ids"], STOP] for text in engine.texts]
     assert [row.token_ids[turn.start : turn.stop].tolist() for turn in one.turns] == sampled
@@ -127,7 +127,7 @@ def test_what_is_wrong_with_a_call_is_observed_without_a_step() -> None:
     assert (one.reward, one.stop, len(one.turns)) == (1.0, "done", 2)
     assert "<|im_start|>user\nerror: a call is no JSON (" in shown(found)
     assert environment_row([one])["environment/bad_calls"] == 1
-    assert [turn.reward for turn in one.turns] == [None, 1.0]
+    assert [(turn.reward, turn.state) for turn in one.turns] == [(None, "asked"), (1.0, "asked")]
 
 
 @pytest.mark.parametrize("name", [None, f"{__name__}:goes_on"])
