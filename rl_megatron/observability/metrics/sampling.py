@@ -96,14 +96,15 @@ SAMPLING = (
     (
         "groups/filtered",
         "groups",
-        "groups of equal rewards, before the overlong penalty or after it, or of own advantages that are all 0, left "
-        "out by rollout.dynamic_sampling",
+        "groups of equal rewards (of turns or parts, where these are compared), before the overlong penalty or after "
+        "it, or of own advantages that are all 0, left out by rollout.dynamic_sampling",
     ),
     (
         "groups/zero_advantage_fraction",
         "",
-        "share of groups whose rewards are all equal: no gradient where a group's mean is the baseline, but with a "
-        "critic, another baseline or none, a KL in the reward, a teacher's distribution or algorithm.nll_coefficient",
+        "share of groups whose rewards (of turns or parts, where these are compared) are all equal: no gradient where "
+        "a group's mean is the baseline, but with a critic, another baseline or none, a KL in the reward, a teacher's "
+        "distribution or algorithm.nll_coefficient",
     ),
     (
         "groups/shared_states",
