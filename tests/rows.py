@@ -13,14 +13,11 @@ from rl_megatron.config.sections.algorithm import AlgorithmSection
 from rl_megatron.config.sections.preference import PreferenceSection
 
 ROWS = Path(__file__).parents[1] / "conf" / "algorithm"
-PAIR_ROWS = sorted(path.stem for path in ROWS.glob("*.yaml") if "\npreference:" in path.read_text())
-"""The rows of conf/algorithm/ that train on pairs."""
-
 NAMES = sorted(path.stem for path in ROWS.glob("*.yaml"))
+PAIR_ROWS = [name for name in NAMES if "\npreference:" in (ROWS / f"{name}.yaml").read_text()]
+"""Rows that train on pairs."""
 WITH_TURNS = ("gigpo",)
 """Rows that want an environment."""
-
-
 BESIDE: Mapping[str, tuple[str, ...]] = {
     "gdpo": ("reward.function=exact_match", "reward.parts.exact_match=1", "reward.parts.length=0.5"),
 }
