@@ -81,6 +81,10 @@ def test_a_longer_one_fails_or_is_dropped_by_its_own_key(
         if suffix == ".jsonl":
             assert len(loaded(data, {"t": teacher()}, "drop")) == 1
             assert f"dropped 1 of 2 prompts with more than {key} tokens; the first is" in caplog.text
+        else:
+            with pytest.raises(DataError, match="'train:2' has too many tokens"):
+                loaded(data, {"t": teacher()}, "drop")
+            assert f"dropped 1 prompts so far that have more tokens than {key} when they were drawn" in caplog.text
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
