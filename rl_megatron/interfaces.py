@@ -253,8 +253,8 @@ class Roles:
     learners: Mapping[str, Learner]
     """``policy``, and ``critic`` where the algorithm has one."""
     frozen: Mapping[str, FrozenModel]
-    """``reference`` where there is one, and ``teacher_<name>`` of each of ``algorithm.kl.teachers``, on ranks or behind
-    servers: a step asks them, and frees what they hold of it."""
+    """``reference`` where there is one, and ``teacher_<name>`` of each of ``algorithm.kl.teachers`` that is not the
+    policy itself, on ranks or behind servers: a step asks them, and frees what they hold of it."""
     engine: RolloutEngine
     weights: WeightSync
     reward_models: Mapping[str, FrozenModel] = field(default_factory=dict)

@@ -150,7 +150,7 @@ SECTIONS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
             Curve(title="Optimizer steps left out", metric="steps/skipped", hide_constant=True),
             Curve(title="Learning rate", metric="learning_rate", hide_constant=True),
             Curve(title="Loss: KL term", metric="loss/kl"),
-            Curve(title="Loss: right completions' NLL", metric="loss/nll"),
+            Curve(title="Loss: NLL of right or better answers", metric="loss/nll"),
             Curve(
                 title="Advantage: mean", metric="advantage/mean", band=" ± standard deviation", spread="advantage/std"
             ),
