@@ -13,9 +13,10 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
+from rl_megatron.observability.files import text_at_end
+
 _LINES = 8
 _LONGEST = 4096  # characters of a line
-_TAIL_BYTES = 16 << 10
 _DRAIN_SECONDS = 1.0  # its own children may hold the pipe open
 
 
@@ -51,11 +52,9 @@ class LastWords:
 
 
 def end_of(log: Path, *, lines: int = _LINES) -> str:
-    """The last lines of a process's output file, of its last 16 KiB; empty if it cannot be read."""
+    """The last lines of a process's output file, as `text_at_end`; empty if it cannot be read."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return _indented(file.read().decode(errors="replace").splitlines()[-lines:])
+        return _indented(text_at_end(log).splitlines()[-lines:])
     except OSError:
         return ""
 

@@ -20,7 +20,7 @@ from rl_megatron.json_text import parse
 
 JsonValue = str | int | float | None
 JsonRow = Mapping[str, JsonValue]
-_BLOCK = 1 << 16  # bytes, of a read from the end
+_BLOCK, _END = 1 << 16, 1 << 18  # bytes, of a read from the end, and of the end of a log
 _GREATEST = sys.float_info.max
 
 
@@ -142,6 +142,13 @@ def from_the_end(path: Path) -> Iterator[dict[str, JsonValue]]:
     """
     for _, line in _lines_from_the_end(path):
         yield _parse_anywhere(path, line)
+
+
+def text_at_end(path: Path) -> str:
+    """The last 256 KiB of a log, which may hold weeks; what is no UTF-8 is replaced. Raises OSError."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _END))
+        return file.read().decode(errors="replace")
 
 
 def _lines_from_the_end(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rl_megatron.durable import naming
+from rl_megatron.observability.files import text_at_end
 
 OURS = ("rl_megatron", "launcher")
 _OURS = re.compile(rf"\S+ ([\d:]{{8}}),\d+ ([A-Z]+) *\[([^\]]+)\] (?:{'|'.join(OURS)})[\w.]*: (.*)")
 _WARNINGS = ("WARNING", "ERROR", "CRITICAL")
-_END_BYTES, _LINE = 1 << 18, 300
+_LINE = 300
 
 
 @contextmanager
@@ -64,9 +65,7 @@ def last_line(folder: Path) -> str | None:
 def _ours(folder: Path) -> list[tuple[str, str]]:
     """Level and text of each line at the end of the file."""
     try:
-        with (folder / "log.txt").open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _END_BYTES))
-            text = file.read().decode(errors="replace")
+        text = text_at_end(folder / "log.txt")
     except OSError:
         return []
     found = [match.groups() for line in text.splitlines() if (match := _OURS.fullmatch(line))]

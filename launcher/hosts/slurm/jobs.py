@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections import Counter
@@ -13,11 +12,9 @@ from pathlib import Path
 from launcher.control.address import Address
 from launcher.hosts.slurm.calls import ANSWER_SECONDS, call_slurm
 from rl_megatron.errors import ConfigError
-from rl_megatron.observability.files import from_the_end
+from rl_megatron.observability.files import from_the_end, text_at_end
 from rl_megatron.observability.log import last_line
 from rl_megatron.observability.metrics.table import STEPS
-
-_END_BYTES = 1 << 16  # of a log, read for its last line
 
 
 def describe(run: Path) -> str:
@@ -38,16 +35,9 @@ def describe(run: Path) -> str:
     if found is None:
         return "\n".join([*lines, *filter(None, [last_line(run)])])
     log = run / "jobs" / f"{found[0]}.txt"
-    if log.is_file() and (said := _last_line(log)):
-        lines.append(said)
+    if log.is_file() and (said := text_at_end(log).splitlines()):
+        lines.append(said[-1])
     return "\n".join(lines)
-
-
-def _last_line(log: Path) -> str:
-    """Of the end of a log, which may hold weeks; empty if there is none."""
-    with log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
-        return (file.read().decode(errors="replace").splitlines() or [""])[-1]
 
 
 def log_file(run: Path, which: str) -> Path:
