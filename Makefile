@@ -74,7 +74,8 @@ OF_nemo-gym := nemo-gym==0.4.0
 OF_lm-eval := 'lm-eval[api]==0.4.13' transformers -c constraints.txt
 
 .environments/%/.installed: Makefile
-	test -e .environments/$*/bin/python || $(if $(filter nemo-gym,$*),$(PYTHON312),$(PYTHON)) -m venv .environments/$*
+	.environments/$*/bin/python -m pip -V >/dev/null 2>&1 || \
+		$(if $(filter nemo-gym,$*),$(PYTHON312),$(PYTHON)) -m venv .environments/$*
 	.environments/$*/bin/pip install -q $(OF_$*)
 	touch $@
 
@@ -126,16 +127,17 @@ docs: $(ENVIRONMENT)
 clean:
 	rm -rf .venv .venv312 .engines .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info
 
+# An environment that is there keeps its interpreter; one whose making was cut short has no pip, and is made again.
 # torch by itself first and at its exact version: a looser range draws gigabytes of other builds.
 $(ENVIRONMENT): pyproject.toml constraints.txt
-	test -e .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip -V >/dev/null 2>&1 || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt $(TORCH)
 	$(BIN)/pip install -q -c constraints.txt -e .[dev]
 	touch $@
 
 .venv312/.installed: pyproject.toml constraints.txt
 	$(PYTHON312) -c 'import sys; assert sys.version_info[:2] == (3, 12), sys.version'
-	test -e .venv312/bin/python || $(PYTHON312) -m venv .venv312
+	.venv312/bin/python -m pip -V >/dev/null 2>&1 || $(PYTHON312) -m venv .venv312
 	.venv312/bin/pip install -q -c constraints.txt $(TORCH)
 	.venv312/bin/pip install -q -c constraints.txt -e .[test]
 	touch $@
@@ -156,7 +158,7 @@ $(ENVIRONMENT): pyproject.toml constraints.txt
 # Engines want other versions than the learner and than each other. Stand-ins for what they lack on a CPU go into their
 # environments, where every process of theirs loads them.
 .engines/%/.installed: tests/engines/%.txt
-	test -e .engines/$*/bin/python || $(PYTHON) -m venv .engines/$*
+	.engines/$*/bin/python -m pip -V >/dev/null 2>&1 || $(PYTHON) -m venv .engines/$*
 	.engines/$*/bin/pip install -q --no-deps -r $<
 	if [ -d tests/engines/$*_cpu ]; then cp -r tests/engines/$*_cpu/. \
 		"$$(.engines/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; fi
