@@ -23,7 +23,7 @@ def describe(run: Path) -> str:
     For a run without a job: its last step and what it logged last. Raises ConfigError if the folder holds no run.
     """
     found = _current(run)
-    if found is None and not (run / "log.txt").is_file():
+    if found is None and not (run / "config.yaml").is_file():  # its log may have been rotated
         raise ConfigError(f"{run}: it holds no run, and no job was submitted from it; give a run's folder")
     lines = [f"{run}: a run without a job" if found is None else f"{run}: job {found[0]}, {found[1].text}"]
     if found is not None and found[1].array:

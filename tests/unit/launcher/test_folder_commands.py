@@ -299,6 +299,7 @@ def test_the_status_of_a_run_without_a_job_is_its_last_step(
     assert "it holds no run, and no job was submitted from it" in capsys.readouterr().err
     at = "2026-11-24 08:16:18,508"
     ours = f"{at} INFO    [rank 1] launcher.worker: the last words\n"
+    (tmp_path / "config.yaml").touch()
     (tmp_path / "log.txt").write_text(f"{ours}{at} WARNING [rank 1] megatron.core.x: Mismatched keys\n\n")
     (tmp_path / "metrics.jsonl").write_text(f'{{"phase": "{phase}", "step": 7}}\n')
     assert main_of("status", tmp_path) == 0

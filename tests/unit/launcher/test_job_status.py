@@ -61,7 +61,7 @@ def test_the_status_is_what_slurm_said(
 
 def test_status_reads_the_end_of_metrics_alone(tmp_path: Path) -> None:
     """Weeks are gigabytes: of a file whose first line is broken it tells the last step."""
-    (tmp_path / "log.txt").touch()
+    (tmp_path / "config.yaml").touch()
     rows = ['{"phase": "rl", "step": 7}', '{"phase": "eval", "step": 5}', '{"phase": "rl", "step": 8']  # torn
     (tmp_path / "metrics.jsonl").write_text("\n".join(["broken", *rows]))
     assert describe(tmp_path) == f"{tmp_path}: a run without a job\nstep 7"
