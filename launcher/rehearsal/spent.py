@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rl_megatron.config.io import load_config
 from rl_megatron.config.run import RunConfig
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.shape import ModelShape
-from rl_megatron.observability.files import JsonValue, read_jsonl
+from rl_megatron.observability.files import JsonValue, rows_from
 from rl_megatron.observability.metrics.table import STEPS
 from rl_megatron.placement.names import LEARNER
 from rl_megatron.placement.ranks import layout_said, ranks_by_role
@@ -40,6 +41,7 @@ class RunCost:
     hours: Mapping[str, float]
     trained: float
     sampled: float
+    warm_start: float = 0.0  # hours of all roles in the steps of a warm start, which no plan has, nor ``hours``
 
     @property
     def total(self) -> float:
@@ -53,30 +55,32 @@ class RunCost:
         return RunCost(unit=self.unit, steps=1, hours=hours, trained=self.trained / n, sampled=self.sampled / n)
 
 
-def spent(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> RunCost:
-    """What the job's steps in ``rows`` of metrics.jsonl took; of a warm start see `warm_start_hours`.
+def spent(config: RunConfig, rows: Iterable[Mapping[str, Any]]) -> RunCost:
+    """What the steps in ``rows`` of metrics.jsonl took, which are read once and not kept.
 
     Devices of a role are held by it all the time, but those that learner and engines share are the engines' while they
     sample (seconds/rollout). They are those of each row, which a resume may change; of rows of older versions, which
     have none, those of ``config``.
     """
-    steps = _timed(rows, STEPS)
-    return RunCost(
-        unit="core" if config.learner.device == "cpu" else "GPU",
-        steps=len(steps),
-        hours=_measured_hours(config, steps),
-        trained=sum(float(row.get("tokens/train") or 0.0) for row in steps),
-        sampled=sum(float(row.get("tokens/rollout") or 0.0) for row in steps),
-    )
-
-
-def warm_start_hours(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> float:
-    """Hours of all roles' devices in the steps of a warm start, which no plan has; 0 without one."""
-    return sum(_measured_hours(config, _timed(rows, ("warm_start",))).values())
-
-
-def _timed(rows: Sequence[Mapping[str, Any]], phases: Sequence[str]) -> list[Mapping[str, Any]]:
-    return [row for row in rows if row.get("phase") in phases and row.get("seconds/step") is not None]
+    usual = functools.cache(functools.partial(devices, config))
+    hours, warm_start = dict[str, float](), dict[str, float]()
+    steps, trained, sampled = 0, 0.0, 0.0
+    for row in rows:
+        if row.get("seconds/step") is None or row.get("phase") not in (*STEPS, "warm_start"):
+            continue
+        if row["phase"] != "warm_start":
+            steps += 1
+            trained += float(row.get("tokens/train") or 0.0)
+            sampled += float(row.get("tokens/rollout") or 0.0)
+        held = {name.removeprefix(_DEVICES): n for name, n in row.items() if name.startswith(_DEVICES)}
+        counts = {role: n for role, n in held.items() if isinstance(n, int)} or usual()
+        into = warm_start if row["phase"] == "warm_start" else hours
+        seconds, sampling = float(row["seconds/step"]), float(row.get("seconds/rollout") or 0.0)
+        for role, each in _hours(config, counts, seconds, sampling).items():
+            into[role] = into.get(role, 0.0) + each
+    unit = "core" if config.learner.device == "cpu" else "GPU"
+    before = sum(warm_start.values())
+    return RunCost(unit=unit, steps=steps, hours=hours, trained=trained, sampled=sampled, warm_start=before)
 
 
 def planned(config: RunConfig, found: Predicted, steps: int) -> RunCost:
@@ -120,21 +124,6 @@ def recorded(config: RunConfig) -> dict[str, JsonValue]:
     return {**{f"{_DEVICES}{role}": count for role, count in held.items()}, f"{_DEVICES}layout": layout_said(config)}
 
 
-def _measured_hours(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Hours of devices by role."""
-    named = [
-        {name.removeprefix(_DEVICES): n for name, n in row.items() if name.startswith(_DEVICES) and isinstance(n, int)}
-        for row in rows
-    ]
-    usual = {} if all(named) else devices(config)
-    total = dict[str, float]()
-    for row, held in zip(rows, named, strict=True):
-        seconds, sampling = float(row["seconds/step"]), float(row.get("seconds/rollout") or 0.0)
-        for role, hours in _hours(config, held or usual, seconds, sampling).items():
-            total[role] = total.get(role, 0.0) + hours
-    return total
-
-
 def _hours(config: RunConfig, count: Mapping[str, int], seconds: float, sampling: float) -> dict[str, float]:
     """Hours of devices by role, of ``seconds`` in all of which ``sampling`` were rollouts."""
     held = {role: number * seconds / _HOUR for role, number in count.items()}
@@ -163,14 +152,14 @@ def devices(config: RunConfig) -> dict[str, int]:
     return held
 
 
-def lines_of_spent(config: RunConfig, rows: Sequence[Mapping[str, Any]], guess: Estimate) -> Iterator[str]:
+def lines_of_spent(config: RunConfig, rows: Iterable[Mapping[str, Any]], guess: Estimate) -> Iterator[str]:
     """Lines to show at a run's end; none before its first step."""
     found = spent(config, rows)
     if not found.steps:
         return
     yield f"spent in {found.steps:,} {'step' if found.steps == 1 else 'steps'}: {_said(found)}"
-    if before := warm_start_hours(config, rows):
-        yield f"  before them the warm start: {before:,.3g} {found.unit}-hours"
+    if found.warm_start:
+        yield f"  before them the warm start: {found.warm_start:,.3g} {found.unit}-hours"
     step = guess.step
     if step is None or step.predicted is None:
         why = step.why if step is not None else "no plan knows the seconds of steps on CPUs"
@@ -196,7 +185,7 @@ def costs(config: RunConfig, folder: Path) -> list[str]:
     """As `costs_of_run`, of a known configuration; no fault in them ends a run."""
     try:
         metrics = folder / "metrics.jsonl"
-        rows = read_jsonl(metrics) if metrics.is_file() else []
+        rows = rows_from(metrics) if metrics.is_file() else ()
         return list(lines_of_spent(config, rows, estimate(config, starting_shape(config))))
     except RLMegatronError as error:
         return [f"the run's hours are not compared with a plan: {error}"]
