@@ -75,7 +75,7 @@ class WarmStartSection(Section):
     check_every: Positive = 20
     """Supervised steps between evaluations."""
     stop_at_accuracy: Fraction = 1.0
-    """Held-out accuracy that ends the warm start."""
+    """Held-out accuracy that ends the warm start; a model that has it before the first step makes none."""
 
 
 class WrittenSection(Section):
