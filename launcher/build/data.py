@@ -16,6 +16,7 @@ from rl_megatron.config.run import RunConfig
 from rl_megatron.config.sections.data import FileKeys, OneSource, data_sources
 from rl_megatron.config.sections.eval import EvalSetSection, RunData
 from rl_megatron.config.sections.jobs import JobName
+from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.problems.pool import Pool
 from rl_megatron.data.problems.prompts import load_held_out, load_prompts
 from rl_megatron.data.samples import end_of_answers
@@ -53,8 +54,9 @@ class Data:
     sets: Sequence[ProblemSet]  # at least one: without ``eval.sets`` it is the held-out prompts
 
 
-def load_data(config: RunConfig, model_folder: Path) -> Data:
-    """Read tokenizer and data. Raises ConfigError, and DataError that names the row."""
+def load_data(config: RunConfig, model_folder: Path, teachers: Mapping[str, TeacherSection] | None = None) -> Data:
+    """Read tokenizer and data, and what ``teachers`` (by name) read in place of prompts to train on. Raises
+    ConfigError, and DataError that names the row."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads would take the learners' cores
     tokenizer = read_tokenizer(model_folder, config.model.template_variables)
     led = config.training_environments
@@ -71,7 +73,7 @@ def load_data(config: RunConfig, model_folder: Path) -> Data:
         on_leak=config.data.on_leak,
         sets=config.eval.data_of_sets,
         environments={key: one for key, one in own.items() if one is not None},
-        teachers=with_own_prompt(config),
+        teachers=teachers,
     )
     load = partial(
         load_held_out,
@@ -94,8 +96,8 @@ def load_data(config: RunConfig, model_folder: Path) -> Data:
 
 
 def training_data(config: RunConfig, model_folder: Path) -> Data:
-    """As `load_data`, of which a job on written text can make rows. May take minutes."""
-    data = load_data(config, model_folder)
+    """As `load_data`, of which a job on written text can make rows, and teachers can read. May take minutes."""
+    data = load_data(config, model_folder, with_own_prompt(config))
     if _learns_answers(config) and data.end_token_id not in (None, data.tokenizer.eos_token_id):
         logger.info(
             "learned answers end with %r: the tokenizer's eos_token, %r, is none of the tokens that end sampling "

@@ -12,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from launcher.build.data import load_data, training_data
+from rl_megatron.config.io import load_config
 from rl_megatron.config.sections.data import ArithmeticRunData, FileRunData, MixtureData
 from rl_megatron.config.sections.teachers import TeacherSection
 from rl_megatron.data.problems.prompts import load_prompts
@@ -106,3 +108,14 @@ def test_prompts_of_a_source_have_those_of_its_own_teachers(tmp_path: Path) -> N
     found = loaded(data, {"both": teacher("{prompt}"), "of_two": teacher("{prompt}", sources=("two",))})
     assert {tuple(sorted(one)) for one in found if len(one["both"]) == 3} == {("both",)}
     assert {tuple(sorted(one)) for one in found if len(one["both"]) == 5} == {("both", "of_two")}
+
+
+def test_an_evaluation_has_no_teachers_and_wants_no_field_of_theirs(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    data = files(tmp_path, ".jsonl", ROWS[:1])
+    given = ["algorithm=distill", "data.type=files", f"data.train={data.train}", f"data.eval={data.eval}"]
+    of = ["path=tests", "prompt={prompt} {solution}", "max_prompt_tokens=40"]
+    config = load_config("tiny_cpu", [*given, *(f"algorithm.kl.teachers.t.{key}" for key in of)])
+    assert len(load_data(config, tmp_path).train) == 1
+    with pytest.raises(DataError, match="no field 'solution'"):
+        training_data(config, tmp_path)
