@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from rl_megatron.data.pairs import Pair
 from rl_megatron.errors import DataError
 from rl_megatron.rollout.conversation.messages import MessagesRefused
@@ -20,8 +22,8 @@ def paired_answers(prompts: Sequence[Prompt], conversations: WrittenConversation
     """The rows of either conversation's turns after their common beginning.
 
     Raises DataError that names the prompt: as `WrittenConversations.rows_of`; the conversations first differ in what
-    the assistant did not say; one has no turn to learn there; or a template shows one of these turns otherwise later
-    on, so that they are in several rows.
+    the assistant did not say; one has no turn to learn there; a template shows one of these turns otherwise later on,
+    so that they are in several rows; or it shows both alike, as it trims white space.
     """
     found = conversations.rows_of([side for prompt in prompts for side in _behind_common(prompt)])
     pairs = []
@@ -33,7 +35,10 @@ def paired_answers(prompts: Sequence[Prompt], conversations: WrittenConversation
                     f"{len(rows)} rows, because the chat template shows one of them otherwise later on; end both "
                     "conversations with the first message that differs"
                 )
-        pairs.append((found[2 * number][0], found[2 * number + 1][0]))
+        better, worse = found[2 * number][0], found[2 * number + 1][0]
+        if np.array_equal(better.token_ids, worse.token_ids):
+            raise _alike(prompt)
+        pairs.append((better, worse))
     return pairs
 
 
@@ -51,15 +56,20 @@ def paired_texts(prompts: Sequence[Prompt], conversations: WrittenConversations)
     """The chat template's texts of both conversations. Raises DataError that names the prompt: as
     `WrittenConversations.whole`, and where the texts are equal."""
     found = []
-    for better, worse in map(_read, prompts):
+    for prompt in prompts:
+        better, worse = _read(prompt)
         texts = conversations.whole(better), conversations.whole(worse)
         if texts[0] == texts[1]:
-            raise DataError(
-                f"prompt {better.id!r}: the chat template's texts of both conversations are equal, as it leaves out "
-                "where they differ, so there is nothing to compare; give the model a template that shows it"
-            )
+            raise _alike(prompt)
         found.append(texts)
     return found
+
+
+def _alike(prompt: Prompt) -> DataError:
+    return DataError(
+        f"prompt {prompt.id!r}: the chat template's texts of both conversations are equal, as it leaves out where they "
+        "differ, so there is nothing to compare; remove the row, or give the model a template that shows it"
+    )
 
 
 def _behind_common(prompt: Prompt) -> _Sides:

@@ -193,6 +193,19 @@ def test_a_pair_whose_texts_leave_out_what_differs_is_refused() -> None:
         texts({}, calls | {"content": ""})
 
 
+def test_answers_that_the_template_shows_alike_are_no_pair() -> None:
+    """As most trim white space: such a pair has no gradient."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template, tokenizer.split_special_tokens = (
+        TEMPLATE.replace("m['content']", "m.content.strip()"),
+        False,
+    )
+    made = WrittenConversations(tokenizer, [EOS])
+    assert len(paired_answers([prompt("u:1|a:2", "u:1|a:3 ")], made)) == 1
+    with pytest.raises(DataError, match=r"^prompt 'p:1': the chat template's texts of both conversations are equal"):
+        paired_answers([prompt("u:1|a:2", "u:1|a:2 ")], made)
+
+
 LETTERS = {"q": "1+1", "good": "2", "bad": "3", "m": 0.5}
 TALK = {"good": said("u:1|a:2"), "bad": said("u:1|a:3"), "m": 0.5}
 
