@@ -138,9 +138,8 @@ class WrittenConversations:
             known = conversation.tidied()
             text, places = self._template.render(known, conversation.tools, opened=False), _losable(known)
             for place, part in self._template.lost(known, conversation.tools, places) if places else ():
-                if (
-                    part in ("reasoning", "content") and place < len(known) - 1
-                ):  # gpt-oss's content of a call is thinking
+                is_context = place < len(known) - 1
+                if is_context and part in ("reasoning", "content"):  # gpt-oss's content of a call is thinking
                     self._warn(conversation.id, place, part)
                 elif part != "reasoning":
                     raise MessagesRefused(
